@@ -1,0 +1,14 @@
+"""Ground floor: executes what modules decide, on frozen decoder layers. Imports torch and transformers, nothing else."""
+
+from quicksilver.runtime.architecture import Architecture, architecture_of
+from quicksilver.runtime.engine import EXECUTIONS, KVBytes, Run, apply
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
+from quicksilver.runtime.ledger import Flops
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.state import MISSING_KV, LayerView, PassState, TokenState
+from quicksilver.runtime.trace import PassTrace, Trace
+
+__all__ = [
+    "EXECUTIONS", "MISSING_KV", "Architecture", "ConfigError", "Flops", "KVBytes", "LayerView", "PassState", "PassTrace", "QuickSilverError",
+    "Run", "RuntimeModule", "TokenState", "Trace", "UnsupportedModelError", "apply", "architecture_of",
+]  # fmt: skip

@@ -1,0 +1,219 @@
+"""What the runtime must know of a model family: where its layers are, and how to project K, V and Q alone.
+
+A family is one subclass of `Architecture`; `architecture_of` finds it by `config.model_type`. How to add one: docs/adding-a-family.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_rotary
+from transformers.pytorch_utils import Conv1D
+
+from quicksilver.runtime.errors import UnsupportedModelError
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin), each (B, M, rotary_dim)
+
+
+class Architecture(ABC):
+    """One model, seen through its family's adapter.
+
+    Args:
+        model: a Hugging Face causal language model of this family.
+    """
+
+    family: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]]
+    cache_argument: ClassVar[str] = "past_key_values"  # the layer's name for the cache
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self.base: nn.Module = model.base_model
+        self.layers: list[nn.Module] = list(self._find_layers())
+        self.n_layers = len(self.layers)
+        self.width: int = self.config.hidden_size
+        self.n_heads: int = self.config.num_attention_heads
+        self.n_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.n_heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.n_heads
+        self.output_head: nn.Module = model.get_output_embeddings()
+        self.vocab_size: int = self.output_head.weight.shape[0]
+        self.layer_signature = inspect.signature(type(self.layers[0]).forward)
+        # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
+        self.linear_params_per_layer = sum(
+            m.weight.numel() for m in self.layers[0].modules() if isinstance(m, (nn.Linear, Conv1D))
+        )
+        self.kv_params_per_layer = 2 * self.width * self.n_kv_heads * self.head_dim
+
+    @abstractmethod
+    def _find_layers(self) -> nn.ModuleList: ...
+
+    @property
+    @abstractmethod
+    def final_norm(self) -> nn.Module: ...
+
+    @abstractmethod
+    def attention(self, layer: int) -> nn.Module:
+        """The attention module of a layer."""
+
+    @abstractmethod
+    def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of layer `layer` for states entering it: hidden (B, M, D) -> two of (B, H_kv, M, head_dim)."""
+
+    @abstractmethod
+    def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """Q of layer `layer`: hidden (B, M, D) -> (B, H, M, head_dim)."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logit lens (nostalgebraist 2020): final norm, then output head; hidden (..., D) -> (..., V)."""
+        return self.output_head(self.final_norm(hidden))
+
+    def scaling(self, layer: int) -> float:
+        """Factor on q·k before the softmax (GPT-2's `scale_attn_weights` may be off)."""
+        scaling = getattr(self.attention(layer), "scaling", None)
+        return float(scaling) if scaling is not None else self.head_dim**-0.5
+
+    def attention_window(self, layer: int) -> int | None:
+        """Sliding-window size in tokens, None for full attention."""
+        return None
+
+    @property
+    def attention_implementation(self) -> str:
+        return self.config._attn_implementation
+
+    def _heads(self, projected: torch.Tensor, n_heads: int) -> torch.Tensor:
+        """(B, M, n_heads·head_dim) -> (B, n_heads, M, head_dim)."""
+        return projected.view(*projected.shape[:-1], n_heads, self.head_dim).transpose(1, 2)
+
+
+class GPT2Architecture(Architecture):
+    family = "gpt2"
+    model_types = ("gpt2",)
+
+    def _find_layers(self) -> nn.ModuleList:
+        return self.base.h
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.base.ln_f
+
+    def attention(self, layer: int) -> nn.Module:
+        return self.layers[layer].attn
+
+    def _columns(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Columns [start, stop) of the fused q, k, v projection (Conv1D keeps its weight as (in, out))."""
+        fused = self.attention(layer).c_attn
+        return self.layers[layer].ln_1(hidden) @ fused.weight[:, start:stop] + fused.bias[start:stop]
+
+    def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._columns(layer, hidden, self.width, 3 * self.width).split(self.width, dim=-1)
+        return self._heads(keys, self.n_heads), self._heads(values, self.n_heads)
+
+    def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        return self._heads(self._columns(layer, hidden, 0, self.width), self.n_heads)
+
+
+class LlamaArchitecture(Architecture):
+    """Pre-norm, rotary, grouped-query attention; Qwen3 norms q and k, SmolLM3 leaves rotary out of some layers."""
+
+    family = "llama"
+    model_types = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+    def _find_layers(self) -> nn.ModuleList:
+        return self.base.layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.base.norm
+
+    def attention(self, layer: int) -> nn.Module:
+        return self.layers[layer].self_attn
+
+    def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        if rotary is None or not getattr(self.attention(layer), "use_rope", True):
+            return states
+        return apply_rotary(states, states, *rotary)[0]
+
+    def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = self.attention(layer)
+        normed = self.layers[layer].input_layernorm(hidden)
+        keys = attention.k_proj(normed).view(*hidden.shape[:-1], self.n_kv_heads, self.head_dim)
+        if hasattr(attention, "k_norm"):
+            keys = attention.k_norm(keys)
+        return self._rotate(layer, keys.transpose(1, 2), rotary), self._heads(attention.v_proj(normed), self.n_kv_heads)
+
+    def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        attention = self.attention(layer)
+        queries = attention.q_proj(self.layers[layer].input_layernorm(hidden)).view(
+            *hidden.shape[:-1], self.n_heads, self.head_dim
+        )
+        if hasattr(attention, "q_norm"):
+            queries = attention.q_norm(queries)
+        return self._rotate(layer, queries.transpose(1, 2), rotary)
+
+    def attention_window(self, layer: int) -> int | None:
+        attention = self.attention(layer)
+        # Mistral keeps the window in its config for every layer, Qwen on each attention module.
+        if hasattr(attention, "sliding_window"):
+            return attention.sliding_window
+        return getattr(self.config, "sliding_window", None) if self.config.model_type == "mistral" else None
+
+
+class GPTNeoXArchitecture(Architecture):
+    """Pythia: q, k, v interleaved by head, rotary on part of each head, parallel residual."""
+
+    family = "gpt_neox"
+    model_types = ("gpt_neox",)
+    cache_argument = "layer_past"
+
+    def _find_layers(self) -> nn.ModuleList:
+        return self.base.layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.base.final_layer_norm
+
+    def attention(self, layer: int) -> nn.Module:
+        return self.layers[layer].attention
+
+    def _rotated_qkv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, ...]:
+        # The fused weight interleaves q, k and v of each head: a slice would copy it, so the whole product is taken.
+        fused = self.attention(layer).query_key_value(self.layers[layer].input_layernorm(hidden))
+        q, k, v = fused.view(*hidden.shape[:-1], self.n_heads, 3 * self.head_dim).transpose(1, 2).chunk(3, dim=-1)
+        if rotary is not None:
+            q, k = apply_partial_rotary(q, k, *rotary)
+        return q, k, v
+
+    def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rotated_qkv(layer, hidden, rotary)[1:]
+
+    def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        return self._rotated_qkv(layer, hidden, rotary)[0]
+
+
+def _families() -> list[type[Architecture]]:
+    return sorted(Architecture.__subclasses__(), key=lambda cls: cls.family)
+
+
+def architecture_of(model: PreTrainedModel) -> Architecture:
+    """The adapter of `model`.
+
+    Raises:
+        UnsupportedModelError: no family knows `config.model_type`, or the model is not a causal language model.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    for cls in _families():
+        if model_type in cls.model_types:
+            if model.get_output_embeddings() is None:
+                raise UnsupportedModelError(f"{type(model).__name__} has no output head; load it with AutoModelForCausalLM.")
+            return cls(model)
+    known = ", ".join(t for cls in _families() for t in cls.model_types)
+    raise UnsupportedModelError(
+        f"Model type {model_type!r} has no adapter. There are: {known}. How to add one: docs/adding-a-family.md."
+    )

@@ -1,0 +1,309 @@
+"""Caches whose layers hold different tokens.
+
+They are `transformers` cache *layers*: the runtime puts them in place of the layers of whatever `DynamicCache` the model or
+`generate()` made, so growing, beams (`reorder_cache`) and `crop` keep working through the usual calls. `get_seq_length()` answers with
+the columns seen, so positions stay right when layer 30 holds half of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from quicksilver.runtime.errors import UnsupportedModelError
+
+
+@dataclass
+class KVLayout:
+    """Which entries a layer will hold, known before its K and V are.
+
+    Attributes:
+        slots: (B, K) long; valid: (B, K) bool, or None when every row is full; order: (B, K) columns of [past, new], None = all in order.
+    """
+
+    slots: torch.Tensor
+    valid: torch.Tensor | None
+    order: torch.Tensor | None
+
+
+class RaggedLayer(DynamicLayer):
+    """K and V of the tokens that have an entry in this layer, and nothing else.
+
+    Rows of equal length are kept as (B, H_kv, K, head_dim). Rows of unequal length are kept end to end, (T, H_kv, head_dim) with T the
+    sum of the lengths, and padded when read: the bytes resident are the bytes billed. Slots ascend within a row.
+    """
+
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0  # columns of input seen, padding and skipped tokens included
+        self.slots: torch.Tensor | None = None  # (B, K) long
+        self.valid: torch.Tensor | None = None  # (B, K) bool; None: rows of equal length
+        self.real_seen: torch.Tensor | None = None  # (B, 1) long, real tokens seen
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) long: entries of each row."""
+        assert self.slots is not None
+        return self.slots.new_full((self.slots.shape[0],), self.slots.shape[1]) if self.valid is None else self.valid.sum(1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every column seen has an entry: the plain attention mask of the model is right."""
+        return self.seen == 0 or (self.valid is None and self.slots is not None and self.slots.shape[1] == self.seen)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def entry_bytes(self) -> int:
+        """Bytes of one token's K and V in this layer."""
+        return (
+            0
+            if self.keys is None
+            else 2 * self.keys.shape[-1] * self.keys.shape[-2 if self.valid is not None else 1] * self.keys.element_size()
+        )
+
+    def resident_bytes(self) -> int:
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    def billed_bytes(self) -> int:
+        return 0 if self.keys is None else int(self.lengths.sum()) * self.entry_bytes()
+
+    def plan(self, slots: torch.Tensor, keep: torch.Tensor | None) -> KVLayout:
+        """Layout after adding tokens at `slots` (B, M), of which only `keep` (B, M) bool get an entry (None: all)."""
+        past_slots, past_valid = self.slots, self.valid
+        if past_slots is not None:
+            slots = torch.cat([past_slots, slots], dim=1)
+        if keep is None and past_valid is None:
+            return KVLayout(slots, None, None)
+        valid = torch.ones_like(slots, dtype=torch.bool)
+        n_past = 0 if past_slots is None else past_slots.shape[1]
+        if past_valid is not None:
+            valid[:, :n_past] = past_valid
+        if keep is not None:
+            valid[:, n_past:] = keep
+        # Entries to the left, in slot order; what is not one to the right, cut off at the longest row.
+        rank = torch.where(valid, slots, torch.iinfo(torch.long).max)
+        order = rank.argsort(dim=1, stable=True)[:, : int(valid.sum(1).max())]
+        valid = valid.gather(1, order)
+        return KVLayout(slots.gather(1, order), None if bool(valid.all()) else valid, order)
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K, V as (B, H_kv, K, head_dim), rows padded with zeros on the right; None when empty."""
+        if self.slots is None:
+            return None
+        if self.valid is None:
+            return self.keys, self.values
+        shape = (*self.valid.shape, *self.keys.shape[1:])
+        out = []
+        for flat in (self.keys, self.values):
+            rows = flat.new_zeros(shape)
+            rows[self.valid] = flat
+            out.append(rows.transpose(1, 2))
+        return out[0], out[1]
+
+    def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add new K, V (B, H_kv, M, head_dim) by `layout`; returns all K, V of the layer, padded."""
+        self.is_initialized = True
+        self.dtype, self.device = keys.dtype, keys.device
+        past = self.padded()
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        if layout.order is not None:
+            index = layout.order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+            keys, values = keys.gather(2, index), values.gather(2, index)
+        self._store(layout.slots, layout.valid, keys, values)
+        return keys, values
+
+    def _store(self, slots: torch.Tensor, valid: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.slots, self.valid = slots, valid
+        if valid is None:
+            self.keys, self.values = keys, values
+        else:
+            self.keys, self.values = keys.transpose(1, 2)[valid], values.transpose(1, 2)[valid]
+
+    def advance(self, n_columns: int, n_real: torch.Tensor) -> None:
+        """Note that a pass of `n_columns` columns went by, n_real (B, 1) of them real."""
+        self.seen += n_columns
+        self.real_seen = n_real.clone() if self.real_seen is None else self.real_seen + n_real
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The plain path of a layer in which every token takes part. key_states: (B, H_kv, M, head_dim)."""
+        if not self.is_complete:
+            raise UnsupportedModelError(
+                "This KV cache was written under quicksilver.apply and lacks tokens in some layers: continue with it inside the context, or start a new cache."
+            )
+        batch, n = key_states.shape[0], key_states.shape[2]
+        slots = torch.arange(self.seen, self.seen + n, device=key_states.device).expand(batch, n)
+        self.advance(n, slots.new_full((batch, 1), n))
+        return self.write(self.plan(slots, None), key_states, value_states)
+
+    def adopt(self, layer: DynamicLayer, valid: torch.Tensor | None) -> None:
+        """Take over a plain layer's content; valid: (B, seen) bool of real columns, None: all."""
+        if layer.keys is None or layer.keys.numel() == 0:
+            return
+        keys, values = layer.keys, layer.values
+        batch, n = keys.shape[0], keys.shape[2]
+        self.seen = n
+        if valid is None:
+            valid = torch.ones(batch, n, dtype=torch.bool, device=keys.device)
+        slots = valid.long().cumsum(1) - 1
+        self.real_seen = valid.sum(1, keepdim=True)
+        fresh = RaggedLayer()
+        layout = fresh.plan(slots, None if bool(valid.all()) else valid)
+        self.write(layout, keys, values)
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        if self.slots is None:
+            return
+        keys, values = self.padded()  # type: ignore[misc]
+        valid = None if self.valid is None else self.valid[rows]
+        self.real_seen = self.real_seen[rows]  # type: ignore[index]
+        self._store_trimmed(self.slots[rows], valid, keys[rows], values[rows])
+
+    def _store_trimmed(self, slots: torch.Tensor, valid: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store rows after cutting off columns that are padding in all of them."""
+        if valid is not None:
+            width = int(valid.sum(1).max())
+            slots, valid, keys, values = slots[:, :width], valid[:, :width], keys[:, :, :width], values[:, :, :width]
+            if bool(valid.all()):
+                valid = None
+        self._store(slots, valid, keys, values)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.slots is not None:
+            self._select_rows(torch.arange(self.slots.shape[0], device=self.slots.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` columns (transformers gives a negative number)."""
+        n = abs(tokens_to_remove)
+        if n == 0 or self.slots is None:
+            return
+        self.seen -= n
+        self.real_seen = self.real_seen - n  # type: ignore[operator]  (the last columns of a sequence are never padding)
+        keys, values = self.padded()  # type: ignore[misc]
+        valid = self.slots < self.real_seen
+        if self.valid is not None:
+            valid &= self.valid
+        self._store_trimmed(self.slots, valid, keys, values)
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.slots = self.valid = self.real_seen = None
+        self.seen = 0
+        self.is_initialized = False
+
+
+class MaskedLayer(RaggedLayer):
+    """The reference: K and V of every column stay in memory, and a mask says which of them count.
+
+    Rows are (B, H_kv, seen, head_dim); `present` (B, seen) bool. Nothing is packed, nothing is saved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.present: torch.Tensor | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.seen == 0 or bool(self.present.all())  # type: ignore[union-attr]
+
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, present: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add K, V (B, H_kv, N, head_dim) of all columns of a pass; returns all of them."""
+        self.is_initialized = True
+        self.dtype, self.device = keys.dtype, keys.device
+        if self.slots is not None:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            slots, present = torch.cat([self.slots, slots], dim=1), torch.cat([self.present, present], dim=1)  # type: ignore[list-item]
+        self.keys, self.values, self.slots, self.present = keys, values, slots, present
+        return keys, values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_complete:
+            return super().update(key_states, value_states)  # raises, with the remedy
+        batch, n = key_states.shape[0], key_states.shape[2]
+        slots = torch.arange(self.seen, self.seen + n, device=key_states.device).expand(batch, n)
+        self.advance(n, slots.new_full((batch, 1), n))
+        return self.append(key_states, value_states, slots, torch.ones_like(slots, dtype=torch.bool))
+
+    def billed_bytes(self) -> int:
+        return 0 if self.keys is None else int(self.present.sum()) * self.entry_bytes()  # type: ignore[union-attr]
+
+    def adopt(self, layer: DynamicLayer, valid: torch.Tensor | None) -> None:
+        if layer.keys is None or layer.keys.numel() == 0:
+            return
+        batch, self.seen = layer.keys.shape[0], layer.keys.shape[2]
+        if valid is None:
+            valid = torch.ones(batch, self.seen, dtype=torch.bool, device=layer.keys.device)
+        self.real_seen = valid.sum(1, keepdim=True)
+        self.append(layer.keys, layer.values, valid.long().cumsum(1) - 1, valid)
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        if self.slots is not None:
+            self.keys, self.values, self.slots = self.keys[rows], self.values[rows], self.slots[rows]
+            self.present, self.real_seen = self.present[rows], self.real_seen[rows]  # type: ignore[index]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        n = abs(tokens_to_remove)
+        if n == 0 or self.slots is None:
+            return
+        self.seen -= n
+        self.real_seen = self.real_seen - n  # type: ignore[operator]
+        self.keys, self.values = self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+        self.slots, self.present = self.slots[:, : self.seen], self.present[:, : self.seen]  # type: ignore[index]
+
+    def reset(self) -> None:
+        super().reset()
+        self.present = None
+
+
+def take_over(cache: Cache, layer: int, kind: type[RaggedLayer], past_valid: torch.Tensor | None) -> RaggedLayer:
+    """The `kind` layer at `layer` of `cache`, put there in place of a plain one if need be.
+
+    Args:
+        past_valid: (B, seen) bool of the columns already cached, None: all are real.
+
+    Raises:
+        UnsupportedModelError: a static, quantized or offloaded cache, or one written under another execution.
+    """
+    while len(cache.layers) <= layer:
+        cache.layers.append(kind())
+    found = cache.layers[layer]
+    if type(found) is kind:
+        return found
+    if isinstance(found, RaggedLayer) and found.seen:
+        raise UnsupportedModelError("This KV cache was written under another execution (compact or masked); start a new cache.")
+    if not (
+        isinstance(found, DynamicLayer)
+        and type(found).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "RaggedLayer", "MaskedLayer")
+    ):
+        raise UnsupportedModelError(
+            f"A cache of {type(found).__name__} cannot hold different tokens per layer; use the default DynamicCache."
+        )
+    fresh = kind()
+    if not isinstance(found, RaggedLayer):
+        if getattr(found, "is_sliding", False) and found.get_seq_length() and found.get_seq_length() != found.keys.shape[2]:
+            raise UnsupportedModelError(
+                "A sliding-window cache that has already dropped tokens cannot be taken over; start inside the context."
+            )
+        fresh.adopt(found, past_valid)
+    cache.layers[layer] = fresh
+    return fresh

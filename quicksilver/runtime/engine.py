@@ -1,0 +1,766 @@
+"""Wrap the layer, not the model: `apply` puts the modules' decisions into effect on frozen decoder layers (DESIGN §2).
+
+A decoder layer does not care which tokens it is given. Under `compact` each layer is called on its active tokens alone, with their own
+rotary factors and a mask built from their slots, and the result is scattered back. Under `masked` every layer is called on all tokens,
+and what should not have happened is undone: the paper's way, which saves nothing and serves as the reference. Under `decide` the modules
+decide and everything is executed: the price of the policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from quicksilver.runtime.architecture import Architecture, Rotary, architecture_of
+from quicksilver.runtime.cache import KVLayout, MaskedLayer, RaggedLayer, take_over
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
+from quicksilver.runtime.ledger import Flops, LayerWork, PassWork, head_flops, pass_flops
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.state import LayerView, PassState, TokenState
+from quicksilver.runtime.trace import PassTrace, Trace
+
+Execution = Literal["compact", "masked", "decide"]
+EXECUTIONS: tuple[str, ...] = ("compact", "masked", "decide")
+
+
+@dataclass(frozen=True)
+class KVBytes:
+    """Bytes of the last cache written: `billed` by the decisions, `resident` in its tensors."""
+
+    billed: int = 0
+    resident: int = 0
+
+
+def apply(
+    model: PreTrainedModel,
+    modules: Sequence[RuntimeModule],
+    *,
+    execution: Execution = "compact",
+    decision_layers: Sequence[int] | None = None,
+) -> Run:
+    """Run `model` under `modules` for the length of a `with` block; afterwards nothing is left on the model.
+
+    Args:
+        model: a frozen Hugging Face causal language model of a known family, in eval mode.
+        modules: what decides; called in the order of their `priority`.
+        execution: `compact` computes active tokens only, `masked` computes all and undoes (reference), `decide` decides and executes all.
+        decision_layers: layers after which modules are asked (0-based); None: after every layer. Fewer means fewer host syncs on a GPU.
+
+    Raises:
+        ConfigError: an unknown execution, a decision layer the model lacks, a model in training mode, options a module refuses.
+        UnsupportedModelError: no adapter for the model's family or attention implementation.
+    """
+    return Run(model, modules, execution, decision_layers)
+
+
+@dataclass
+class Packing:
+    """The tokens of one layer, packed to the left.
+
+    Attributes:
+        order: (B, A) columns of the pass, active ones first in slot order, then distinct inactive ones; None: all N columns.
+        real: (B, A) bool, which of them are active; None: all.
+        width: A.
+    """
+
+    order: torch.Tensor | None
+    real: torch.Tensor | None
+    width: int
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> Packing:
+        """mask: (B, N) bool."""
+        batch, n = mask.shape
+        counts = mask.sum(1)
+        low, high = torch.stack([counts.min(), counts.max()]).tolist()  # the one host sync of a decision
+        if low == n:
+            return cls(None, None, n)
+        # Padding columns are inactive tokens of the same row: scattering their own old state back harms nobody.
+        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :high]
+        real = None if low == high else torch.arange(high, device=mask.device) < counts[:, None]
+        return cls(order, real, high)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, ...) -> (B, A, ...)."""
+        if self.order is None:
+            return x
+        index = self.order.reshape(*self.order.shape, *([1] * (x.ndim - 2))).expand(-1, -1, *x.shape[2:])
+        return x.gather(1, index)
+
+    def put(self, full: torch.Tensor, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
+        """`full` (B, N, D) with the active columns replaced by `packed_new` (B, A, D)."""
+        if self.order is None:
+            return packed_new
+        if self.real is not None:
+            packed_new = torch.where(self.real[..., None], packed_new, packed_old)
+        return full.scatter(1, self.order[..., None].expand_as(packed_new), packed_new)
+
+
+class _Pass:
+    """One forward of the model, from the base model's pre-hook to its hook."""
+
+    def __init__(self, run: Run, arguments: dict[str, Any]) -> None:
+        ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        source = ids if ids is not None else embeds
+        if source is None:
+            raise ConfigError("The model was called without input_ids or inputs_embeds.")
+        self.batch, self.n = source.shape[:2]
+        cache = arguments.get("past_key_values")
+        self.seen: int = cache.get_seq_length() if cache is not None else 0
+        self.input_ids = ids
+        device = source.device
+
+        mask = arguments.get("attention_mask")
+        self.past_valid: torch.Tensor | None = None
+        past_real = torch.full((self.batch, 1), self.seen, device=device)
+        self.padded = False
+        if mask is not None:
+            if not (isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == self.seen + self.n):
+                shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+                raise ConfigError(
+                    f"attention_mask must be a (B, {self.seen + self.n}) padding mask over cached and new tokens; got {shape}."
+                )
+            mask = mask.to(device).bool()
+            if not bool(mask.all()):
+                self.padded = True
+                self.past_valid = mask[:, : self.seen]
+                past_real = self.past_valid.sum(1, keepdim=True)
+        valid = mask[:, self.seen :] if self.padded else torch.ones(self.batch, self.n, dtype=torch.bool, device=device)  # type: ignore[index]
+        slots = past_real + valid.long().cumsum(1) - 1
+        self.state = PassState(valid, slots, run.arch.n_layers)
+        self.n_real = valid.sum(1, keepdim=True)
+        self.is_prompt = self.seen == 0 and self.n > 1
+        self.index = run.pass_index
+        self.work = PassWork(layers=[])
+        self.past_lengths: list[torch.Tensor | int] = []
+        self.packing: Packing | None = None  # of the previous layer; None when it must be made anew
+        self.kept: dict[str, Packing] | None = None
+        self.copied: tuple[torch.Tensor, torch.Tensor] | None = None  # K, V (B, H_kv, N, head_dim) for missing_kv=copy
+
+    @property
+    def all_run(self) -> bool:
+        """No decision so far and no padding: the plain model's own call is right."""
+        return not (self.padded or self.state.any_halted or self.state.any_kv_skipped)
+
+
+class Run:
+    """What `with apply(...) as run` gives.
+
+    Attributes:
+        arch: the model's adapter.
+        modules: the modules, in the order they are asked.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, modules: Sequence[RuntimeModule], execution: str, decision_layers: Sequence[int] | None
+    ) -> None:
+        if execution not in EXECUTIONS:
+            raise ConfigError(f"execution={execution!r} is not one of {', '.join(EXECUTIONS)}.")
+        if model.training:
+            raise ConfigError("The model is in training mode (dropout is on): call model.eval() first.")
+        self.arch = architecture_of(model)
+        self.execution = execution
+        if decision_layers is not None:
+            wrong = [layer for layer in decision_layers if not 0 <= layer < self.arch.n_layers]
+            if wrong:
+                raise ConfigError(f"decision_layers={wrong} do not exist: the model has layers 0 to {self.arch.n_layers - 1}.")
+        self.decision_layers = None if decision_layers is None else frozenset(decision_layers)
+        self.modules = sorted(modules, key=lambda module: module.priority)
+        for module in self.modules:
+            module.bind(self.arch)
+        if self.modules and self.arch.attention_implementation not in ("sdpa", "eager"):
+            raise UnsupportedModelError(
+                f"attn_implementation={self.arch.attention_implementation!r} cannot mask tokens by slot; load the model with 'sdpa' or 'eager'."
+            )
+        self._copies_kv = any(module.copies_kv for module in self.modules)
+        self._handles: list[Any] = []
+        self._previous: list[Any] = []
+        self._in_signal = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget traces and ledgers: between measurements, or between batches of one run."""
+        self._passes: list[tuple[PassWork, PassTrace]] = []
+        self._flops: list[Flops] = []
+        self._head_tokens = 0
+        self._current: _Pass | None = None
+        self._cache: Cache | None = None
+
+    @property
+    def pass_index(self) -> int:
+        return len(self._passes)
+
+    @property
+    def trace(self) -> Trace:
+        """Every decision since the start or the last `reset`."""
+        return Trace(self.arch.n_layers, [trace.cpu() for _, trace in self._passes])
+
+    @property
+    def flops(self) -> Flops:
+        """The ledgers since the start or the last `reset`."""
+        for work, trace in self._passes[len(self._flops) :]:
+            self._flops.append(pass_flops(self.arch, work, trace))
+        return sum(self._flops, head_flops(self.arch, self._head_tokens))
+
+    @property
+    def kv_bytes(self) -> KVBytes:
+        """Bytes of the last cache written, zero where none was."""
+        if self._cache is None:
+            return KVBytes()
+        layers = self._cache.layers
+        if all(isinstance(layer, RaggedLayer) for layer in layers):
+            return KVBytes(sum(layer.billed_bytes() for layer in layers), sum(layer.resident_bytes() for layer in layers))
+        resident = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.keys is not None)
+        return KVBytes(resident, resident)
+
+    # -- the context -------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        if getattr(self.arch.base, "_quicksilver_run", None) is not None:
+            raise ConfigError(
+                "This model is already under quicksilver.apply; leave that context first, or give all modules at once."
+            )
+        self.arch.base._quicksilver_run = self
+        base_signature = inspect.signature(self.arch.base.forward)
+
+        def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            self._begin(base_signature.bind_partial(*args, **kwargs).arguments)
+
+        self._handles = [
+            self.arch.base.register_forward_pre_hook(before, with_kwargs=True),
+            self.arch.base.register_forward_hook(lambda module, args, output: self._end(output)),
+            self.arch.output_head.register_forward_pre_hook(lambda module, args: self._count_head(args[0])),
+        ]
+        if self.modules:
+            for index, layer in enumerate(self.arch.layers):
+                # accelerate (device_map) also sets forward on the instance: it is kept, called, and put back.
+                self._previous.append(layer.__dict__.get("forward"))
+                layer.forward = self._wrap(index, layer.forward)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self.modules:
+            for layer, previous in zip(self.arch.layers, self._previous, strict=True):
+                if previous is None:
+                    del layer.forward
+                else:
+                    layer.forward = previous
+        self._handles, self._previous = [], []
+        del self.arch.base._quicksilver_run
+        self._current = None
+
+    def _begin(self, arguments: dict[str, Any]) -> None:
+        self._current = _Pass(self, dict(arguments.get("kwargs", {})) | arguments)
+
+    def _end(self, output: Any) -> None:
+        current = self._current
+        assert current is not None
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None:
+            self._cache = cache
+        if not self.modules:
+            keys = self._dense_keys(current)
+            current.work.layers = [LayerWork(current.batch, current.n, keys)] * self.arch.n_layers
+            current.past_lengths = [current.seen] * self.arch.n_layers
+        current.work.past_lengths = current.past_lengths
+        self._passes.append((current.work, PassTrace.of(current.state, current.seen)))
+
+    def _count_head(self, hidden: torch.Tensor) -> None:
+        if not self._in_signal:
+            self._head_tokens += hidden.numel() // self.arch.width
+
+    def _dense_keys(self, current: _Pass) -> int | None:
+        """Keys per query of the plain model's attention; None: its causal kernel, which skips the upper triangle."""
+        causal_kernel = self.arch.attention_implementation == "sdpa" and current.seen == 0 and not current.padded
+        return None if causal_kernel else current.seen + current.n
+
+    # -- one layer ---------------------------------------------------------------------------------------------------------------
+
+    def _wrap(self, layer: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        names = list(self.arch.layer_signature.parameters)[1:]  # without self
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            call = dict(zip(names, args, strict=False)) | kwargs  # GPT-2 passes cache and mask positionally
+            current = self._current
+            if current is None:
+                raise QuickSilverError("A decoder layer was called outside its model's forward; call the model.")
+            return self._layer(layer, original, call, current)
+
+        return forward
+
+    def _layer(self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass) -> torch.Tensor:
+        cache: Cache | None = call.get(self.arch.cache_argument)
+        kind = MaskedLayer if self.execution == "masked" else RaggedLayer
+        store = take_over(cache, layer, kind, current.past_valid) if cache is not None else None
+        self._cache = cache if cache is not None else self._cache
+        current.past_lengths.append(0 if store is None or store.slots is None else store.lengths)
+
+        deciding = self._deciders(layer, current)
+        wants_attention = any(module.wants_attention(layer) for module in deciding)
+        hidden = call["hidden_states"]  # (B, N, D)
+        if current.all_run and (store is None or store.is_complete) or self.execution == "decide" and not current.padded:
+            port = _PlainPort(store) if wants_attention or self._copies_kv else None
+            output = self._plain(original, call, current, port if port is not None else cache)
+            packing = Packing(None, None, current.n)
+        elif self.execution == "compact" or self.execution == "decide":
+            output, packing, port = self._compact(layer, original, call, current, store)
+        else:
+            output, port = self._masked(layer, original, call, current, store)
+            packing = Packing(None, None, current.n)
+        if self._copies_kv and port is not None:
+            self._remember_kv(layer, current, packing, port)
+        if deciding:
+            self._decide(layer, deciding, call, current, packing, hidden, output, port if wants_attention else None)
+        return output
+
+    def _plain(self, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, cache: Any) -> torch.Tensor:
+        """The layer as the model called it: the model's own mask, every token."""
+        current.work.layers.append(LayerWork(current.batch, current.n, self._dense_keys(current)))
+        return original(**(call | {self.arch.cache_argument: cache}))
+
+    def _compact(
+        self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, store: RaggedLayer | None
+    ) -> tuple[torch.Tensor, Packing, _CompactPort | None]:
+        """Gather the active tokens, call the layer on them, scatter the result."""
+        state = current.state
+        executing_all = self.execution == "decide"
+        if current.packing is None or layer in state.resume_layers:
+            current.packing = Packing.of(state.valid if executing_all else state.active(layer))
+            current.kept = None
+        packing = current.packing
+        hidden, rotary = call["hidden_states"], call.get("position_embeddings")
+
+        extra = None if executing_all else self._kept_kv(layer, hidden, rotary, current)
+        keep = packing.real
+        if state.any_kv_skipped and not executing_all:
+            writes = packing.take(state.writes_kv(layer))
+            keep = writes if keep is None else keep & writes
+        slots = packing.take(state.slots)
+        all_slots = slots
+        if extra is not None:
+            all_slots = torch.cat([slots, extra.slots], dim=1)
+            if keep is not None or extra.real is not None:
+                keep = torch.cat([_or_all(keep, slots), _or_all(extra.real, extra.slots)], dim=1)
+
+        if packing.width == 0:
+            # Nobody takes part: what is halted but not skipped may still have to be stored.
+            if store is not None:
+                if extra is not None:
+                    store.write(store.plan(all_slots, keep), extra.keys, extra.values)
+                store.advance(current.n, current.n_real)
+            current.work.layers.append(LayerWork(current.batch, 0, 0, extra.n_projected if extra else 0))
+            return hidden, packing, None
+
+        # Active tokens come first and padding last, so the causal kernel is right for every real query without a mask,
+        # as long as the keys are exactly the queries' own tokens.
+        skipping = state.any_kv_skipped and not executing_all
+        own_keys_only = (
+            extra is None and not skipping and (store is None or store.slots is None) and self._causal_kernel_fits(layer, current)
+        )
+        layout = None if own_keys_only and store is None else (store or RaggedLayer()).plan(all_slots, keep)
+        mask = (
+            None if own_keys_only else self._mask(layer, slots, packing.real, layout.slots, layout.valid, one_new=current.n == 1)
+        )  # type: ignore[union-attr]
+        port = _CompactPort(store, layout, extra, slots, packing.real, own_keys_only)
+        before = packing.take(hidden)
+        output = original(**(call | self._layer_inputs(before, mask, rotary, packing, call, port)))
+        if store is not None:
+            store.advance(current.n, current.n_real)
+        keys = None if own_keys_only else layout.slots.shape[1]  # type: ignore[union-attr]
+        current.work.layers.append(LayerWork(current.batch, packing.width, keys, extra.n_projected if extra else 0))
+        return packing.put(hidden, before, output), packing, port
+
+    def _layer_inputs(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        rotary: Rotary | None,
+        packing: Packing,
+        call: dict[str, Any],
+        port: Any,
+    ) -> dict[str, Any]:
+        inputs = {"hidden_states": hidden, "attention_mask": mask, self.arch.cache_argument: port}
+        if rotary is not None:
+            inputs["position_embeddings"] = tuple(packing.take(_rows(part, hidden.shape[0])) for part in rotary)
+        if call.get("position_ids") is not None:
+            inputs["position_ids"] = packing.take(_rows(call["position_ids"], hidden.shape[0]))
+        return inputs
+
+    def _kept_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None, current: _Pass) -> _Extra | None:
+        """K and V of tokens that are halted but not skipped (`missing_kv` other than drop)."""
+        state = current.state
+        if not state.kept_kv:
+            return None
+        if current.kept is None:
+            current.kept = {mode: Packing.of(state.kept(layer, mode)) for mode in sorted(state.kept_kv)}
+        parts: list[_Extra] = []
+        for mode, packing in current.kept.items():
+            if packing.width == 0:
+                continue
+            projected = 0
+            if mode == "copy":
+                assert current.copied is not None
+                index = _gather_index(packing, current)
+                keys, values = (
+                    part.gather(2, index[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3]))
+                    for part in current.copied
+                )
+            else:
+                gathered = tuple(packing.take(_rows(part, current.batch)) for part in rotary) if rotary is not None else None
+                if mode == "project":
+                    keys, values = self.arch.project_kv(layer, packing.take(hidden), gathered)  # type: ignore[arg-type]
+                    projected = packing.width
+                else:
+                    shape = (current.batch, self.arch.n_kv_heads, packing.width, self.arch.head_dim)
+                    keys, values = hidden.new_zeros(shape), hidden.new_zeros(shape)
+            parts.append(_Extra(keys, values, packing.take(state.slots), packing.real, projected))
+        return _Extra.join(parts) if parts else None
+
+    def _masked(
+        self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, store: RaggedLayer | None
+    ) -> tuple[torch.Tensor, _MaskedPort]:
+        """Call the layer on all tokens, hide the absent keys by a mask, and put the inactive states back."""
+        state = current.state
+        active, present = state.active(layer), state.kv_present(layer)
+        target = store if isinstance(store, MaskedLayer) else MaskedLayer()
+        past_slots = target.slots if target.slots is not None else state.slots[:, :0]
+        past_present = target.present if target.present is not None else present[:, :0]
+        key_slots, key_present = torch.cat([past_slots, state.slots], dim=1), torch.cat([past_present, present], dim=1)
+        mask = self._mask(layer, state.slots, active, key_slots, key_present)
+        copied = state.kept(layer, "copy") if self._copies_kv and current.copied is not None else None
+        port = _MaskedPort(target, state.slots, present, state.kept(layer, "zero"), copied, current.copied)
+        hidden = call["hidden_states"]
+        everything = Packing(None, None, current.n)
+        output = original(**(call | self._layer_inputs(hidden, mask, call.get("position_embeddings"), everything, call, port)))
+        if store is not None:
+            store.advance(current.n, current.n_real)
+        current.work.layers.append(LayerWork(current.batch, current.n, key_slots.shape[1]))
+        return torch.where(active[..., None], output, hidden), port
+
+    def _causal_kernel_fits(self, layer: int, current: _Pass) -> bool:
+        window = self.arch.attention_window(layer)
+        return self.arch.attention_implementation == "sdpa" and (window is None or current.n <= window)
+
+    def _mask(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        real: torch.Tensor | None,
+        keys: torch.Tensor,
+        valid: torch.Tensor | None,
+        one_new: bool = False,
+    ) -> torch.Tensor | None:
+        """Who may see whom, by slot: queries (B, A), keys (B, K) -> (B, 1, A, K), bool for sdpa, additive for eager; None: all see all.
+
+        A query that sees no key gets a zero attention output from sdpa.
+
+        Raises:
+            QuickSilverError: such a query (a `real` one) under eager attention, which would give it the mean of all values.
+        """
+        window = self.arch.attention_window(layer)
+        sdpa = self.arch.attention_implementation == "sdpa"
+        if sdpa and one_new and valid is None and (window is None or keys.shape[1] <= window):
+            return None  # one new token after its past
+        visible = keys[:, None, :] <= queries[:, :, None]
+        if window is not None:
+            visible &= keys[:, None, :] > queries[:, :, None] - window
+        if valid is not None:
+            visible &= valid[:, None, :]
+        visible = visible[:, None]
+        if sdpa:
+            return visible
+        blind = ~visible.any(-1)[:, 0]
+        if bool((blind if real is None else blind & real).any()):
+            raise QuickSilverError(
+                f"At layer {layer} a token has no key left to attend to, and attn_implementation='eager' would give it the mean of all values: use 'sdpa', or protect the first tokens."
+            )
+        dtype = self.arch.model.dtype
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)
+
+    def _remember_kv(self, layer: int, current: _Pass, packing: Packing, port: _PlainPort | _CompactPort | _MaskedPort) -> None:
+        """Keep each token's newest K, V of this pass, for missing_kv=copy."""
+        keys, values = port.new_keys, port.new_values
+        if packing.order is None:
+            current.copied = (keys, values)
+            return
+        if current.copied is None:
+            shape = (keys.shape[0], keys.shape[1], current.n, keys.shape[3])
+            current.copied = (keys.new_zeros(shape), values.new_zeros(shape))
+        index = packing.order[:, None, :, None]
+        real = None if packing.real is None else packing.real[:, None, :, None]
+        updated = []
+        for old, new in zip(current.copied, (keys, values), strict=True):
+            where = index.expand(-1, old.shape[1], -1, old.shape[3])
+            updated.append(old.scatter(2, where, new if real is None else torch.where(real, new, old.gather(2, where))))
+        current.copied = (updated[0], updated[1])
+
+    # -- deciding ----------------------------------------------------------------------------------------------------------------
+
+    def _deciders(self, layer: int, current: _Pass) -> list[RuntimeModule]:
+        if layer == self.arch.n_layers - 1 or (self.decision_layers is not None and layer not in self.decision_layers):
+            return []
+        # What a module that looks ahead knows of a prompt is legitimate; elsewhere it would be the answer (DESIGN §3).
+        return [m for m in self.modules if m.acts_at(layer) and (m.causal or m.lookahead or current.is_prompt)]
+
+    def _decide(
+        self,
+        layer: int,
+        deciding: list[RuntimeModule],
+        call: dict[str, Any],
+        current: _Pass,
+        packing: Packing,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        port: _PlainPort | _CompactPort | _MaskedPort | None,
+    ) -> None:
+        if packing.width == 0:
+            return
+        state = current.state
+        packed_before, packed_after = packing.take(before), packing.take(after)
+        index = packing.order
+        if index is None:
+            index = torch.arange(current.n, device=before.device).expand(current.batch, -1)
+            real = state.active(layer)
+        else:
+            real = _or_all(packing.real, index)
+        tokens = TokenState(state, layer, packing.order, real)
+
+        def count(n: int) -> None:
+            current.work.signal_flops += n
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            count(2 * hidden.shape[0] * self.arch.width * self.arch.vocab_size)
+            self._in_signal = True
+            try:
+                return self.arch.logits(hidden)
+            finally:
+                self._in_signal = False
+
+        def attention(last_queries: int | None, reduce: str) -> torch.Tensor:
+            assert port is not None
+            rotary = call.get("position_embeddings")
+            packed_rotary = tuple(packing.take(_rows(part, current.batch)) for part in rotary) if rotary is not None else None
+            slots = packing.take(state.slots)
+            received, flops = _attention_received(
+                self.arch,
+                layer,
+                packed_before,
+                packed_rotary,
+                slots,
+                real,
+                port.keys,
+                port.key_slots,
+                port.key_valid,
+                last_queries,
+                reduce,
+            )
+            count(flops)
+            return received
+
+        view = LayerView(
+            layer=layer, n_layers=self.arch.n_layers, pass_index=current.index, is_prompt=current.is_prompt,
+            before=packed_before, after=packed_after, slots=packing.take(state.slots), index=index,
+            input_ids=None if current.input_ids is None else packing.take(current.input_ids),
+            n_tokens=current.n_real, logits=logits, attention=attention if port is not None else None, count_flops=count,
+        )  # fmt: skip
+        halted = state.halt_layer
+        for module in deciding:
+            module.decide(view, tokens)
+        if state.halt_layer is not halted or state.any_kv_skipped:
+            current.kept = None
+        if state.halt_layer is not halted and self.execution == "compact":
+            current.packing = None
+
+
+@dataclass
+class _Extra:
+    """K, V (B, H_kv, E, head_dim) of halted tokens at `slots` (B, E); `real` (B, E) bool or None."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+    real: torch.Tensor | None
+    n_projected: int
+
+    @classmethod
+    def join(cls, parts: list[_Extra]) -> _Extra:
+        if len(parts) == 1:
+            return parts[0]
+        real = None
+        if any(p.real is not None for p in parts):
+            real = torch.cat([p.real if p.real is not None else torch.ones_like(p.slots, dtype=torch.bool) for p in parts], dim=1)
+        return cls(
+            torch.cat([p.keys for p in parts], dim=2),
+            torch.cat([p.values for p in parts], dim=2),
+            torch.cat([p.slots for p in parts], dim=1),
+            real,
+            sum(p.n_projected for p in parts),
+        )
+
+
+class _PlainPort:
+    """Stands where the layer expects its cache, on the plain path: passes K and V on and remembers them."""
+
+    def __init__(self, store: RaggedLayer | None) -> None:
+        self.store = store
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.new_keys, self.new_values = keys, values
+        if self.store is not None:
+            keys, values = self.store.update(keys, values)
+        self.keys = keys
+        return keys, values
+
+    @property
+    def key_slots(self) -> torch.Tensor:
+        return torch.arange(self.keys.shape[2], device=self.keys.device).expand(self.keys.shape[0], -1)
+
+    key_valid = None
+
+
+class _CompactPort:
+    """Stands where the layer expects its cache: stores what has an entry, returns what is attended to."""
+
+    def __init__(
+        self,
+        store: RaggedLayer | None,
+        layout: KVLayout | None,
+        extra: _Extra | None,
+        slots: torch.Tensor,
+        real: torch.Tensor | None,
+        own_keys_only: bool,
+    ) -> None:
+        self.store, self.layout, self.extra, self.own_keys_only = store, layout, extra, own_keys_only
+        if own_keys_only:
+            self.key_slots, self.key_valid = slots, real
+        else:
+            assert layout is not None
+            self.key_slots, self.key_valid = layout.slots, layout.valid
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.new_keys, self.new_values = keys, values
+        if self.own_keys_only:
+            if self.store is not None and self.layout is not None:
+                self.store.write(self.layout, keys, values)
+        else:
+            assert self.layout is not None
+            if self.extra is not None:
+                keys, values = torch.cat([keys, self.extra.keys], dim=2), torch.cat([values, self.extra.values], dim=2)
+            keys, values = (self.store or RaggedLayer()).write(self.layout, keys, values)
+        self.keys = keys
+        return keys, values
+
+
+class _MaskedPort:
+    """Stands where the layer expects its cache under `masked`: all columns, with zeroed and copied entries put in."""
+
+    def __init__(
+        self,
+        store: MaskedLayer,
+        slots: torch.Tensor,
+        present: torch.Tensor,
+        zeroed: torch.Tensor,
+        copied: torch.Tensor | None,
+        copies: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        self.store, self.slots, self.present, self.zeroed, self.copied, self.copies = (
+            store,
+            slots,
+            present,
+            zeroed,
+            copied,
+            copies,
+        )
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (part.masked_fill(self.zeroed[:, None, :, None], 0) for part in (keys, values))
+        if self.copied is not None:
+            assert self.copies is not None
+            keys, values = (
+                torch.where(self.copied[:, None, :, None], old, new) for old, new in zip(self.copies, (keys, values), strict=True)
+            )
+        self.new_keys, self.new_values = keys, values
+        self.keys, values = self.store.append(keys, values, self.slots, self.present)
+        self.key_slots, self.key_valid = self.store.slots, self.store.present
+        return self.keys, values
+
+
+def _rows(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """(1 or B, N, ...) -> (B, N, ...)."""
+    return x if x.shape[0] == batch else x.expand(batch, *x.shape[1:])
+
+
+def _or_all(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+
+
+def _gather_index(packing: Packing, current: _Pass) -> torch.Tensor:
+    if packing.order is not None:
+        return packing.order
+    return torch.arange(current.n, device=current.state.valid.device).expand(current.batch, -1)
+
+
+def _attention_received(
+    arch: Architecture,
+    layer: int,
+    before: torch.Tensor,
+    rotary: Rotary | None,
+    slots: torch.Tensor,
+    real: torch.Tensor,
+    keys: torch.Tensor,
+    key_slots: torch.Tensor,
+    key_valid: torch.Tensor | None,
+    last_queries: int | None,
+    reduce: str,
+) -> tuple[torch.Tensor, int]:
+    """Attention the tokens of a view receive from its last active tokens: a small q·k product, not the full matrix.
+
+    before (B, M, D), slots, real (B, M), keys (B, H_kv, K, head_dim), key_slots, key_valid (B, K) -> (B, M) float32 and the FLOPs it took.
+    """
+    batch, m = slots.shape
+    n_queries = m if last_queries is None else min(last_queries, m)
+    rank = torch.where(real, slots, -1)
+    chosen = rank.topk(n_queries, dim=1).indices  # (B, Q) columns of the view
+    is_query = real.gather(1, chosen)
+    picked = (
+        tuple(part.gather(1, chosen[..., None].expand(-1, -1, part.shape[-1])) for part in rotary) if rotary is not None else None
+    )
+    queries = arch.project_q(layer, before.gather(1, chosen[..., None].expand(-1, -1, before.shape[-1])), picked)  # type: ignore[arg-type]
+    groups = arch.n_heads // arch.n_kv_heads
+    queries = queries.reshape(batch, arch.n_kv_heads, groups * n_queries, arch.head_dim)
+    scores = (queries @ keys.transpose(-1, -2)).float() * arch.scaling(layer)
+    scores = scores.view(batch, arch.n_kv_heads, groups, n_queries, -1)
+    query_slots = slots.gather(1, chosen)
+    visible = key_slots[:, None, :] <= query_slots[:, :, None]
+    window = arch.attention_window(layer)
+    if window is not None:
+        visible &= key_slots[:, None, :] > query_slots[:, :, None] - window
+    if key_valid is not None:
+        visible &= key_valid[:, None, :]
+    weights = scores.masked_fill(~visible[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
+    weights = weights * (visible & is_query[..., None])[:, None, None]
+    if reduce == "max":
+        received = weights.amax(dim=(1, 2, 3))
+    else:
+        received = weights.sum(dim=(1, 2, 3)) / (arch.n_heads * is_query.sum(1, keepdim=True).clamp(min=1))
+    # From the order of the keys to the order of the view, by slot.
+    by_slot = received.new_zeros(batch, int(max(key_slots.max(), slots.max())) + 1)
+    clean = received if key_valid is None else received * key_valid
+    by_slot.scatter_add_(1, key_slots.clamp(min=0), clean)
+    fused_q = 3 if arch.family == "gpt_neox" else 1  # its fused projection computes k and v as well
+    flops = (
+        batch
+        * n_queries
+        * (2 * arch.width * arch.n_heads * arch.head_dim * fused_q + 2 * arch.n_heads * arch.head_dim * keys.shape[2])
+    )
+    return by_slot.gather(1, slots.clamp(min=0)), flops

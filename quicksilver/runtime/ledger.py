@@ -1,0 +1,116 @@
+"""What a run cost, computed from the shapes of what ran and from its trace: three FLOP ledgers (DESIGN §5).
+
+A multiply-accumulate counts two. Matrix products and attention are counted; norms, activations and other elementwise work are not, in
+none of the ledgers. `executed` equals an interposed count of the same run (`quicksilver.measure.flops`) within 1%.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from quicksilver.runtime.trace import PassTrace
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations.
+
+    Attributes:
+        executed: what ran, padding of uneven rows and signals included.
+        nominal: the dense formula on active tokens and present keys: what a perfect implementation would run; no signals.
+        paper: App. J, Σ N_active · (4d² + 8d² + 2h(d + h log N)), for comparison with the paper's numbers only (conflicts.md #21).
+        signals: the part of `executed` spent on deciding (logit lens, attention probes).
+        dense_nominal, dense_paper: the same formulas with every token active in every layer.
+    """
+
+    executed: int = 0
+    nominal: int = 0
+    paper: int = 0
+    signals: int = 0
+    dense_nominal: int = 0
+    dense_paper: int = 0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Flops) -> Flops:
+        return Flops(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One call of one layer: `tokens` through it in each of `batch` rows (padding included), `keys` attended (None: causal among
+    themselves), `projected` further tokens a row whose K/V alone were computed."""
+
+    batch: int
+    tokens: int
+    keys: int | None
+    projected: int = 0
+
+    def flops(self, arch: Architecture) -> int:
+        pairs = self.tokens * (self.tokens + 1) // 2 if self.keys is None else self.tokens * self.keys
+        linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.kv_params_per_layer * self.projected
+        return self.batch * (linear + 4 * arch.n_heads * arch.head_dim * pairs)
+
+
+@dataclass
+class PassWork:
+    """What one pass ran; filled by the engine with host-side integers only."""
+
+    layers: list[LayerWork]
+    signal_flops: int = 0
+    past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long
+
+    def executed(self, arch: Architecture) -> int:
+        return sum(w.flops(arch) for w in self.layers) + self.signal_flops
+
+
+def head_flops(arch: Architecture, tokens: int) -> Flops:
+    """The output head on `tokens` tokens; it is not in the paper's formula."""
+    flops = 2 * arch.vocab_size * arch.width * tokens
+    return Flops(executed=flops, nominal=flops, dense_nominal=flops)
+
+
+def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace) -> Flops:
+    """The ledgers of one pass, without the output head."""
+    nominal = dense_nominal = 0
+    paper = dense_paper = 0.0
+    valid = trace.valid
+    dense_pairs = _visible_pairs(arch, 0, valid, valid, torch.full_like(valid.sum(1), trace.first_column))
+    for layer in range(arch.n_layers):
+        active, present = trace.active(layer), trace.kv_present(layer)
+        past = work.past_lengths[layer] if work.past_lengths else 0
+        past = torch.as_tensor(past, device=valid.device).expand(valid.shape[0])
+        projected = present & ~active
+        nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
+        nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch, layer, active, present, past)
+        dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
+        paper += _paper_layer(arch, active, past)
+        dense_paper += _paper_layer(arch, valid, torch.full_like(past, trace.first_column))
+    return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
+
+
+def _visible_pairs(arch: Architecture, layer: int, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:
+    """Query-key pairs a causal attention must evaluate: queries, keys (B, N) bool, past (B,) entries before the pass."""
+    visible = keys.long().cumsum(1) + past[:, None]
+    window = arch.attention_window(layer)
+    if window is not None:
+        visible = visible.clamp(max=window)
+    return int(visible[queries].sum())
+
+
+def _paper_layer(arch: Architecture, active: torch.Tensor, past: torch.Tensor) -> float:
+    """App. J for one layer: 4Nd² + 2Nh(d + h log N) + 8Nd², N the active tokens of a sequence, natural logarithm."""
+    d, h = arch.width, arch.n_heads
+    total = 0.0
+    for n, before in zip(active.sum(1).tolist(), past.tolist(), strict=True):
+        if n:
+            total += 12 * n * d * d + 2 * n * h * (d + h * math.log(n + before))
+    return total

@@ -1,0 +1,46 @@
+"""The base class of a runtime module: one mechanism, which decides and never executes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.state import LayerView, TokenState
+
+
+class RuntimeModule(ABC):
+    """Looks at the tokens of a layer and says what shall become of them from the next layer on.
+
+    `priority` orders the modules at one layer: halting 10, KV skipping 20, fusion 30, quantization 40 (paper 2.4).
+    `lookahead` lets a module that looks ahead act outside a prompt too (the paper's variant); every number it touches is marked.
+    """
+
+    priority: ClassVar[int] = 50
+    lookahead: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """True when a decision about token t reads tokens up to t only (DESIGN §3)."""
+        return True
+
+    @property
+    def copies_kv(self) -> bool:
+        """True when halted tokens may keep the K/V of the layer they halted at: the runtime must then remember them."""
+        return getattr(self, "missing_kv", None) == "copy"
+
+    def bind(self, architecture: Architecture) -> None:  # noqa: B027  (optional)
+        """Called once by `apply`: check the options against the model and resolve fractions of depth. Raises ConfigError."""
+
+    def acts_at(self, layer: int) -> bool:
+        """False where `decide` would do nothing: no view is built then."""
+        return True
+
+    def wants_attention(self, layer: int) -> bool:
+        """True where `decide` will ask for `view.attention_received`."""
+        return False
+
+    @abstractmethod
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        """Look at `view`, call the verbs of `tokens`."""

@@ -1,0 +1,213 @@
+"""What is decided about the tokens of one pass, and what a module sees of one layer.
+
+A pass is one forward of the model: N new columns of B sequences, after whatever the cache holds. Decisions live in pass coordinates
+(B, N); a module works in view coordinates (B, M), which are the packed active tokens under `compact` and all tokens under `masked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from quicksilver.runtime.errors import ConfigError
+
+MissingKV = Literal["drop", "project", "copy", "zero"]
+MISSING_KV: tuple[str, ...] = ("drop", "project", "copy", "zero")  # the code of a mode is its index
+
+
+class PassState:
+    """The decisions of one pass, in pass coordinates.
+
+    Args:
+        valid: (B, N) bool, False for padding.
+        slots: (B, N) long, index of a token in its sequence, counted from the first real token.
+        n_layers: number of decoder layers L.
+
+    Attributes:
+        halt_layer: (B, N) int16, last layer the token went through by decision; L-1 = never halted.
+        halted_kv: (B, N) uint8, what later layers see of it while it is halted: index into `MISSING_KV`.
+        resume_layer: (B, N) int16, first layer it takes part in again; L = never.
+        kv_layer: (B, N) int16, last layer in which it has a K/V entry while active; L-1 = all.
+    """
+
+    def __init__(self, valid: torch.Tensor, slots: torch.Tensor, n_layers: int) -> None:
+        def full(value: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full(valid.shape, value, dtype=dtype, device=valid.device)
+
+        self.valid = valid
+        self.slots = slots
+        self.n_layers = n_layers
+        self.halt_layer = full(n_layers - 1, torch.int16)
+        self.halted_kv = full(MISSING_KV.index("drop"), torch.uint8)
+        self.resume_layer = full(n_layers, torch.int16)
+        self.kv_layer = full(n_layers - 1, torch.int16)
+        # Host-side facts, so that the common cases need no look at the device.
+        self.any_halted = False
+        self.any_kv_skipped = False
+        self.kept_kv: set[str] = set()  # missing_kv modes other than drop that some token may be under
+        self.resume_layers: set[int] = set()
+
+    def active(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: takes part in `layer`."""
+        if not self.any_halted:
+            return self.valid
+        return active_tokens(self.valid, self.halt_layer, self.resume_layer, layer)
+
+    def writes_kv(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: an active token of `layer` would store its K/V there."""
+        return self.kv_layer >= layer
+
+    def kept(self, layer: int, mode: str | None = None) -> torch.Tensor:
+        """(B, N) bool: halted in `layer`, but later queries still see an entry for it (in `mode`, or any)."""
+        code = self.halted_kv != MISSING_KV.index("drop") if mode is None else self.halted_kv == MISSING_KV.index(mode)
+        return self.valid & ~self.active(layer) & code
+
+    def kv_present(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: has a K/V entry in `layer`."""
+        return (self.active(layer) & self.writes_kv(layer)) | self.kept(layer)
+
+
+def active_tokens(valid: torch.Tensor, halt_layer: torch.Tensor, resume_layer: torch.Tensor, layer: int) -> torch.Tensor:
+    return valid & ((halt_layer >= layer) | (resume_layer <= layer))
+
+
+class TokenState:
+    """The verbs, in the coordinates of one view. Masks are (B, M) bool; tokens outside `active` are left alone.
+
+    Attributes:
+        active: (B, M) bool, real tokens of this view that have not been halted.
+        newly_halted: (B, M) bool, halted by a module at this layer.
+    """
+
+    def __init__(self, state: PassState, layer: int, index: torch.Tensor | None, real: torch.Tensor) -> None:
+        self._state = state
+        self._layer = layer
+        self._index = index  # (B, M) columns of the pass, or None when the view is the whole pass
+        # A token that takes part again after a halt is computed, but there is nothing left to decide about it.
+        self.active = real & (self._read(state.halt_layer) == state.n_layers - 1) if state.any_halted else real.clone()
+        self.newly_halted = torch.zeros_like(real)
+
+    def _read(self, field: torch.Tensor) -> torch.Tensor:
+        return field if self._index is None else field.gather(1, self._index)
+
+    def _write(self, field: torch.Tensor, mask: torch.Tensor, value: int) -> torch.Tensor:
+        """`field` (B, N) with `value` where `mask` (B, M); columns of a view are distinct, so nothing is written twice."""
+        updated = torch.where(mask, value, self._read(field)).to(field.dtype)
+        return updated if self._index is None else field.scatter(1, self._index, updated)
+
+    def halt(self, mask: torch.Tensor, *, missing_kv: str = "project", resume_layers: int = 0) -> None:
+        """Freeze tokens from the next layer on.
+
+        Args:
+            mask: (B, M) bool.
+            missing_kv: what later layers see of a halted token: nothing (`drop`), K/V projected from its frozen state (`project`),
+                the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, conflicts.md #9).
+            resume_layers: it takes part again in that many last layers.
+
+        Raises:
+            ConfigError: an unknown `missing_kv`, `resume_layers` outside 0..L.
+        """
+        state = self._state
+        if missing_kv not in MISSING_KV:
+            raise ConfigError(f"missing_kv={missing_kv!r} is not one of {', '.join(MISSING_KV)}.")
+        if not 0 <= resume_layers <= state.n_layers:
+            raise ConfigError(f"resume_layers={resume_layers} must lie between 0 and the model's {state.n_layers} layers.")
+        if self._layer >= state.n_layers - 1:
+            return  # nothing is left to save
+        mask = mask & self.active
+        state.halt_layer = self._write(state.halt_layer, mask, self._layer)
+        state.halted_kv = self._write(state.halted_kv, mask, MISSING_KV.index(missing_kv))
+        if resume_layers:
+            first = state.n_layers - resume_layers
+            state.resume_layer = self._write(state.resume_layer, mask, first)
+            state.resume_layers.add(first)
+        state.any_halted = True
+        if missing_kv != "drop":
+            state.kept_kv.add(missing_kv)
+        self.active = self.active & ~mask
+        self.newly_halted = self.newly_halted | mask
+
+    def skip_kv(self, mask: torch.Tensor) -> None:
+        """No K/V entry: for a newly halted token while it is halted, for an active one from the next layer on. mask: (B, M) bool."""
+        state = self._state
+        state.halted_kv = self._write(state.halted_kv, mask & self.newly_halted, MISSING_KV.index("drop"))
+        state.kv_layer = self._write(state.kv_layer, mask & self.active, self._layer)
+        state.any_kv_skipped = True
+
+
+class LayerView:
+    """One layer of one pass after it ran: what a module may look at.
+
+    Attributes:
+        layer, n_layers: this layer (0-based) and their number.
+        pass_index: which forward since the runtime was applied or reset.
+        is_prompt: nothing was cached before and there is more than one token: all of it is known (DESIGN §3).
+        before, after: (B, M, D) states entering and leaving the layer.
+        slots: (B, M) long, index in the sequence from its first real token.
+        index: (B, M) long, column in this pass.
+        input_ids: (B, M) long, or None when the model was given embeddings.
+        n_tokens: (B, 1) long, real tokens of each row in this pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        n_layers: int,
+        pass_index: int,
+        is_prompt: bool,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        slots: torch.Tensor,
+        index: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        n_tokens: torch.Tensor,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        attention: Callable[[int | None, str], torch.Tensor] | None,
+        count_flops: Callable[[int], None],
+    ) -> None:
+        self.layer, self.n_layers, self.pass_index, self.is_prompt = layer, n_layers, pass_index, is_prompt
+        self.before, self.after, self.slots, self.index, self.input_ids, self.n_tokens = (
+            before,
+            after,
+            slots,
+            index,
+            input_ids,
+            n_tokens,
+        )
+        self._logits, self._attention = logits, attention
+        self.add_signal_flops = count_flops
+
+    def logits(self, mask: torch.Tensor) -> torch.Tensor:
+        """Logit lens of the K tokens in mask (B, M) bool, in row-major order: (K, V). Its cost goes into the ledger."""
+        return self._logits(self.after[mask])
+
+    def logit_entropy_nats(self, mask: torch.Tensor) -> torch.Tensor:
+        """Entropy of the logit lens of the K tokens in mask (B, M): (K,) float32, in nats (paper 2.1)."""
+        selected = self.after[mask]
+        if selected.shape[0] == 0:
+            return selected.new_zeros(0, dtype=torch.float32)
+        # In pieces: K x V logits of a long prompt and a large vocabulary would be gigabytes.
+        pieces = []
+        for piece in selected.split(1024):
+            log_p = self._logits(piece).float().log_softmax(-1)
+            pieces.append(-(log_p.exp() * log_p).sum(-1))
+        return torch.cat(pieces)
+
+    def attention_received(self, last_queries: int | None = 16, reduce: str = "mean") -> torch.Tensor:
+        """Attention each token of the view gets in this layer from the last `last_queries` active tokens of its row: (B, M) float32.
+
+        `mean` over heads and queries, or the `max` over both. None: from all active tokens. The queries' own tokens are included.
+
+        Raises:
+            ConfigError: the module did not say `wants_attention` for this layer, or an unknown `reduce`.
+        """
+        if reduce not in ("mean", "max"):
+            raise ConfigError(f"attention_received(reduce={reduce!r}): give 'mean' or 'max'.")
+        if self._attention is None:
+            raise ConfigError(
+                f"Attention was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
+            )
+        return self._attention(last_queries, reduce)

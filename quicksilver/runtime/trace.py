@@ -1,0 +1,104 @@
+"""Every decision of a run: layer × sequence × slot. Saved, loaded, replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.state import MISSING_KV, PassState, active_tokens
+
+SCHEMA = "quicksilver-trace-1"
+_TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer")
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """The decisions of one forward pass; tensors are (B, N), their meaning is that of `PassState`.
+
+    `first_column` counts the columns cached before the pass.
+    """
+
+    n_layers: int
+    first_column: int
+    valid: torch.Tensor
+    halt_layer: torch.Tensor
+    halted_kv: torch.Tensor
+    resume_layer: torch.Tensor
+    kv_layer: torch.Tensor
+
+    @classmethod
+    def of(cls, state: PassState, first_column: int) -> PassTrace:
+        return cls(state.n_layers, first_column, *(getattr(state, name) for name in _TENSORS))
+
+    def active(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: took part in `layer`."""
+        return active_tokens(self.valid, self.halt_layer, self.resume_layer, layer)
+
+    def kv_present(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: left a K/V entry in `layer`."""
+        active = self.active(layer)
+        kept = self.valid & ~active & (self.halted_kv != MISSING_KV.index("drop"))
+        return (active & (self.kv_layer >= layer)) | kept
+
+    def cpu(self) -> PassTrace:
+        return dataclasses.replace(self, **{name: getattr(self, name).cpu() for name in _TENSORS})
+
+
+@dataclass
+class Trace:
+    """The passes of a run, in order.
+
+    Raises:
+        ConfigError: `load` of a file that is not a trace, or of another schema.
+    """
+
+    n_layers: int
+    passes: list[PassTrace] = field(default_factory=list)
+
+    def active_counts(self) -> torch.Tensor:
+        """(L,) long: active tokens in each layer, summed over passes and sequences."""
+        return torch.tensor([sum(int(p.active(layer).sum()) for p in self.passes) for layer in range(self.n_layers)])
+
+    @classmethod
+    def concat(cls, traces: Iterable[Trace]) -> Trace:
+        traces = list(traces)
+        depths = {t.n_layers for t in traces}
+        if len(depths) != 1:
+            raise ConfigError(f"Traces of models with {sorted(depths)} layers cannot be joined.")
+        return cls(depths.pop(), [p for t in traces for p in t.passes])
+
+    def save(self, path: Path | str) -> None:
+        tensors = {f"{i:06d}.{name}": getattr(p, name).cpu().contiguous() for i, p in enumerate(self.passes) for name in _TENSORS}
+        meta = {
+            "schema": SCHEMA,
+            "n_layers": str(self.n_layers),
+            "first_columns": json.dumps([p.first_column for p in self.passes]),
+        }
+        save_file(tensors, str(path), metadata=meta)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Trace:
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                meta = file.metadata() or {}
+                if meta.get("schema") != SCHEMA:
+                    raise ConfigError(
+                        f"{path} has schema {meta.get('schema')!r}; this version reads {SCHEMA!r}. Make the trace again."
+                    )
+                n_layers = int(meta["n_layers"])
+                firsts = json.loads(meta["first_columns"])
+                passes = [
+                    PassTrace(n_layers, first, *(file.get_tensor(f"{i:06d}.{name}") for name in _TENSORS))
+                    for i, first in enumerate(firsts)
+                ]
+        except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
+            raise ConfigError(f"{path} is not a readable trace: {error}") from error
+        return cls(n_layers, passes)

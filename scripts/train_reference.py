@@ -1,0 +1,352 @@
+"""Train the two reference models from scratch: `python scripts/train_reference.py reference-gpt2` (or reference-llama).
+
+Deterministic by seed, resumable after a kill at any moment (run the same command again), on CPU and on CUDA. Hidden matrices are
+optimised by Muon (torch.optim.Muon, https://kellerjordan.github.io/posts/muon/), the rest by AdamW. The schedule is warmup, stable,
+linear decay (arXiv 2405.18392): because the stable part does not depend on the end, `--total-tokens` may be changed on a resume until
+the decay has begun, and the result is the same as if it had been given from the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import reference_corpus as corpus
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights. Two runs with equal recipes on one machine give equal weights."""
+
+    family: str
+    layers: int = 16
+    width: int = 192
+    heads: int = 6
+    kv_heads: int = 6
+    mlp_width: int = 768
+    vocab_size: int = 6144
+    context_tokens: int = 512
+    stable_context_tokens: int = 256  # attention at 512 costs a third of the throughput here; the decay runs at the full context
+    micro_batch_tokens: int = 2048
+    batch_tokens: int = 8192
+    total_tokens: int = 14_000_000
+    warmup_tokens: int = 400_000
+    decay_fraction: float = 0.35
+    lr_muon: float = 7e-3
+    lr_adamw: float = 4e-3
+    weight_decay: float = 0.01
+    mixture: tuple[float, ...] = (0.36, 0.22, 0.42)  # wiki, books, docstrings
+    seed: int = 42
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.total_tokens / self.batch_tokens)
+
+    @property
+    def decay_start(self) -> int:
+        return round(self.steps * (1 - self.decay_fraction))
+
+    def lr_scale(self, step: int) -> float:
+        """Share of the peak learning rate at `step`."""
+        warm = min(1.0, (step + 1) * self.batch_tokens / self.warmup_tokens)
+        if step < self.decay_start:
+            return warm
+        return warm * (self.steps - step) / (self.steps - self.decay_start)
+
+    def context_at(self, step: int) -> int:
+        return self.stable_context_tokens if step < self.decay_start else self.context_tokens
+
+
+RECIPES = {
+    "reference-gpt2": Recipe(family="gpt2"),
+    "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512),
+}
+
+
+def build_model(recipe: Recipe) -> torch.nn.Module:
+    torch.manual_seed(recipe.seed)
+    if recipe.family == "gpt2":
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=recipe.vocab_size, n_positions=recipe.context_tokens, n_embd=recipe.width, n_layer=recipe.layers,
+                n_head=recipe.heads, n_inner=recipe.mlp_width, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+                bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=recipe.vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads, intermediate_size=recipe.mlp_width,
+            max_position_embeddings=recipe.context_tokens, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in named if p.ndim == 2 and ("layers." in n or ".h." in n)]
+    rest = [p for n, p in named if not (p.ndim == 2 and ("layers." in n or ".h." in n))]
+    return [
+        torch.optim.Muon(matrices, lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=recipe.lr_adamw, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+class Batches:
+    """Random windows of the token streams; batch `step` is a pure function of (seed, step), so a resume needs no state."""
+
+    def __init__(self, folder: Path, recipe: Recipe):
+        self.recipe = recipe
+        self.streams = [np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r") for name in corpus.SOURCES]
+
+    def micro_batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields (input_ids (B, N), position_ids (1, N)) until the batch is complete."""
+        recipe = self.recipe
+        rng = np.random.default_rng((recipe.seed, step))
+        length = recipe.context_at(step)
+        rows = recipe.micro_batch_tokens // length
+        for _ in range(recipe.batch_tokens // recipe.micro_batch_tokens):
+            which = rng.choice(len(self.streams), size=rows, p=recipe.mixture)
+            windows = []
+            for source in which:
+                start = rng.integers(0, len(self.streams[source]) - length)
+                windows.append(self.streams[source][start : start + length].astype(np.int64))
+            # A random offset trains the later learned positions while windows are still short.
+            offset = int(rng.integers(0, recipe.context_tokens - length + 1))
+            yield torch.from_numpy(np.stack(windows)), torch.arange(offset, offset + length)[None]
+
+
+def step_loss(model, input_ids: torch.Tensor, position_ids: torch.Tensor, device: str) -> torch.Tensor:
+    """Mean NLL in nats of tokens 1..N-1; input_ids (B, N)."""
+    with torch.autocast(device, dtype=torch.bfloat16):
+        logits = model(input_ids, position_ids=position_ids, use_cache=False).logits[:, :-1]  # (B, N-1, V)
+    return F.cross_entropy(logits.flatten(0, 1).float(), input_ids[:, 1:].flatten())
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model, tokenizer: PreTrainedTokenizerFast, text: str, context: int, max_windows: int | None, device: str
+) -> float:
+    """Bits per byte of `text` in disjoint windows of `context` tokens (float32, every position but the first of a window scored)."""
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    windows = ids[: len(ids) // context * context].view(-1, context)
+    if max_windows is not None:
+        windows = windows[torch.linspace(0, len(windows) - 1, min(max_windows, len(windows))).long()]
+    nats, n_bytes = 0.0, 0
+    model.eval()
+    for rows in windows.split(8):
+        logits = model(rows.to(device), use_cache=False).logits[:, :-1]
+        nats += F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten().to(device), reduction="sum").item()
+        n_bytes += sum(len(tokenizer.decode(row[1:].tolist()).encode()) for row in rows)
+    model.train()
+    return nats / math.log(2) / n_bytes
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    end = corpus.END_OF_TEXT
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token=end, eos_token=end, unk_token=end, model_max_length=512, clean_up_tokenization_spaces=False
+    )  # fmt: skip
+
+
+class Checkpoint:
+    """`latest/` in the run's folder: weights, both optimisers (safetensors), step and history. Written beside, then renamed."""
+
+    def __init__(self, folder: Path, recipe: Recipe):
+        self.folder, self.recipe = folder, recipe
+
+    def save(self, step: int, model, optims, history: list[dict], seconds: float) -> None:
+        new, old, latest = self.folder / "new", self.folder / "old", self.folder / "latest"
+        _remove(new)
+        new.mkdir(parents=True)
+        save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, new / "model.safetensors")
+        for i, optim in enumerate(optims):
+            state = optim.state_dict()["state"]
+            save_file(
+                {f"{k}.{n}": t.contiguous() for k, s in state.items() for n, t in s.items() if t is not None},
+                new / f"optim{i}.safetensors",
+            )
+        meta = {"step": step, "seconds": seconds, "recipe": dataclasses.asdict(self.recipe), "history": history}
+        (new / "meta.json").write_text(json.dumps(meta))
+        # Two renames: a kill between them leaves `old`, which load() takes up.
+        _remove(old)
+        if latest.exists():
+            os.rename(latest, old)
+        os.rename(new, latest)
+        _remove(old)
+
+    def load(self, model, optims) -> tuple[int, list[dict], float]:
+        source = next((p for p in (self.folder / "latest", self.folder / "old") if (p / "meta.json").is_file()), None)
+        if source is None:
+            return 0, [], 0.0
+        meta = json.loads((source / "meta.json").read_text())
+        self._check_recipe(meta["recipe"], meta["step"], source)
+        weights = load_file(source / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        for i, optim in enumerate(optims):
+            state: dict[int, dict] = {}
+            for key, tensor in load_file(source / f"optim{i}.safetensors").items():
+                index, name = key.split(".")
+                state.setdefault(int(index), {})[name] = tensor
+            optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
+        return meta["step"], meta["history"], meta["seconds"]
+
+    def _check_recipe(self, saved: dict, step: int, source: Path) -> None:
+        mine = json.loads(json.dumps(dataclasses.asdict(self.recipe)))
+        wrong = {k: (saved.get(k), v) for k, v in mine.items() if saved.get(k) != v}
+        before_decay = (
+            step <= self.recipe.decay_start and step <= Recipe(**{**saved, "mixture": tuple(saved["mixture"])}).decay_start
+        )
+        if before_decay:
+            wrong.pop("total_tokens", None)
+            wrong.pop("decay_fraction", None)
+        if wrong:
+            lines = "\n".join(f"  {k}: checkpoint {a}, now {b}" for k, (a, b) in wrong.items())
+            raise SystemExit(
+                f"{source} was made by another configuration:\n{lines}\nGive the same values, or another --out. Nothing was changed."
+            )
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def loss_curve(history: list[dict], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    train = [(h["tokens"], h["loss_nats"]) for h in history if "loss_nats" in h]
+    left.plot([t / 1e6 for t, _ in train], [v for _, v in train], lw=0.8, color="0.25")
+    left.set(
+        xlabel="training tokens (millions)", ylabel="training loss (nats per token)", ylim=(min(v for _, v in train) * 0.95, 6.5)
+    )
+    held = [h for h in history if "held_out_bits_per_byte" in h]
+    for name, style in (("wikitext-103-valid", "-"), ("python-docs", "--")):
+        right.plot(
+            [h["tokens"] / 1e6 for h in held], [h["held_out_bits_per_byte"][name] for h in held], style, marker=".", label=name
+        )
+    right.set(xlabel="training tokens (millions)", ylabel="held-out bits per byte (24 windows)")
+    right.legend()
+    fig.suptitle(title)
+    fig.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(fig)
+
+
+def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, device: str) -> None:
+    run_folder = work / name
+    corpus_folder = work / "corpus"
+    corpus.prepare(data_root, corpus_folder, recipe.vocab_size)
+    tokenizer = load_tokenizer(corpus_folder)
+    held_out = {k: v for k, v in corpus.held_out_texts(data_root).items() if k in ("wikitext-103-valid", "python-docs")}
+
+    model = build_model(recipe).to(device).train()
+    optims = optimizers(model, recipe)
+    checkpoint = Checkpoint(run_folder, recipe)
+    step, history, seconds = checkpoint.load(model, optims)
+    batches = Batches(corpus_folder, recipe)
+    bar = tqdm(total=recipe.steps, initial=step, desc=name, unit="step", mininterval=5, file=sys.stderr)
+    started = time.monotonic() - seconds
+    while step < recipe.steps:
+        scale = recipe.lr_scale(step)
+        for optim, peak in zip(optims, (recipe.lr_muon, recipe.lr_adamw), strict=True):
+            for group in optim.param_groups:
+                group["lr"] = peak * scale
+        losses = []
+        for input_ids, position_ids in batches.micro_batches(step):
+            loss = step_loss(model, input_ids.to(device), position_ids.to(device), device)
+            (loss * recipe.micro_batch_tokens / recipe.batch_tokens).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad(set_to_none=True)
+        step += 1
+        loss_nats = sum(losses) / len(losses)
+        if not math.isfinite(loss_nats):
+            raise SystemExit(
+                f"{name}: the loss became {loss_nats} at step {step}. The last good checkpoint is kept in {run_folder / 'latest'}."
+            )
+        bar.update()
+        bar.set_postfix(loss=f"{loss_nats:.3f}", lr=f"{scale:.2f}", refresh=False)
+        history.append({"tokens": step * recipe.batch_tokens, "loss_nats": loss_nats})
+        if step % 100 == 0 or step == recipe.steps:
+            scores = {k: bits_per_byte(model, tokenizer, v, recipe.context_tokens, 24, device) for k, v in held_out.items()}
+            history.append({"tokens": step * recipe.batch_tokens, "held_out_bits_per_byte": scores})
+            tqdm.write(
+                f"{name} step {step} loss {loss_nats:.3f} " + " ".join(f"{k} {v:.3f}" for k, v in scores.items()), file=sys.stderr
+            )
+        if step % 50 == 0 or step == recipe.steps:
+            checkpoint.save(step, model, optims, history, time.monotonic() - started)
+            loss_curve(history, run_folder / "loss_curve.png", name)
+    bar.close()
+    export(name, model, tokenizer, recipe, history, time.monotonic() - started, corpus_folder, run_folder, out, device)
+
+
+def export(
+    name, model, tokenizer, recipe, history, seconds, corpus_folder: Path, run_folder: Path, out: Path, device: str
+) -> None:
+    """The Hugging Face folder, in bfloat16, with what the model card needs beside it (`training.json`)."""
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    model.eval().to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    held = [h for h in history if "held_out_bits_per_byte" in h]
+    training = {
+        "recipe": dataclasses.asdict(recipe), "hours": seconds / 3600, "device": device, "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "corpus": json.loads((corpus_folder / "corpus.json").read_text()), "held_out": held,
+    }  # fmt: skip
+    (folder / "training.json").write_text(json.dumps(training, indent=1))
+    loss_curve(history, folder / "loss_curve.png", name)
+    print(f"{folder}: {sum(p.stat().st_size for p in folder.iterdir()) / 1e6:.1f} MB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=sorted(RECIPES))
+    parser.add_argument(
+        "--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
+    )
+    parser.add_argument("--work", type=Path, default=ROOT / "results" / "reference", help="corpus, checkpoints, curves")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "quicksilver" / "models" / "reference", help="where the finished folder goes"
+    )
+    parser.add_argument("--total-tokens", type=int, help="may be changed on a resume until the decay has begun")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    recipe = RECIPES[args.name]
+    if args.total_tokens is not None:
+        recipe = dataclasses.replace(recipe, total_tokens=args.total_tokens)
+    torch.set_num_threads(args.threads)
+    try:
+        train(args.name, recipe, args.data_root, args.work, args.out, args.device)
+    except FileNotFoundError as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

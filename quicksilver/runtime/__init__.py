@@ -5,10 +5,11 @@ from quicksilver.runtime.engine import EXECUTIONS, KVBytes, Run, apply
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 from quicksilver.runtime.ledger import Flops
 from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.state import MISSING_KV, LayerView, PassState, TokenState
+from quicksilver.runtime.precision import PrecisionExecutor
+from quicksilver.runtime.state import MISSING_KV, Fusion, LayerView, PassState, Precision, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
 __all__ = [
-    "EXECUTIONS", "MISSING_KV", "Architecture", "ConfigError", "Flops", "KVBytes", "LayerView", "PassState", "PassTrace", "QuickSilverError",
+    "EXECUTIONS", "MISSING_KV", "Architecture", "ConfigError", "Flops", "Fusion", "KVBytes", "LayerView", "PassState", "PassTrace", "Precision", "PrecisionExecutor", "QuickSilverError",
     "Run", "RuntimeModule", "TokenState", "Trace", "UnsupportedModelError", "apply", "architecture_of",
 ]  # fmt: skip

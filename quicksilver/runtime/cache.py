@@ -15,17 +15,46 @@ from transformers.cache_utils import Cache, DynamicLayer
 from quicksilver.runtime.errors import UnsupportedModelError
 
 
+Entries = dict[str, torch.Tensor]
+"""Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `log_size` float32 (super-tokens), `bits` uint8."""
+
+_DEFAULTS: dict[str, tuple[float, torch.dtype]] = {"log_size": (0.0, torch.float32), "bits": (16, torch.uint8)}
+
+
+def join_entries(past: Entries | None, new: Entries) -> Entries:
+    """Entries of [past, new]; a fact that one side lacks has its default there."""
+    if past is None:
+        return dict(new)
+    joined: Entries = {}
+    for name in past.keys() | new.keys():
+        sides = []
+        for side in (past, new):
+            if name in side:
+                sides.append(side[name])
+            else:
+                value, dtype = _DEFAULTS[name]
+                sides.append(torch.full_like(side["slots"], value, dtype=dtype))  # type: ignore[arg-type]
+        joined[name] = torch.cat(sides, dim=1)
+    return joined
+
+
 @dataclass
 class KVLayout:
     """Which entries a layer will hold, known before its K and V are.
 
     Attributes:
-        slots: (B, K) long; valid: (B, K) bool, or None when every row is full; order: (B, K) columns of [past, new], None = all in order.
+        entries: facts of each entry, (B, K) each.
+        valid: (B, K) bool, or None when every row is full.
+        order: (B, K) columns of [past, new], None: all of them, in order.
     """
 
-    slots: torch.Tensor
+    entries: Entries
     valid: torch.Tensor | None
     order: torch.Tensor | None
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self.entries["slots"]
 
 
 class RaggedLayer(DynamicLayer):
@@ -40,9 +69,14 @@ class RaggedLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0  # columns of input seen, padding and skipped tokens included
-        self.slots: torch.Tensor | None = None  # (B, K) long
+        self.entries: Entries | None = None
         self.valid: torch.Tensor | None = None  # (B, K) bool; None: rows of equal length
         self.real_seen: torch.Tensor | None = None  # (B, 1) long, real tokens seen
+
+    @property
+    def slots(self) -> torch.Tensor | None:
+        """(B, K) long."""
+        return None if self.entries is None else self.entries["slots"]
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -52,8 +86,10 @@ class RaggedLayer(DynamicLayer):
 
     @property
     def is_complete(self) -> bool:
-        """Every column seen has an entry: the plain attention mask of the model is right."""
-        return self.seen == 0 or (self.valid is None and self.slots is not None and self.slots.shape[1] == self.seen)
+        """Every column seen has a plain entry: the model's own attention mask is right."""
+        if self.seen == 0:
+            return True
+        return self.valid is None and self.slots is not None and self.slots.shape[1] == self.seen and len(self.entries) == 1  # type: ignore[arg-type]
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -61,38 +97,35 @@ class RaggedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
 
-    def entry_bytes(self) -> int:
-        """Bytes of one token's K and V in this layer."""
-        return (
-            0
-            if self.keys is None
-            else 2 * self.keys.shape[-1] * self.keys.shape[-2 if self.valid is not None else 1] * self.keys.element_size()
-        )
-
     def resident_bytes(self) -> int:
+        """Bytes of the tensors that hold K and V."""
         return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
 
     def billed_bytes(self) -> int:
-        return 0 if self.keys is None else int(self.lengths.sum()) * self.entry_bytes()
+        """Bytes the decisions ask for: entries times the size of one."""
+        if self.keys is None:
+            return 0
+        heads = self.keys.shape[1]  # in both representations
+        return int(self.lengths.sum()) * 2 * heads * self.keys.shape[-1] * self.keys.element_size()
 
-    def plan(self, slots: torch.Tensor, keep: torch.Tensor | None) -> KVLayout:
-        """Layout after adding tokens at `slots` (B, M), of which only `keep` (B, M) bool get an entry (None: all)."""
-        past_slots, past_valid = self.slots, self.valid
-        if past_slots is not None:
-            slots = torch.cat([past_slots, slots], dim=1)
-        if keep is None and past_valid is None:
-            return KVLayout(slots, None, None)
+    def plan(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
+        """Layout after adding tokens with facts `new` (B, M), of which only `keep` (B, M) bool get an entry (None: all)."""
+        entries = join_entries(self.entries, new)
+        slots = entries["slots"]
+        if keep is None and self.valid is None:
+            return KVLayout(entries, None, None)
         valid = torch.ones_like(slots, dtype=torch.bool)
-        n_past = 0 if past_slots is None else past_slots.shape[1]
-        if past_valid is not None:
-            valid[:, :n_past] = past_valid
+        n_past = slots.shape[1] - new["slots"].shape[1]
+        if self.valid is not None:
+            valid[:, :n_past] = self.valid
         if keep is not None:
             valid[:, n_past:] = keep
         # Entries to the left, in slot order; what is not one to the right, cut off at the longest row.
         rank = torch.where(valid, slots, torch.iinfo(torch.long).max)
         order = rank.argsort(dim=1, stable=True)[:, : int(valid.sum(1).max())]
         valid = valid.gather(1, order)
-        return KVLayout(slots.gather(1, order), None if bool(valid.all()) else valid, order)
+        entries = {name: fact.gather(1, order) for name, fact in entries.items()}
+        return KVLayout(entries, None if bool(valid.all()) else valid, order)
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K, V as (B, H_kv, K, head_dim), rows padded with zeros on the right; None when empty."""
@@ -118,11 +151,11 @@ class RaggedLayer(DynamicLayer):
         if layout.order is not None:
             index = layout.order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
             keys, values = keys.gather(2, index), values.gather(2, index)
-        self._store(layout.slots, layout.valid, keys, values)
+        self._store(layout.entries, layout.valid, keys, values)
         return keys, values
 
-    def _store(self, slots: torch.Tensor, valid: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.slots, self.valid = slots, valid
+    def _store(self, entries: Entries, valid: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.entries, self.valid = entries, valid
         if valid is None:
             self.keys, self.values = keys, values
         else:
@@ -137,46 +170,53 @@ class RaggedLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The plain path of a layer in which every token takes part. key_states: (B, H_kv, M, head_dim)."""
+        self._refuse_unless_complete()
+        entries = self._plain_entries(key_states)
+        return self.write(self.plan(entries, None), key_states, value_states)
+
+    def _plain_entries(self, keys: torch.Tensor) -> Entries:
+        batch, n = keys.shape[0], keys.shape[2]
+        slots = torch.arange(self.seen, self.seen + n, device=keys.device).expand(batch, n)
+        self.advance(n, slots.new_full((batch, 1), n))
+        return {"slots": slots}
+
+    def _refuse_unless_complete(self) -> None:
         if not self.is_complete:
             raise UnsupportedModelError(
-                "This KV cache was written under quicksilver.apply and lacks tokens in some layers: continue with it inside the context, or start a new cache."
+                "This KV cache was written under quicksilver.apply and lacks tokens in some layers: continue with it inside the context, "
+                "or start a new cache."
             )
-        batch, n = key_states.shape[0], key_states.shape[2]
-        slots = torch.arange(self.seen, self.seen + n, device=key_states.device).expand(batch, n)
-        self.advance(n, slots.new_full((batch, 1), n))
-        return self.write(self.plan(slots, None), key_states, value_states)
 
     def adopt(self, layer: DynamicLayer, valid: torch.Tensor | None) -> None:
         """Take over a plain layer's content; valid: (B, seen) bool of real columns, None: all."""
         if layer.keys is None or layer.keys.numel() == 0:
             return
-        keys, values = layer.keys, layer.values
-        batch, n = keys.shape[0], keys.shape[2]
-        self.seen = n
+        batch, n = layer.keys.shape[0], layer.keys.shape[2]
         if valid is None:
-            valid = torch.ones(batch, n, dtype=torch.bool, device=keys.device)
-        slots = valid.long().cumsum(1) - 1
-        self.real_seen = valid.sum(1, keepdim=True)
-        fresh = RaggedLayer()
-        layout = fresh.plan(slots, None if bool(valid.all()) else valid)
-        self.write(layout, keys, values)
+            valid = torch.ones(batch, n, dtype=torch.bool, device=layer.keys.device)
+        self._adopt_columns({"slots": valid.long().cumsum(1) - 1}, valid, layer.keys, layer.values)
+        self.advance(n, valid.sum(1, keepdim=True))
+
+    def _adopt_columns(self, entries: Entries, valid: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.write(self.plan(entries, None if bool(valid.all()) else valid), keys, values)
 
     def _select_rows(self, rows: torch.Tensor) -> None:
-        if self.slots is None:
+        if self.entries is None:
             return
         keys, values = self.padded()  # type: ignore[misc]
-        valid = None if self.valid is None else self.valid[rows]
         self.real_seen = self.real_seen[rows]  # type: ignore[index]
-        self._store_trimmed(self.slots[rows], valid, keys[rows], values[rows])
+        entries = {name: fact[rows] for name, fact in self.entries.items()}
+        self._store_trimmed(entries, None if self.valid is None else self.valid[rows], keys[rows], values[rows])
 
-    def _store_trimmed(self, slots: torch.Tensor, valid: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _store_trimmed(self, entries: Entries, valid: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store rows after cutting off columns that are padding in all of them."""
         if valid is not None:
             width = int(valid.sum(1).max())
-            slots, valid, keys, values = slots[:, :width], valid[:, :width], keys[:, :, :width], values[:, :, :width]
+            entries = {name: fact[:, :width] for name, fact in entries.items()}
+            valid, keys, values = valid[:, :width], keys[:, :, :width], values[:, :, :width]
             if bool(valid.all()):
                 valid = None
-        self._store(slots, valid, keys, values)
+        self._store(entries, valid, keys, values)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select_rows(beam_idx)
@@ -191,19 +231,19 @@ class RaggedLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns (transformers gives a negative number)."""
         n = abs(tokens_to_remove)
-        if n == 0 or self.slots is None:
+        if n == 0 or self.entries is None:
             return
         self.seen -= n
         self.real_seen = self.real_seen - n  # type: ignore[operator]  (the last columns of a sequence are never padding)
         keys, values = self.padded()  # type: ignore[misc]
-        valid = self.slots < self.real_seen
+        valid = self.entries["slots"] < self.real_seen
         if self.valid is not None:
             valid &= self.valid
-        self._store_trimmed(self.slots, valid, keys, values)
+        self._store_trimmed(self.entries, valid, keys, values)
 
     def reset(self) -> None:
         self.keys = self.values = None
-        self.slots = self.valid = self.real_seen = None
+        self.entries = self.valid = self.real_seen = None
         self.seen = 0
         self.is_initialized = False
 
@@ -220,63 +260,57 @@ class MaskedLayer(RaggedLayer):
 
     @property
     def is_complete(self) -> bool:
-        return self.seen == 0 or bool(self.present.all())  # type: ignore[union-attr]
+        return self.seen == 0 or (bool(self.present.all()) and len(self.entries) == 1)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return self.present.sum(1)  # type: ignore[union-attr]
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, present: torch.Tensor
+        self, keys: torch.Tensor, values: torch.Tensor, entries: Entries, present: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add K, V (B, H_kv, N, head_dim) of all columns of a pass; returns all of them."""
         self.is_initialized = True
         self.dtype, self.device = keys.dtype, keys.device
-        if self.slots is not None:
+        if self.entries is not None:
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
-            slots, present = torch.cat([self.slots, slots], dim=1), torch.cat([self.present, present], dim=1)  # type: ignore[list-item]
-        self.keys, self.values, self.slots, self.present = keys, values, slots, present
+            present = torch.cat([self.present, present], dim=1)  # type: ignore[list-item]
+        self.keys, self.values, self.entries, self.present = keys, values, join_entries(self.entries, entries), present
         return keys, values
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_complete:
-            return super().update(key_states, value_states)  # raises, with the remedy
-        batch, n = key_states.shape[0], key_states.shape[2]
-        slots = torch.arange(self.seen, self.seen + n, device=key_states.device).expand(batch, n)
-        self.advance(n, slots.new_full((batch, 1), n))
-        return self.append(key_states, value_states, slots, torch.ones_like(slots, dtype=torch.bool))
+        self._refuse_unless_complete()
+        entries = self._plain_entries(key_states)
+        return self.append(key_states, value_states, entries, torch.ones_like(entries["slots"], dtype=torch.bool))
 
-    def billed_bytes(self) -> int:
-        return 0 if self.keys is None else int(self.present.sum()) * self.entry_bytes()  # type: ignore[union-attr]
-
-    def adopt(self, layer: DynamicLayer, valid: torch.Tensor | None) -> None:
-        if layer.keys is None or layer.keys.numel() == 0:
-            return
-        batch, self.seen = layer.keys.shape[0], layer.keys.shape[2]
-        if valid is None:
-            valid = torch.ones(batch, self.seen, dtype=torch.bool, device=layer.keys.device)
-        self.real_seen = valid.sum(1, keepdim=True)
-        self.append(layer.keys, layer.values, valid.long().cumsum(1) - 1, valid)
+    def _adopt_columns(self, entries: Entries, valid: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.append(keys, values, entries, valid)
 
     def _select_rows(self, rows: torch.Tensor) -> None:
-        if self.slots is not None:
-            self.keys, self.values, self.slots = self.keys[rows], self.values[rows], self.slots[rows]
-            self.present, self.real_seen = self.present[rows], self.real_seen[rows]  # type: ignore[index]
+        if self.entries is not None:
+            self.keys, self.values, self.present = self.keys[rows], self.values[rows], self.present[rows]  # type: ignore[index]
+            self.entries = {name: fact[rows] for name, fact in self.entries.items()}
+            self.real_seen = self.real_seen[rows]  # type: ignore[index]
 
     def crop(self, tokens_to_remove: int) -> None:
         n = abs(tokens_to_remove)
-        if n == 0 or self.slots is None:
+        if n == 0 or self.entries is None:
             return
         self.seen -= n
         self.real_seen = self.real_seen - n  # type: ignore[operator]
         self.keys, self.values = self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
-        self.slots, self.present = self.slots[:, : self.seen], self.present[:, : self.seen]  # type: ignore[index]
+        self.present = self.present[:, : self.seen]  # type: ignore[index]
+        self.entries = {name: fact[:, : self.seen] for name, fact in self.entries.items()}
 
     def reset(self) -> None:
         super().reset()
         self.present = None
 
 
-def take_over(cache: Cache, layer: int, kind: type[RaggedLayer], past_valid: torch.Tensor | None) -> RaggedLayer:
-    """The `kind` layer at `layer` of `cache`, put there in place of a plain one if need be.
+def take_over(cache: Cache, layer: int, fresh: RaggedLayer, past_valid: torch.Tensor | None) -> RaggedLayer:
+    """The layer of `fresh`'s kind at `layer` of `cache`; `fresh` is put there in place of a plain one if need be.
 
     Args:
         past_valid: (B, seen) bool of the columns already cached, None: all are real.
@@ -284,22 +318,19 @@ def take_over(cache: Cache, layer: int, kind: type[RaggedLayer], past_valid: tor
     Raises:
         UnsupportedModelError: a static, quantized or offloaded cache, or one written under another execution.
     """
-    while len(cache.layers) <= layer:
-        cache.layers.append(kind())
+    if len(cache.layers) <= layer:
+        cache.layers.extend(type(fresh)() for _ in range(layer - len(cache.layers)))
+        cache.layers.append(fresh)
     found = cache.layers[layer]
-    if type(found) is kind:
+    if type(found) is type(fresh):
         return found
     if isinstance(found, RaggedLayer) and found.seen:
         raise UnsupportedModelError("This KV cache was written under another execution (compact or masked); start a new cache.")
-    if not (
-        isinstance(found, DynamicLayer)
-        and type(found).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "RaggedLayer", "MaskedLayer")
-    ):
-        raise UnsupportedModelError(
-            f"A cache of {type(found).__name__} cannot hold different tokens per layer; use the default DynamicCache."
-        )
-    fresh = kind()
     if not isinstance(found, RaggedLayer):
+        if type(found).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+            raise UnsupportedModelError(
+                f"A cache of {type(found).__name__} cannot hold different tokens per layer; use the default DynamicCache."
+            )
         if getattr(found, "is_sliding", False) and found.get_seq_length() and found.get_seq_length() != found.keys.shape[2]:
             raise UnsupportedModelError(
                 "A sliding-window cache that has already dropped tokens cannot be taken over; start inside the context."

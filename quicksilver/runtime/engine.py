@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quicksilver.runtime.architecture import Architecture, Rotary, architecture_of
-from quicksilver.runtime.cache import KVLayout, MaskedLayer, RaggedLayer, take_over
+from quicksilver.runtime.cache import Entries, KVLayout, MaskedLayer, RaggedLayer, join_entries, take_over
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 from quicksilver.runtime.ledger import Flops, LayerWork, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
@@ -148,7 +148,8 @@ class _Pass:
     @property
     def all_run(self) -> bool:
         """No decision so far and no padding: the plain model's own call is right."""
-        return not (self.padded or self.state.any_halted or self.state.any_kv_skipped)
+        state = self.state
+        return not (self.padded or state.any_halted or state.any_kv_skipped or state.fusions or state.precisions)
 
 
 class Run:
@@ -181,6 +182,11 @@ class Run:
                 f"attn_implementation={self.arch.attention_implementation!r} cannot mask tokens by slot; load the model with 'sdpa' or 'eager'."
             )
         self._copies_kv = any(module.copies_kv for module in self.modules)
+        self._proportional = any(module.proportional_attention for module in self.modules)
+        executors = [module.precision for module in self.modules if module.precision is not None]
+        if len(executors) > 1:
+            raise ConfigError(f"{len(executors)} modules set precision; give one.")
+        self._precision = executors[0] if executors else None
         self._handles: list[Any] = []
         self._previous: list[Any] = []
         self._in_signal = False
@@ -300,8 +306,7 @@ class Run:
 
     def _layer(self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass) -> torch.Tensor:
         cache: Cache | None = call.get(self.arch.cache_argument)
-        kind = MaskedLayer if self.execution == "masked" else RaggedLayer
-        store = take_over(cache, layer, kind, current.past_valid) if cache is not None else None
+        store = take_over(cache, layer, self._new_store(), current.past_valid) if cache is not None else None
         self._cache = cache if cache is not None else self._cache
         current.past_lengths.append(0 if store is None or store.slots is None else store.lengths)
 
@@ -320,8 +325,32 @@ class Run:
         if self._copies_kv and port is not None:
             self._remember_kv(layer, current, packing, port)
         if deciding:
-            self._decide(layer, deciding, call, current, packing, hidden, output, port if wants_attention else None)
+            output = self._decide(layer, deciding, call, current, packing, hidden, output, port if wants_attention else None)
+        if layer == self.arch.n_layers - 1 and current.state.fusions and self.execution != "decide":
+            # What was merged away reads as the super-token that carried it (ToMe's unmerge): the model gets N states back.
+            output = output.gather(1, current.state.representatives()[..., None].expand_as(output))
         return output
+
+    def _new_store(self) -> RaggedLayer:
+        if self.execution == "masked":
+            return MaskedLayer()
+        return RaggedLayer() if self._precision is None else self._precision.new_store()
+
+    def _facts(self, state: PassState, take: Callable[[torch.Tensor], torch.Tensor]) -> Entries:
+        """What a cache must know of new entries, in the coordinates of `take`."""
+        facts = {"slots": take(state.slots)}
+        if self._proportional and state.fusions:
+            facts["log_size"] = take(state.size).log()
+        if self._precision is not None and state.precisions:
+            facts["bits"] = take(state.bits)
+        return facts
+
+    def _run_layer(
+        self, layer: int, original: Callable[..., torch.Tensor], inputs: dict[str, Any], bits: torch.Tensor | None
+    ) -> torch.Tensor:
+        if bits is None or self._precision is None:
+            return original(**inputs)
+        return self._precision.run_layer(self.arch.layers[layer], bits, lambda: original(**inputs))
 
     def _plain(self, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, cache: Any) -> torch.Tensor:
         """The layer as the model called it: the model's own mask, every token."""
@@ -345,40 +374,49 @@ class Run:
         if state.any_kv_skipped and not executing_all:
             writes = packing.take(state.writes_kv(layer))
             keep = writes if keep is None else keep & writes
-        slots = packing.take(state.slots)
-        all_slots = slots
+        facts = self._facts(state, packing.take)
+        slots, bits = facts["slots"], facts.get("bits")
         if extra is not None:
-            all_slots = torch.cat([slots, extra.slots], dim=1)
             if keep is not None or extra.real is not None:
-                keep = torch.cat([_or_all(keep, slots), _or_all(extra.real, extra.slots)], dim=1)
+                keep = torch.cat([_or_all(keep, slots), _or_all(extra.real, extra.facts["slots"])], dim=1)
+            facts = join_entries(facts, extra.facts)
 
         if packing.width == 0:
             # Nobody takes part: what is halted but not skipped may still have to be stored.
             if store is not None:
                 if extra is not None:
-                    store.write(store.plan(all_slots, keep), extra.keys, extra.values)
+                    store.write(store.plan(facts, keep), extra.keys, extra.values)
                 store.advance(current.n, current.n_real)
             current.work.layers.append(LayerWork(current.batch, 0, 0, extra.n_projected if extra else 0))
             return hidden, packing, None
 
         # Active tokens come first and padding last, so the causal kernel is right for every real query without a mask,
-        # as long as the keys are exactly the queries' own tokens.
+        # as long as the keys are exactly the queries' own tokens and weigh the same.
         skipping = state.any_kv_skipped and not executing_all
+        fresh = store is None or store.slots is None
         own_keys_only = (
-            extra is None and not skipping and (store is None or store.slots is None) and self._causal_kernel_fits(layer, current)
+            extra is None and not skipping and fresh and "log_size" not in facts and self._causal_kernel_fits(layer, current)
         )
-        layout = None if own_keys_only and store is None else (store or RaggedLayer()).plan(all_slots, keep)
-        mask = (
-            None if own_keys_only else self._mask(layer, slots, packing.real, layout.slots, layout.valid, one_new=current.n == 1)
-        )  # type: ignore[union-attr]
-        port = _CompactPort(store, layout, extra, slots, packing.real, own_keys_only)
+        layout = mask = None
+        target = store if store is not None else self._new_store()
+        if store is not None or not own_keys_only:
+            layout = target.plan(facts, keep)
+        if layout is not None and not own_keys_only:
+            mask = self._mask(layer, slots, packing.real, layout.entries, layout.valid, one_new=current.n == 1)
+        port = _CompactPort(target, layout, extra, slots, packing.real, own_keys_only, self._holder(bits))
         before = packing.take(hidden)
-        output = original(**(call | self._layer_inputs(before, mask, rotary, packing, call, port)))
+        inputs = call | self._layer_inputs(before, mask, rotary, packing, call, port)
+        output = self._run_layer(layer, original, inputs, bits)
         if store is not None:
             store.advance(current.n, current.n_real)
-        keys = None if own_keys_only else layout.slots.shape[1]  # type: ignore[union-attr]
+        keys = None if own_keys_only or layout is None else layout.slots.shape[1]
         current.work.layers.append(LayerWork(current.batch, packing.width, keys, extra.n_projected if extra else 0))
         return packing.put(hidden, before, output), packing, port
+
+    def _holder(self, bits: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """How new K or V read once they are held at `bits` (B, A); None where nothing is."""
+        precision = self._precision
+        return None if bits is None or precision is None else lambda states: precision.hold_kv(states, bits)
 
     def _layer_inputs(
         self,
@@ -423,7 +461,7 @@ class Run:
                 else:
                     shape = (current.batch, self.arch.n_kv_heads, packing.width, self.arch.head_dim)
                     keys, values = hidden.new_zeros(shape), hidden.new_zeros(shape)
-            parts.append(_Extra(keys, values, packing.take(state.slots), packing.real, projected))
+            parts.append(_Extra(keys, values, self._facts(state, packing.take), packing.real, projected))
         return _Extra.join(parts) if parts else None
 
     def _masked(
@@ -433,18 +471,20 @@ class Run:
         state = current.state
         active, present = state.active(layer), state.kv_present(layer)
         target = store if isinstance(store, MaskedLayer) else MaskedLayer()
-        past_slots = target.slots if target.slots is not None else state.slots[:, :0]
-        past_present = target.present if target.present is not None else present[:, :0]
-        key_slots, key_present = torch.cat([past_slots, state.slots], dim=1), torch.cat([past_present, present], dim=1)
-        mask = self._mask(layer, state.slots, active, key_slots, key_present)
+        facts = self._facts(state, lambda field: field)
+        entries = join_entries(target.entries, facts)
+        key_present = present if target.present is None else torch.cat([target.present, present], dim=1)
+        mask = self._mask(layer, state.slots, active, entries, key_present)
         copied = state.kept(layer, "copy") if self._copies_kv and current.copied is not None else None
-        port = _MaskedPort(target, state.slots, present, state.kept(layer, "zero"), copied, current.copied)
+        bits = facts.get("bits")
+        port = _MaskedPort(target, facts, present, state.kept(layer, "zero"), copied, current.copied, self._holder(bits))
         hidden = call["hidden_states"]
         everything = Packing(None, None, current.n)
-        output = original(**(call | self._layer_inputs(hidden, mask, call.get("position_embeddings"), everything, call, port)))
+        inputs = call | self._layer_inputs(hidden, mask, call.get("position_embeddings"), everything, call, port)
+        output = self._run_layer(layer, original, inputs, bits)
         if store is not None:
             store.advance(current.n, current.n_real)
-        current.work.layers.append(LayerWork(current.batch, current.n, key_slots.shape[1]))
+        current.work.layers.append(LayerWork(current.batch, current.n, key_present.shape[1]))
         return torch.where(active[..., None], output, hidden), port
 
     def _causal_kernel_fits(self, layer: int, current: _Pass) -> bool:
@@ -456,11 +496,13 @@ class Run:
         layer: int,
         queries: torch.Tensor,
         real: torch.Tensor | None,
-        keys: torch.Tensor,
+        entries: Entries,
         valid: torch.Tensor | None,
         one_new: bool = False,
     ) -> torch.Tensor | None:
-        """Who may see whom, by slot: queries (B, A), keys (B, K) -> (B, 1, A, K), bool for sdpa, additive for eager; None: all see all.
+        """Who may see whom, by slot: queries (B, A), entries (B, K) -> (B, 1, A, K); None: all see all.
+
+        Boolean for sdpa, additive for eager and where super-tokens weigh more: log size is added to their scores (ToMe, arXiv 2210.09461).
 
         A query that sees no key gets a zero attention output from sdpa.
 
@@ -469,7 +511,8 @@ class Run:
         """
         window = self.arch.attention_window(layer)
         sdpa = self.arch.attention_implementation == "sdpa"
-        if sdpa and one_new and valid is None and (window is None or keys.shape[1] <= window):
+        keys, log_size = entries["slots"], entries.get("log_size")
+        if sdpa and one_new and valid is None and log_size is None and (window is None or keys.shape[1] <= window):
             return None  # one new token after its past
         visible = keys[:, None, :] <= queries[:, :, None]
         if window is not None:
@@ -477,15 +520,20 @@ class Run:
         if valid is not None:
             visible &= valid[:, None, :]
         visible = visible[:, None]
+        dtype = self.arch.model.dtype
         if sdpa:
-            return visible
+            if log_size is None:
+                return visible
+            return log_size[:, None, None].to(dtype).expand(visible.shape).masked_fill(~visible, float("-inf"))
         blind = ~visible.any(-1)[:, 0]
         if bool((blind if real is None else blind & real).any()):
             raise QuickSilverError(
                 f"At layer {layer} a token has no key left to attend to, and attn_implementation='eager' would give it the mean of all values: use 'sdpa', or protect the first tokens."
             )
-        dtype = self.arch.model.dtype
-        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)
+        bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        if log_size is not None:
+            bias += log_size[:, None, None].to(dtype)
+        return bias.masked_fill(~visible, torch.finfo(dtype).min)
 
     def _remember_kv(self, layer: int, current: _Pass, packing: Packing, port: _PlainPort | _CompactPort | _MaskedPort) -> None:
         """Keep each token's newest K, V of this pass, for missing_kv=copy."""
@@ -522,9 +570,10 @@ class Run:
         before: torch.Tensor,
         after: torch.Tensor,
         port: _PlainPort | _CompactPort | _MaskedPort | None,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Ask the modules; returns the layer's output, with merged states where tokens were fused."""
         if packing.width == 0:
-            return
+            return after
         state = current.state
         packed_before, packed_after = packing.take(before), packing.take(after)
         index = packing.order
@@ -533,7 +582,6 @@ class Run:
             real = state.active(layer)
         else:
             real = _or_all(packing.real, index)
-        tokens = TokenState(state, layer, packing.order, real)
 
         def count(n: int) -> None:
             current.work.signal_flops += n
@@ -573,39 +621,45 @@ class Run:
             input_ids=None if current.input_ids is None else packing.take(current.input_ids),
             n_tokens=current.n_real, logits=logits, attention=attention if port is not None else None, count_flops=count,
         )  # fmt: skip
-        halted = state.halt_layer
+        tokens = TokenState(state, view, packing.order, real)
+        decided = (state.halt_layer, len(state.fusions))
         for module in deciding:
             module.decide(view, tokens)
-        if state.halt_layer is not halted or state.any_kv_skipped:
+        changed = state.halt_layer is not decided[0] or len(state.fusions) != decided[1]
+        if changed or state.any_kv_skipped:
             current.kept = None
-        if state.halt_layer is not halted and self.execution == "compact":
+        if changed and self.execution == "compact":
             current.packing = None
+        if view.after is packed_after or self.execution == "decide":
+            return after
+        return packing.put(after, packed_after, view.after)
 
 
 @dataclass
 class _Extra:
-    """K, V (B, H_kv, E, head_dim) of halted tokens at `slots` (B, E); `real` (B, E) bool or None."""
+    """K, V (B, H_kv, E, head_dim) of halted tokens, facts of their entries (B, E); `real` (B, E) bool or None."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    slots: torch.Tensor
+    facts: Entries
     real: torch.Tensor | None
     n_projected: int
 
     @classmethod
     def join(cls, parts: list[_Extra]) -> _Extra:
-        if len(parts) == 1:
-            return parts[0]
-        real = None
-        if any(p.real is not None for p in parts):
-            real = torch.cat([p.real if p.real is not None else torch.ones_like(p.slots, dtype=torch.bool) for p in parts], dim=1)
-        return cls(
-            torch.cat([p.keys for p in parts], dim=2),
-            torch.cat([p.values for p in parts], dim=2),
-            torch.cat([p.slots for p in parts], dim=1),
-            real,
-            sum(p.n_projected for p in parts),
-        )
+        first, *others = parts
+        for part in others:
+            real = None
+            if first.real is not None or part.real is not None:
+                real = torch.cat([_or_all(first.real, first.facts["slots"]), _or_all(part.real, part.facts["slots"])], dim=1)
+            first = cls(
+                torch.cat([first.keys, part.keys], dim=2),
+                torch.cat([first.values, part.values], dim=2),
+                join_entries(first.facts, part.facts),
+                real,
+                first.n_projected + part.n_projected,
+            )
+        return first
 
 
 class _PlainPort:
@@ -633,30 +687,29 @@ class _CompactPort:
 
     def __init__(
         self,
-        store: RaggedLayer | None,
+        store: RaggedLayer,
         layout: KVLayout | None,
         extra: _Extra | None,
         slots: torch.Tensor,
         real: torch.Tensor | None,
         own_keys_only: bool,
+        hold: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        self.store, self.layout, self.extra, self.own_keys_only = store, layout, extra, own_keys_only
-        if own_keys_only:
+        self.store, self.layout, self.extra, self.own_keys_only, self.hold = store, layout, extra, own_keys_only, hold
+        if own_keys_only or layout is None:
             self.key_slots, self.key_valid = slots, real
         else:
-            assert layout is not None
             self.key_slots, self.key_valid = layout.slots, layout.valid
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self.new_keys, self.new_values = keys, values
-        if self.own_keys_only:
-            if self.store is not None and self.layout is not None:
-                self.store.write(self.layout, keys, values)
-        else:
-            assert self.layout is not None
-            if self.extra is not None:
-                keys, values = torch.cat([keys, self.extra.keys], dim=2), torch.cat([values, self.extra.values], dim=2)
-            keys, values = (self.store or RaggedLayer()).write(self.layout, keys, values)
+        if self.extra is not None:
+            keys, values = torch.cat([keys, self.extra.keys], dim=2), torch.cat([values, self.extra.values], dim=2)
+        stored = self.store.write(self.layout, keys, values) if self.layout is not None else (keys, values)
+        if not self.own_keys_only:
+            keys, values = stored
+        elif self.hold is not None:
+            keys, values = self.hold(keys), self.hold(values)
         self.keys = keys
         return keys, values
 
@@ -667,20 +720,22 @@ class _MaskedPort:
     def __init__(
         self,
         store: MaskedLayer,
-        slots: torch.Tensor,
+        facts: Entries,
         present: torch.Tensor,
         zeroed: torch.Tensor,
         copied: torch.Tensor | None,
         copies: tuple[torch.Tensor, torch.Tensor] | None,
+        hold: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        self.store, self.slots, self.present, self.zeroed, self.copied, self.copies = (
+        self.store, self.facts, self.present, self.zeroed, self.copied, self.copies = (
             store,
-            slots,
+            facts,
             present,
             zeroed,
             copied,
             copies,
         )
+        self.hold = hold
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (part.masked_fill(self.zeroed[:, None, :, None], 0) for part in (keys, values))
@@ -690,7 +745,10 @@ class _MaskedPort:
                 torch.where(self.copied[:, None, :, None], old, new) for old, new in zip(self.copies, (keys, values), strict=True)
             )
         self.new_keys, self.new_values = keys, values
-        self.keys, values = self.store.append(keys, values, self.slots, self.present)
+        if self.hold is not None:
+            keys, values = self.hold(keys), self.hold(values)
+        self.keys, values = self.store.append(keys, values, self.facts, self.present)
+        assert self.store.slots is not None
         self.key_slots, self.key_valid = self.store.slots, self.store.present
         return self.keys, values
 

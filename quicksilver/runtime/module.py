@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.precision import PrecisionExecutor
     from quicksilver.runtime.state import LayerView, TokenState
 
 
@@ -29,6 +30,16 @@ class RuntimeModule(ABC):
     def copies_kv(self) -> bool:
         """True when halted tokens may keep the K/V of the layer they halted at: the runtime must then remember them."""
         return getattr(self, "missing_kv", None) == "copy"
+
+    @property
+    def proportional_attention(self) -> bool:
+        """True when a super-token shall draw attention in proportion to the tokens it stands for."""
+        return False
+
+    @property
+    def precision(self) -> PrecisionExecutor | None:
+        """Who executes the widths this module decides; None for a module that decides none."""
+        return None
 
     def bind(self, architecture: Architecture) -> None:  # noqa: B027  (optional)
         """Called once by `apply`: check the options against the model and resolve fractions of depth. Raises ConfigError."""

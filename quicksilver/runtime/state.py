@@ -7,6 +7,7 @@ A pass is one forward of the model: N new columns of B sequences, after whatever
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -30,6 +31,10 @@ class PassState:
         halted_kv: (B, N) uint8, what later layers see of it while it is halted: index into `MISSING_KV`.
         resume_layer: (B, N) int16, first layer it takes part in again; L = never.
         kv_layer: (B, N) int16, last layer in which it has a K/V entry while active; L-1 = all.
+        fused_layer: (B, N) int16, last layer it took part in before a neighbour carried it; L-1 = never fused.
+        size: (B, N) float32, original tokens it stands for.
+        bits: (B, N) uint8, width its activations and K/V are held at from the next layer on; 16 = untouched.
+        fusions, precisions: what was decided, in order.
     """
 
     def __init__(self, valid: torch.Tensor, slots: torch.Tensor, n_layers: int) -> None:
@@ -43,6 +48,11 @@ class PassState:
         self.halted_kv = full(MISSING_KV.index("drop"), torch.uint8)
         self.resume_layer = full(n_layers, torch.int16)
         self.kv_layer = full(n_layers - 1, torch.int16)
+        self.fused_layer = full(n_layers - 1, torch.int16)
+        self.size = full(1, torch.float32)
+        self.bits = full(16, torch.uint8)
+        self.fusions: list[Fusion] = []
+        self.precisions: list[Precision] = []
         # Host-side facts, so that the common cases need no look at the device.
         self.any_halted = False
         self.any_kv_skipped = False
@@ -51,9 +61,9 @@ class PassState:
 
     def active(self, layer: int) -> torch.Tensor:
         """(B, N) bool: takes part in `layer`."""
-        if not self.any_halted:
+        if not (self.any_halted or self.fusions):
             return self.valid
-        return active_tokens(self.valid, self.halt_layer, self.resume_layer, layer)
+        return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)
 
     def writes_kv(self, layer: int) -> torch.Tensor:
         """(B, N) bool: an active token of `layer` would store its K/V there."""
@@ -62,15 +72,42 @@ class PassState:
     def kept(self, layer: int, mode: str | None = None) -> torch.Tensor:
         """(B, N) bool: halted in `layer`, but later queries still see an entry for it (in `mode`, or any)."""
         code = self.halted_kv != MISSING_KV.index("drop") if mode is None else self.halted_kv == MISSING_KV.index(mode)
-        return self.valid & ~self.active(layer) & code
+        return self.valid & ~self.active(layer) & code & (self.fused_layer >= layer)
 
     def kv_present(self, layer: int) -> torch.Tensor:
         """(B, N) bool: has a K/V entry in `layer`."""
         return (self.active(layer) & self.writes_kv(layer)) | self.kept(layer)
 
+    def representatives(self) -> torch.Tensor:
+        """(B, N) long: the column that carries each token in the end; its own for a token that was not fused."""
+        columns = torch.arange(self.valid.shape[1], device=self.valid.device).expand_as(self.valid)
+        for fusion in self.fusions:
+            columns = fusion.into.gather(1, columns)
+        return columns
 
-def active_tokens(valid: torch.Tensor, halt_layer: torch.Tensor, resume_layer: torch.Tensor, layer: int) -> torch.Tensor:
-    return valid & ((halt_layer >= layer) | (resume_layer <= layer))
+
+@dataclass(frozen=True)
+class Fusion:
+    """After `layer`, tokens were merged: `into` (B, N) long is the column that carries each (its own where nothing happened),
+    `weight` (B, N) float32 its share in the weighted mean."""
+
+    layer: int
+    into: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Precision:
+    """After `layer`, widths were set: `bits` (B, N) uint8, 0 where nothing was said."""
+
+    layer: int
+    bits: torch.Tensor
+
+
+def active_tokens(
+    valid: torch.Tensor, halt_layer: torch.Tensor, resume_layer: torch.Tensor, fused_layer: torch.Tensor, layer: int
+) -> torch.Tensor:
+    return valid & ((halt_layer >= layer) | (resume_layer <= layer)) & (fused_layer >= layer)
 
 
 class TokenState:
@@ -81,9 +118,10 @@ class TokenState:
         newly_halted: (B, M) bool, halted by a module at this layer.
     """
 
-    def __init__(self, state: PassState, layer: int, index: torch.Tensor | None, real: torch.Tensor) -> None:
+    def __init__(self, state: PassState, view: LayerView, index: torch.Tensor | None, real: torch.Tensor) -> None:
         self._state = state
-        self._layer = layer
+        self._view = view
+        self._layer = view.layer
         self._index = index  # (B, M) columns of the pass, or None when the view is the whole pass
         # A token that takes part again after a halt is computed, but there is nothing left to decide about it.
         self.active = real & (self._read(state.halt_layer) == state.n_layers - 1) if state.any_halted else real.clone()
@@ -135,6 +173,68 @@ class TokenState:
         state.halted_kv = self._write(state.halted_kv, mask & self.newly_halted, MISSING_KV.index("drop"))
         state.kv_layer = self._write(state.kv_layer, mask & self.active, self._layer)
         state.any_kv_skipped = True
+
+    def fuse(self, into: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Merge tokens: each goes into the super-token at column `into` of the view, which from the next layer on alone is computed and
+        has K/V. The super-token's state becomes the weighted mean of its parts, at once: modules asked later see it.
+
+        Args:
+            into: (B, M) long, a token's own column where nothing shall happen. A target must be active, lie at a later slot and go into
+                itself; entries of inactive tokens are ignored.
+            weight: (B, M) float, share of each part in the mean; None: the number of original tokens it stands for.
+
+        Raises:
+            ConfigError: a target that is inactive, earlier, or itself merged away; a weight that is not positive.
+        """
+        state, view = self._state, self._view
+        columns = torch.arange(into.shape[1], device=into.device).expand_as(into)
+        into = torch.where(self.active, into, columns)
+        moves = into != columns
+        target_moves = moves.gather(1, into) | ~self.active.gather(1, into) | (view.slots.gather(1, into) <= view.slots)
+        if bool((moves & target_moves).any()):
+            raise ConfigError(f"fuse() at layer {self._layer}: a group must go into its own last active token.")
+        size = self._read(state.size)
+        weight = size if weight is None else weight.to(torch.float32)
+        if bool((weight[self.active] <= 0).any()):
+            raise ConfigError(f"fuse() at layer {self._layer}: weights must be positive.")
+        part = torch.where(self.active, weight, 0.0)
+        total = torch.zeros_like(part).scatter_add_(1, into, part)
+        mean = torch.zeros_like(view.after, dtype=torch.float32)
+        mean.scatter_add_(1, into[..., None].expand_as(mean), view.after.float() * part[..., None])
+        is_target = torch.zeros_like(part).scatter_add_(1, into, moves.float()) > 0
+        mean = (mean / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).to(view.after.dtype)
+        view.after = torch.where(is_target[..., None], mean, view.after)
+        grown = torch.zeros_like(size).scatter_add_(1, into, torch.where(self.active, size, 0.0))
+        self._state.size = self._write_values(state.size, torch.where(self.active & ~moves, grown, size))
+        state.fused_layer = self._write(state.fused_layer, moves, self._layer)
+        state.fusions.append(
+            Fusion(self._layer, self._pass_columns(into), self._write_values(torch.ones_like(state.size), weight))
+        )
+        self.active = self.active & ~moves
+
+    def set_bits(self, mask: torch.Tensor, bits: int) -> None:
+        """Hold tokens at `bits` from the next layer on: the inputs of linear layers, and their K/V. mask: (B, M) bool.
+
+        Raises:
+            ConfigError: a width other than 2, 4, 8 or 16.
+        """
+        if bits not in (2, 4, 8, 16):
+            raise ConfigError(f"bits={bits} is not one of 2, 4, 8, 16 (16 = untouched).")
+        state = self._state
+        mask = mask & self.active
+        state.bits = self._write(state.bits, mask, bits)
+        said = self._write(torch.zeros_like(state.bits), mask, bits)
+        state.precisions.append(Precision(self._layer, said))
+
+    def _write_values(self, field: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.to(field.dtype) if self._index is None else field.scatter(1, self._index, values.to(field.dtype))
+
+    def _pass_columns(self, into: torch.Tensor) -> torch.Tensor:
+        """`into` in columns of the pass: (B, M) in view columns -> (B, N)."""
+        if self._index is None:
+            return into.clone()
+        columns = torch.arange(self._state.valid.shape[1], device=into.device).expand_as(self._state.valid)
+        return columns.scatter(1, self._index, self._index.gather(1, into))
 
 
 class LayerView:

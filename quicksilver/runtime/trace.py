@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import MISSING_KV, PassState, active_tokens
+from quicksilver.runtime.state import MISSING_KV, Fusion, PassState, Precision, active_tokens
 
 SCHEMA = "quicksilver-trace-1"
-_TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer")
+_TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,40 @@ class PassTrace:
     halted_kv: torch.Tensor
     resume_layer: torch.Tensor
     kv_layer: torch.Tensor
+    fused_layer: torch.Tensor
+    fusions: tuple[Fusion, ...] = ()
+    precisions: tuple[Precision, ...] = ()
 
     @classmethod
     def of(cls, state: PassState, first_column: int) -> PassTrace:
-        return cls(state.n_layers, first_column, *(getattr(state, name) for name in _TENSORS))
+        tensors = (getattr(state, name) for name in _TENSORS)
+        return cls(state.n_layers, first_column, *tensors, tuple(state.fusions), tuple(state.precisions))
+
+    def bits(self, layer: int) -> torch.Tensor:
+        """(B, N) uint8: the width tokens were held at in `layer`."""
+        bits = torch.full_like(self.valid, 16, dtype=torch.uint8)
+        for precision in self.precisions:
+            if precision.layer < layer:
+                bits = torch.where(precision.bits > 0, precision.bits, bits)
+        return bits
 
     def active(self, layer: int) -> torch.Tensor:
         """(B, N) bool: took part in `layer`."""
-        return active_tokens(self.valid, self.halt_layer, self.resume_layer, layer)
+        return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)
 
     def kv_present(self, layer: int) -> torch.Tensor:
         """(B, N) bool: left a K/V entry in `layer`."""
         active = self.active(layer)
-        kept = self.valid & ~active & (self.halted_kv != MISSING_KV.index("drop"))
+        kept = self.valid & ~active & (self.halted_kv != MISSING_KV.index("drop")) & (self.fused_layer >= layer)
         return (active & (self.kv_layer >= layer)) | kept
 
     def cpu(self) -> PassTrace:
-        return dataclasses.replace(self, **{name: getattr(self, name).cpu() for name in _TENSORS})
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name).cpu() for name in _TENSORS},
+            fusions=tuple(Fusion(f.layer, f.into.cpu(), f.weight.cpu()) for f in self.fusions),
+            precisions=tuple(Precision(p.layer, p.bits.cpu()) for p in self.precisions),
+        )
 
 
 @dataclass
@@ -76,7 +93,14 @@ class Trace:
         return cls(depths.pop(), [p for t in traces for p in t.passes])
 
     def save(self, path: Path | str) -> None:
-        tensors = {f"{i:06d}.{name}": getattr(p, name).cpu().contiguous() for i, p in enumerate(self.passes) for name in _TENSORS}
+        tensors: dict[str, torch.Tensor] = {}
+        for i, one in enumerate(self.passes):
+            tensors |= {f"{i:06d}.{name}": getattr(one, name).cpu().contiguous() for name in _TENSORS}
+            for k, fusion in enumerate(one.fusions):
+                tensors[f"{i:06d}.fusion.{k}.{fusion.layer}.into"] = fusion.into.to("cpu", torch.int32).contiguous()
+                tensors[f"{i:06d}.fusion.{k}.{fusion.layer}.weight"] = fusion.weight.cpu().contiguous()
+            for k, precision in enumerate(one.precisions):
+                tensors[f"{i:06d}.precision.{k}.{precision.layer}.bits"] = precision.bits.cpu().contiguous()
         meta = {
             "schema": SCHEMA,
             "n_layers": str(self.n_layers),
@@ -95,10 +119,25 @@ class Trace:
                     )
                 n_layers = int(meta["n_layers"])
                 firsts = json.loads(meta["first_columns"])
-                passes = [
-                    PassTrace(n_layers, first, *(file.get_tensor(f"{i:06d}.{name}") for name in _TENSORS))
-                    for i, first in enumerate(firsts)
-                ]
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            passes = [_read_pass(tensors, i, n_layers, first) for i, first in enumerate(firsts)]
         except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
             raise ConfigError(f"{path} is not a readable trace: {error}") from error
         return cls(n_layers, passes)
+
+
+def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_column: int) -> PassTrace:
+    prefix = f"{i:06d}."
+    events: dict[str, list[tuple[int, int]]] = {"fusion": [], "precision": []}
+    for name in tensors:
+        parts = name.split(".")
+        if name.startswith(prefix) and len(parts) == 5 and parts[4] != "weight":
+            events[parts[1]].append((int(parts[2]), int(parts[3])))
+    fusions = tuple(
+        Fusion(layer, tensors[f"{prefix}fusion.{k}.{layer}.into"].long(), tensors[f"{prefix}fusion.{k}.{layer}.weight"])
+        for k, layer in sorted(events["fusion"])
+    )
+    precisions = tuple(
+        Precision(layer, tensors[f"{prefix}precision.{k}.{layer}.bits"]) for k, layer in sorted(events["precision"])
+    )
+    return PassTrace(n_layers, first_column, *(tensors[prefix + name] for name in _TENSORS), fusions, precisions)

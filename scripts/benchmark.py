@@ -1,0 +1,365 @@
+"""What the runtime costs and how much of what it saves is real: `python scripts/benchmark.py`, on a quiet machine.
+
+gpt2-large layers (d = 1280, 20 heads, random weights) at 8 × 512 tokens, unless told otherwise. Every comparison is a ratio of
+callables that take turns in one run; the first of them is timed twice a round, and that difference is the noise floor.
+
+    none       no module: equal logits, and no slower than the plain model
+    decay      exponential decay of active tokens, alpha = 0.07 over 36 layers: realization ratio, the share of time saved over
+               the share of executed FLOPs saved; 1 means that every operation not executed is time not spent
+    decide     the price of deciding alone: modules decide, everything is executed
+    generate   greedy decoding: tokens per second without a module; time per token when every token stops at half depth
+
+The vocabulary is small so that the output head, which no module touches, neither hides nor pays for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
+
+from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate
+from quicksilver.modules.controls import ExponentialDecay, StaticDepth
+from quicksilver.modules.halting import Halting
+from quicksilver.runtime import ConfigError, RuntimeModule, apply
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTIONS = ("none", "decay", "decide", "generate")
+PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table."""
+
+    section: str
+    dtype: str
+    what: str
+    value: float
+    low: float
+    high: float
+    unit: str
+    target: str
+    reached: bool
+    noise_floor: float | None  # None: not a time
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Bench:
+    """A model of random weights, its input, and what was found with them."""
+
+    options: argparse.Namespace
+    dtype: torch.dtype
+    findings: list[Finding] = field(default_factory=list)
+
+    def model(self, layers: int) -> GPT2LMHeadModel:
+        o = self.options
+        torch.manual_seed(42)
+        config = GPT2Config(
+            n_layer=layers, n_embd=o.width, n_head=o.heads, vocab_size=o.vocabulary, n_positions=o.sequence + o.new_tokens,
+            bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config).to(device=o.device, dtype=self.dtype).eval()
+
+    def input_ids(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.options.batch, self.options.sequence)
+        return torch.randint(1, self.options.vocabulary, shape, generator=generator).to(self.options.device)
+
+    def alternate(self, fns: Mapping[str, Callable[[], object]]) -> Alternation:
+        return alternate(fns, warmup=self.options.warmup, repeats=self.options.repeats, device=self.options.device)
+
+    def found(
+        self,
+        section: str,
+        what: str,
+        ratio: Ratio,
+        times: Alternation | None,
+        target: tuple[str, float],
+        unit: str = "",
+        **details: Any,
+    ) -> None:
+        """Note a finding; `target` is ("at least" | "at most", bound)."""
+        reached = ratio.median >= target[1] if target[0] == "at least" else ratio.median <= target[1]
+        if times is not None:
+            details["samples_ms"] = {name: samples.ms for name, samples in times.items()}
+            details["control_ms"], details["load_average"] = times.control_ms, [times.load_before, times.load_after]
+        self.findings.append(
+            Finding(
+                section, str(self.dtype).removeprefix("torch."), what, ratio.median, ratio.low, ratio.high, unit,
+                f"{target[0]} {target[1]:g}", reached, None if times is None else times.noise_floor, details,
+            )
+        )  # fmt: skip
+
+
+def forward(
+    model: GPT2LMHeadModel,
+    ids: torch.Tensor,
+    modules: Sequence[RuntimeModule] | None,
+    execution: Literal["compact", "decide"] = "compact",
+) -> Callable[[], torch.Tensor]:
+    """One forward pass as a callable: of the plain model (`modules=None`), or with the context entered and left each time."""
+
+    def plain() -> torch.Tensor:
+        return model(ids, use_cache=False).logits
+
+    def under() -> torch.Tensor:
+        with apply(model, modules or [], execution=execution):
+            return plain()
+
+    return plain if modules is None else under
+
+
+def executed_flops(model: GPT2LMHeadModel, modules: Sequence[RuntimeModule], call: Callable[[], object]) -> int:
+    with apply(model, modules) as run:
+        call()
+        return run.flops.executed
+
+
+def realized(ratio: Ratio, flops_saved: float) -> Ratio:
+    """Share of time saved over share of FLOPs saved, of a ratio of times."""
+    return transformed(ratio, lambda r: (1 - r) / flops_saved)
+
+
+def transformed(ratio: Ratio, of: Callable[[float], float]) -> Ratio:
+    """A ratio of times turned into what is reported; `of` is monotonic."""
+    low, high = sorted((of(ratio.low), of(ratio.high)))
+    return Ratio(of(ratio.median), low, high)
+
+
+# -- sections --------------------------------------------------------------------------------------------------------------------
+
+
+def no_module(bench: Bench) -> None:
+    model, ids = bench.model(bench.options.layers), bench.input_ids()
+    plain, under = forward(model, ids, None), forward(model, ids, [])
+    identical = float(torch.equal(plain(), under()))
+    times = bench.alternate({"plain": plain, "no module": under})
+    slower = transformed(times.ratio("no module", "plain"), lambda r: 100 * (r - 1))
+    bench.found("none", "slower than the plain model", slower, times, ("at most", 1.0), "%")
+    bench.found("none", "logits bit-identical (1: yes)", Ratio(identical, identical, identical), None, ("at least", 1.0))
+
+
+def decay(bench: Bench) -> None:
+    layers = bench.options.decay_layers
+    # Fewer layers fall along the same curve: the share of active tokens at the same fraction of depth is that of 36 layers.
+    alpha = PAPER_ALPHA * PAPER_LAYERS / layers
+    model, ids = bench.model(layers), bench.input_ids()
+    policies = {"even rows": ExponentialDecay(alpha=alpha), "uneven rows": ExponentialDecay(alpha=alpha, even=False)}
+    for policy in policies.values():
+        policy.missing_kv = (
+            "drop"  # the paper's way (2.2); projecting K/V of halted tokens is work that the decay does not ask for
+        )
+    fns = {"plain": forward(model, ids, None)} | {name: forward(model, ids, [policy]) for name, policy in policies.items()}
+    dense = executed_flops(model, [], fns["plain"])
+    saved = {name: 1 - executed_flops(model, [policy], fns["plain"]) / dense for name, policy in policies.items()}
+    times = bench.alternate(fns)
+    for name, flops_saved in saved.items():
+        ratio = times.ratio(name, "plain")
+        what = f"realization ratio, {name} ({100 * flops_saved:.1f}% of FLOPs saved)"
+        bench.found(
+            "decay", what, realized(ratio, flops_saved), times, ("at least", 0.95), executed_flops_saved=flops_saved, time_saved=1 - ratio.median,
+            alpha=alpha, layers=layers,
+        )  # fmt: skip
+
+
+def decide(bench: Bench) -> None:
+    model, ids = bench.model(bench.options.layers), bench.input_ids()
+    whole_depth = (0.0, 1.0)
+    policies: dict[str, RuntimeModule] = {
+        # Nothing is below these thresholds, so every token is asked about after every layer: the dearest case.
+        "drift thresholds, every token and layer": Halting(tau_drift=1e-9, window=whole_depth),
+        "random decay, even rows": ExponentialDecay(),
+        "Halting() as it comes": Halting(),
+    }
+    fns = {"plain": forward(model, ids, None)}
+    fns |= {name: forward(model, ids, [policy], "decide") for name, policy in policies.items()}
+    times = bench.alternate(fns)
+    for name in policies:
+        overhead = transformed(times.ratio(name, "plain"), lambda r: 100 * (r - 1))
+        bench.found("decide", f"deciding costs: {name}", overhead, times, ("at most", 2.0), "%")
+
+
+class StepClock(LogitsProcessor):
+    """Notes when each token's logits arrive: time per decoded token without the prompt's share, and without a second run."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.moments: list[float] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.on_gpu:
+            torch.cuda.synchronize(scores.device)
+        self.moments.append(time.perf_counter())
+        return scores
+
+    def ms_per_token(self) -> float:
+        first, *_, last = self.moments
+        return 1e3 * (last - first) / (len(self.moments) - 1)
+
+
+def generate(bench: Bench) -> None:
+    o = bench.options
+    model, ids = bench.model(o.layers), bench.input_ids()
+    half = StaticDepth(depth=0.5, missing_kv="drop")
+    per_token: dict[str, list[float]] = {"plain": [], "no module": [], "half depth": []}
+
+    def decode(new_tokens: int, clock: StepClock | None = None) -> None:
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False,
+            logits_processor=LogitsProcessorList([] if clock is None else [clock]),
+        )  # fmt: skip
+
+    def timed(name: str, modules: Sequence[RuntimeModule] | None) -> Callable[[], None]:
+        def fn() -> None:
+            clock = StepClock(o.device)
+            if modules is None:
+                decode(o.new_tokens, clock)
+            else:
+                with apply(model, modules):
+                    decode(o.new_tokens, clock)
+            per_token[name].append(clock.ms_per_token())
+
+        return fn
+
+    def decode_flops(modules: Sequence[RuntimeModule]) -> int:
+        """Of the tokens after the first, which comes out of the prompt's pass."""
+        whole = executed_flops(model, modules, lambda: decode(o.new_tokens))
+        return whole - executed_flops(model, modules, lambda: decode(1))
+
+    saved = 1 - decode_flops([half]) / decode_flops([])
+    times = bench.alternate(
+        {"plain": timed("plain", None), "no module": timed("no module", []), "half depth": timed("half depth", [half])}
+    )
+    bench.found(
+        "generate", "no module: tokens per second, whole call, of the plain model's",
+        transformed(times.ratio("no module", "plain"), lambda r: 1 / r), times, ("at least", 0.98),
+    )  # fmt: skip
+    # The clock also ticked in the warm-up, and twice a round in the plain model.
+    plain_ms = per_token["plain"][o.warmup :]
+    steps = Alternation(
+        {
+            "plain": LatencySamples(plain_ms[0::2]),
+            "no module": LatencySamples(per_token["no module"][o.warmup :]),
+            "half depth": LatencySamples(per_token["half depth"][o.warmup :]),
+        },
+        control="plain", control_ms=plain_ms[1::2], load_before=times.load_before, load_after=times.load_after,
+    )  # fmt: skip
+    bench.found(
+        "generate", "no module: tokens per second, decoding alone, of the plain model's",
+        transformed(steps.ratio("no module", "plain"), lambda r: 1 / r), steps, ("at least", 0.98),
+    )  # fmt: skip
+    ratio = steps.ratio("half depth", "plain")
+    bench.found(
+        "generate", f"half depth: share of the FLOPs saved ({100 * saved:.1f}%) that time per token falls by",
+        realized(ratio, saved), steps, ("at least", 0.85),
+        executed_flops_saved=saved, time_saved=1 - ratio.median, layers=o.layers,
+    )  # fmt: skip
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------------------
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--layers", type=int, default=4, help="of none, decide and generate")
+    parser.add_argument("--decay-layers", type=int, default=PAPER_LAYERS, help="of decay; fewer scale alpha to the same curve")
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--heads", type=int, default=20)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=33, help="of generate, the first of which belongs to the prompt's pass")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before them")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmark.json")
+    options = parser.parse_args(arguments)
+    if options.new_tokens < 2:
+        parser.error(f"--new-tokens {options.new_tokens}: at least 2, the time per token lies between two of them")
+    return options
+
+
+def environment(options: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(options.device)
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "load_average_before": psutil.getloadavg()[0],
+    }
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def table_of(findings: Sequence[Finding], options: argparse.Namespace) -> Table:
+    shape = f"{options.batch} × {options.sequence}, d = {options.width}, {options.heads} heads, {options.repeats} rounds"
+    table = Table(title=f"Runtime benchmark: {shape}")
+    for name in ("section", "dtype", "measure"):
+        table.add_column(name)
+    for name in ("median", "quartiles", "target", "reached", "noise floor A/A"):
+        table.add_column(name, justify="right")
+    for f in findings:
+        table.add_row(
+            f.section, f.dtype, f.what, f"{f.value:.3f}{f.unit}", f"{f.low:.3f} to {f.high:.3f}", f"{f.target}{f.unit}",
+            "yes" if f.reached else "NO", "–" if f.noise_floor is None else f"{100 * f.noise_floor:.2f}%",
+        )  # fmt: skip
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    around = environment(options)
+    if around["load_average_before"] > 0.5:
+        load = around["load_average_before"]
+        console.print(
+            f"[bold]The machine is busy[/bold] (load {load:.2f}): the ratios below carry its noise; see the noise floor."
+        )
+    runs = {"none": no_module, "decay": decay, "decide": decide, "generate": generate}
+    findings: list[Finding] = []
+    for name in options.only:
+        for dtype in options.dtypes:
+            bench = Bench(options, getattr(torch, dtype))
+            with console.status(f"{name}, {dtype} …"), torch.inference_mode():
+                runs[name](bench)
+            findings += bench.findings
+    console.print(table_of(findings, options))
+    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    content = {"environment": around, "options": shown, "findings": [asdict(f) for f in findings]}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(f"Saved to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"benchmark: {error}")

@@ -172,8 +172,8 @@ def decay(bench: Bench) -> None:
         ratio = times.ratio(name, "plain")
         what = f"realization ratio, {name} ({100 * flops_saved:.1f}% of FLOPs saved)"
         bench.found(
-            "decay", what, realized(ratio, flops_saved), times, ("at least", 0.95), executed_flops_saved=flops_saved, time_saved=1 - ratio.median,
-            alpha=alpha, layers=layers,
+            "decay", what, realized(ratio, flops_saved), times, ("at least", 0.95),
+            executed_flops_saved=flops_saved, time_saved=1 - ratio.median, alpha=alpha, layers=layers,
         )  # fmt: skip
 
 

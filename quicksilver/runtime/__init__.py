@@ -6,10 +6,10 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError, Unsupporte
 from quicksilver.runtime.ledger import Flops
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.precision import PrecisionExecutor
-from quicksilver.runtime.state import MISSING_KV, Fusion, LayerView, PassState, Precision, TokenState
+from quicksilver.runtime.state import MISSING_KV, CacheMerge, CacheView, Fusion, LayerView, PassState, Precision, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
 __all__ = [
-    "EXECUTIONS", "MISSING_KV", "Architecture", "ConfigError", "Flops", "Fusion", "KVBytes", "LayerView", "PassState", "PassTrace", "Precision", "PrecisionExecutor", "QuickSilverError",
+    "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Flops", "Fusion", "KVBytes", "LayerView", "PassState", "PassTrace", "Precision", "PrecisionExecutor", "QuickSilverError",
     "Run", "RuntimeModule", "TokenState", "Trace", "UnsupportedModelError", "apply", "architecture_of",
 ]  # fmt: skip

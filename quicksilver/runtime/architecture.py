@@ -50,6 +50,9 @@ class Architecture(ABC):
             m.weight.numel() for m in self.layers[0].modules() if isinstance(m, (nn.Linear, Conv1D))
         )
         self.kv_params_per_layer = 2 * self.width * self.n_kv_heads * self.head_dim
+        # Weights that `project_kv` and `project_q` really multiply by: more than their own where a fused projection cannot be cut.
+        self.projection_params_per_layer = self.kv_params_per_layer
+        self.query_params_per_layer = self.width * self.n_heads * self.head_dim
 
     @abstractmethod
     def _find_layers(self) -> nn.ModuleList: ...
@@ -171,6 +174,10 @@ class GPTNeoXArchitecture(Architecture):
     family = "gpt_neox"
     model_types = ("gpt_neox",)
     cache_argument = "layer_past"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.projection_params_per_layer = self.query_params_per_layer = 3 * self.width * self.n_heads * self.head_dim
 
     def _find_layers(self) -> nn.ModuleList:
         return self.base.layers

@@ -16,9 +16,9 @@ from quicksilver.runtime.errors import UnsupportedModelError
 
 
 Entries = dict[str, torch.Tensor]
-"""Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `log_size` float32 (super-tokens), `bits` uint8."""
+"""Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `size` float32 (super-tokens), `bits` uint8."""
 
-_DEFAULTS: dict[str, tuple[float, torch.dtype]] = {"log_size": (0.0, torch.float32), "bits": (16, torch.uint8)}
+_DEFAULTS: dict[str, tuple[float, torch.dtype]] = {"size": (1.0, torch.float32), "bits": (16, torch.uint8)}
 
 
 def join_entries(past: Entries | None, new: Entries) -> Entries:
@@ -36,6 +36,31 @@ def join_entries(past: Entries | None, new: Entries) -> Entries:
                 sides.append(torch.full_like(side["slots"], value, dtype=dtype))  # type: ignore[arg-type]
         joined[name] = torch.cat(sides, dim=1)
     return joined
+
+
+def merge_entries(
+    entries: Entries, present: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, into: torch.Tensor
+) -> tuple[Entries, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Groups of entries become one: K and V their means weighted by size, in the place of the one they go `into` (B, K) long.
+
+    A rotary key keeps the rotation it was stored with, so a group's key is a mean over positions as well.
+    """
+    size = entries.get("size")
+    size = torch.ones_like(present, dtype=torch.float32) if size is None else size
+    moves = present & (into != torch.arange(into.shape[1], device=into.device))
+    rows, sources = moves.nonzero(as_tuple=True)
+    targets = into[rows, sources]
+    is_target = torch.zeros_like(present).index_put((rows, targets), present.new_ones(()))
+    grown = size.index_put((rows, targets), size[rows, sources], accumulate=True)
+    number = is_target.flatten().long().cumsum(0).view_as(into) - 1  # of each target among all
+    merged = []
+    for states in (keys, values):
+        by_entry = states.transpose(1, 2)  # (B, K, H_kv, head_dim)
+        total = by_entry[is_target].float() * size[is_target][:, None, None]
+        total.index_add_(0, number[rows, targets], by_entry[rows, sources].float() * size[rows, sources][:, None, None])
+        mean = (total / grown[is_target][:, None, None]).to(states.dtype)
+        merged.append(by_entry.masked_scatter(is_target[..., None, None], mean).transpose(1, 2))
+    return entries | {"size": grown}, present & ~moves, merged[0], merged[1]
 
 
 @dataclass
@@ -72,6 +97,8 @@ class RaggedLayer(DynamicLayer):
         self.entries: Entries | None = None
         self.valid: torch.Tensor | None = None  # (B, K) bool; None: rows of equal length
         self.real_seen: torch.Tensor | None = None  # (B, 1) long, real tokens seen
+        self.settled = 0  # columns seen when the prompt ended, or when entries were last merged
+        self.merged = False
 
     @property
     def slots(self) -> torch.Tensor | None:
@@ -196,9 +223,26 @@ class RaggedLayer(DynamicLayer):
             valid = torch.ones(batch, n, dtype=torch.bool, device=layer.keys.device)
         self._adopt_columns({"slots": valid.long().cumsum(1) - 1}, valid, layer.keys, layer.values)
         self.advance(n, valid.sum(1, keepdim=True))
+        self.settled = n
 
     def _adopt_columns(self, entries: Entries, valid: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.write(self.plan(entries, None if bool(valid.all()) else valid), keys, values)
+
+    @property
+    def is_entry(self) -> torch.Tensor:
+        """(B, K) bool: columns of `padded` that are entries."""
+        assert self.slots is not None
+        return torch.ones_like(self.slots, dtype=torch.bool) if self.valid is None else self.valid
+
+    def merge(self, into: torch.Tensor) -> None:
+        """Merge entries, as `merge_entries` says; into: (B, K) long, columns of `padded`."""
+        keys, values = self.padded()  # type: ignore[misc]
+        entries, present, keys, values = merge_entries(self.entries, self.is_entry, keys, values, into)  # type: ignore[arg-type]
+        order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
+        index = order[:, None, :, None].expand_as(keys)
+        entries = {name: fact.gather(1, order) for name, fact in entries.items()}
+        self._store_trimmed(entries, present.gather(1, order), keys.gather(2, index), values.gather(2, index))
+        self.settled, self.merged = self.seen, True
 
     def _select_rows(self, rows: torch.Tensor) -> None:
         if self.entries is None:
@@ -228,12 +272,22 @@ class RaggedLayer(DynamicLayer):
         if self.slots is not None:
             self._select_rows(torch.arange(self.slots.shape[0], device=self.slots.device).repeat_interleave(repeats))
 
+    def _retreat(self, n: int) -> None:
+        """Raises UnsupportedModelError when entries to be forgotten were merged with others."""
+        if self.merged and self.seen - n < self.settled:
+            raise UnsupportedModelError(
+                f"The last {n} cached columns reach into K/V entries that were merged, and cannot be taken back: decode without "
+                "speculation, or set decode_every=0."
+            )
+        self.seen -= n
+        self.settled = min(self.settled, self.seen)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns (transformers gives a negative number)."""
         n = abs(tokens_to_remove)
         if n == 0 or self.entries is None:
             return
-        self.seen -= n
+        self._retreat(n)
         self.real_seen = self.real_seen - n  # type: ignore[operator]  (the last columns of a sequence are never padding)
         keys, values = self.padded()  # type: ignore[misc]
         valid = self.entries["slots"] < self.real_seen
@@ -244,8 +298,8 @@ class RaggedLayer(DynamicLayer):
     def reset(self) -> None:
         self.keys = self.values = None
         self.entries = self.valid = self.real_seen = None
-        self.seen = 0
-        self.is_initialized = False
+        self.seen = self.settled = 0
+        self.merged = self.is_initialized = False
 
 
 class MaskedLayer(RaggedLayer):
@@ -265,6 +319,16 @@ class MaskedLayer(RaggedLayer):
     @property
     def lengths(self) -> torch.Tensor:
         return self.present.sum(1)  # type: ignore[union-attr]
+
+    @property
+    def is_entry(self) -> torch.Tensor:
+        return self.present  # type: ignore[return-value]
+
+    def merge(self, into: torch.Tensor) -> None:
+        self.entries, self.present, self.keys, self.values = merge_entries(
+            self.entries, self.is_entry, self.keys, self.values, into  # type: ignore[arg-type]
+        )
+        self.settled, self.merged = self.seen, True
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, entries: Entries, present: torch.Tensor
@@ -298,7 +362,7 @@ class MaskedLayer(RaggedLayer):
         n = abs(tokens_to_remove)
         if n == 0 or self.entries is None:
             return
-        self.seen -= n
+        self._retreat(n)
         self.real_seen = self.real_seen - n  # type: ignore[operator]
         self.keys, self.values = self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
         self.present = self.present[:, : self.seen]  # type: ignore[index]

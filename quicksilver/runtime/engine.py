@@ -24,7 +24,7 @@ from quicksilver.runtime.cache import Entries, KVLayout, MaskedLayer, RaggedLaye
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 from quicksilver.runtime.ledger import Flops, LayerWork, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.state import LayerView, PassState, TokenState
+from quicksilver.runtime.state import CacheMerge, CacheView, LayerView, PassState, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
 Execution = Literal["compact", "masked", "decide"]
@@ -137,6 +137,7 @@ class _Pass:
         slots = past_real + valid.long().cumsum(1) - 1
         self.state = PassState(valid, slots, run.arch.n_layers)
         self.n_real = valid.sum(1, keepdim=True)
+        self.pass_ids = ids.masked_fill(~valid, -1) if self.padded and ids is not None else ids
         self.is_prompt = self.seen == 0 and self.n > 1
         self.index = run.pass_index
         self.work = PassWork(layers=[])
@@ -183,6 +184,7 @@ class Run:
             )
         self._copies_kv = any(module.copies_kv for module in self.modules)
         self._proportional = any(module.proportional_attention for module in self.modules)
+        self._merging = [module for module in self.modules if module.merges_cache and execution != "decide"]
         executors = [module.precision for module in self.modules if module.precision is not None]
         if len(executors) > 1:
             raise ConfigError(f"{len(executors)} modules set precision; give one.")
@@ -279,6 +281,8 @@ class Run:
             current.work.layers = [LayerWork(current.batch, current.n, keys)] * self.arch.n_layers
             current.past_lengths = [current.seen] * self.arch.n_layers
         current.work.past_lengths = current.past_lengths
+        if self._merging and cache is not None:
+            self._merge_cache(cache, current)
         self._passes.append((current.work, PassTrace.of(current.state, current.seen)))
 
     def _count_head(self, hidden: torch.Tensor) -> None:
@@ -339,8 +343,8 @@ class Run:
     def _facts(self, state: PassState, take: Callable[[torch.Tensor], torch.Tensor]) -> Entries:
         """What a cache must know of new entries, in the coordinates of `take`."""
         facts = {"slots": take(state.slots)}
-        if self._proportional and state.fusions:
-            facts["log_size"] = take(state.size).log()
+        if state.fusions and self.execution != "decide":
+            facts["size"] = take(state.size)
         if self._precision is not None and state.precisions:
             facts["bits"] = take(state.bits)
         return facts
@@ -394,8 +398,9 @@ class Run:
         # as long as the keys are exactly the queries' own tokens and weigh the same.
         skipping = state.any_kv_skipped and not executing_all
         fresh = store is None or store.slots is None
+        weighted = self._proportional and "size" in facts
         own_keys_only = (
-            extra is None and not skipping and fresh and "log_size" not in facts and self._causal_kernel_fits(layer, current)
+            extra is None and not skipping and fresh and not weighted and self._causal_kernel_fits(layer, current)
         )
         layout = mask = None
         target = store if store is not None else self._new_store()
@@ -511,7 +516,8 @@ class Run:
         """
         window = self.arch.attention_window(layer)
         sdpa = self.arch.attention_implementation == "sdpa"
-        keys, log_size = entries["slots"], entries.get("log_size")
+        keys = entries["slots"]
+        log_size = entries["size"].log() if self._proportional and "size" in entries else None
         if sdpa and one_new and valid is None and log_size is None and (window is None or keys.shape[1] <= window):
             return None  # one new token after its past
         visible = keys[:, None, :] <= queries[:, :, None]
@@ -551,6 +557,35 @@ class Run:
             where = index.expand(-1, old.shape[1], -1, old.shape[3])
             updated.append(old.scatter(2, where, new if real is None else torch.where(real, new, old.gather(2, where))))
         current.copied = (updated[0], updated[1])
+
+    # -- between two passes ------------------------------------------------------------------------------------------------------
+
+    def _merge_cache(self, cache: Cache, current: _Pass) -> None:
+        """Ask the modules which entries of the cache become one, after every pass but the first."""
+        for layer, store in enumerate(cache.layers):
+            assert isinstance(store, RaggedLayer)
+            if current.seen == 0:
+                store.settled = store.seen
+                continue
+            for module in self._merging:
+                if store.entries is None:
+                    break
+                slots, present = store.entries["slots"], store.is_entry
+                assert store.real_seen is not None
+                view = CacheView(
+                    layer=layer, n_layers=self.arch.n_layers, pass_index=current.index, slots=slots, present=present,
+                    size=store.entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=store.real_seen,
+                    n_new=store.seen - store.settled, read_keys=lambda store=store: store.padded()[0],
+                )  # fmt: skip
+                into = module.merge_cache(view)
+                if into is None:
+                    continue
+                # By slot, because the columns of an entry depend on the execution.
+                by_slot = torch.arange(store.seen + 1, device=slots.device).repeat(current.batch, 1)
+                at = torch.where(present, slots, store.seen)  # what is no entry is written to a column of its own
+                by_slot = by_slot.scatter(1, at, slots.gather(1, into))[:, : store.seen]
+                current.state.merges.append(CacheMerge(layer, by_slot))
+                store.merge(into)
 
     # -- deciding ----------------------------------------------------------------------------------------------------------------
 
@@ -620,6 +655,7 @@ class Run:
             before=packed_before, after=packed_after, slots=packing.take(state.slots), index=index,
             input_ids=None if current.input_ids is None else packing.take(current.input_ids),
             n_tokens=current.n_real, logits=logits, attention=attention if port is not None else None, count_flops=count,
+            pass_ids=current.pass_ids,
         )  # fmt: skip
         tokens = TokenState(state, view, packing.order, real)
         decided = (state.halt_layer, len(state.fusions))
@@ -815,10 +851,5 @@ def _attention_received(
     by_slot = received.new_zeros(batch, int(max(key_slots.max(), slots.max())) + 1)
     clean = received if key_valid is None else received * key_valid
     by_slot.scatter_add_(1, key_slots.clamp(min=0), clean)
-    fused_q = 3 if arch.family == "gpt_neox" else 1  # its fused projection computes k and v as well
-    flops = (
-        batch
-        * n_queries
-        * (2 * arch.width * arch.n_heads * arch.head_dim * fused_q + 2 * arch.n_heads * arch.head_dim * keys.shape[2])
-    )
+    flops = batch * n_queries * 2 * (arch.query_params_per_layer + arch.n_heads * arch.head_dim * keys.shape[2])
     return by_slot.gather(1, slots.clamp(min=0)), flops

@@ -56,7 +56,7 @@ class LayerWork:
 
     def flops(self, arch: Architecture) -> int:
         pairs = self.tokens * (self.tokens + 1) // 2 if self.keys is None else self.tokens * self.keys
-        linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.kv_params_per_layer * self.projected
+        linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.projection_params_per_layer * self.projected
         return self.batch * (linear + 4 * arch.n_heads * arch.head_dim * pairs)
 
 

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    import torch
+
     from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.precision import PrecisionExecutor
-    from quicksilver.runtime.state import LayerView, TokenState
+    from quicksilver.runtime.state import CacheView, LayerView, TokenState
 
 
 class RuntimeModule(ABC):
@@ -37,6 +39,11 @@ class RuntimeModule(ABC):
         return False
 
     @property
+    def merges_cache(self) -> bool:
+        """True when `merge_cache` may do something: it is asked after every pass but the first."""
+        return False
+
+    @property
     def precision(self) -> PrecisionExecutor | None:
         """Who executes the widths this module decides; None for a module that decides none."""
         return None
@@ -55,3 +62,8 @@ class RuntimeModule(ABC):
     @abstractmethod
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         """Look at `view`, call the verbs of `tokens`."""
+
+    def merge_cache(self, view: CacheView) -> torch.Tensor | None:
+        """Which K/V entries of a layer become one: (B, K) long, the column that carries each from now on, its own where nothing
+        happens. A group goes into its own last present entry, K and V as the mean weighted by size. None: nothing happens."""
+        return None

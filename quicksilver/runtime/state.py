@@ -35,6 +35,7 @@ class PassState:
         size: (B, N) float32, original tokens it stands for.
         bits: (B, N) uint8, width its activations and K/V are held at from the next layer on; 16 = untouched.
         fusions, precisions: what was decided, in order.
+        merges: what was merged in the cache after the pass.
     """
 
     def __init__(self, valid: torch.Tensor, slots: torch.Tensor, n_layers: int) -> None:
@@ -53,6 +54,7 @@ class PassState:
         self.bits = full(16, torch.uint8)
         self.fusions: list[Fusion] = []
         self.precisions: list[Precision] = []
+        self.merges: list[CacheMerge] = []
         # Host-side facts, so that the common cases need no look at the device.
         self.any_halted = False
         self.any_kv_skipped = False
@@ -104,6 +106,14 @@ class Precision:
     bits: torch.Tensor
 
 
+@dataclass(frozen=True)
+class CacheMerge:
+    """After the pass, K/V entries of `layer` were merged: `into` (B, S) long is the slot whose entry carries each slot's."""
+
+    layer: int
+    into: torch.Tensor
+
+
 def active_tokens(
     valid: torch.Tensor, halt_layer: torch.Tensor, resume_layer: torch.Tensor, fused_layer: torch.Tensor, layer: int
 ) -> torch.Tensor:
@@ -125,6 +135,8 @@ class TokenState:
         self._index = index  # (B, M) columns of the pass, or None when the view is the whole pass
         # A token that takes part again after a halt is computed, but there is nothing left to decide about it.
         self.active = real & (self._read(state.halt_layer) == state.n_layers - 1) if state.any_halted else real.clone()
+        if state.fusions:  # `decide` computes what was merged away, too
+            self.active &= self._read(state.fused_layer) == state.n_layers - 1
         self.newly_halted = torch.zeros_like(real)
 
     def _read(self, field: torch.Tensor) -> torch.Tensor:
@@ -134,6 +146,30 @@ class TokenState:
         """`field` (B, N) with `value` where `mask` (B, M); columns of a view are distinct, so nothing is written twice."""
         updated = torch.where(mask, value, self._read(field)).to(field.dtype)
         return updated if self._index is None else field.scatter(1, self._index, updated)
+
+    @property
+    def size(self) -> torch.Tensor:
+        """(B, M) float32, original tokens that each stands for."""
+        return self._read(self._state.size)
+
+    def left_neighbour(self) -> torch.Tensor:
+        """The active token just before each active one: (B, M) long view columns, its own where there is none.
+
+        There is none at the start of the pass, and where a halted token stands in between. Tokens merged away stand nowhere:
+        their super-token's neighbours are theirs.
+        """
+        state = self._state
+        standing = state.valid & (state.fused_layer == state.n_layers - 1)
+        columns = torch.arange(standing.shape[1], device=standing.device).expand_as(standing)
+        last = torch.where(standing, columns, -1).cummax(1).values
+        before = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], dim=1)  # (B, N) columns of the pass
+        own = columns[:, : self.active.shape[1]]
+        if self._index is not None:
+            in_view = torch.full_like(columns, -1).scatter(1, self._index, own)
+            before = self._read(torch.where(before >= 0, in_view.gather(1, before.clamp(min=0)), -1))
+        found = self.active & (before >= 0)
+        before = torch.where(found, before, own)
+        return torch.where(found & self.active.gather(1, before), before, own)
 
     def halt(self, mask: torch.Tensor, *, missing_kv: str = "project", resume_layers: int = 0) -> None:
         """Freeze tokens from the next layer on.
@@ -171,7 +207,8 @@ class TokenState:
         """No K/V entry: for a newly halted token while it is halted, for an active one from the next layer on. mask: (B, M) bool."""
         state = self._state
         state.halted_kv = self._write(state.halted_kv, mask & self.newly_halted, MISSING_KV.index("drop"))
-        state.kv_layer = self._write(state.kv_layer, mask & self.active, self._layer)
+        first = self._read(state.kv_layer) == state.n_layers - 1  # whoever has none already lost it earlier
+        state.kv_layer = self._write(state.kv_layer, mask & self.active & first, self._layer)
         state.any_kv_skipped = True
 
     def fuse(self, into: torch.Tensor, weight: torch.Tensor | None = None) -> None:
@@ -249,6 +286,7 @@ class LayerView:
         index: (B, M) long, column in this pass.
         input_ids: (B, M) long, or None when the model was given embeddings.
         n_tokens: (B, 1) long, real tokens of each row in this pass.
+        pass_ids: (B, N) long, the ids of the whole pass, -1 for padding; None as `input_ids`.
     """
 
     def __init__(
@@ -267,6 +305,7 @@ class LayerView:
         logits: Callable[[torch.Tensor], torch.Tensor],
         attention: Callable[[int | None, str], torch.Tensor] | None,
         count_flops: Callable[[int], None],
+        pass_ids: torch.Tensor | None = None,
     ) -> None:
         self.layer, self.n_layers, self.pass_index, self.is_prompt = layer, n_layers, pass_index, is_prompt
         self.before, self.after, self.slots, self.index, self.input_ids, self.n_tokens = (
@@ -277,6 +316,7 @@ class LayerView:
             input_ids,
             n_tokens,
         )
+        self.pass_ids = pass_ids
         self._logits, self._attention = logits, attention
         self.add_signal_flops = count_flops
 
@@ -311,3 +351,32 @@ class LayerView:
                 f"Attention was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
             )
         return self._attention(last_queries, reduce)
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """The K/V entries of one layer between two passes: what a module that merges them may look at.
+
+    Attributes:
+        layer, n_layers, pass_index: as in `LayerView`; the pass is the one that has just gone by.
+        slots: (B, K) long, ascending within a row; present: (B, K) bool, False where there is no entry.
+        size: (B, K) float32, original tokens that each entry stands for.
+        n_seen: (B, 1) long, real tokens seen so far.
+        n_new: columns since the prompt, or since entries were last merged.
+        read_keys: gives `keys`.
+    """
+
+    layer: int
+    n_layers: int
+    pass_index: int
+    slots: torch.Tensor
+    present: torch.Tensor
+    size: torch.Tensor
+    n_seen: torch.Tensor
+    n_new: int
+    read_keys: Callable[[], torch.Tensor]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """(B, H_kv, K, head_dim), unpacked when asked for."""
+        return self.read_keys()

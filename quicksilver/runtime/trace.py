@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import MISSING_KV, Fusion, PassState, Precision, active_tokens
+from quicksilver.runtime.state import MISSING_KV, CacheMerge, Fusion, PassState, Precision, active_tokens
 
 SCHEMA = "quicksilver-trace-1"
 _TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
@@ -36,11 +36,12 @@ class PassTrace:
     fused_layer: torch.Tensor
     fusions: tuple[Fusion, ...] = ()
     precisions: tuple[Precision, ...] = ()
+    merges: tuple[CacheMerge, ...] = ()
 
     @classmethod
     def of(cls, state: PassState, first_column: int) -> PassTrace:
         tensors = (getattr(state, name) for name in _TENSORS)
-        return cls(state.n_layers, first_column, *tensors, tuple(state.fusions), tuple(state.precisions))
+        return cls(state.n_layers, first_column, *tensors, tuple(state.fusions), tuple(state.precisions), tuple(state.merges))
 
     def bits(self, layer: int) -> torch.Tensor:
         """(B, N) uint8: the width tokens were held at in `layer`."""
@@ -66,6 +67,7 @@ class PassTrace:
             **{name: getattr(self, name).cpu() for name in _TENSORS},
             fusions=tuple(Fusion(f.layer, f.into.cpu(), f.weight.cpu()) for f in self.fusions),
             precisions=tuple(Precision(p.layer, p.bits.cpu()) for p in self.precisions),
+            merges=tuple(CacheMerge(m.layer, m.into.cpu()) for m in self.merges),
         )
 
 
@@ -101,6 +103,8 @@ class Trace:
                 tensors[f"{i:06d}.fusion.{k}.{fusion.layer}.weight"] = fusion.weight.cpu().contiguous()
             for k, precision in enumerate(one.precisions):
                 tensors[f"{i:06d}.precision.{k}.{precision.layer}.bits"] = precision.bits.cpu().contiguous()
+            for k, merge in enumerate(one.merges):
+                tensors[f"{i:06d}.merge.{k}.{merge.layer}.into"] = merge.into.to("cpu", torch.int32).contiguous()
         meta = {
             "schema": SCHEMA,
             "n_layers": str(self.n_layers),
@@ -128,7 +132,7 @@ class Trace:
 
 def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_column: int) -> PassTrace:
     prefix = f"{i:06d}."
-    events: dict[str, list[tuple[int, int]]] = {"fusion": [], "precision": []}
+    events: dict[str, list[tuple[int, int]]] = {"fusion": [], "precision": [], "merge": []}
     for name in tensors:
         parts = name.split(".")
         if name.startswith(prefix) and len(parts) == 5 and parts[4] != "weight":
@@ -140,4 +144,5 @@ def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_co
     precisions = tuple(
         Precision(layer, tensors[f"{prefix}precision.{k}.{layer}.bits"]) for k, layer in sorted(events["precision"])
     )
-    return PassTrace(n_layers, first_column, *(tensors[prefix + name] for name in _TENSORS), fusions, precisions)
+    merges = tuple(CacheMerge(layer, tensors[f"{prefix}merge.{k}.{layer}.into"].long()) for k, layer in sorted(events["merge"]))
+    return PassTrace(n_layers, first_column, *(tensors[prefix + name] for name in _TENSORS), fusions, precisions, merges)

@@ -1,0 +1,428 @@
+"""Perplexity under a named protocol, with the decisions, FLOPs and the no-lookahead audit of the same forward passes.
+
+A perplexity means nothing without its protocol (conflicts #25): which windows, which positions are scored, what was cached.
+Two protocols (DESIGN §3):
+
+    all            one forward pass of each window; every position but the first is scored. Causal modules only.
+    continuation   the first `prompt_tokens` of a window are processed in one call, with every module allowed; the tokens
+                   after them are scored, given the cache the prompt left behind. What a deployed model would do.
+
+Negative log-likelihoods are in nats, summed in float64, and divided once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from quicksilver.runtime.architecture import Architecture, architecture_of
+from quicksilver.runtime.engine import Execution, apply
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.ledger import Flops, PassWork, head_flops, pass_flops
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.trace import PassTrace, Trace
+
+PROTOCOLS = ("all", "continuation")
+
+# Rows of logits turned to float32 at a time. The model's logits of a batch are the largest tensor of a pass already
+# (8 × 511 × 50257 float32: 0.8 GB); a float32 copy and a softmax of all of it would triple the peak.
+_ROWS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Which positions of a window are scored, and how the model gets there.
+
+    Args:
+        name: `all` or `continuation`.
+        window_tokens: length of a window. Windows are disjoint: there is no stride.
+        prompt_tokens: length of the prompt under `continuation`; has no effect under `all`.
+        batch_size: windows per forward pass.
+
+    Raises:
+        ConfigError: an unknown name, a size that is not a positive whole number, nothing left to score.
+    """
+
+    name: Literal["all", "continuation"] = "all"
+    window_tokens: int = 512
+    prompt_tokens: int = 448
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        if self.name not in PROTOCOLS:
+            raise ConfigError(f"protocol.name={self.name!r} is unknown: there are {' and '.join(PROTOCOLS)}.")
+        for option in ("window_tokens", "prompt_tokens", "batch_size"):
+            value = getattr(self, option)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"protocol.{option}={value!r} must be a whole number of at least 1.")
+        if self.window_tokens < 2:
+            raise ConfigError(f"protocol.window_tokens={self.window_tokens} leaves nothing to score: at least 2.")
+        if self.name == "continuation" and self.prompt_tokens >= self.window_tokens:
+            raise ConfigError(
+                f"protocol.prompt_tokens={self.prompt_tokens} leaves nothing to score of a window of "
+                f"protocol.window_tokens={self.window_tokens}: make the prompt shorter or the window longer."
+            )
+
+    @property
+    def first_scored(self) -> int:
+        """Position of the first scored token of a window."""
+        return self.prompt_tokens if self.name == "continuation" else 1
+
+    @property
+    def scored_tokens(self) -> int:
+        """Scored tokens of a window."""
+        return self.window_tokens - self.first_scored
+
+
+def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int, limit: int | None = None) -> torch.Tensor:
+    """Cut a token stream into disjoint windows, in order; what is left over at its end is not used.
+
+    Args:
+        ids: (T,) token ids of the whole text.
+        window_tokens: length of a window.
+        limit: at most this many windows; None: all there are.
+
+    Returns:
+        (W, window_tokens) long.
+
+    Raises:
+        ConfigError: the text is shorter than one window, or `limit` is below 1.
+    """
+    ids = torch.as_tensor(ids, dtype=torch.long)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"a limit of {limit} windows leaves nothing to score: at least 1, or none for all.")
+    count = len(ids) // window_tokens
+    if count == 0:
+        raise ConfigError(
+            f"the text has {len(ids)} tokens and one window needs {window_tokens}: "
+            "give a longer text, or a smaller protocol.window_tokens."
+        )
+    count = count if limit is None else min(count, limit)
+    return ids[: count * window_tokens].view(count, window_tokens)
+
+
+def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol) -> None:
+    """Refuse modules that look ahead where every position is scored (DESIGN §3).
+
+    Raises:
+        ConfigError: a module that is neither causal nor marked `lookahead`, under `all`.
+    """
+    if protocol.name != "all":
+        return
+    names = [type(module).__name__ for module in modules if not module.causal and not module.lookahead]
+    if names:
+        subject = f"{' and '.join(names)} {'looks' if len(names) == 1 else 'look'} ahead"
+        raise ConfigError(
+            f"{subject}: a decision about a token reads tokens after it, and protocol.name=all scores those. Two ways out: "
+            "protocol=continuation, where only the prompt is decided with foresight and the tokens after it are scored; or "
+            "lookahead=true on the module, the paper's variant, which marks every number that comes of it."
+        )
+
+
+@dataclass
+class Scores:
+    """What one pass over the windows gave.
+
+    Attributes:
+        protocol: the protocol of every number here.
+        windows: one row a window: `window`, `tokens` (scored), `bytes` (of them; missing without `token_bytes`), `nll_nats`,
+            `executed_flops`, `nominal_flops`, `paper_flops`, `signal_flops`; under `continuation` also the prompt's share of
+            each as `prompt_…`.
+        trace: every decision, pass by pass.
+        kv_bytes_billed, kv_bytes_resident: KV cache at the end of every batch, summed over the batches; 0 under `all`.
+    """
+
+    protocol: Protocol
+    windows: pd.DataFrame
+    trace: Trace
+    kv_bytes_billed: int
+    kv_bytes_resident: int
+
+    @property
+    def tokens(self) -> int:
+        """Scored tokens."""
+        return int(self.windows["tokens"].sum())
+
+    @property
+    def nll_nats(self) -> float:
+        """Negative log-likelihood of all scored tokens."""
+        return float(self.windows["nll_nats"].sum())
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity per token: exp(nats / tokens); inf where that overflows."""
+        mean_nats = self.nll_nats / self.tokens
+        return math.exp(mean_nats) if mean_nats < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of the scored text; None when byte lengths were not given."""
+        if self.windows["bytes"].isna().any():
+            return None
+        return self.nll_nats / math.log(2) / int(self.windows["bytes"].sum())
+
+
+def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Protocol) -> None:
+    """Refuse windows that the protocol or the model cannot take.
+
+    Raises:
+        ConfigError: windows that are not (W, protocol.window_tokens) whole numbers, no window at all, a window longer than
+            the model's context, a token id outside its vocabulary, a model in training mode.
+    """
+    if windows.ndim != 2 or windows.shape[1] != protocol.window_tokens or windows.dtype != torch.long:
+        raise ConfigError(
+            f"windows of shape {tuple(windows.shape)} and type {windows.dtype} do not fit protocol.window_tokens="
+            f"{protocol.window_tokens}: cut them with windows_of(ids, {protocol.window_tokens})."
+        )
+    if len(windows) == 0:
+        raise ConfigError("there is no window to score: give at least one.")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and protocol.window_tokens > context:
+        raise ConfigError(
+            f"protocol.window_tokens={protocol.window_tokens} is longer than the model's context of {context} tokens."
+        )
+    vocabulary = architecture_of(model).vocab_size
+    low, high = int(windows.min()), int(windows.max())
+    if low < 0 or high >= vocabulary:
+        raise ConfigError(
+            f"token ids run from {low} to {high} and the model's vocabulary has {vocabulary}: "
+            "the text was encoded with another model's tokenizer."
+        )
+    if model.training:
+        raise ConfigError("the model is in training mode, where dropout makes every number random: call model.eval() first.")
+
+
+def _scored_logits(
+    model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The forward calls of one batch of windows (B, N), one at a time.
+
+    Yields:
+        logits (B, S, V) and the tokens they are scored on, (B, S), call by call. The caller may look at the ledgers between two.
+    """
+    if protocol.name == "all":
+        yield model(batch, use_cache=False).logits[:, :-1], batch[:, 1:]
+        return
+    prompt = protocol.prompt_tokens
+    # Of the prompt only the last token's prediction is used, and a deployed model computes no other.
+    output = model(batch[:, :prompt], use_cache=True, logits_to_keep=1)
+    yield output.logits, batch[:, prompt : prompt + 1]
+    if protocol.scored_tokens > 1:
+        rest = model(batch[:, prompt:-1], use_cache=True, past_key_values=output.past_key_values)
+        yield rest.logits, batch[:, prompt + 1 :]
+
+
+def _nll_nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Negative log-likelihood of targets (B, S) under logits (B, S, V): (B, S) float64; and which logits are finite, (B, S)."""
+    positions = max(1, _ROWS_AT_A_TIME // logits.shape[0])
+    nll, finite = [], []
+    for some_logits, some_targets in zip(logits.split(positions, dim=1), targets.split(positions, dim=1), strict=True):
+        wide = some_logits.float()
+        finite.append(wide.isfinite().all(-1))
+        nll.append(F.cross_entropy(wide.transpose(1, 2), some_targets, reduction="none").double())
+    return torch.cat(nll, dim=1), torch.cat(finite, dim=1)
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """`total` in `parts` whole shares that differ by at most one and add up to it."""
+    share, rest = divmod(total, parts)
+    return [share + (i < rest) for i in range(parts)]
+
+
+def _row_of(trace: PassTrace, row: int) -> PassTrace:
+    """One sequence of a pass."""
+    own: dict[str, Any] = {}
+    for field in fields(trace):
+        value = getattr(trace, field.name)
+        own[field.name] = value[row : row + 1] if isinstance(value, torch.Tensor) else value
+    return PassTrace(**own)
+
+
+def _ledger_by_window(arch: Architecture, passes: Sequence[PassTrace], head_tokens: int, total: Flops) -> list[Flops]:
+    """Ledgers of the last pass of a batch, window by window.
+
+    What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same. The
+    nominal and the paper ledger are the row's own.
+
+    Args:
+        passes: passes of this batch so far; the last is the one in question, those before it filled the cache it started from.
+        head_tokens: rows of logits that the last pass computed for each window.
+        total: ledgers of the last pass, all windows together.
+    """
+    *earlier, last = passes
+    rows = last.valid.shape[0]
+    ledgers = []
+    for row, executed, signals in zip(range(rows), _shares(total.executed, rows), _shares(total.signals, rows), strict=True):
+        cached = [_row_of(p, row) for p in earlier]
+        past: list[torch.Tensor | int] = [sum(int(p.kv_present(layer).sum()) for p in cached) for layer in range(arch.n_layers)]
+        own = pass_flops(arch, PassWork(layers=[], past_lengths=past), _row_of(last, row)) + head_flops(arch, head_tokens)
+        ledgers.append(replace(own, executed=executed, signals=signals))
+    return ledgers
+
+
+def score(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    protocol: Protocol,
+    token_bytes: torch.Tensor | None = None,
+    *,
+    modules: Sequence[RuntimeModule] = (),
+    execution: Execution = "compact",
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Score windows of text under a protocol, with modules applied.
+
+    Args:
+        model: a causal language model in evaluation mode; windows are moved to its device.
+        windows: (W, protocol.window_tokens) long, of `windows_of`.
+        protocol: what is scored.
+        token_bytes: (V,) long, of `token_byte_lengths`; None leaves the bytes out.
+        modules: empty scores the dense model, through the same runtime.
+        execution: how decisions are carried out.
+        progress: called after every batch with windows done and windows in all.
+
+    Raises:
+        ConfigError: windows that do not fit the protocol or the model, a module that the protocol does not allow.
+        QuickSilverError: logits that are not finite.
+    """
+    check_allowed(modules, protocol)
+    check_windows(model, windows, protocol)
+    arch = architecture_of(model)
+    rows: list[dict[str, Any]] = []
+    billed = resident = 0
+    # One context for all batches: a replayed trace is looked up by the pass's number since the context was entered.
+    with torch.no_grad(), apply(model, modules, execution=execution) as run:
+        for start in range(0, len(windows), protocol.batch_size):
+            batch = windows[start : start + protocol.batch_size].to(model.device)
+            nll, finite, ledgers = [], [], []
+            first_pass, before = len(run.trace.passes), run.flops
+            for logits, targets in _scored_logits(model, batch, protocol):
+                call_nll, call_finite = _nll_nats(logits, targets)
+                nll.append(call_nll)
+                finite.append(call_finite)
+                head_tokens = logits.shape[1] + (protocol.name == "all")
+                ledgers.append(_ledger_by_window(arch, run.trace.passes[first_pass:], head_tokens, run.flops - before))
+                before = run.flops
+                del logits
+            all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)
+            _check_finite(all_finite, start, protocol, model)
+            scored = batch[:, protocol.first_scored :].cpu()
+            for i in range(len(batch)):
+                flops = sum((call[i] for call in ledgers), Flops())
+                row: dict[str, Any] = {
+                    "window": start + i,
+                    "tokens": protocol.scored_tokens,
+                    "bytes": None if token_bytes is None else int(token_bytes[scored[i]].sum()),
+                    "nll_nats": float(all_nll[i].sum()),
+                    **_columns(flops),
+                }
+                if protocol.name == "continuation":
+                    row |= {f"prompt_{name}": value for name, value in _columns(ledgers[0][i]).items()}
+                rows.append(row)
+            billed += run.kv_bytes.billed
+            resident += run.kv_bytes.resident
+            if progress is not None:
+                progress(start + len(batch), len(windows))
+        trace = run.trace
+    return Scores(protocol, pd.DataFrame(rows).astype({"bytes": "Int64"}), trace, billed, resident)
+
+
+def _columns(flops: Flops) -> dict[str, int]:
+    return {
+        "executed_flops": flops.executed,
+        "nominal_flops": flops.nominal,
+        "paper_flops": flops.paper,
+        "signal_flops": flops.signals,
+    }
+
+
+def _check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, model: PreTrainedModel) -> None:
+    """finite: (B, S) bool, by scored position."""
+    if bool(finite.all()):
+        return
+    row, position = (int(i) for i in (~finite).nonzero()[0])
+    raise QuickSilverError(
+        f"window {first_window + row}: the logits that score position {protocol.first_scored + position} are NaN or infinite "
+        f"(protocol={protocol.name}, dtype={model.dtype}). No perplexity can be given: check the weights, or use dtype=float32."
+    )
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Whether logits moved when tokens after them were replaced (DESIGN §3).
+
+    Attributes:
+        max_abs_logit_difference: largest change of a logit that may not depend on what was replaced. Rounding leaves about
+            1e-5 of `max_abs_logit` in float32 (compacted shapes differ), 1e-2 in bfloat16; a leak is of the size of the logits.
+        max_abs_logit: largest logit, for scale.
+        probes: positions after which everything was replaced, one replacement each.
+        windows: how many windows were audited.
+    """
+
+    max_abs_logit_difference: float
+    max_abs_logit: float
+    probes: tuple[int, ...]
+    windows: int
+
+
+def audit(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    protocol: Protocol,
+    modules: Sequence[RuntimeModule] = (),
+    execution: Execution = "compact",
+    seed: int = 0,
+    *,
+    n_probes: int = 3,
+) -> Audit:
+    """Replace the tokens after a few positions by random others: no logit up to there may move, decisions included.
+
+    Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited.
+
+    Args:
+        model, windows, protocol, modules, execution: as for `score`.
+        seed: of the probe positions and of the replacing tokens.
+        n_probes: positions to probe, fewer where a window has not as many.
+
+    Raises:
+        ConfigError: as `score`.
+        QuickSilverError: logits that are not finite.
+    """
+    check_allowed(modules, protocol)
+    check_windows(model, windows, protocol)
+    generator = torch.Generator().manual_seed(seed)
+    batch = windows[: protocol.batch_size]
+    vocabulary = architecture_of(model).vocab_size
+    # A probe needs a token after it that the model is given. Under `continuation` the last token of a window is only a target.
+    row_zero = protocol.first_scored - 1  # position whose logits are the first we get
+    last_given = protocol.window_tokens - (1 if protocol.name == "all" else 2)
+    earliest = 0 if protocol.name == "all" else min(protocol.prompt_tokens, max(row_zero, last_given - 1))
+    candidates = torch.arange(earliest, max(earliest + 1, last_given))
+    probes = candidates[torch.randperm(len(candidates), generator=generator)[:n_probes]].sort().values.tolist()
+
+    worst = scale = 0.0
+    with torch.no_grad(), apply(model, modules, execution=execution) as run:
+
+        def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+            run.reset()  # a module that counts passes must see each of these as the first
+            calls = [logits for logits, _ in _scored_logits(model, tokens.to(model.device), protocol)]
+            return torch.cat(calls, dim=1).float()  # (B, S, V), for the positions from row_zero on
+
+        original = logits_of(batch)
+        _check_finite(original.isfinite().all(-1), 0, protocol, model)
+        scale = float(original.abs().max())
+        for probe in probes:
+            replaced = batch.clone()
+            tail = replaced[:, probe + 1 :]
+            shift = torch.randint(1, max(2, vocabulary), tail.shape, generator=generator)
+            replaced[:, probe + 1 :] = (tail + shift) % vocabulary  # never the token that was there
+            kept = slice(0, probe - row_zero + 1)
+            worst = max(worst, float((logits_of(replaced)[:, kept] - original[:, kept]).abs().max()))
+    return Audit(worst, scale, tuple(probes), len(batch))

@@ -1,0 +1,140 @@
+"""Evaluate a reference model and write its card: `python scripts/model_card.py reference-gpt2`.
+
+Everything in the card is computed here or read from `training.json`, which the training wrote: bits per byte with 512-token windows,
+loss by position, logit-lens loss and agreement with the last layer by depth, and a greedy sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import reference_corpus as corpus
+import torch
+import torch.nn.functional as F
+from train_reference import ROOT, bits_per_byte
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quicksilver.runtime import architecture_of
+
+CONTEXT_TOKENS = 512
+EVALUATIONS = (
+    ("WikiText-103 validation", "wikitext-103-valid"),
+    ("WikiText-103 test", "wikitext-103-test"),
+    ("python-docs", "python-docs"),
+    ("books, validation", "books-valid"),
+)
+PROMPT = "The language reference describes the syntax of"
+LICENCES = {
+    "wiki": ("WikiText-2 train (article order shuffled)", "CC BY-SA 3.0"),
+    "books": ("public-domain books", "public domain"),
+    "docstrings": ("docstrings of the installed Python packages and standard library", "each package's own, mostly BSD, MIT, Apache-2.0, PSF"),
+}
+
+
+@dataclass
+class DepthProfile:
+    """How far the residual stream is from its end, by layer (L,) and by position (N-1,)."""
+
+    lens_nats: torch.Tensor
+    agreement: torch.Tensor
+    nats_by_position: torch.Tensor
+
+
+@torch.no_grad()
+def depth_profile(model, windows: torch.Tensor) -> DepthProfile:
+    """windows (W, N) long: logit-lens loss in nats, and share of tokens whose lens argmax is the last layer's, by layer."""
+    arch = architecture_of(model)
+    lens = torch.zeros(arch.n_layers, dtype=torch.float64)
+    agree = torch.zeros_like(lens)
+    position = torch.zeros(windows.shape[1] - 1, dtype=torch.float64)
+    for row in windows:
+        out = model(row[None], output_hidden_states=True, use_cache=False)
+        final, targets = out.logits[0, :-1], row[1:]
+        position += F.cross_entropy(final, targets, reduction="none").double()
+        # The last entry of hidden_states is already normed: the last layer's lens is the model's own output.
+        states = [*out.hidden_states[1:-1], None]
+        for layer, hidden in enumerate(states):
+            logits = final if hidden is None else arch.logits(hidden[0, :-1])
+            lens[layer] += F.cross_entropy(logits, targets).double()
+            agree[layer] += (logits.argmax(-1) == final.argmax(-1)).double().mean()
+    n = len(windows)
+    return DepthProfile(lens / n, agree / n, position / n)
+
+
+def card(name: str, folder: Path, data_root: Path) -> str:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    training = json.loads((folder / "training.json").read_text())
+    recipe, text = training["recipe"], corpus.held_out_texts(data_root)
+    scores = [(label, bits_per_byte(model, tokenizer, text[key], CONTEXT_TOKENS, None, "cpu")) for label, key in EVALUATIONS]
+    ids = torch.tensor(tokenizer(text["python-docs"], add_special_tokens=False)["input_ids"])
+    profile = depth_profile(model, ids[: len(ids) // CONTEXT_TOKENS * CONTEXT_TOKENS].view(-1, CONTEXT_TOKENS)[::20])
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    sample = tokenizer.decode(model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :])
+    parameters = sum(p.numel() for p in model.parameters())
+    size_mb = sum(p.stat().st_size for p in folder.iterdir() if p.name != "README.md") / 1e6
+
+    rows = [
+        f"# {name}", "",
+        f"A {recipe['family'].upper() if recipe['family'] == 'gpt2' else 'Llama'}-architecture language model of {parameters / 1e6:.2f} M parameters, "
+        f"trained from scratch for QuickSilver: {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} heads"
+        + (f" ({recipe['kv_heads']} key-value heads, SwiGLU)" if recipe["family"] == "llama" else "")
+        + f", context {recipe['context_tokens']}, byte-level BPE of {recipe['vocab_size']} entries, tied embeddings, stored in bfloat16 ({size_mb:.1f} MB).",
+        "It exists so that token-level adaptivity can be measured on a really trained, deep enough model without a network. It is no assistant.", "",
+        "```python", f'AutoModelForCausalLM.from_pretrained("quicksilver/models/reference/{name}")', "```", "",
+        "## Evaluation", "", "Disjoint windows of 512 tokens, every position but the first of a window scored, float32 arithmetic on the stored bfloat16 weights.", "",
+        "| text (kept out of training) | bits per byte |", "|---|---|", *(f"| {label} | {value:.3f} |" for label, value in scores), "",
+        "![loss curve](loss_curve.png)", "",
+        "### Where tokens settle", "", f"python-docs, {CONTEXT_TOKENS}-token windows. Logit lens: final norm and output head on the state after a layer. "
+        "Agreement: share of tokens whose most likely next token is already the last layer's.", "",
+        "| layer | logit-lens loss (nats) | agreement with the last layer |", "|---|---|---|",
+        *(f"| {i + 1} | {v:.3f} | {a:.1%} |" for i, (v, a) in enumerate(zip(profile.lens_nats.tolist(), profile.agreement.tolist(), strict=True))), "",
+        "### Loss by position", "", "| positions | nats per token |", "|---|---|",
+        *(f"| {lo} to {hi - 1} | {profile.nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in ((1, 17), (17, 65), (65, 129), (129, 257), (257, 385), (385, 512))), "",
+        "### Greedy sample", "", f"`{PROMPT}` → `{sample.strip()!r}`" if "`" not in sample else f"{PROMPT!r} → {sample.strip()!r}", "",
+        "## Data and licences", "", "| source | documents | bytes | tokens | share of training (stable, decay) | licence |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for i, (source, info) in enumerate(training["corpus"]["sources"].items()):
+        label, licence = LICENCES[source]
+        shares = f"{recipe['mixture'][i]:.0%}, {recipe['decay_mixture'][i]:.0%}"
+        rows.append(f"| {label} | {info['documents']:,} | {info['bytes']:,} | {info['tokens']:,} | {shares} | {licence} |")
+    rows += [
+        "", f"Kept out: WikiText-103 validation and test, books validation and test, `pydoc_data.topics`. Every training document that shares {training['corpus']['ngram_words']} "
+        "consecutive words with them was removed, and the rest counted again:", "",
+        "| source | 13-grams | shared before | documents removed | shared after |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for source, info in training["corpus"]["sources"].items():
+        o = info["overlap"]
+        rows.append(f"| {LICENCES[source][0]} | {o['ngrams']:,} | {o['shared_before']:,} | {o['removed']} of {o['documents']:,} | {o['shared_after']} |")
+    steps = math.ceil(recipe["total_tokens"] / recipe["batch_tokens"])
+    rows += [
+        "", "## Training", "",
+        f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}; {recipe['stable_context_tokens']}-token windows while the learning rate is constant, "
+        f"{recipe['context_tokens']} in the decay (the last {recipe['decay_fraction']:.0%}). Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
+        f"{training['hours']:.1f} hours on {training['threads']} thread(s) of {training['device'].upper()}, shared with other work; torch {training['torch']}. A compute-limited model: the curve was still falling.", "",
+        "Again: `make train-reference` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights; the docstrings are those of the installed packages, so other versions give a similar corpus, not the same.", "",
+        "## Limits", "", "English and Python documentation only; a few million training tokens; no instruction tuning, no safety work. Facts it states are not to be believed.", "",
+    ]  # fmt: skip
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("--folder", type=Path, default=ROOT / "quicksilver" / "models" / "reference")
+    parser.add_argument("--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data")))
+    args = parser.parse_args()
+    folder = args.folder / args.name
+    if not (folder / "training.json").is_file():
+        raise SystemExit(f"{folder} has no training.json: train it first, with scripts/train_reference.py {args.name}.")
+    (folder / "README.md").write_text(card(args.name, folder, args.data_root))
+    print(folder / "README.md")
+
+
+if __name__ == "__main__":
+    main()

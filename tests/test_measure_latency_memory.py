@@ -1,0 +1,110 @@
+"""Order, statistics and refusals of the stopwatch; that a peak is seen. No test here asserts how long anything takes."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quicksilver.measure import Alternation, LatencySamples, alternate, memory, peak_memory
+from quicksilver.measure import latency as stopwatch
+from quicksilver.runtime import ConfigError
+
+MIB = 1 << 20
+
+
+def test_callables_take_turns_and_the_first_is_its_own_control() -> None:
+    calls: list[str] = []
+    fns = {name: (lambda name=name: calls.append(name)) for name in ("dense", "halting", "skipping")}
+    result = alternate(fns, warmup=2, repeats=3)
+    warm_up = ["dense", "halting", "skipping"] * 2
+    assert calls == warm_up + ["dense", "halting", "skipping", "dense"] * 3
+    assert list(result) == ["dense", "halting", "skipping"]
+    assert all(len(samples.ms) == 3 for samples in result.values())
+    assert result.control == "dense"
+    assert len(result.control_ms) == 3
+
+
+def test_without_a_control_there_is_no_noise_floor() -> None:
+    calls: list[str] = []
+    result = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, warmup=0, repeats=4, control=False)
+    assert calls == ["a", "b"] * 4
+    assert result.noise_floor is None
+    assert result.load_before >= 0
+    assert result.load_after >= 0
+
+
+def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+
+    def takes(*seconds: float):
+        durations = iter(seconds)
+
+        def fn() -> None:
+            now[0] += next(durations)
+
+        return fn
+
+    # a: warm-up, then (sample, control) × 3
+    result = alternate({"a": takes(9.0, 1.0, 1.5, 2.0, 2.0, 3.0, 3.0), "b": takes(9.0, 0.5, 1.5, 1.5)}, warmup=1, repeats=3)
+    assert result["a"].ms == pytest.approx([1000, 2000, 3000])
+    assert result["a"].median == pytest.approx(2000)
+    assert result["a"].iqr == pytest.approx(1000)
+    assert result.noise_floor == pytest.approx(0.25)  # ratios 1.5, 1, 1: the upper quartile
+    ratio = result.ratio("b", "a")
+    assert ratio.median == pytest.approx(0.5)
+    assert (ratio.low, ratio.high) == pytest.approx((0.5, 0.625))
+
+
+@pytest.mark.parametrize(("options", "words"), [({"repeats": 2}, "repeats=2.*at least 3"), ({"warmup": -1}, "warmup=-1")])
+def test_a_measurement_that_gives_no_interval_is_refused(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        alternate({"a": lambda: None}, **options)
+    with pytest.raises(ConfigError, match="nothing to time"):
+        alternate({})
+
+
+def test_an_exception_leaves_the_garbage_collector_as_it_was() -> None:
+    import gc
+
+    def fails() -> None:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        alternate({"a": fails}, warmup=0)
+    assert gc.isenabled()
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.1, 1e4), min_size=3, max_size=30))
+def test_median_and_spread_are_those_of_numpy(ms: list[float]) -> None:
+    samples = LatencySamples(ms)
+    assert samples.median == pytest.approx(statistics.median(ms))
+    low, high = np.percentile(ms, [25, 75])
+    assert samples.iqr == pytest.approx(high - low, abs=1e-6)
+    same = Alternation({"a": samples}, control="a", control_ms=ms, load_before=0.0, load_after=0.0)
+    assert same.noise_floor == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("method", ["kernel", "sampling"])
+def test_a_peak_that_is_gone_afterwards_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if method == "sampling":
+        monkeypatch.setattr(memory, "_reset_high_water_mark", lambda: False)
+    elif not memory._reset_high_water_mark():
+        pytest.skip("this system keeps no high-water mark that can be reset")
+
+    def allocate() -> None:
+        for _ in range(20):  # long enough for a sampler that looks every 2 ms
+            np.ones(64 * MIB, dtype=np.uint8)
+
+    result = peak_memory(allocate)
+    assert result.method == method
+    assert result.device_bytes is None
+    assert result.bytes == result.process_bytes
+    assert result.process_bytes - result.before_bytes > 48 * MIB
+    again = peak_memory(lambda: None)
+    assert again.process_bytes - again.before_bytes < 16 * MIB  # the earlier peak does not linger

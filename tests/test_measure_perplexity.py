@@ -1,0 +1,300 @@
+"""What a perplexity is made of: windows, nats, protocols; and the audit that nothing looked ahead."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from quicksilver.measure import Protocol, audit, check_allowed, score, windows_of
+from quicksilver.measure import perplexity as module_under_test
+from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenState
+
+torch.set_num_threads(1)
+VOCABULARY = 61
+
+
+def tiny_gpt2(n_layer: int = 3) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=n_layer,
+        n_embd=16,
+        n_head=2,
+        n_positions=64,
+        vocab_size=VOCABULARY,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.3,
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def random_windows(count: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class HaltOddTokens(RuntimeModule):
+    """Causal: a token's own id decides. Halts after the first layer."""
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if view.layer == 0:
+            tokens.halt(tokens.active & (view.input_ids % 2 == 1), missing_kv="drop")
+
+
+@dataclass
+class HaltIfNextIsOdd(RuntimeModule):
+    """Reads the next token's id, and says that it does not."""
+
+    lookahead: bool = False
+    honest: bool = False
+
+    @property
+    def causal(self) -> bool:
+        return not self.honest
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if view.layer == 0 and view.input_ids.shape[1] > 1:
+            tokens.halt(tokens.active & (view.input_ids.roll(-1, dims=1) % 2 == 1))
+
+
+# -- windows ---------------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(length=st.integers(0, 200), size=st.integers(1, 40), limit=st.none() | st.integers(1, 10))
+def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: int, size: int, limit: int | None) -> None:
+    ids = torch.arange(length)
+    if length < size:
+        with pytest.raises(ConfigError, match=rf"\b{length} tokens.*\b{size}\b"):
+            windows_of(ids, size, limit)
+        return
+    windows = windows_of(ids, size, limit)
+    count = windows.shape[0]
+    assert torch.equal(windows.flatten(), ids[: count * size])
+    assert count == (length // size if limit is None else min(limit, length // size))
+
+
+def test_a_limit_below_one_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 windows"):
+        windows_of(torch.arange(100), 10, 0)
+
+
+# -- the protocol ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "prefix"}, "'prefix'.*all and continuation"),
+        ({"window_tokens": 1}, "window_tokens=1"),
+        ({"window_tokens": 512.0}, r"window_tokens=512\.0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"name": "continuation", "window_tokens": 64, "prompt_tokens": 64}, "prompt_tokens=64.*window_tokens=64"),
+    ],
+)
+def test_a_protocol_that_makes_no_sense_is_refused_by_value(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Protocol(**options)
+
+
+def test_the_prompt_length_does_not_matter_where_everything_is_scored() -> None:
+    assert Protocol("all", window_tokens=16, prompt_tokens=448).scored_tokens == 15
+    assert Protocol("continuation", window_tokens=16, prompt_tokens=10).scored_tokens == 6
+
+
+def test_a_module_that_looks_ahead_is_refused_where_all_positions_are_scored_and_both_ways_out_are_named() -> None:
+    honest = HaltIfNextIsOdd(honest=True)
+    with pytest.raises(ConfigError, match=r"HaltIfNextIsOdd.*protocol=continuation.*lookahead=true"):
+        check_allowed([HaltOddTokens(), honest], Protocol("all"))
+    check_allowed([honest], Protocol("continuation"))
+    check_allowed([HaltIfNextIsOdd(honest=True, lookahead=True)], Protocol("all"))
+    with pytest.raises(ConfigError, match="lookahead"):
+        score(tiny_gpt2(), random_windows(1, 8), Protocol("all", window_tokens=8), modules=[honest])
+
+
+# -- scores ----------------------------------------------------------------------------------------------------------------------
+
+
+def plain_nll_nats(model: torch.nn.Module, windows: torch.Tensor, first: int) -> torch.Tensor:
+    """Reference: one window at a time, softmax in float64, no batching, no cache. (W,)"""
+    sums = []
+    for window in windows:
+        with torch.no_grad():
+            log_p = model(window[None]).logits[0].double().log_softmax(-1)
+        sums.append(-sum(log_p[t - 1, window[t]] for t in range(first, len(window))))
+    return torch.stack(sums)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    count=st.integers(1, 5), batch=st.integers(1, 3), tokens=st.integers(2, 20), prompt=st.integers(1, 19), llama=st.booleans(),
+    continuation=st.booleans(),
+)  # fmt: skip
+def test_dense_scores_are_those_of_the_plain_model(
+    count: int, batch: int, tokens: int, prompt: int, llama: bool, continuation: bool
+) -> None:
+    """Under `continuation` too: the cached continuation of a dense model scores as the same positions of one full forward."""
+    model = tiny_llama() if llama else tiny_gpt2()
+    prompt = min(prompt, tokens - 1)
+    protocol = Protocol("continuation" if continuation else "all", tokens, prompt, batch)
+    windows = random_windows(count, tokens, seed=tokens)
+    table = torch.arange(VOCABULARY)
+    scores = score(model, windows, protocol, table)
+    expected = plain_nll_nats(model, windows, protocol.first_scored)
+    torch.testing.assert_close(torch.tensor(scores.windows["nll_nats"].tolist()), expected.float(), rtol=1e-5, atol=1e-4)
+    assert scores.windows["window"].tolist() == list(range(count))
+    assert scores.tokens == count * protocol.scored_tokens
+    assert scores.ppl == pytest.approx(math.exp(expected.sum().item() / scores.tokens), rel=1e-4)
+    text_bytes = int(table[windows[:, protocol.first_scored :]].sum())
+    assert int(scores.windows["bytes"].sum()) == text_bytes
+    if text_bytes:
+        assert scores.bits_per_byte == pytest.approx(expected.sum().item() / math.log(2) / text_bytes, rel=1e-4)
+
+
+def test_without_byte_lengths_there_are_no_bits_per_byte() -> None:
+    scores = score(tiny_gpt2(), random_windows(2, 8), Protocol("all", window_tokens=8))
+    assert scores.bits_per_byte is None
+    assert scores.windows["bytes"].isna().all()
+
+
+def test_a_million_small_terms_are_summed_in_double_precision() -> None:
+    logits = torch.zeros(1, 40_000, 3)
+    nll, _ = module_under_test._nll_nats(logits, torch.zeros(1, 40_000, dtype=torch.long))
+    assert nll.dtype == torch.float64
+    assert nll.sum().item() == pytest.approx(40_000 * math.log(3), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["all", "continuation"])
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_ledgers_of_the_windows_add_up_to_those_of_the_run(name: str, execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    original = module_under_test.apply
+
+    def remember(*args: object, **kwargs: object) -> object:
+        runs.append(original(*args, **kwargs))
+        return runs[-1]
+
+    monkeypatch.setattr(module_under_test, "apply", remember)
+    protocol = Protocol(name, window_tokens=20, prompt_tokens=14, batch_size=2)
+    scores = score(tiny_llama(), random_windows(5, 20), protocol, modules=[HaltOddTokens()], execution=execution)
+    flops = runs[0].flops
+    for column in ("executed", "nominal", "signals"):
+        in_table = scores.windows["signal_flops" if column == "signals" else f"{column}_flops"].sum()
+        assert in_table == getattr(flops, column), column
+    assert scores.windows["paper_flops"].sum() == pytest.approx(flops.paper, abs=len(scores.windows))
+    assert scores.windows["nominal_flops"].nunique() > 1  # windows differ in how many of their tokens are odd
+    assert len(scores.trace.passes) == 3 * (1 if name == "all" else 2)
+    assert scores.windows["nominal_flops"].sum() < flops.dense_nominal
+
+
+def test_the_prompt_has_its_own_share_of_the_ledgers_and_leaves_a_cache() -> None:
+    protocol = Protocol("continuation", window_tokens=20, prompt_tokens=14, batch_size=4)
+    windows = random_windows(4, 20)
+    dense = score(tiny_gpt2(), windows, protocol)
+    halted = score(tiny_gpt2(), windows, protocol, modules=[HaltOddTokens()])
+    for scores in (dense, halted):
+        share = scores.windows["prompt_executed_flops"] / scores.windows["executed_flops"]
+        assert share.between(0.5, 0.95).all()  # 14 of 19 tokens
+    assert (halted.windows["prompt_executed_flops"] < dense.windows["prompt_executed_flops"]).all()
+    assert 0 < halted.kv_bytes_billed < dense.kv_bytes_billed
+    alone = score(tiny_gpt2(), windows, Protocol("all", window_tokens=20))
+    assert "prompt_executed_flops" not in alone.windows
+    assert alone.kv_bytes_billed == 0
+
+
+def test_progress_is_told_after_every_batch() -> None:
+    told: list[tuple[int, int]] = []
+    protocol = Protocol("all", window_tokens=8, batch_size=2)
+    score(tiny_gpt2(), random_windows(5, 8), protocol, progress=lambda done, total: told.append((done, total)))
+    assert told == [(2, 5), (4, 5), (5, 5)]
+
+
+@pytest.mark.parametrize("name", ["all", "continuation"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error_that_names_window_and_protocol(name: str, value: float) -> None:
+    model = tiny_gpt2()
+    windows = random_windows(4, 8)
+    windows[windows == 7] = 8
+    windows[2, 5] = 7  # the only window that holds the damaged embedding
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        model.transformer.wte.weight[7] = value
+    protocol = Protocol(name, window_tokens=8, prompt_tokens=4, batch_size=3)
+    with pytest.raises(QuickSilverError, match=rf"window 2: .*protocol={name}"):
+        score(model, windows, protocol)
+
+
+@pytest.mark.parametrize(
+    ("windows", "words"),
+    [
+        (torch.zeros(2, 9, dtype=torch.long), r"\(2, 9\).*window_tokens=8"),
+        (torch.zeros(0, 8, dtype=torch.long), "no window"),
+        (torch.zeros(2, 8), "float32"),
+        (torch.full((2, 8), VOCABULARY), f"{VOCABULARY}.*another model's tokenizer"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(windows: torch.Tensor, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        score(tiny_gpt2(), windows, Protocol("all", window_tokens=8))
+
+
+def test_a_window_longer_than_the_context_and_a_model_in_training_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"window_tokens=65.*64"):
+        score(tiny_gpt2(), random_windows(1, 65), Protocol("all", window_tokens=65))
+    with pytest.raises(ConfigError, match=r"model\.eval"):
+        score(tiny_gpt2().train(), random_windows(1, 8), Protocol("all", window_tokens=8))
+
+
+# -- the audit -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all", "continuation"])
+@pytest.mark.parametrize("modules", [[], [HaltOddTokens()]], ids=["dense", "causal"])
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_nothing_that_is_causal_fails_the_audit(name: str, modules: list[RuntimeModule], execution: str) -> None:
+    protocol = Protocol(name, window_tokens=16, prompt_tokens=8, batch_size=3)
+    result = audit(tiny_gpt2(), random_windows(4, 16), protocol, modules, execution, seed=1)
+    assert result.max_abs_logit_difference < 1e-5 * max(1.0, result.max_abs_logit)
+    assert len(result.probes) == 3
+    assert result.windows == 3
+    assert all(8 <= probe < 14 for probe in result.probes) or name == "all"
+
+
+@pytest.mark.parametrize("name", ["all", "continuation"])
+def test_a_module_that_reads_the_next_token_is_caught(name: str) -> None:
+    protocol = Protocol(name, window_tokens=16, prompt_tokens=8, batch_size=4)
+    result = audit(tiny_gpt2(), random_windows(4, 16), protocol, [HaltIfNextIsOdd()], seed=1)
+    assert result.max_abs_logit_difference > 0.05 * result.max_abs_logit
+
+
+def test_looking_ahead_inside_a_prompt_is_no_leak() -> None:
+    protocol = Protocol("continuation", window_tokens=16, prompt_tokens=8)
+    result = audit(tiny_gpt2(), random_windows(4, 16), protocol, [HaltIfNextIsOdd(honest=True)], seed=1)
+    assert result.max_abs_logit_difference < 1e-4
+
+
+@given(
+    tokens=st.integers(2, 12), prompt=st.integers(1, 11), name=st.sampled_from(["all", "continuation"]), seed=st.integers(0, 9)
+)
+@settings(max_examples=15, deadline=None)
+def test_the_audit_finds_probes_in_windows_of_any_length(tokens: int, prompt: int, name: str, seed: int) -> None:
+    protocol = Protocol(name, window_tokens=tokens, prompt_tokens=min(prompt, tokens - 1))
+    result = audit(tiny_gpt2(1), random_windows(1, tokens), protocol, seed=seed)
+    assert 1 <= len(result.probes) <= 3
+    assert all(protocol.first_scored - 1 <= probe < tokens - 1 for probe in result.probes)
+    assert result.max_abs_logit_difference < 1e-4

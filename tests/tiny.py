@@ -1,0 +1,479 @@
+"""What the runtime's tests are made of: a tiny random model of every family, ragged batches, and policies whose decisions are known.
+
+Nothing here is a test. Models are cached: tests must leave them as they found them, which is an invariant of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+from quicksilver.runtime import MISSING_KV, LayerView, QuickSilverError, Run, RuntimeModule, TokenState, Trace, apply
+
+VOCABULARY = 61
+LAYERS = 5
+WIDTH = 32
+POSITIONS = 96
+SLIDING_WINDOW = 7
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen2-mixed", "qwen3", "smollm3", "gpt_neox")
+STORIES = "stories260K"
+MODELS = (*FAMILIES, STORIES)
+NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of DESIGN §9 into ../shared/data"
+
+
+def data_folder() -> Path | None:
+    root = Path(os.environ.get("QUICKSILVER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+    return root if root.is_dir() else None
+
+
+# -- models ----------------------------------------------------------------------------------------------------------------------
+
+
+def build(family: str, **changes: Any) -> PreTrainedModel:
+    """A random model of `family`, in eval mode; `changes` go into its config.
+
+    Biases and norms are random too, so that a projection which forgets one shows; `qwen2-mixed` has full layers below sliding ones.
+    """
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=40,
+        max_position_embeddings=POSITIONS, initializer_range=0.15, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    grouped = sizes | {"num_key_value_heads": 2}
+    torch.manual_seed(len(family))
+    match family:
+        case "gpt2":
+            own = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=POSITIONS)
+            kept = {k: v for k, v in sizes.items() if k in ("vocab_size", "initializer_range") or k.endswith("_token_id")}
+            model = GPT2LMHeadModel(GPT2Config(**own | kept | changes))
+        case "gpt_neox":
+            model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes | changes))
+        case "llama":
+            model = LlamaForCausalLM(LlamaConfig(**grouped | changes))
+        case "mistral":
+            model = MistralForCausalLM(MistralConfig(**grouped | {"sliding_window": SLIDING_WINDOW} | changes))
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**grouped | changes))
+        case "qwen2-mixed":
+            window = dict(use_sliding_window=True, sliding_window=SLIDING_WINDOW, max_window_layers=2)
+            model = Qwen2ForCausalLM(Qwen2Config(**grouped | window | changes))
+        case "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**grouped | {"head_dim": 16} | changes))
+        case "smollm3":
+            model = SmolLM3ForCausalLM(SmolLM3Config(**grouped | changes))
+        case _:
+            raise ValueError(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@functools.cache
+def load(name: str, attention: str = "sdpa") -> PreTrainedModel:
+    """The model of that name: a family, or the trained stories260K. Skips the test where the data folder is absent."""
+    if name == STORIES:
+        root = data_folder()
+        if root is None:
+            pytest.skip(NO_DATA)
+        model = AutoModelForCausalLM.from_pretrained(root / STORIES).eval()
+    else:
+        model = build(name)
+    model.set_attn_implementation(attention)
+    return model
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of token ids, padded on the left to the longest of them and by `extra` columns more."""
+
+    rows: tuple[tuple[int, ...], ...]
+    extra: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(map(len, self.rows)) + self.extra
+
+    @property
+    def is_padded(self) -> bool:
+        return any(len(row) < self.width for row in self.rows)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """(B, N) long. What stands in the padding is not 0: it must not matter."""
+        return torch.tensor([[(7 * i + 3) % VOCABULARY for i in range(self.width - len(row))] + list(row) for row in self.rows])
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """(B, N) long, 0 for padding."""
+        return torch.tensor([[0] * (self.width - len(row)) + [1] * len(row) for row in self.rows])
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        if not self.is_padded:
+            return {"input_ids": self.ids}
+        return {
+            "input_ids": self.ids,
+            "attention_mask": self.mask,
+            "position_ids": (self.mask.cumsum(1) - 1).clamp(min=0),
+        }
+
+    def real(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of x (B, N, ...) without their padding."""
+        return [x[i, self.width - len(row) :] for i, row in enumerate(self.rows)]
+
+    def alone(self, i: int) -> Batch:
+        return Batch((self.rows[i],))
+
+
+def token_ids(low: int = 1, high: int = 16) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(1, VOCABULARY - 1), min_size=low, max_size=high).map(tuple)
+
+
+def batches(max_rows: int = 3, low: int = 1, high: int = 16, padded: bool | None = None) -> st.SearchStrategy[Batch]:
+    """padded: True, False, or None for either."""
+    free = st.builds(
+        Batch, st.lists(token_ids(low, high), min_size=1, max_size=max_rows).map(tuple), st.integers(0, 3)
+    )
+    even = st.tuples(st.integers(1, max_rows), st.integers(low, high)).flatmap(
+        lambda shape: st.lists(token_ids(shape[1], shape[1]), min_size=shape[0], max_size=shape[0]).map(tuple).map(Batch)
+    )
+    if padded is None:
+        return st.one_of(even, free)
+    return free.filter(lambda batch: batch.is_padded) if padded else even
+
+
+def chunkings(n: int) -> st.SearchStrategy[list[int]]:
+    """Ways to cut n columns into passes."""
+    return st.lists(st.booleans(), min_size=n - 1, max_size=n - 1).map(
+        lambda cuts: [b - a for a, b in zip([0, *(i + 1 for i, cut in enumerate(cuts) if cut)], [*(i + 1 for i, cut in enumerate(cuts) if cut), n], strict=True)]
+    )
+
+
+# -- policies --------------------------------------------------------------------------------------------------------------------
+
+
+def chance(seed: int, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A number in [0, 1) that depends on nothing but (seed, layer, slot, id); float32, the shape of `slots`."""
+    x = (slots * 7919 + ids * 104729 + layer * 1299709 + seed * 15485863 + 1) % 2147483647
+    for _ in range(3):
+        x = (x * 48271 + 12345) % 2147483647
+        x = x ^ (x >> 7)
+    return (x % 10007).float() / 10007
+
+
+@dataclass
+class Hashed(RuntimeModule):
+    """Causal: whether a token halts, how, and whether its K/V is skipped, is a hash of layer, slot and token id.
+
+    Args:
+        halt, skip: rates per layer.
+        missing_kv: a mode, or "mixed": the mode is drawn for each token.
+        protect: first tokens of a sequence that are left alone (0: even the first one may go).
+    """
+
+    halt: float = 0.3
+    skip: float = 0.0
+    missing_kv: str = "project"
+    resume_layers: int = 0
+    protect: int = 1
+    seed: int = 0
+
+    priority = 10
+
+    @property
+    def copies_kv(self) -> bool:
+        return self.missing_kv in ("copy", "mixed")
+
+    def halts(self, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return (chance(self.seed, layer, slots, ids) < self.halt) & (slots >= self.protect)
+
+    def skips(self, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return (chance(self.seed + 1000, layer, slots, ids) < self.skip) & (slots >= self.protect)
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        assert view.input_ids is not None
+        halts = self.halts(view.layer, view.slots, view.input_ids)
+        if self.missing_kv == "mixed":
+            how = (chance(self.seed + 2000, 0, view.slots, view.input_ids) * len(MISSING_KV)).long()
+            for code, mode in enumerate(MISSING_KV):
+                tokens.halt(halts & (how == code), missing_kv=mode, resume_layers=self.resume_layers)
+        else:
+            tokens.halt(halts, missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+        if self.skip:
+            tokens.skip_kv(self.skips(view.layer, view.slots, view.input_ids))
+
+    def expected_halt_layer(self, slots: torch.Tensor, ids: torch.Tensor, n_layers: int) -> torch.Tensor:
+        """The same decisions, worked out without a runtime: int16, the shape of `slots`."""
+        depth = torch.full(slots.shape, n_layers - 1, dtype=torch.int16)
+        for layer in reversed(range(n_layers - 1)):
+            depth[self.halts(layer, slots, ids)] = layer
+        return depth
+
+
+@dataclass
+class DriftBelow(RuntimeModule):
+    """Causal, threshold-like: a token halts once its relative drift is below tau. Reads floating-point states."""
+
+    tau: float = 0.4
+    missing_kv: str = "project"
+    resume_layers: int = 0
+    priority = 10
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        drift = (view.after - view.before).norm(dim=-1) / view.after.norm(dim=-1)
+        tokens.halt((drift < self.tau) & (view.slots > 0), missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+
+
+@dataclass
+class EntropyBelow(RuntimeModule):
+    """Causal: a token halts once the logit lens is sure; asks only about tokens with an even id."""
+
+    nats: float = 3.5
+    missing_kv: str = "drop"
+    priority = 10
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        candidates = tokens.active & (view.input_ids % 2 == 0) & (view.slots > 0)
+        sure = candidates.clone()
+        sure[candidates] = view.logit_entropy_nats(candidates) < self.nats
+        tokens.halt(sure, missing_kv=self.missing_kv)
+
+
+@dataclass
+class Capacity(RuntimeModule):
+    """Non-causal, for prompts: after each layer the share of a row's tokens that is active falls to `share` of the row.
+
+    The least attended tokens halt first (`signal="attention"`), or those that move least ("drift"). Rows of one batch that differ in
+    length keep different numbers of tokens.
+    """
+
+    share: float = 0.5
+    at: tuple[int, ...] = (1,)
+    signal: str = "drift"
+    missing_kv: str = "drop"
+    resume_layers: int = 0
+    priority = 10
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    def acts_at(self, layer: int) -> bool:
+        return layer in self.at
+
+    def wants_attention(self, layer: int) -> bool:
+        return self.signal == "attention" and layer in self.at
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if self.signal == "attention":
+            score = view.attention_received(last_queries=4)
+        else:
+            score = (view.after - view.before).norm(dim=-1)
+        free = tokens.active & (view.slots > 0) & (view.slots < view.n_tokens - 1)
+        surplus = tokens.active.sum(1, keepdim=True) - (view.n_tokens * self.share).ceil().long()
+        rank = score.masked_fill(~free, torch.inf).argsort(dim=1).argsort(dim=1)
+        tokens.halt(free & (rank < surplus), missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+
+
+@dataclass
+class SkipLeastAttended(RuntimeModule):
+    """Non-causal KV skipping inside the prompt: the tokens that receive less attention than `below` lose their K/V."""
+
+    below: float = 0.05
+    reduce: str = "max"
+    priority = 20
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    def wants_attention(self, layer: int) -> bool:
+        return layer % 2 == 0
+
+    def acts_at(self, layer: int) -> bool:
+        return layer % 2 == 0
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        received = view.attention_received(None, self.reduce)
+        tokens.skip_kv((received < self.below) & (view.slots > 0))
+
+
+@dataclass
+class Never(RuntimeModule):
+    """Looks at everything, decides nothing."""
+
+    attention: bool = False
+    entropy: bool = False
+    seen: list[tuple[int, int]] = field(default_factory=list)  # (pass, layer) of each view
+
+    def wants_attention(self, layer: int) -> bool:
+        return self.attention
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        self.seen.append((view.pass_index, view.layer))
+        if self.attention:
+            view.attention_received(2)
+        if self.entropy:
+            view.logit_entropy_nats(tokens.active)
+        tokens.halt(torch.zeros_like(tokens.active), missing_kv="drop")
+
+
+@dataclass
+class HaltAll(RuntimeModule):
+    """Every token stops after layer `at`."""
+
+    at: int
+    missing_kv: str = "drop"
+    resume_layers: int = 0
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == self.at
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        tokens.halt(tokens.active, missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+
+
+def hashed(missing_kv: Sequence[str] = (*MISSING_KV, "mixed"), protect: int = 1) -> st.SearchStrategy[Hashed]:
+    return st.builds(
+        Hashed, halt=st.sampled_from([0.1, 0.3, 0.6]), skip=st.sampled_from([0.0, 0.3]), missing_kv=st.sampled_from(missing_kv),
+        resume_layers=st.integers(0, 2), protect=st.just(protect), seed=st.integers(0, 99),
+    )  # fmt: skip
+
+
+def causal_policies() -> st.SearchStrategy[list[RuntimeModule]]:
+    """One or more causal modules, alone and together."""
+    modes = st.sampled_from(MISSING_KV)
+    return st.one_of(
+        hashed().map(lambda m: [m]),
+        st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2)).map(lambda m: [m]),
+        st.builds(EntropyBelow, nats=st.sampled_from([3.4, 3.7]), missing_kv=modes).map(lambda m: [m]),
+        st.tuples(hashed(("drop",)), st.builds(DriftBelow, missing_kv=modes)).map(list),
+    )
+
+
+def prompt_policies() -> st.SearchStrategy[list[RuntimeModule]]:
+    """Non-causal ones: what they know of a prompt is legitimate."""
+    capacity = st.builds(
+        Capacity, share=st.sampled_from([0.3, 0.6]), at=st.sampled_from([(0,), (1, 2), (0, 1, 2, 3)]), missing_kv=st.sampled_from(MISSING_KV),
+        signal=st.sampled_from(["drift", "attention"]), resume_layers=st.integers(0, 2),
+    )  # fmt: skip
+    skipping = st.builds(SkipLeastAttended, reduce=st.sampled_from(["max", "mean"]))
+    return st.one_of(
+        capacity.map(lambda m: [m]),
+        skipping.map(lambda m: [m]),
+        st.tuples(capacity, skipping).map(list),
+        st.tuples(capacity, hashed()).map(list),
+    )
+
+
+def policies() -> st.SearchStrategy[list[RuntimeModule]]:
+    return st.one_of(causal_policies(), prompt_policies())
+
+
+# -- running ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """logits (B, N, V); the run, with its trace."""
+
+    logits: torch.Tensor
+    run: Run
+
+    @property
+    def trace(self) -> Trace:
+        return self.run.trace
+
+
+@torch.no_grad()
+def forward(
+    model: PreTrainedModel,
+    batch: Batch,
+    modules: Sequence[RuntimeModule],
+    *,
+    chunks: Sequence[int] | None = None,
+    **options: Any,
+) -> Outcome:
+    """The logits of `batch` under `modules`: in one pass without a cache, or in passes of `chunks` columns with one."""
+    inputs = batch.inputs()
+    with apply(model, modules, **options) as run:
+        if chunks is None:
+            return Outcome(model(**inputs, use_cache=False).logits, run)
+        return Outcome(torch.cat([out.logits for out in passes(model, inputs, chunks)], dim=1), run)
+
+
+def passes(model: PreTrainedModel, inputs: dict[str, torch.Tensor], chunks: Sequence[int], cache: Any = None) -> list[Any]:
+    """Forward `inputs` in passes of `chunks` columns; the model's outputs."""
+    outputs, start = [], 0
+    for size in chunks:
+        stop = start + size
+        part = {name: x[:, :stop] if name == "attention_mask" else x[:, start:stop] for name, x in inputs.items()}
+        outputs.append(model(**part, past_key_values=cache, use_cache=True))
+        cache, start = outputs[-1].past_key_values, stop
+    return outputs
+
+
+def decisions(batch: Batch, trace: Trace) -> list[dict[str, torch.Tensor]]:
+    """By row: halt_layer, halted_kv, resume_layer, kv_layer of its real tokens, all passes joined."""
+    names = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
+    joined = {name: torch.cat([getattr(p, name) for p in trace.passes], dim=1) for name in names}
+    return [{name: batch.real(joined[name])[i] for name in names} for i in range(len(batch.rows))]
+
+
+def assert_same_decisions(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> None:
+    for row, (left, right) in enumerate(zip(a, b, strict=True)):
+        for name in left:
+            assert torch.equal(left[name], right[name]), f"row {row}: {name} {left[name].tolist()} against {right[name].tolist()}"
+
+
+def assert_close(a: Sequence[torch.Tensor] | torch.Tensor, b: Sequence[torch.Tensor] | torch.Tensor, atol: float = 1e-5) -> None:
+    """Equal to 1e-5, as DESIGN §8 has it for float32."""
+    for left, right in zip(a, b, strict=True):
+        torch.testing.assert_close(left, right, atol=atol, rtol=1e-5)
+
+
+class unless_blind:
+    """Eager attention refuses a query without a key: in a sliding window that can happen to any token. Truthy when it did."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.allowed = model.config._attn_implementation == "eager"
+        self.refused = False
+
+    def __enter__(self) -> unless_blind:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, where: Any) -> bool:
+        self.refused = self.allowed and kind is QuickSilverError and "no key left" in str(error)
+        return self.refused
+
+    def __bool__(self) -> bool:
+        return self.refused

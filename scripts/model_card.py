@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +15,27 @@ from pathlib import Path
 import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
-from train_reference import ROOT, bits_per_byte
+from train_reference import ROOT, Recipe, bits_per_byte
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quicksilver.runtime import architecture_of
 
 CONTEXT_TOKENS = 512
+# label, text, windows (None: all of it)
 EVALUATIONS = (
-    ("WikiText-103 validation", "wikitext-103-valid"),
-    ("WikiText-103 test", "wikitext-103-test"),
-    ("python-docs", "python-docs"),
-    ("books, validation", "books-valid"),
+    ("WikiText-103 validation", "wikitext-103-valid", None),
+    ("WikiText-103 test, 200 windows evenly spread", "wikitext-103-test", 200),
+    ("python-docs", "python-docs", None),
+    ("books, validation, 200 windows evenly spread", "books-valid", 200),
 )
 PROMPT = "The language reference describes the syntax of"
 LICENCES = {
     "wiki": ("WikiText-2 train (article order shuffled)", "CC BY-SA 3.0"),
     "books": ("public-domain books", "public domain"),
-    "docstrings": ("docstrings of the installed Python packages and standard library", "each package's own, mostly BSD, MIT, Apache-2.0, PSF"),
+    "docstrings": (
+        "docstrings of the installed Python packages and standard library",
+        "each package's own, mostly BSD, MIT, Apache-2.0, PSF",
+    ),
 }
 
 
@@ -71,7 +74,9 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     training = json.loads((folder / "training.json").read_text())
     recipe, text = training["recipe"], corpus.held_out_texts(data_root)
-    scores = [(label, bits_per_byte(model, tokenizer, text[key], CONTEXT_TOKENS, None, "cpu")) for label, key in EVALUATIONS]
+    scores = [
+        (label, bits_per_byte(model, tokenizer, text[key], CONTEXT_TOKENS, windows, "cpu")) for label, key, windows in EVALUATIONS
+    ]
     ids = torch.tensor(tokenizer(text["python-docs"], add_special_tokens=False)["input_ids"])
     profile = depth_profile(model, ids[: len(ids) // CONTEXT_TOKENS * CONTEXT_TOKENS].view(-1, CONTEXT_TOKENS)[::20])
     prompt = tokenizer(PROMPT, return_tensors="pt")
@@ -110,14 +115,17 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     ]  # fmt: skip
     for source, info in training["corpus"]["sources"].items():
         o = info["overlap"]
-        rows.append(f"| {LICENCES[source][0]} | {o['ngrams']:,} | {o['shared_before']:,} | {o['removed']} of {o['documents']:,} | {o['shared_after']} |")
-    steps = math.ceil(recipe["total_tokens"] / recipe["batch_tokens"])
+        rows.append(
+            f"| {LICENCES[source][0]} | {o['ngrams']:,} | {o['shared_before']:,} | {o['removed']} of {o['documents']:,} | {o['shared_after']} |"
+        )
+    trained = Recipe.from_saved(recipe)
+    steps, decay = trained.steps, trained.steps - trained.decay_start
     rows += [
         "", "## Training", "",
         f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}; {recipe['stable_context_tokens']}-token windows while the learning rate is constant, "
-        f"{recipe['context_tokens']} in the decay (the last {recipe['decay_fraction']:.0%}). Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
+        f"{recipe['context_tokens']} while it falls (the last {decay} steps). Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
         f"{training['hours']:.1f} hours on {training['threads']} thread(s) of {training['device'].upper()}, shared with other work; torch {training['torch']}. A compute-limited model: the curve was still falling.", "",
-        "Again: `make train-reference` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights; the docstrings are those of the installed packages, so other versions give a similar corpus, not the same.", "",
+        f"Again: `make train-reference MODEL={name}` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights; the docstrings are those of the installed packages, so other versions give a similar corpus, not the same.", "",
         "## Limits", "", "English and Python documentation only; a few million training tokens; no instruction tuning, no safety work. Facts it states are not to be believed.", "",
     ]  # fmt: skip
     return "\n".join(rows)
@@ -127,7 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name")
     parser.add_argument("--folder", type=Path, default=ROOT / "quicksilver" / "models" / "reference")
-    parser.add_argument("--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data")))
+    parser.add_argument(
+        "--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
+    )
     args = parser.parse_args()
     folder = args.folder / args.name
     if not (folder / "training.json").is_file():

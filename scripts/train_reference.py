@@ -54,21 +54,31 @@ class Recipe:
     mixture: tuple[float, ...] = (0.36, 0.22, 0.42)  # wiki, books, docstrings
     decay_mixture: tuple[float, ...] = (0.70, 0.05, 0.25)  # while the learning rate falls: encyclopedic prose is what lags
     seed: int = 42
+    shortened: tuple[int, int] | None = (
+        None  # (from step, to step): from there the learning rate falls straight to 0 at the other
+    )
 
     @property
     def steps(self) -> int:
+        return self.shortened[1] if self.shortened else self._planned_steps
+
+    @property
+    def _planned_steps(self) -> int:
         return math.ceil(self.total_tokens / self.batch_tokens)
 
     @property
     def decay_start(self) -> int:
-        return round(self.steps * (1 - self.decay_fraction))
+        return round(self._planned_steps * (1 - self.decay_fraction))
 
     def lr_scale(self, step: int) -> float:
         """Share of the peak learning rate at `step`."""
         warm = min(1.0, (step + 1) * self.batch_tokens / self.warmup_tokens)
+        if self.shortened and step >= self.shortened[0]:
+            first, last = self.shortened
+            return dataclasses.replace(self, shortened=None).lr_scale(first) * (last - step) / (last - first)
         if step < self.decay_start:
             return warm
-        return warm * (self.steps - step) / (self.steps - self.decay_start)
+        return warm * (self._planned_steps - step) / (self._planned_steps - self.decay_start)
 
     def context_at(self, step: int) -> int:
         return self.stable_context_tokens if step < self.decay_start else self.context_tokens
@@ -77,14 +87,14 @@ class Recipe:
         return self.mixture if step < self.decay_start else self.decay_mixture
 
     @classmethod
-    def from_saved(cls, saved: dict) -> "Recipe":
+    def from_saved(cls, saved: dict) -> Recipe:
         """A recipe as JSON keeps it: tuples come back as lists, fields of a later version are missing."""
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
 
 RECIPES = {
-    "reference-gpt2": Recipe(family="gpt2"),
-    "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512),
+    "reference-gpt2": Recipe(family="gpt2", total_tokens=13_000_000),
+    "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512, total_tokens=10_000_000, shortened=(850, 1020)),
 }
 
 
@@ -221,6 +231,9 @@ class Checkpoint:
     def _check_recipe(self, saved: dict, step: int, source: Path) -> None:
         theirs, mine = dataclasses.asdict(Recipe.from_saved(saved)), dataclasses.asdict(self.recipe)
         wrong = {k: (theirs[k], v) for k, v in mine.items() if theirs[k] != v}
+        # A shortening says from which step it holds: up to there both recipes are one.
+        if self.recipe.shortened and step <= self.recipe.shortened[0]:
+            wrong.pop("shortened", None)
         before_decay = step <= min(self.recipe.decay_start, Recipe.from_saved(saved).decay_start)
         if before_decay:
             for key in ("total_tokens", "decay_fraction", "decay_mixture"):
@@ -342,12 +355,21 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "quicksilver" / "models" / "reference", help="where the finished folder goes"
     )
     parser.add_argument("--total-tokens", type=int, help="may be changed on a resume until the decay has begun")
+    parser.add_argument(
+        "--shorten",
+        type=int,
+        nargs=2,
+        metavar=("FROM", "TO"),
+        help="let the learning rate fall to 0 at step TO, from step FROM on, not yet passed",
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     recipe = RECIPES[args.name]
     if args.total_tokens is not None:
         recipe = dataclasses.replace(recipe, total_tokens=args.total_tokens)
+    if args.shorten is not None:
+        recipe = dataclasses.replace(recipe, shortened=tuple(args.shorten))
     torch.set_num_threads(args.threads)
     try:
         train(args.name, recipe, args.data_root, args.work, args.out, args.device)

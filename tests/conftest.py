@@ -15,7 +15,12 @@ torch.set_num_threads(1)
 # The same draws on every machine and every day: a red test can be run again by anyone. No deadline: shared machines stall.
 # Without the phase that explains a failure, which takes minutes.
 settings.register_profile(
-    "quicksilver", deadline=None, derandomize=True, database=None, max_examples=12, phases=[Phase.explicit, Phase.generate, Phase.shrink]
+    "quicksilver",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=12,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
 settings.load_profile("quicksilver")
 

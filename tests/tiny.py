@@ -160,9 +160,7 @@ def token_ids(low: int = 1, high: int = 16) -> st.SearchStrategy[tuple[int, ...]
 
 def batches(max_rows: int = 3, low: int = 1, high: int = 16, padded: bool | None = None) -> st.SearchStrategy[Batch]:
     """padded: True, False, or None for either."""
-    free = st.builds(
-        Batch, st.lists(token_ids(low, high), min_size=1, max_size=max_rows).map(tuple), st.integers(0, 3)
-    )
+    free = st.builds(Batch, st.lists(token_ids(low, high), min_size=1, max_size=max_rows).map(tuple), st.integers(0, 3))
     even = st.tuples(st.integers(1, max_rows), st.integers(low, high)).flatmap(
         lambda shape: st.lists(token_ids(shape[1], shape[1]), min_size=shape[0], max_size=shape[0]).map(tuple).map(Batch)
     )
@@ -174,7 +172,14 @@ def batches(max_rows: int = 3, low: int = 1, high: int = 16, padded: bool | None
 def chunkings(n: int) -> st.SearchStrategy[list[int]]:
     """Ways to cut n columns into passes."""
     return st.lists(st.booleans(), min_size=n - 1, max_size=n - 1).map(
-        lambda cuts: [b - a for a, b in zip([0, *(i + 1 for i, cut in enumerate(cuts) if cut)], [*(i + 1 for i, cut in enumerate(cuts) if cut), n], strict=True)]
+        lambda cuts: [
+            b - a
+            for a, b in zip(
+                [0, *(i + 1 for i, cut in enumerate(cuts) if cut)],
+                [*(i + 1 for i, cut in enumerate(cuts) if cut), n],
+                strict=True,
+            )
+        ]
     )
 
 
@@ -374,7 +379,9 @@ def causal_policies() -> st.SearchStrategy[list[RuntimeModule]]:
     modes = st.sampled_from(MISSING_KV)
     return st.one_of(
         hashed().map(lambda m: [m]),
-        st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2)).map(lambda m: [m]),
+        st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2)).map(
+            lambda m: [m]
+        ),
         st.builds(EntropyBelow, nats=st.sampled_from([3.4, 3.7]), missing_kv=modes).map(lambda m: [m]),
         st.tuples(hashed(("drop",)), st.builds(DriftBelow, missing_kv=modes)).map(list),
     )

@@ -7,13 +7,13 @@ the columns seen, so positions stay right when layer 30 holds half of the tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from quicksilver.runtime.errors import UnsupportedModelError
-
 
 Entries = dict[str, torch.Tensor]
 """Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `size` float32 (super-tokens), `bits` uint8."""
@@ -38,12 +38,22 @@ def join_entries(past: Entries | None, new: Entries) -> Entries:
     return joined
 
 
+Hold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""How K or V (B, H_kv, M, head_dim) read after having been held at widths (B, M): `PrecisionExecutor.hold_kv`."""
+
+
 def merge_entries(
-    entries: Entries, present: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, into: torch.Tensor
+    entries: Entries,
+    present: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    into: torch.Tensor,
+    hold: Hold | None = None,
 ) -> tuple[Entries, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Groups of entries become one: K and V their means weighted by size, in the place of the one they go `into` (B, K) long.
 
-    A rotary key keeps the rotation it was stored with, so a group's key is a mean over positions as well.
+    A rotary key keeps the rotation it was stored with, so a group's key is a mean over positions as well. With `hold` the means are
+    held at the width of the entry they go into.
     """
     size = entries.get("size")
     size = torch.ones_like(present, dtype=torch.float32) if size is None else size
@@ -58,7 +68,9 @@ def merge_entries(
         by_entry = states.transpose(1, 2)  # (B, K, H_kv, head_dim)
         total = by_entry[is_target].float() * size[is_target][:, None, None]
         total.index_add_(0, number[rows, targets], by_entry[rows, sources].float() * size[rows, sources][:, None, None])
-        mean = (total / grown[is_target][:, None, None]).to(states.dtype)
+        mean = (total / grown[is_target][:, None, None]).to(states.dtype)  # (T, H_kv, head_dim)
+        if hold is not None and "bits" in entries:
+            mean = hold(mean.transpose(0, 1)[None], entries["bits"][is_target][None])[0].transpose(0, 1)
         merged.append(by_entry.masked_scatter(is_target[..., None, None], mean).transpose(1, 2))
     return entries | {"size": grown}, present & ~moves, merged[0], merged[1]
 
@@ -234,10 +246,10 @@ class RaggedLayer(DynamicLayer):
         assert self.slots is not None
         return torch.ones_like(self.slots, dtype=torch.bool) if self.valid is None else self.valid
 
-    def merge(self, into: torch.Tensor) -> None:
+    def merge(self, into: torch.Tensor, hold: Hold | None = None) -> None:
         """Merge entries, as `merge_entries` says; into: (B, K) long, columns of `padded`."""
         keys, values = self.padded()  # type: ignore[misc]
-        entries, present, keys, values = merge_entries(self.entries, self.is_entry, keys, values, into)  # type: ignore[arg-type]
+        entries, present, keys, values = merge_entries(self.entries, self.is_entry, keys, values, into, hold)  # type: ignore[arg-type]
         order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
         index = order[:, None, :, None].expand_as(keys)
         entries = {name: fact.gather(1, order) for name, fact in entries.items()}
@@ -324,9 +336,14 @@ class MaskedLayer(RaggedLayer):
     def is_entry(self) -> torch.Tensor:
         return self.present  # type: ignore[return-value]
 
-    def merge(self, into: torch.Tensor) -> None:
+    def merge(self, into: torch.Tensor, hold: Hold | None = None) -> None:
         self.entries, self.present, self.keys, self.values = merge_entries(
-            self.entries, self.is_entry, self.keys, self.values, into  # type: ignore[arg-type]
+            self.entries,
+            self.is_entry,
+            self.keys,
+            self.values,
+            into,
+            hold,  # type: ignore[arg-type]
         )
         self.settled, self.merged = self.seen, True
 

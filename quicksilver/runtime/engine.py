@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from quicksilver.runtime.architecture import Architecture, Rotary, architecture_of
 from quicksilver.runtime.cache import Entries, KVLayout, MaskedLayer, RaggedLayer, join_entries, take_over
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
-from quicksilver.runtime.ledger import Flops, LayerWork, PassWork, head_flops, pass_flops
+from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.state import CacheMerge, CacheView, LayerView, PassState, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
@@ -78,7 +78,7 @@ class Packing:
     @classmethod
     def of(cls, mask: torch.Tensor) -> Packing:
         """mask: (B, N) bool."""
-        batch, n = mask.shape
+        n = mask.shape[1]
         counts = mask.sum(1)
         low, high = torch.stack([counts.min(), counts.max()]).tolist()  # the one host sync of a decision
         if low == n:
@@ -215,7 +215,8 @@ class Run:
     def flops(self) -> Flops:
         """The ledgers since the start or the last `reset`."""
         for work, trace in self._passes[len(self._flops) :]:
-            self._flops.append(pass_flops(self.arch, work, trace))
+            beta = BETA if self._precision is None else self._precision.beta
+            self._flops.append(pass_flops(self.arch, work, trace, beta))
         return sum(self._flops, head_flops(self.arch, self._head_tokens))
 
     @property
@@ -317,7 +318,7 @@ class Run:
         deciding = self._deciders(layer, current)
         wants_attention = any(module.wants_attention(layer) for module in deciding)
         hidden = call["hidden_states"]  # (B, N, D)
-        if current.all_run and (store is None or store.is_complete) or self.execution == "decide" and not current.padded:
+        if (current.all_run and (store is None or store.is_complete)) or (self.execution == "decide" and not current.padded):
             port = _PlainPort(store) if wants_attention or self._copies_kv else None
             output = self._plain(original, call, current, port if port is not None else cache)
             packing = Packing(None, None, current.n)
@@ -345,7 +346,7 @@ class Run:
         facts = {"slots": take(state.slots)}
         if state.fusions and self.execution != "decide":
             facts["size"] = take(state.size)
-        if self._precision is not None and state.precisions:
+        if self._precision is not None and state.precisions and self.execution != "decide":
             facts["bits"] = take(state.bits)
         return facts
 
@@ -380,6 +381,9 @@ class Run:
             keep = writes if keep is None else keep & writes
         facts = self._facts(state, packing.take)
         slots, bits = facts["slots"], facts.get("bits")
+        if bits is not None and packing.real is not None:
+            # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
+            bits = torch.where(packing.real, bits, bits[:, :1])
         if extra is not None:
             if keep is not None or extra.real is not None:
                 keep = torch.cat([_or_all(keep, slots), _or_all(extra.real, extra.facts["slots"])], dim=1)
@@ -399,15 +403,16 @@ class Run:
         skipping = state.any_kv_skipped and not executing_all
         fresh = store is None or store.slots is None
         weighted = self._proportional and "size" in facts
-        own_keys_only = (
-            extra is None and not skipping and fresh and not weighted and self._causal_kernel_fits(layer, current)
-        )
+        own_keys_only = extra is None and not skipping and fresh and not weighted and self._causal_kernel_fits(layer, current)
         layout = mask = None
+        window = self.arch.attention_window(layer)
         target = store if store is not None else self._new_store()
         if store is not None or not own_keys_only:
             layout = target.plan(facts, keep)
         if layout is not None and not own_keys_only:
-            mask = self._mask(layer, slots, packing.real, layout.entries, layout.valid, one_new=current.n == 1)
+            # By columns seen, not by entries: fewer entries than the window may still reach further back than it does.
+            one_new = current.n == 1 and (window is None or current.seen < window)
+            mask = self._mask(layer, slots, packing.real, layout.entries, layout.valid, one_new)
         port = _CompactPort(target, layout, extra, slots, packing.real, own_keys_only, self._holder(bits))
         before = packing.take(hidden)
         inputs = call | self._layer_inputs(before, mask, rotary, packing, call, port)
@@ -486,7 +491,8 @@ class Run:
         hidden = call["hidden_states"]
         everything = Packing(None, None, current.n)
         inputs = call | self._layer_inputs(hidden, mask, call.get("position_embeddings"), everything, call, port)
-        output = self._run_layer(layer, original, inputs, bits)
+        # As under `compact`: K and V of a halted token are projected in full precision, then held at its width.
+        output = self._run_layer(layer, original, inputs, None if bits is None else torch.where(active, bits, 16))
         if store is not None:
             store.advance(current.n, current.n_real)
         current.work.layers.append(LayerWork(current.batch, current.n, key_present.shape[1]))
@@ -518,7 +524,7 @@ class Run:
         sdpa = self.arch.attention_implementation == "sdpa"
         keys = entries["slots"]
         log_size = entries["size"].log() if self._proportional and "size" in entries else None
-        if sdpa and one_new and valid is None and log_size is None and (window is None or keys.shape[1] <= window):
+        if sdpa and one_new and valid is None and log_size is None:
             return None  # one new token after its past
         visible = keys[:, None, :] <= queries[:, :, None]
         if window is not None:
@@ -585,7 +591,7 @@ class Run:
                 at = torch.where(present, slots, store.seen)  # what is no entry is written to a column of its own
                 by_slot = by_slot.scatter(1, at, slots.gather(1, into))[:, : store.seen]
                 current.state.merges.append(CacheMerge(layer, by_slot))
-                store.merge(into)
+                store.merge(into, None if self._precision is None else self._precision.hold_kv)
 
     # -- deciding ----------------------------------------------------------------------------------------------------------------
 
@@ -666,6 +672,9 @@ class Run:
             current.kept = None
         if changed and self.execution == "compact":
             current.packing = None
+        if self._precision is not None and state.precisions and state.precisions[-1].layer == layer:
+            said = packing.take(state.precisions[-1].bits)
+            view.after = self._precision.hold_states(view.after, torch.where(said > 0, said, 16))
         if view.after is packed_after or self.execution == "decide":
             return after
         return packing.put(after, packed_after, view.after)
@@ -742,8 +751,8 @@ class _CompactPort:
         if self.extra is not None:
             keys, values = torch.cat([keys, self.extra.keys], dim=2), torch.cat([values, self.extra.values], dim=2)
         stored = self.store.write(self.layout, keys, values) if self.layout is not None else (keys, values)
-        if not self.own_keys_only:
-            keys, values = stored
+        if not self.own_keys_only or (self.layout is not None and self.layout.order is None):
+            keys, values = stored  # without an order, a new store holds just the queries' own, held at their widths already
         elif self.hold is not None:
             keys, values = self.hold(keys), self.hold(values)
         self.keys = keys

@@ -7,6 +7,7 @@ none of the ledgers. `executed` equals an interposed count of the same run (`qui
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 
+# What a token's layer costs at a width, relative to 16 bits. β = bits/16 in the L/2 layers after half depth saves 25% at a uniform 8
+# bits; Table 3 says 26.4%, which is 19 of the 36 layers of gpt2-large (19/36 · 1/2). App. J itself says {1.0, 0.5, 0.25}, "normalised to
+# 8-bit": with it 8 bits save nothing (conflicts.md #22).
+BETA: Mapping[int, float] = {16: 1.0, 8: 0.5, 4: 0.25, 2: 0.125}
+BETA_APP_J: Mapping[int, float] = {16: 1.0, 8: 1.0, 4: 0.5, 2: 0.25}
+
+
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations.
@@ -25,7 +33,9 @@ class Flops:
     Attributes:
         executed: what ran, padding of uneven rows and signals included.
         nominal: the dense formula on active tokens and present keys: what a perfect implementation would run; no signals.
-        paper: App. J, Σ N_active · (4d² + 8d² + 2h(d + h log N)), for comparison with the paper's numbers only (conflicts.md #21).
+        paper: App. J, Σ β · (4d² + 8d² + 2h(d + h log N)) over active tokens, for comparison with the paper's numbers only
+            (conflicts.md #21, #22). The only ledger in which a bit-width saves anything: in the others an integer product counts
+            as many operations as a float one.
         signals: the part of `executed` spent on deciding (logit lens, attention probes).
         dense_nominal, dense_paper: the same formulas with every token active in every layer.
     """
@@ -78,8 +88,8 @@ def head_flops(arch: Architecture, tokens: int) -> Flops:
     return Flops(executed=flops, nominal=flops, dense_nominal=flops)
 
 
-def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace) -> Flops:
-    """The ledgers of one pass, without the output head."""
+def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mapping[int, float] = BETA) -> Flops:
+    """The ledgers of one pass, without the output head; `beta` is what the paper's charges a token by its width."""
     nominal = dense_nominal = 0
     paper = dense_paper = 0.0
     valid = trace.valid
@@ -92,7 +102,7 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace) -> Flops:
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
         nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch, layer, active, present, past)
         dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
-        paper += _paper_layer(arch, active, past)
+        paper += _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
         dense_paper += _paper_layer(arch, valid, torch.full_like(past, trace.first_column))
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
 
@@ -106,11 +116,23 @@ def _visible_pairs(arch: Architecture, layer: int, queries: torch.Tensor, keys: 
     return int(visible[queries].sum())
 
 
-def _paper_layer(arch: Architecture, active: torch.Tensor, past: torch.Tensor) -> float:
-    """App. J for one layer: 4Nd² + 2Nh(d + h log N) + 8Nd², N the active tokens of a sequence, natural logarithm."""
+def _charge(bits: torch.Tensor, beta: Mapping[int, float]) -> torch.Tensor:
+    """β of each token: bits (B, N) uint8 -> (B, N) float64."""
+    charge = torch.ones(bits.shape, dtype=torch.float64, device=bits.device)
+    for width, factor in beta.items():
+        charge[bits == width] = factor
+    return charge
+
+
+def _paper_layer(arch: Architecture, active: torch.Tensor, past: torch.Tensor, charge: torch.Tensor | None = None) -> float:
+    """App. J for one layer: 4Nd² + 2Nh(d + h log N) + 8Nd², N the active tokens of a sequence, natural logarithm.
+
+    `charge` (B, N): β of each token (K, "Quantization-Aware FLOP Scaling"); None: 1.
+    """
     d, h = arch.width, arch.n_heads
     total = 0.0
-    for n, before in zip(active.sum(1).tolist(), past.tolist(), strict=True):
+    charged = active.sum(1) if charge is None else (charge * active).sum(1)
+    for n, paid, before in zip(active.sum(1).tolist(), charged.tolist(), past.tolist(), strict=True):
         if n:
-            total += 12 * n * d * d + 2 * n * h * (d + h * math.log(n + before))
+            total += paid * (12 * d * d + 2 * h * (d + h * math.log(n + before)))
     return total

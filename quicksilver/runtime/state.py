@@ -74,7 +74,7 @@ class PassState:
     def kept(self, layer: int, mode: str | None = None) -> torch.Tensor:
         """(B, N) bool: halted in `layer`, but later queries still see an entry for it (in `mode`, or any)."""
         code = self.halted_kv != MISSING_KV.index("drop") if mode is None else self.halted_kv == MISSING_KV.index(mode)
-        return self.valid & ~self.active(layer) & code & (self.fused_layer >= layer)
+        return self.valid & ~self.active(layer) & code & (self.fused_layer >= layer) & self.writes_kv(layer)
 
     def kv_present(self, layer: int) -> torch.Tensor:
         """(B, N) bool: has a K/V entry in `layer`."""
@@ -260,8 +260,10 @@ class TokenState:
         state = self._state
         mask = mask & self.active
         state.bits = self._write(state.bits, mask, bits)
-        said = self._write(torch.zeros_like(state.bits), mask, bits)
-        state.precisions.append(Precision(self._layer, said))
+        said = torch.zeros_like(state.bits)
+        if state.precisions and state.precisions[-1].layer == self._layer:  # one event a layer, however many widths it sets
+            said = state.precisions.pop().bits
+        state.precisions.append(Precision(self._layer, self._write(said, mask, bits)))
 
     def _write_values(self, field: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values.to(field.dtype) if self._index is None else field.scatter(1, self._index, values.to(field.dtype))

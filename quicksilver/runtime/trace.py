@@ -58,7 +58,13 @@ class PassTrace:
     def kv_present(self, layer: int) -> torch.Tensor:
         """(B, N) bool: left a K/V entry in `layer`."""
         active = self.active(layer)
-        kept = self.valid & ~active & (self.halted_kv != MISSING_KV.index("drop")) & (self.fused_layer >= layer)
+        kept = (
+            self.valid
+            & ~active
+            & (self.halted_kv != MISSING_KV.index("drop"))
+            & (self.fused_layer >= layer)
+            & (self.kv_layer >= layer)
+        )
         return (active & (self.kv_layer >= layer)) | kept
 
     def cpu(self) -> PassTrace:

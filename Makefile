@@ -1,0 +1,72 @@
+# Everything a person types. `make help` lists it.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.locked
+
+TABLE ?= 11
+FIGURE ?=
+MODEL ?=
+DATASET ?=
+ARGS ?=
+SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
+
+.PHONY: help reproduce-table reproduce-figure readme test test-all lint format train-reference calibrate benchmark environment clean
+
+help: ## this list
+	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo 'Variables: TABLE=11  FIGURE=n  MODEL=gpt2-large  DATASET=wikitext103  ARGS="measure.repeats=9 data.root=/folder"  PYTHON=python3.12'
+
+reproduce-table: $(STAMP) ## run what a table of the paper still needs, print and write it (TABLE, MODEL, DATASET, ARGS)
+	@$(PY) -m quicksilver.reproduce table $(TABLE) $(SELECTED)
+
+reproduce-figure: $(STAMP) ## the same for a figure (FIGURE, MODEL, DATASET, ARGS)
+	@$(PY) -m quicksilver.reproduce figure $(or $(FIGURE),$(error say which figure: make reproduce-figure FIGURE=8)) $(SELECTED)
+
+readme: $(STAMP) ## put the written tables into README.md
+	@$(PY) -m quicksilver.reproduce readme
+
+test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)
+	$(PY) -m pytest $(ARGS)
+
+test-all: $(STAMP) ## all tests (ARGS for pytest)
+	$(PY) -m pytest -m 'slow or not slow' $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(STAMP) ## write the code as `make lint` wants it
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+train-reference: $(STAMP) ## train the embedded reference model again, hours (MODEL=reference-llama for the other one)
+	$(PY) scripts/train_reference.py $(or $(MODEL),reference-gpt2) $(ARGS)
+
+calibrate: $(STAMP) ## thresholds from data, per layer (MODEL, DATASET, ARGS)
+	$(PY) scripts/calibrate.py $(if $(MODEL),--model $(MODEL)) $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
+
+benchmark: $(STAMP) ## overhead and realization ratios of the runtime on this machine (ARGS)
+	$(PY) scripts/benchmark.py $(ARGS)
+
+environment: $(STAMP) ## only make the virtual environment
+
+clean: ## remove the virtual environment and caches; records and tables in results/ stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+	@echo 'results/ was left alone. Records took time to make; to remove them too: rm -r results/runs'
+
+# A stamp, so that a warm environment costs nothing.
+$(STAMP): requirements.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install Python 3.11 or newer, or say which one: make PYTHON=/path/to/python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and QuickSilver needs Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo 'Making $(VENV) …'; $(PYTHON) -m venv --clear $(VENV); }
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@

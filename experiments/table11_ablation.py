@@ -1,0 +1,86 @@
+"""Table 11: the combined ablation, every module alone and one after another, under both protocols.
+
+Two panels, one per protocol. Under `all` only causal modules are allowed, so techniques that look ahead are refused there; under
+`continuation` they act inside the prompt, and one section more compares the signals by which tokens may be chosen at one budget.
+Which thresholds a module has stands in conf/modules; only what makes a row this row is said here.
+
+Claims: the nine rows of the paper's Table 11 (reported.yaml). P.4 and the abstract report other numbers for the same quantity
+(conflicts.md #23); the legend quotes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quicksilver.report import ablation, provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.reported import reported
+from quicksilver.report.tables import Panel, Table
+
+PANELS = {
+    "all": "Protocol all: every position scored, causal modules only",
+    "continuation": "Protocol continuation: anything goes inside the prompt, the tokens after it are scored",
+}
+# module in conf/modules -> what the paper calls it; in the paper's order, which is also that of adding
+TECHNIQUES = {
+    "halting": "Token halting",
+    "kv_skipping": "KV skipping",
+    "fusion": "Token fusion",
+    "quantization": "Quantization",
+}
+# Alone, KV skipping cannot follow halting (2.2): it skips the half of the tokens that gets least attention (C.2).
+ALONE = {
+    "kv_skipping": (
+        "modules.kv_skipping.criterion=attention",
+        "modules.kv_skipping.skipped_share=0.5",
+        "modules.kv_skipping.min_depth=0.4",
+    )
+}
+# About 40% of the prompt's work, exactly the same for every signal: only which tokens halt differs.
+BUDGET = "halting_attention"
+SIGNALS = {
+    "attention": "least attention",
+    "drift": "least drift (paper)",
+    "position": "oldest",
+    "random": "random",
+}
+
+
+def rows() -> list[Row]:
+    """The rows of both panels, in printed order."""
+    return [row for panel in PANELS for row in _panel_rows(panel)]
+
+
+def _panel_rows(panel: str) -> Iterator[Row]:
+    protocol = f"protocol={panel}"
+    yield Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline")
+    for module, technique in TECHNIQUES.items():
+        key, overrides = f"isolated.{module}", (protocol, f"modules=[{module}]", *ALONE.get(module, ()))
+        yield Row(panel, "Isolated", key, technique, overrides, (module,), f"table11.{key}")
+    for count, (module, technique) in enumerate(TECHNIQUES.items(), start=1):
+        key, together = f"cumulative.{module}", tuple(TECHNIQUES)[:count]
+        overrides = (protocol, f"modules=[{','.join(together)}]")
+        yield Row(panel, "Cumulative", key, f"+ {technique}", overrides, together, f"table11.{key}")
+    if panel == "continuation":
+        section = "Halting about 40% of the prompt's work away, by which tokens halt"
+        for signal, technique in SIGNALS.items():
+            overrides = (protocol, f"modules=[{BUDGET}]", f"modules.halting.signal={signal}")
+            yield Row(panel, section, f"signal.{signal}", technique, overrides, (BUDGET,))
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Reported beside measured, a panel for each protocol."""
+    panels = []
+    for key, title in PANELS.items():
+        notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
+        panels.append(Panel(key, title, ablation.columns(prompt=key == "continuation"), notes))
+    frame = ablation.frame(outcomes)
+    title = "Table 11: combined ablation, reported beside measured"
+    return Table(name, title, frame, tuple(panels), (*ablation.legend(frame), _elsewhere()))
+
+
+def _elsewhere() -> str:
+    """The other numbers of the paper for its joint row."""
+    claims = [reported()[claim] for claim in ("table11.cumulative.quantization", "p4.joint", "abstract.joint")]
+    numbers = ", ".join(f"{claim.values['flops_saved_pct']:g}% ({claim.place})" for claim in claims)
+    return f"For the FLOPs that all four save together the paper has three numbers: {numbers}."

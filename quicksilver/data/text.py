@@ -1,0 +1,170 @@
+"""The text of a dataset: embedded, from local files, or streamed from the hub. Strings only; tokens are made in `windows.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+from quicksilver.data.python_docs import python_docs
+from quicksilver.data.spec import DatasetConfig, Part
+from quicksilver.models.hub import require_hub
+from quicksilver.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Text:
+    """One part of a dataset.
+
+    Attributes:
+        source: where it was read, for the record.
+        digest: sha256 of its UTF-8 bytes.
+    """
+
+    text: str
+    source: str
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None = None, cache: Path | None = None) -> Text:
+    """Read one part of a dataset: local files where they are, else the hub.
+
+    Args:
+        root: data.root, where relative files lie.
+        cache: folder that keeps what was streamed, so that a resumed run reads the same text without the network.
+
+    Raises:
+        ConfigError: no such part, a missing, empty or binary file, a hub that cannot be reached. The message names the offline
+            choices.
+    """
+    if config.reader == "pydoc":
+        if config.files.test or config.files.calibration or config.hub.id:
+            raise ConfigError(
+                "dataset.files and dataset.hub have no effect on python-docs, which CPython carries: use dataset=file."
+            )
+        return Text(python_docs(part), "pydoc_data.topics")
+    path = _local_path(config, part, root)
+    if path is not None and path.exists():
+        return Text(_read_file(config, part, path), str(path))
+    if config.hub.id is None:
+        raise ConfigError(_missing_file(config, part, path, root))
+    return _from_hub(config, part, path, cache)
+
+
+def _local_path(config: DatasetConfig, part: Part, root: Path | None) -> Path | None:
+    name = getattr(config.files, part)
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    return path if path.is_absolute() or root is None else root / path
+
+
+def _missing_file(config: DatasetConfig, part: Part, path: Path | None, root: Path | None) -> str:
+    key = f"dataset.files.{part}"
+    if path is None:
+        use = "to calibrate on" if part == "calibration" else "to score"
+        return f"dataset={config.name} has no text {use}: give {key}=/path/of/a/text."
+    if root is None and not path.is_absolute():
+        return (
+            f"dataset={config.name}: there is no file {path}. It is looked for below data.root, which is not set: give "
+            f"data.root=/folder "
+            f"(or QUICKSILVER_DATA), or {key}=/path/of/the/file."
+        )
+    return f"dataset={config.name}: there is no file {path}. Give another data.root=/folder, or {key}=/path/of/the/file."
+
+
+def _read_file(config: DatasetConfig, part: Part, path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"dataset={config.name}: {path} cannot be read: {error.strerror}.") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"dataset={config.name}: {path} is not UTF-8 text (byte {error.start}: {error.reason}). Convert it, or give a "
+            f"text file."
+        ) from error
+    if "\0" in text:
+        raise ConfigError(
+            f"dataset={config.name}: {path} is binary (a zero byte at character {text.index(chr(0))}). Give a text file."
+        )
+    if config.reader == "documents":
+        text = _join(_slice(config, part, _jsonl(path, text, config.hub.text_field)))
+    if not text.strip():
+        raise ConfigError(f"dataset={config.name}: {path} has no text in its {part} part.")
+    return text
+
+
+def _jsonl(path: Path, content: str, text_field: str) -> Iterator[str]:
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            document = json.loads(line)[text_field]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f'{path}, line {number}: not a json object with "{text_field}" ({type(error).__name__}: {error}).'
+            ) from error
+        yield document
+
+
+def _slice(config: DatasetConfig, part: Part, documents: Iterable[str]) -> Iterator[str]:
+    """The scored documents come first, the calibrating ones right after them."""
+    if part == "test":
+        return islice(documents, config.documents)
+    if config.documents is None or config.calibration_documents is None:
+        raise ConfigError(
+            f"dataset={config.name}: calibrating needs dataset.documents and dataset.calibration_documents, so that the "
+            f"parts are disjoint."
+        )
+    return islice(documents, config.documents, config.documents + config.calibration_documents)
+
+
+def _join(documents: Iterable[str]) -> str:
+    return "\n\n".join(documents)
+
+
+def _from_hub(config: DatasetConfig, part: Part, path: Path | None, cache: Path | None) -> Text:
+    hub = config.hub
+    split = getattr(hub, part)
+    source = f"hub:{hub.id}/{hub.config or 'default'}@{hub.revision or 'main'}:{split}"
+    wanted = json.dumps([asdict(hub), part, config.reader, config.documents, config.calibration_documents], sort_keys=True)
+    kept = cache / f"{hashlib.sha256(wanted.encode()).hexdigest()[:20]}.txt" if cache is not None else None
+    if kept is not None and kept.is_file():
+        return Text(kept.read_bytes().decode("utf-8"), source)
+    offline = [f"dataset.files.{part}=/path/of/a/local/file", "dataset=python-docs (embedded)"]
+    if path is not None:
+        offline.insert(0, f"data.root=/folder with {getattr(config.files, part)} in it (or QUICKSILVER_DATA)")
+    require_hub(f"dataset={config.name}", str(hub.id), "dataset", offline)
+    rows = _stream(config, split)
+    # The hub keeps WikiText without its blank lines' own content; the distributed file has " \n" there.
+    text = "".join(row or " \n" for row in rows) if config.reader == "lines" else _join(_slice(config, part, rows))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        new = kept.with_name(f".{kept.name}-{secrets.token_hex(4)}")
+        new.write_bytes(text.encode("utf-8"))
+        os.replace(new, kept)
+    return Text(text, source)
+
+
+def _stream(config: DatasetConfig, split: str) -> Iterator[str]:
+    import datasets
+
+    hub = config.hub
+    datasets.config.STREAMING_READ_MAX_RETRIES = 2  # the default keeps a person waiting for minutes
+    try:
+        stream = datasets.load_dataset(hub.id, hub.config, split=split, revision=hub.revision, streaming=True)
+        for row in stream:
+            yield row[hub.text_field]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"dataset={config.name}: {hub.id} cannot be streamed from the hub: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,27 @@
+"""The harness: configs, runs, records, statistics.
+
+`record`, `store` and `stats` read what is there with pandas and numpy alone; `compose` and `ensure` import Hydra and torch when
+called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HOMES = {
+    "compose": "config", "choices": "config", "RunConfig": "config",
+    "ensure": "run", "is_done": "run", "plan": "run", "Planned": "run", "Progress": "run",
+    "Record": "record", "load_record": "record", "record_frame": "record",
+    "Store": "store",
+    "PairedInterval": "stats", "paired_perplexity": "stats", "paired_records": "stats",
+}  # fmt: skip
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,148 @@
+"""Records: everything one run produced, as one directory that pandas alone can read.
+
+results/runs/<fingerprint>/
+    record.json         config, environment, protocol, all scalars with their units in the names
+    windows.parquet     per window: tokens, bytes, nll_nats, FLOPs …
+    trace.safetensors   every decision (absent in a dense record)
+    events.jsonl        what happened when
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from quicksilver.runtime.errors import ConfigError
+
+SCHEMA_VERSION = 1
+RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run, read only.
+
+    `record["ppl"]`, `record["latency_ms"]["median"]`, `record.get("null")`: the entries of record.json.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.data:
+            raise ConfigError(
+                f"{self.path / RECORD} has no entry {key!r}: it was not measured in this run "
+                f"(measure={self.config_name('measure')})."
+            )
+        return self.data[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.data.get(key, default)
+
+    def config_name(self, group: str) -> str:
+        return self.data["config"][group]["name"]
+
+    @property
+    def fingerprint(self) -> str:
+        return self.data["fingerprint"]
+
+    @property
+    def dense_fingerprint(self) -> str | None:
+        """The record every difference of this one is against; None: this is a dense record."""
+        return self.data["dense_fingerprint"]
+
+    @property
+    def trace_path(self) -> Path | None:
+        path = self.path / TRACE
+        return path if path.is_file() else None
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / EVENTS
+
+    @cached_property
+    def windows(self) -> pd.DataFrame:
+        """windows.parquet.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        path = self.path / WINDOWS
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != self.data["files"][WINDOWS]["sha256"]:
+            raise _corrupt(self.path, f"{WINDOWS} is not the file that was recorded")
+        return pd.read_parquet(path)
+
+
+def load_record(folder: Path | str) -> Record:
+    """Read one record directory.
+
+    Raises:
+        ConfigError: it is not a whole record of this schema; the message names the path and the remedy. Nothing is changed on
+            disk.
+    """
+    folder = Path(folder)
+    try:
+        data = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _corrupt(folder, f"it has no {RECORD}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _corrupt(folder, f"{RECORD} is damaged: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{folder / RECORD} cannot be read: {error.strerror}.") from error
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise _corrupt(folder, f"{RECORD} has no schema_version")
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{folder} is a record of schema {data['schema_version']} and this version of QuickSilver reads schema "
+            f"{SCHEMA_VERSION}. "
+            "Move that folder away to have the run made again, or read it with the version that wrote it."
+        )
+    missing = [key for key in ("fingerprint", "dense_fingerprint", "config", "files") if key not in data]
+    if missing:
+        raise _corrupt(folder, f"{RECORD} has no {missing[0]}")
+    if data["fingerprint"] != folder.name:
+        raise _corrupt(folder, f"{RECORD} belongs to the run {data['fingerprint']}")
+    for name, described in data["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != described["bytes"]:
+            raise _corrupt(folder, f"{name} is {'cut short or changed' if path.is_file() else 'missing'}")
+    return Record(folder, data)
+
+
+def _corrupt(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"{folder} is not a whole record: {why}. Move that folder away (or remove it) to have the run made again.")
+
+
+def record_frame(results_dir: Path | str) -> pd.DataFrame:
+    """All records below `results_dir`, one row each.
+
+    Nested entries are joined with dots (`latency_ms.median`, `config.model.name`), lists are left out. The index is the
+    fingerprint, rows are in order of their start.
+
+    Raises:
+        ConfigError: a directory there is not a whole record.
+    """
+    runs = Path(results_dir) / "runs"
+    folders = sorted(p for p in runs.iterdir() if p.is_dir() and not p.name.startswith(".")) if runs.is_dir() else []
+    rows = [dict(_flatten(load_record(folder).data)) for folder in folders]
+    if not rows:
+        return pd.DataFrame(index=pd.Index([], name="fingerprint"))
+    return pd.DataFrame(rows).sort_values("started", kind="stable").set_index("fingerprint")
+
+
+def _flatten(entries: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            flat += _flatten(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            flat.append((f"{prefix}{key}", value))
+    return flat

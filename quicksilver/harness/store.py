@@ -1,0 +1,236 @@
+"""Where records live, and why none of them is ever half written.
+
+A run writes into a hidden sibling, `runs/.new-<fingerprint>-…`, and renames it when everything is on disk: a directory without
+the dot is whole, whatever happened. Each hidden directory is locked (flock) by the process that writes it; the kernel drops the
+lock when that process dies, kill -9 included, so whoever finds an unlocked one may remove it. Two processes after the same
+fingerprint take turns; if both write it all the same (somebody removed the locks), the second rename fails and its writer keeps
+the first's record.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors import SafetensorError
+
+from quicksilver.harness.record import EVENTS, RECORD, Record, load_record
+from quicksilver.runtime.errors import QuickSilverError
+
+_OWNER = "owner.lock"
+_NEW = ".new-"
+
+
+class Draft:
+    """A record in the making: files are written below `folder`, what happens is appended to events.jsonl."""
+
+    def __init__(self, store: Store, folder: Path, fingerprint: str):
+        self._store, self.folder, self.fingerprint = store, folder, fingerprint
+
+    def event(self, what: str, **details: Any) -> None:
+        """Append a line to events.jsonl."""
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": what, **details}
+        with self._store.writing(), (self.folder / EVENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def write(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write one file of the record: `write` is given its path."""
+        with self._store.writing():
+            write(self.folder / name)
+
+
+class Store:
+    """The records below one results folder. Safe to use from several processes at once."""
+
+    def __init__(self, results_dir: Path | str):
+        self.root = Path(results_dir)
+        self.runs = self.root / "runs"
+
+    def path(self, fingerprint: str) -> Path:
+        return self.runs / fingerprint
+
+    def get(self, fingerprint: str) -> Record | None:
+        """The record of that fingerprint; None: it has not been made.
+
+        Raises:
+            ConfigError: something is there that is not a whole record of this schema.
+        """
+        return load_record(self.path(fingerprint)) if self.path(fingerprint).exists() else None
+
+    def dense_of(self, record: Record) -> Record:
+        """The dense record a record's differences are against (a dense record is its own).
+
+        Raises:
+            QuickSilverError: it is not there any more.
+        """
+        if record.dense_fingerprint is None:
+            return record
+        dense = self.get(record.dense_fingerprint)
+        if dense is None:
+            raise QuickSilverError(
+                f"{record.path} is compared with the dense record {self.path(record.dense_fingerprint)}, which is not there: "
+                f"run the same command again."
+            )
+        return dense
+
+    @contextmanager
+    def turn(self, fingerprint: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the right to make this record. Blocks while another process makes it; calls `waiting` once before it blocks."""
+        with self.writing():
+            self.root.joinpath("locks").mkdir(parents=True, exist_ok=True)
+            file = self.root.joinpath("locks", f"{fingerprint}.lock").open("w")
+        with file:
+            if not _lock(file, wait=False):
+                if waiting is not None:
+                    waiting()
+                _lock(file, wait=True)
+            try:
+                yield
+            finally:
+                _unlock(file)
+
+    @contextmanager
+    def draft(self, fingerprint: str) -> Iterator[Draft]:
+        """A directory to write a record into. It is removed when the block fails, and published by `publish`."""
+        with self.writing():
+            self.runs.mkdir(parents=True, exist_ok=True)
+            folder = self.runs / f"{_NEW}{fingerprint}-{os.getpid()}-{secrets.token_hex(4)}"
+            with self._store_lock():
+                folder.mkdir()
+                owner = (folder / _OWNER).open("w")
+                _lock(owner, wait=False)
+        try:
+            yield Draft(self, folder, fingerprint)
+        finally:
+            with owner:
+                _unlock(owner)
+            shutil.rmtree(folder, ignore_errors=True)  # gone already when it was published
+
+    def publish(self, draft: Draft, data: Mapping[str, Any]) -> Record:
+        """Write record.json and make the draft a record, in one rename. If another process was first, its record is returned.
+
+        Raises:
+            QuickSilverError: the disk is full, or the folder cannot be written.
+        """
+        with self.writing():
+            names = sorted(p.name for p in draft.folder.iterdir() if p.name != _OWNER)
+            files = {name: _describe(draft.folder / name) for name in names}
+            (draft.folder / RECORD).write_text(
+                json.dumps({**data, "files": files}, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
+            for name in (*names, RECORD):
+                _to_disk(draft.folder / name)
+            final = self.path(draft.fingerprint)
+            with self._store_lock():
+                (draft.folder / _OWNER).unlink()
+                try:
+                    os.rename(draft.folder, final)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+            _to_disk(self.runs)
+            return load_record(final)
+
+    def clean(self) -> list[str]:
+        """Remove what killed processes left behind; returns the names. Directories of living processes stay."""
+        if not self.runs.is_dir():
+            return []
+        removed = []
+        with self.writing(), self._store_lock():
+            for folder in sorted(self.runs.glob(f"{_NEW}*")):
+                if _abandoned(folder / _OWNER):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed.append(folder.name)
+            for path in sorted(self.root.glob("locks/*.lock")):
+                if _abandoned(path):
+                    path.unlink(missing_ok=True)
+        return removed
+
+    def write_json(self, relative: str, data: Any) -> Path:
+        """Write a small json file below the results folder in one rename (caches: digests, calibrations)."""
+        path = self.root / relative
+        with self.writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+            try:
+                new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+                os.replace(new, path)
+            finally:
+                new.unlink(missing_ok=True)
+        return path
+
+    @contextmanager
+    def _store_lock(self) -> Iterator[None]:
+        # Held for moments: making, publishing and removing drafts must not overlap, or a draft could be seen between its mkdir
+        # and its lock.
+        with (self.runs / ".lock").open("w") as file:
+            _lock(file, wait=True)
+            try:
+                yield
+            finally:
+                _unlock(file)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Writes below the results folder: what the disk refuses becomes one message.
+
+        Raises:
+            QuickSilverError: the disk is full, or the folder cannot be written.
+        """
+        try:
+            yield
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+            raise QuickSilverError(self._cannot_write(error)) from error
+
+    def _cannot_write(self, error: Exception) -> str:
+        number, filename = getattr(error, "errno", None), getattr(error, "filename", None)
+        kept = "Nothing of the unfinished run was kept; finished records are untouched."
+        if number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+            return f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
+        why = getattr(error, "strerror", None) or error
+        return f"{filename or self.root.absolute()} cannot be written: {why}. {kept} Choose another folder with results_dir=…"
+
+
+def _lock(file: IO[str], *, wait: bool) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(file: IO[str]) -> None:
+    # Closing alone would not do: a child forked meanwhile holds the same open file, and the lock with it.
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _abandoned(lock: Path) -> bool:
+    try:
+        with lock.open("r+") as file:
+            return _lock(file, wait=False)
+    except FileNotFoundError:
+        return True  # its writer died between two steps: living ones make and publish drafts under the store's lock
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _to_disk(path: Path) -> None:
+    # A rename may reach the disk before the data it publishes: without this, a power cut could leave a record of empty files.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,90 @@
+"""What a run shows on a terminal: a progress bar while it goes, a few lines when it is done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from quicksilver.harness.record import Record
+from quicksilver.harness.run import Progress
+from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr over all missing runs; nothing when stderr is not a terminal, or nothing has to run."""
+    bar: tqdm | None = None
+
+    def show(progress: Progress) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(
+                total=100.0, file=sys.stderr, disable=None, leave=False, bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+            )
+        bar.set_description_str(f"run {progress.run + 1}/{progress.runs} {progress.label}", refresh=False)
+        bar.set_postfix_str(progress.phase, refresh=False)
+        bar.update(100 * progress.fraction - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def summary(record: Record) -> str:
+    """What a person wants to know of one record; everything else is in its folder."""
+    data, protocol = record["data"], record["protocol"]
+    lines = [
+        f"{record['label']}  ({record['execution']}, {record['model']['dtype']}{', LOOKS AHEAD' if record['lookahead'] else ''})",
+        f"  text         {data['windows']} windows of {protocol['window_tokens']} tokens, {record['tokens']} scored, "
+        f"{data['form']} text",
+        f"  perplexity   {record['ppl']:.4g} per token{_per_byte(record)}",
+    ]
+    if record.dense_fingerprint is not None:
+        lines += _against_dense(record)
+    audit = record["audit"]
+    lines.append(
+        f"  audit        logits moved by {audit['max_abs_logit_difference']:.2g} of {audit['max_abs_logit']:.3g} at "
+        f"{audit['probes']} probes"
+    )
+    lines.append(f"  record       {record.path}")
+    return "\n".join(lines)
+
+
+def _per_byte(record: Record) -> str:
+    return "" if record["bits_per_byte"] is None else f", {record['bits_per_byte']:.4g} bits per byte"
+
+
+def _against_dense(record: Record) -> list[str]:
+    frame = record.windows
+    lines = [_difference("against dense", frame["nll_nats"], record)]
+    if record["null"] is not None:
+        lines.append(_difference("its null", frame["null_nll_nats"], record))
+    prefix = "prompt_" if record["protocol"]["name"] == "continuation" else ""
+    saved = {
+        name: 100 * (1 - record[f"{prefix}{name}_flops"] / record[f"dense_{prefix}{name}_flops"])
+        for name in ("executed", "nominal", "paper")
+    }
+    of = " of the prompt's" if prefix else ""
+    lines.append(f"  FLOPs saved  {', '.join(f'{name} {value:.1f}%' for name, value in saved.items())}{of}")
+    if record.get(f"{prefix}latency_ms") is not None:
+        ratio = record[f"{prefix}latency_ratio"]
+        lines.append(
+            f"  time saved   {100 * (1 - ratio['median']):.1f}%{of} (quartiles {100 * (1 - ratio['high']):.1f} to "
+            f"{100 * (1 - ratio['low']):.1f}; noise {record[f'{prefix}noise_floor_pct']:.1f}%)"
+        )
+    return lines
+
+
+def _difference(name: str, nats: object, record: Record) -> str:
+    frame = record.windows
+    if len(frame) < MIN_WINDOWS:
+        return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows)"
+    paired = paired_perplexity(nats, frame["tokens"], frame["dense_nll_nats"])  # type: ignore[arg-type]
+    return (
+        f"  {name:<12} {paired.relative_pct:+.2f}% perplexity [{paired.relative_pct_low:+.2f}, {paired.relative_pct_high:+.2f}]"
+    )

@@ -1,0 +1,1 @@
+"""Frozen models: embedded ones (`reference/`), local folders, hub ids."""

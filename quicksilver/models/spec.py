@@ -1,0 +1,35 @@
+"""What a model config says. Types of the keys below `model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from omegaconf import MISSING
+
+# ruff: noqa: UP045  OmegaConf 2.3 reads `Optional[str]`, not `str | None`
+
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION = ("sdpa", "eager")
+
+
+@dataclass
+class ModelConfig:
+    """Which frozen model.
+
+    Args:
+        name: label in records and tables.
+        path: `embedded:NAME` (shipped with the package), `data:FOLDER` (below data.root), a local folder, or a hub id. A hub id
+            is looked for as a folder `name` below data.root first.
+        revision: branch, tag or commit of a hub id; null: the hub's default branch.
+        dtype: float32 | bfloat16 | float16, of the weights and of the arithmetic.
+        device_map: `cpu`, `cuda:0` …, or `auto`: a GPU if there is one, several if the model needs them.
+        attn_implementation: what transformers calls its attention: `sdpa` or `eager`.
+    """
+
+    name: str = MISSING
+    path: str = MISSING
+    revision: Optional[str] = None
+    dtype: str = "float32"
+    device_map: str = "cpu"
+    attn_implementation: str = "sdpa"

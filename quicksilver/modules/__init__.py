@@ -1,0 +1,14 @@
+"""The mechanisms, each a dataclass in one file: what they decide, never how it is executed. A new one is a new file."""
+
+from quicksilver.modules.calibration import calibrate, calibrate_modules, calibrated
+from quicksilver.modules.controls import ExponentialDecay, RandomHalting, Replay, StaticDepth, perfect_exit, shuffled
+from quicksilver.modules.fusion import TokenFusion
+from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
+from quicksilver.modules.kv_skipping import KVSkipping
+from quicksilver.modules.signals import Signal, make_signal
+from quicksilver.modules.thresholds import Calibration
+
+__all__ = [
+    "PRESETS", "Calibration", "ExponentialDecay", "Halting", "HaltingPolicy", "KVSkipping", "RandomHalting", "Replay", "Signal",
+    "StaticDepth", "TokenFusion", "calibrate", "calibrate_modules", "calibrated", "make_signal", "perfect_exit", "shuffled",
+]  # fmt: skip

@@ -1,0 +1,73 @@
+"""Checks of options, and fractions of depth. Every message names the option, the value and what to give instead."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+
+from quicksilver.runtime.errors import ConfigError
+
+
+def number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
+    """`value` as a float.
+
+    Raises:
+        ConfigError: not a number (True and "0.1" are not), not finite, or outside [low, high].
+    """
+    wanted = "any finite number" if (low, high) == (-math.inf, math.inf) else f"a number from {low:g} to {high:g}"
+    if high == math.inf and low > -math.inf:
+        wanted = f"a finite number of at least {low:g}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name}={value!r} is not a number; give {wanted}.")
+    value = float(value)
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r} is not finite; give {wanted}.")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} is out of range; give {wanted}.")
+    return value
+
+
+def count(name: str, value: object, low: int = 0) -> int:
+    """`value` as an int of at least `low`; raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}.")
+    return int(value)
+
+
+def token_ids(name: str, value: object) -> tuple[int, ...]:
+    """A sequence of token ids; raises ConfigError."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{name}={value!r} must be a list of token ids, such as [50256].")
+    return tuple(count(f"{name}[{i}]", v) for i, v in enumerate(value))
+
+
+def choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raises ConfigError, with the nearest choice, when `value` is none of them."""
+    choices = list(choices)
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}.{hint}")
+
+
+def fractions(name: str, value: object) -> tuple[float, float]:
+    """Two fractions of depth, (first, last), in order; raises ConfigError."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ConfigError(f"{name}={value!r} must be two fractions of depth, such as [0.2, 0.8].")
+    first, last = (number(f"{name}[{i}]", v, 0.0, 1.0) for i, v in enumerate(value))
+    if first > last:
+        raise ConfigError(
+            f"{name}={list(value)!r} is empty: its first fraction is above its last. Give them in order, such as [0.2, 0.8]."
+        )
+    return first, last
+
+
+def layer_after(fraction: float, n_layers: int) -> int:
+    """Index of the layer after which `fraction` of the depth has been gone through; at least one layer always has.
+
+    >>> layer_after(0.2, 30), layer_after(0.8, 30), layer_after(0.0, 30)
+    (5, 23, 0)
+    """
+    return max(0, math.floor(fraction * n_layers + 0.5) - 1)

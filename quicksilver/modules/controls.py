@@ -1,0 +1,366 @@
+"""Nulls and oracles: what a way of halting must be compared with (DESIGN §4).
+
+Many nulls are `Halting` with another signal: at random or by position at an exact rate is `Halting(rule="capacity",
+signal="random")` and `signal="position"`. Here is what that does not cover.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from quicksilver.modules.checks import choice, count, number
+from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
+from quicksilver.modules.signals import Random
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.engine import apply
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.precision import PrecisionExecutor
+from quicksilver.runtime.state import MISSING_KV, CacheView, Fusion, LayerView, MissingKV, Precision, TokenState
+from quicksilver.runtime.trace import PassTrace, Trace
+
+
+@dataclass(kw_only=True)
+class RandomHalting(HaltingPolicy):
+    """Each token halts after each layer of the window with probability `rate`, whatever it is: the causal null.
+
+    The draw is a hash of (seed, layer, slot, token id): the same alone, in a batch, in prefill and in decoding.
+    """
+
+    rate: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        number("rate", self.rate, 0.0, 1.0)
+        self._random = Random(self.seed)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return True
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        return eligible & (self._random(view, tokens, eligible) < self.rate)
+
+
+@dataclass(kw_only=True)
+class StaticDepth(HaltingPolicy):
+    """Every token stops after the same `depth`, a fraction of the layers: early exit without looking. Causal."""
+
+    depth: float = 0.5
+
+    def __post_init__(self) -> None:
+        number("depth", self.depth, 0.0, 1.0)
+        self.window = (self.depth, 1.0)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return True
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        return eligible
+
+
+@dataclass(kw_only=True)
+class ExponentialDecay(HaltingPolicy):
+    """Random tokens halt so that N·exp(−alpha·ℓ) are active in layer ℓ, counted from 0 (App. J: alpha from 0.05 to 0.1).
+
+    Args:
+        alpha: per layer.
+        even: every row keeps exactly that many (non-causal). False: each token halts with probability 1 − exp(−alpha) after each
+            layer, so that rows are uneven (causal).
+        seed: of the draw.
+        window: from which depth on, and up to which.
+    """
+
+    alpha: float = 0.07
+    even: bool = True
+    seed: int = 0
+    window: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        number("alpha", self.alpha, 0.0)
+        self._random = Random(self.seed)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return not self.even
+
+    def bind(self, architecture: Architecture) -> None:
+        super().bind(architecture)
+        self._halted_shares = halted_shares(
+            "exponential", self.first_layer, self.last_layer, architecture.n_layers, 0.0, self.alpha
+        )
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        draw = self._random(view, tokens, eligible)
+        if self.even:
+            return fill_up(view, tokens, eligible, draw, self._halted_shares[view.layer])
+        return eligible & (draw < 1 - math.exp(-self.alpha))
+
+
+@dataclass
+class Replay(RuntimeModule):
+    """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (DESIGN §4).
+
+    Give the model the same batches in the same order, without `run.reset()` in between. The decisions are made already, so a
+    replay acts in every pass and counts as causal: whether the *trace* looked ahead is for whoever made it to know.
+
+    Args:
+        trace: what to repeat.
+        first_pass: the trace's pass that stands for the run's first.
+        like: the modules that made the trace, for what a trace does not hold: who executes bit-widths, and whether super-tokens
+            draw attention in proportion to their size. They are not asked to decide.
+
+    Raises:
+        ConfigError: a trace of a model with other depth, or with bit-widths that nobody in `like` executes; in a pass that the
+            trace lacks, or that has other rows or tokens.
+    """
+
+    trace: Trace
+    first_pass: int = 0
+    like: Sequence[RuntimeModule] = ()
+    priority: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        count("first_pass", self.first_pass)
+        decided = {layer for p in self.trace.passes for layer in torch.cat([p.halt_layer[p.valid], p.kv_layer[p.valid]]).tolist()}
+        events = {f.layer for p in self.trace.passes for f in p.fusions} | {
+            q.layer for p in self.trace.passes for q in p.precisions
+        }
+        self._layers = decided - {self.trace.n_layers - 1} | events
+        self._loaded: int | None = None
+
+    @property
+    def copies_kv(self) -> bool:
+        copied = MISSING_KV.index("copy")
+        return any(bool(((p.halted_kv == copied) & _halted(p)).any()) for p in self.trace.passes)
+
+    @property
+    def proportional_attention(self) -> bool:
+        return any(module.proportional_attention for module in self.like)
+
+    @property
+    def merges_cache(self) -> bool:
+        return any(p.merges for p in self.trace.passes)
+
+    @property
+    def precision(self) -> PrecisionExecutor | None:
+        return next((module.precision for module in self.like if module.precision is not None), None)
+
+    def bind(self, architecture: Architecture) -> None:
+        if self.trace.n_layers != architecture.n_layers:
+            raise ConfigError(
+                f"The trace is of a model with {self.trace.n_layers} layers and this one has {architecture.n_layers}: "
+                "replay it on the model it was made with."
+            )
+        if self.precision is None and any(p.precisions for p in self.trace.passes):
+            raise ConfigError("The trace holds tokens at fewer bits: give Replay(trace, like=modules) the module that did.")
+        self._loaded = None
+
+    def acts_at(self, layer: int) -> bool:
+        return layer in self._layers
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if self._loaded != view.pass_index:
+            self._load(view)
+        # Fusion goes first, whatever came first in the run: who halts here was not fused here, but a target may halt right after.
+        for fusion in (f for f in self._pass.fusions if f.layer == view.layer):
+            columns = torch.arange(view.index.shape[1], device=view.index.device).expand_as(view.index)
+            in_view = torch.zeros_like(fusion.into).scatter(1, view.index, columns)  # (B, N): column of the pass -> of the view
+            tokens.fuse(in_view.gather(1, fusion.into.gather(1, view.index)), fusion.weight.gather(1, view.index))
+        here = self._pass.halt_layer.gather(1, view.index) == view.layer
+        how = self._how.gather(1, view.index)
+        for code in self._codes:
+            mode, resume_layers = divmod(code, self.trace.n_layers + 1)
+            tokens.halt(here & (how == code), missing_kv=MISSING_KV[mode], resume_layers=resume_layers)
+        tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
+        for precision in (p for p in self._pass.precisions if p.layer == view.layer):
+            said = precision.bits.gather(1, view.index)
+            for bits in set(precision.bits.unique().tolist()) - {0}:
+                tokens.set_bits(said == bits, bits)
+
+    def merge_cache(self, view: CacheView) -> torch.Tensor | None:
+        here = [merge.into for merge in self._find(view.pass_index).merges if merge.layer == view.layer]
+        if not here:
+            return None
+        into = here[0].to(view.slots.device)
+        for later in here[1:]:
+            into = later.to(into.device).gather(1, into)
+        columns = torch.arange(view.slots.shape[1], device=view.slots.device).expand_as(view.slots)
+        # From slots to the columns of this cache; what is no entry is written to a column of its own.
+        at = torch.where(view.present, view.slots, into.shape[1])
+        column_of = into.new_zeros(into.shape[0], into.shape[1] + 1).scatter(1, at, columns)
+        target = column_of.gather(1, into.gather(1, view.slots.clamp(0, into.shape[1] - 1)))
+        return torch.where(view.present, target, columns)
+
+    def _find(self, pass_index: int) -> PassTrace:
+        number_in_trace = self.first_pass + pass_index
+        if number_in_trace >= len(self.trace.passes):
+            raise ConfigError(
+                f"The trace has {len(self.trace.passes)} passes and this would be number {number_in_trace + 1}: "
+                "replay the same batches in the same order."
+            )
+        return self.trace.passes[number_in_trace]
+
+    def _load(self, view: LayerView) -> None:
+        p = self._find(view.pass_index)
+        expected, found = p.valid.sum(1).tolist(), view.n_tokens[:, 0].tolist()
+        if expected != found:
+            raise ConfigError(
+                f"Pass {self.first_pass + view.pass_index + 1} of the trace has rows of {expected} tokens and the model was "
+                f"given {found}: replay the same batches in the same order."
+            )
+        self._pass = _on(p, view.index.device)
+        # How a token is held while halted, as one number: missing_kv and resume_layers.
+        self._how = self._pass.halted_kv.long() * (p.n_layers + 1) + (p.n_layers - self._pass.resume_layer.long())
+        self._codes = self._how[_halted(self._pass)].unique().tolist()
+        self._loaded = view.pass_index
+
+
+def _on(p: PassTrace, device: torch.device) -> PassTrace:
+    tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(p).items() if isinstance(x, torch.Tensor)}
+    fusions = tuple(Fusion(f.layer, f.into.to(device), f.weight.to(device)) for f in p.fusions)
+    precisions = tuple(Precision(q.layer, q.bits.to(device)) for q in p.precisions)
+    return dataclasses.replace(p, **tensors, fusions=fusions, precisions=precisions)
+
+
+def _halted(p: PassTrace) -> torch.Tensor:
+    """(B, N) bool: real tokens that halted at some layer."""
+    return p.valid & (p.halt_layer < p.n_layers - 1)
+
+
+def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int = 1) -> Trace:
+    """The same decisions on other tokens: the null at exactly the trace's budget, per layer and row.
+
+    In each pass and row the decisions (halting depth, what is kept of it, resumption, K/V, fusion, bits) are permuted, each
+    token's together, among the real tokens that are not protected; protected ones keep their own. A token that is to be merged
+    away goes into the next one to its right that goes on, weighted by size; where none does, it goes on itself. Where a pass is
+    a single token nothing changes.
+
+    Args:
+        seed: of the permutations.
+        protect_first: attention sinks, which `KVSkipping` spares by default: a null that dropped them would lose for that alone.
+        protect_last: the last tokens of a prompt, of which `Halting` spares one when it looks at the whole prompt.
+
+    Raises:
+        ConfigError: a trace in which K/V entries were merged while decoding.
+    """
+    count("protect_first", protect_first)
+    count("protect_last", protect_last)
+    generator = torch.Generator().manual_seed(seed)
+    passes = []
+    for p in (p.cpu() for p in trace.passes):
+        if p.merges:
+            raise ConfigError(
+                "A trace in which K/V entries were merged while decoding cannot be shuffled: run with decode_every=0, or compare "
+                "with criterion='random'."
+            )
+        nth = p.valid.long().cumsum(1)  # 1 = the row's first token of this pass
+        protected = p.first_column + nth <= protect_first
+        if p.first_column == 0 and p.valid.shape[1] > 1:  # a prompt; elsewhere no token is known to be the last
+            protected |= nth > p.valid.sum(1, keepdim=True) - protect_last
+        free = p.valid & ~protected
+        draw = torch.rand(free.shape, generator=generator).masked_fill(~free, 2.0)
+        source = draw.argsort(dim=1, stable=True)
+        target = (~free).to(torch.uint8).argsort(dim=1, stable=True)
+
+        def permuted(x: torch.Tensor, source: torch.Tensor = source, target: torch.Tensor = target) -> torch.Tensor:
+            return x.scatter(1, target, x.gather(1, source))
+
+        moved: dict[str, Any] = {
+            name: permuted(getattr(p, name)) for name in ("halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
+        }
+        precisions = tuple(Precision(event.layer, permuted(event.bits)) for event in p.precisions)
+        passes.append(_fused_again(dataclasses.replace(p, **moved, precisions=precisions)))
+    return Trace(trace.n_layers, passes)
+
+
+def _fused_again(p: PassTrace) -> PassTrace:
+    """`p` with the fusions that its `fused_layer` asks for."""
+    n = p.valid.shape[1]
+    columns = torch.arange(n).expand(p.valid.shape)
+    fused_layer, size, fusions = p.fused_layer, torch.ones(p.valid.shape), []
+    for layer in sorted({fusion.layer for fusion in p.fusions}):
+        goes_on = p.valid & (p.halt_layer > layer) & (fused_layer > layer)
+        target = torch.where(goes_on, columns, n).flip(1).cummin(1).values.flip(1)
+        leaves = p.valid & (fused_layer == layer)
+        fused_layer = fused_layer.masked_fill(leaves & (target == n), p.n_layers - 1)
+        into = torch.where(leaves & (target < n), target, columns)
+        fusions.append(Fusion(layer, into, size))
+        size = torch.zeros_like(size).scatter_add(1, into, size)
+    return dataclasses.replace(p, fused_layer=fused_layer, fusions=tuple(fusions))
+
+
+@dataclass
+class _LensPrediction(RuntimeModule):
+    """Decides nothing: notes by layer which columns of the pass the logit lens predicts what for: (index, predicted), (B, M)."""
+
+    noted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        predicted = torch.full_like(view.index, -1)
+        for row in range(view.slots.shape[0]):  # row by row: the logits of a whole batch are gigabytes
+            mask = torch.zeros_like(tokens.active)
+            mask[row] = tokens.active[row]
+            predicted[mask] = view.logits(mask).argmax(-1)
+        self.noted[view.layer] = view.index, predicted
+
+
+@torch.inference_mode()
+def perfect_exit(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    missing_kv: MissingKV = "project",
+    pass_tokens: Sequence[int] | None = None,
+) -> Trace:
+    """An oracle, as a trace for `Replay`: each token halts after the earliest layer whose prediction is the last layer's.
+
+    One dense run; the prediction of a layer is the largest logit of its logit lens. It knows what it saves, so it bounds what a
+    signal can.
+
+    Args:
+        input_ids: (B, N) long; attention_mask: (B, N), 0 for padding.
+        missing_kv: what later layers see of a halted token.
+        pass_tokens: columns of each pass the trace is to be replayed in, such as (448, 64) for a prompt and its continuation;
+            None: one pass.
+
+    Raises:
+        ConfigError: `pass_tokens` that do not add up to N.
+    """
+    choice("missing_kv", missing_kv, MISSING_KV)
+    pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)
+    if sum(pass_tokens) != input_ids.shape[1]:
+        raise ConfigError(
+            f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, and there are {input_ids.shape[1]} columns of input."
+        )
+    lens = _LensPrediction()
+    with apply(model, [lens]) as run:
+        final = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits.argmax(-1)
+        (dense,) = run.trace.passes
+    halt_layer = dense.halt_layer
+    for layer in sorted(lens.noted, reverse=True):
+        index, predicted = lens.noted[layer]
+        same = torch.zeros_like(final, dtype=torch.bool).scatter(1, index, predicted == final.gather(1, index)).cpu()
+        halt_layer = torch.where(same & dense.valid, layer, halt_layer).to(torch.int16)
+    halted_kv = torch.where(halt_layer < dense.n_layers - 1, MISSING_KV.index(missing_kv), dense.halted_kv).to(torch.uint8)
+    exits = dataclasses.replace(dense, halt_layer=halt_layer, halted_kv=halted_kv)
+    passes, first = [], 0
+    for n in pass_tokens:
+        columns: dict[str, Any] = {
+            name: x[:, first : first + n] for name, x in vars(exits).items() if isinstance(x, torch.Tensor)
+        }
+        passes.append(dataclasses.replace(exits, first_column=first, **columns))
+        first += n
+    return Trace(exits.n_layers, passes)

@@ -1,0 +1,515 @@
+"""Contextual Token Fusion: which neighbours are carried on as one super-token (paper 2.3, App. D, I)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+
+from quicksilver.modules.checks import choice, count, layer_after, number, token_ids
+from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
+from quicksilver.modules.signals import Random, Signal, _mix, lowest, share_of
+from quicksilver.modules.thresholds import Calibration, Thresholds, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.state import CacheView, LayerView, TokenState
+
+DISTANCES = ("l2", "relative", "cosine")
+RULES = ("threshold", "capacity")
+
+
+@dataclass(frozen=True)
+class NeighbourDistance(Signal):
+    """How far a token's state is from that of its left neighbour, +inf where it has none (D.2).
+
+    `l2`: ‖h_t − h_u‖₂ in state units (the paper's); `relative`: over the mean of the two norms; `cosine`: 1 − cos(h_t, h_u), 0
+    to 2.
+    """
+
+    kind: Literal["l2", "relative", "cosine"] = "l2"
+    name: ClassVar[str] = "neighbour"
+
+    def __post_init__(self) -> None:
+        choice("neighbour", self.kind, DISTANCES)
+
+    @property
+    def key(self) -> str:
+        return f"neighbour-{self.kind}"
+
+    def states(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        """What is compared: (B, M, D)."""
+        return view.after
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        neighbour = tokens.left_neighbour()
+        states = self.states(view, tokens)
+        distance = apart(states, states.gather(1, neighbour[..., None].expand_as(states)), self.kind)
+        return distance.masked_fill(neighbour == _columns(neighbour), math.inf)
+
+    def pairs(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        """The distance of any two tokens: (B, M, M) float32."""
+        return all_apart(self.states(view, tokens), self.kind)
+
+
+@dataclass(frozen=True)
+class ContextDivergence(NeighbourDistance):
+    """δ_ctx of D.8: the distance between the contexts of a token and of its left neighbour.
+
+    A context is the mean state of the `window` active tokens around (conflicts.md #17: the model's own states, no sentence
+    encoder). Looks ahead by half a window.
+    """
+
+    window: int = 32
+    name: ClassVar[str] = "context"
+    causal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count("context_window", self.window, 1)
+
+    @property
+    def key(self) -> str:
+        return f"context-{self.kind}-{self.window}"
+
+    def states(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        order, active = _packed(tokens.active)
+        # Sums of everything so far: in float32 their differences would lose what is to be compared.
+        states = view.after.double().gather(1, order[..., None].expand_as(view.after)) * active[..., None]
+        so_far = F.pad(states.cumsum(1), (0, 0, 1, 0))  # (B, M + 1, D)
+        place = _columns(order)
+        first = (place - self.window // 2).clamp(min=0)
+        behind = torch.minimum(first + self.window, active.sum(1, keepdim=True)).clamp(min=1)
+        first = torch.minimum(first, behind - 1)
+        index = torch.stack([first, behind])[..., None].expand(-1, -1, -1, states.shape[-1])
+        mean = (so_far.gather(1, index[1]) - so_far.gather(1, index[0])) / (behind - first)[..., None]
+        return torch.zeros_like(mean).scatter(1, order[..., None].expand_as(mean), mean).float()
+
+
+@dataclass(kw_only=True)
+class TokenFusion(RuntimeModule):
+    """Carry neighbours whose states are close on as one super-token, in the slot of the last of them (paper 2.3, App. D, I).
+
+    Neighbours are consecutive tokens of the sequence: one that halted separates those beside it (D.6), one that was merged away
+    does not. `threshold`, the paper's: neighbours closer than `tau_fuse` fuse, several at once where each is close to the next.
+    `capacity`: in every row exactly the k closest pairs, k a share of the row's own real tokens (fewer only where the exemptions
+    and `max_group` leave fewer): shapes do not depend on the data. A later fusion layer fuses super-tokens again.
+
+    What t becomes depends on what follows it, so fusion acts in prompts only (docs/fusion-and-causality.md). A sliding window
+    sees a super-token as long as it reaches its slot, that of its last part.
+
+    Its null at the same budget is `criterion="random"`: random neighbours.
+
+    Args:
+        rule: None: `threshold` when `tau_fuse` is given, else `capacity`, which needs no calibration.
+        tau_fuse: a number, one per layer, or a percentile of the distances between neighbours such as "p15" (D.3).
+        criterion: `l2`, `relative`, `cosine`: see `NeighbourDistance`. `random`: a hash of seed, layer, slot and token id in
+            [0, 1), so that under `threshold` each pair fuses with probability `tau_fuse`.
+        fused_share: for `capacity`: share of a row's real tokens merged away, over all fusion layers together, in equal steps.
+        start: fraction of the layers gone through before tokens fuse (conflicts.md #12).
+        every: fuse again every so many layers from there on; 0: once.
+        max_group: original tokens a super-token may stand for; None: any number.
+        merge: a super-token's state is the mean of its parts, weighted by the original tokens in each (`size`), plain (`mean`,
+            D.2), or weighted by the attention each gets from the last `attention_queries` tokens (`attention`, I.3; None: from
+            all).
+        proportional: a super-token draws attention as all its original tokens would: log size is added to its scores (ToMe,
+            arXiv 2210.09461). Needs a mask, so that the causal kernel is no longer used.
+        first: which mechanism chooses first at a layer (conflicts.md #16): `halting` (2.4), or `fusion` (Table 6).
+        exempt_ids, exempt_mask: tokens that are never fused, by id, or by slot: a bool tensor (S,) or (B, S).
+        anchors: sequences of token ids, such as those of "Question:"; their tokens are never fused (2.3).
+        token_counts: how often each token id occurs in some corpus, V numbers or a JSON file of them.
+        rare_below: tokens that occur less often than this are never fused (2.3 "rare entities").
+        protect_first: nor are the first tokens, the attention sinks (arXiv 2309.17453).
+        protect_last: nor the last tokens of a prompt: the very last one's logits predict what follows.
+        tau_attention: 2.3: any two tokens, neighbours or not, fuse too when they are closer than `tau_fuse` and the cosine of the
+            later one's query and the earlier one's key, all heads joined and positions left out, is above this; -1 to 1. Of
+            this layer: the mean over all L of the paper would run the layers above first. In pairs. For `threshold`.
+        tau_context: δ_ctx (D.8): only tokens whose contexts (see `ContextDivergence`) are closer than this fuse; as `tau_fuse`.
+        context_window: tokens a context is the mean of.
+        decode_every: after every so many tokens that follow the prompt, K/V entries that came since are merged in the layers
+            above `start`: the `fused_share` of neighbours whose keys are closest, into the mean by size. An entry has a slot and
+            no token id, so of the exemptions only `protect_first` and `protect_last` (the newest tokens) hold there. 0: never.
+        calibration: a `Calibration` or the path of one; percentiles need it.
+        seed: of `random`.
+        lookahead: fuse outside prompts too, the paper's variant, which leaks; every number it touches is marked.
+
+    Raises:
+        ConfigError: an option out of range; by `bind`, options that leave no layer to fuse in; in a run, a `max_group` larger
+            than the prompt.
+    """
+
+    rule: Literal["threshold", "capacity"] | None = None
+    tau_fuse: Thresholds | None = None
+    criterion: Literal["l2", "relative", "cosine", "random"] = "l2"
+    fused_share: float = 0.3
+    start: float = 0.4
+    every: int = 0
+    max_group: int | None = None
+    merge: Literal["size", "mean", "attention"] = "size"
+    attention_queries: int | None = 16
+    proportional: bool = False
+    first: Literal["halting", "fusion"] = "halting"
+    exempt_ids: Sequence[int] = ()
+    exempt_mask: torch.Tensor | None = None
+    anchors: Sequence[Sequence[int]] = ()
+    token_counts: Sequence[int] | torch.Tensor | Path | str | None = None
+    rare_below: int = 0
+    protect_first: int = 4
+    protect_last: int = 1
+    tau_attention: float | None = None
+    tau_context: Thresholds | None = None
+    context_window: int = 32
+    decode_every: int = 0
+    calibration: Calibration | Path | str | None = None
+    seed: int = 0
+    lookahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rule is None:
+            self.rule = "capacity" if self.tau_fuse is None else "threshold"
+        choice("rule", self.rule, RULES)
+        choice("criterion", self.criterion, (*DISTANCES, "random"))
+        choice("merge", self.merge, ("size", "mean", "attention"))
+        choice("first", self.first, ("halting", "fusion"))
+        number("start", self.start, 0.0, 1.0)
+        number("fused_share", self.fused_share, 0.0, 1.0)
+        for name in ("every", "rare_below", "protect_first", "protect_last", "decode_every", "seed"):
+            count(name, getattr(self, name))
+        if self.attention_queries is not None:
+            count("attention_queries", self.attention_queries, 1)
+        self.exempt_ids = token_ids("exempt_ids", self.exempt_ids)
+        check_mask("exempt_mask", self.exempt_mask)
+        self.anchors = _anchors(self.anchors)
+        self._counts = _counts(self.token_counts, self.rare_below)
+        self._check_rule()
+        kind = "l2" if self.criterion == "random" else self.criterion
+        self._distance, self._context = NeighbourDistance(kind), ContextDivergence(kind, self.context_window)
+        self._random = Random(self.seed)
+
+    def _check_rule(self) -> None:
+        for name, tau in (("tau_fuse", self.tau_fuse), ("tau_context", self.tau_context)):
+            if tau is not None:
+                check_thresholds(name, tau)
+        if self.rule == "threshold":
+            if self.tau_fuse is None:
+                raise ConfigError("rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'.")
+            if self.criterion == "random" and is_percentile(self.tau_fuse):
+                raise ConfigError(
+                    f"criterion='random' draws numbers from 0 to 1, and tau_fuse={self.tau_fuse!r} is a percentile of measured "
+                    "distances: give the probability as a number, or rule='capacity'."
+                )
+        if self.tau_attention is not None:
+            number("tau_attention", self.tau_attention, -1.0, 1.0)
+            if self.rule == "capacity" or self.criterion == "random":
+                raise ConfigError(
+                    f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse, and has no meaning with "
+                    f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
+                )
+        if self.max_group is not None:
+            count("max_group", self.max_group, 2)
+            if self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
+                raise ConfigError(
+                    f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group} tokens: "
+                    f"give at most {1 - 1 / self.max_group:.3g}, or a larger max_group."
+                )
+
+    @property
+    def priority(self) -> int:  # type: ignore[override]
+        """Halting is at 10 and KV skipping, which asks what has just halted, at 20."""
+        return 30 if self.first == "halting" else 5
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def proportional_attention(self) -> bool:
+        return self.proportional
+
+    @property
+    def merges_cache(self) -> bool:
+        return self.decode_every > 0
+
+    @property
+    def calibration_signals(self) -> list[Signal]:
+        """What a percentile is asked of while there is no calibration."""
+        asked: list[tuple[Signal, Thresholds | None]] = [(self._context, self.tau_context)]
+        if self.rule == "threshold":
+            asked.append((self._distance, self.tau_fuse))
+        return [] if self.calibration is not None else [signal for signal, tau in asked if is_percentile(tau)]
+
+    def bind(self, architecture: Architecture) -> None:
+        n_layers = architecture.n_layers
+        first = layer_after(self.start, n_layers)
+        self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)
+        if first >= n_layers - 1:
+            raise ConfigError(
+                f"start={self.start!r} leaves no layer to save anything in: the model has {n_layers} layers. "
+                "Give a smaller fraction."
+            )
+        self._architecture = architecture
+
+        def resolve(name: str, tau: Thresholds | None, key: str) -> list[float] | None:
+            return None if tau is None else resolve_thresholds(name, tau, architecture, self.calibration, key)
+
+        self._tau_fuse = resolve("tau_fuse", self.tau_fuse, self._distance.key) if self.rule == "threshold" else None
+        self._tau_context = resolve("tau_context", self.tau_context, self._context.key)
+
+    def acts_at(self, layer: int) -> bool:
+        return layer in self.layers
+
+    def wants_attention(self, layer: int) -> bool:
+        return self.merge == "attention" and self.acts_at(layer)
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if view.slots.shape[1] < 2:
+            return
+        self._check_group(view)
+        spared = self._exempt(view)
+        neighbour = tokens.left_neighbour()
+        distance = self._distances(view, tokens)
+        eligible = (neighbour != _columns(neighbour)) & ~spared & ~spared.gather(1, neighbour)
+        if self._tau_context is not None:
+            eligible &= self._context(view, tokens) < self._tau_context[view.layer]
+        k = None
+        if self._tau_fuse is not None:
+            eligible &= distance < self._tau_fuse[view.layer]
+        else:
+            step, steps = self.layers.index(view.layer), len(self.layers)
+            so_far, then = (share_of(view.n_tokens, self.fused_share * done / steps) for done in (step, step + 1))
+            k = then - so_far
+        into = group_closest(distance.masked_fill(~eligible, math.inf), tokens.active, tokens.size, self.max_group, k)
+        if self.tau_attention is not None:
+            into = self._pair_by_attention(view, tokens, into, spared)
+        if bool((into != _columns(into)).any()):
+            tokens.fuse(into, self._weights(view, tokens))
+
+    def _check_group(self, view: LayerView) -> None:
+        if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
+            raise ConfigError(
+                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: "
+                f"give at most {longest}, or null for groups of any size."
+            )
+
+    def _distances(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        """Of each token and its left neighbour: (B, M)."""
+        return self._random(view, tokens) if self.criterion == "random" else self._distance(view, tokens)
+
+    def _weights(self, view: LayerView, tokens: TokenState) -> torch.Tensor | None:
+        if self.merge == "attention":
+            received = view.attention_received(self.attention_queries)
+            return received.clamp_min(torch.finfo(torch.float32).tiny ** 0.5)  # parts that nobody looks at share alike
+        return torch.ones_like(tokens.size) if self.merge == "mean" else None
+
+    def _exempt(self, view: LayerView) -> torch.Tensor:
+        """(B, M) bool: never fused."""
+        spared = by_place(view, self.protect_first, self.protect_last)
+        spared |= by_id("exempt_ids", view, self.exempt_ids) | by_slot("exempt_mask", view, self.exempt_mask)
+        if self.anchors or self._counts is not None:
+            if view.input_ids is None or view.pass_ids is None:
+                raise ConfigError(
+                    "anchors and token_counts select by token id, but the model was given embeddings: call it with input_ids, or "
+                    "use exempt_mask."
+                )
+            if self.anchors:
+                spared |= occurrences(view.pass_ids, self.anchors).gather(1, view.index)
+            if self._counts is not None:
+                if len(self._counts) < self._architecture.vocab_size:
+                    raise ConfigError(
+                        f"token_counts has {len(self._counts)} numbers and the vocabulary {self._architecture.vocab_size} "
+                        "tokens: count with the model's own tokenizer, one number per id."
+                    )
+                spared |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
+        return spared
+
+    def _pair_by_attention(self, view: LayerView, tokens: TokenState, into: torch.Tensor, spared: torch.Tensor) -> torch.Tensor:
+        """`into` with further pairs, of tokens that no group has yet: two that are each other's closest, by 2.3."""
+        assert self._tau_fuse is not None
+        assert self.tau_attention is not None
+        columns = _columns(into)
+        grouped = (into != columns).scatter_reduce(1, into, into != columns, "amax")
+        free = tokens.active & ~spared & ~grouped
+        fits = free[:, :, None] & free[:, None, :] & (view.slots[:, :, None] > view.slots[:, None, :])  # later, earlier
+        if self.max_group is not None:
+            fits &= tokens.size[:, :, None] + tokens.size[:, None, :] <= self.max_group
+        distance = self._distance.pairs(view, tokens)
+        view.add_signal_flops(2 * distance.numel() * self._architecture.width)
+        fits &= (distance < self._tau_fuse[view.layer]) & (self._alignment(view) > self.tau_attention)
+        if self._tau_context is not None:
+            view.add_signal_flops(2 * distance.numel() * self._architecture.width)
+            fits &= self._context.pairs(view, tokens) < self._tau_context[view.layer]
+        distance = distance.masked_fill(~fits, math.inf)
+        either_way = torch.minimum(distance, distance.transpose(1, 2))
+        closest = either_way.min(-1)
+        mutual = closest.values.isfinite() & (closest.indices.gather(1, closest.indices) == columns)
+        return torch.where(mutual & (view.slots < view.slots.gather(1, closest.indices)), closest.indices, into)
+
+    def _alignment(self, view: LayerView) -> torch.Tensor:
+        """Cosine of each token's query with each token's key in this layer, heads joined: (B, M queries, M keys) float32."""
+        arch = self._architecture
+        queries = arch.project_q(view.layer, view.before, None)
+        keys = arch.project_kv(view.layer, view.before, None)[0].repeat_interleave(arch.n_heads // arch.n_kv_heads, dim=1)
+        width = arch.n_heads * arch.head_dim
+        # GPT-NeoX computes q, k and v together, whatever is asked of it.
+        weights = 6 * width * arch.width if arch.family == "gpt_neox" else width * arch.width + arch.kv_params_per_layer
+        batch, m = view.slots.shape
+        view.add_signal_flops(2 * batch * m * (weights + m * width))
+        q, k = (F.normalize(x.transpose(1, 2).flatten(2).float(), dim=-1) for x in (queries, keys))
+        return q @ k.transpose(1, 2)
+
+    def merge_cache(self, view: CacheView) -> torch.Tensor | None:
+        if view.layer <= self.layers[0] or view.n_new < self.decode_every:
+            return None
+        free = view.present & (view.slots >= view.n_seen - view.n_new) & (view.slots < view.n_seen - self.protect_last)
+        free &= view.slots >= self.protect_first
+        columns = _columns(view.slots)
+        last = torch.where(view.present, columns, -1).cummax(1).values
+        before = F.pad(last[:, :-1], (1, 0), value=-1)
+        eligible = free & (before >= 0)
+        before = before.clamp(min=0)
+        # An entry whose neighbour halted or was skipped has none.
+        beside = view.slots - view.slots.gather(1, before) == view.size.long()
+        eligible &= beside & free.gather(1, before)
+        if self.criterion == "random":
+            distance = (_mix(view.slots ^ _mix(_mix(self.seed) ^ view.layer)) >> 8).float()
+        else:
+            keys = view.keys.transpose(1, 2).flatten(2)  # (B, K, H_kv · head_dim)
+            distance = apart(keys, keys.gather(1, before[..., None].expand_as(keys)), self.criterion)
+        k = share_of(torch.full_like(view.n_seen, view.n_new), self.fused_share)
+        into = group_closest(distance.masked_fill(~eligible, math.inf), view.present, view.size, self.max_group, k)
+        return into
+
+
+def apart(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
+    """Distances of `kind`, see `NeighbourDistance`: (..., D), (..., D) -> (...) float32."""
+    a, b = a.float(), b.float()
+    if kind == "cosine":
+        return 1 - F.cosine_similarity(a, b, dim=-1)
+    distance = (a - b).norm(dim=-1)
+    return distance if kind == "l2" else distance / _mean_norm(a.norm(dim=-1), b.norm(dim=-1))
+
+
+def all_apart(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Distances of `kind` between all rows: (B, M, D) -> (B, M, M) float32, by one matrix product."""
+    x = x.float()
+    if kind == "cosine":
+        unit = F.normalize(x, dim=-1)
+        return 1 - unit @ unit.transpose(1, 2)
+    squares = x.square().sum(-1)
+    distance = (squares[:, :, None] + squares[:, None, :] - 2 * (x @ x.transpose(1, 2))).clamp(min=0).sqrt()
+    return distance if kind == "l2" else distance / _mean_norm(squares.sqrt()[:, :, None], squares.sqrt()[:, None, :])
+
+
+def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return ((a + b) / 2).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+# Rounds of `_grow`. A chain of d neighbours, each closer than the next, takes d rounds by distance; longer ones (text that
+# repeats itself converges step by step) are cut at places spread evenly, which three rounds do not leave room beside.
+_BY_DISTANCE, _BY_PLACE = 5, 3
+
+
+def group_closest(
+    distance: torch.Tensor, active: torch.Tensor, size: torch.Tensor, max_group: int | None, k: torch.Tensor | None
+) -> torch.Tensor:
+    """Join consecutive active tokens, closest first, into groups that go into their last. No host sync, no loop over tokens.
+
+    Args:
+        distance: (B, M), of each token to the active one before it; +inf: the two may not be joined.
+        active: (B, M) bool.
+        size: (B, M) float, original tokens that each stands for.
+        max_group: that many original tokens a group may stand for; None: any number.
+        k: (B, 1) long, joins a row, fewer where fewer are possible; None: all that are possible.
+
+    Returns:
+        (B, M) long: the column of the token that each goes into, its own where nothing happens.
+    """
+    order, active = _packed(active)
+    distance = distance.gather(1, order).masked_fill(~active, math.inf)
+    joined = distance.isfinite() if max_group is None else _grow(distance, size.gather(1, order) * active, max_group)
+    if k is not None:
+        joined = lowest(distance, joined, k)
+    # A group ends where the next token is not joined to it.
+    place = _columns(order)
+    ends = torch.where(F.pad(joined[:, 1:], (0, 1)), place.shape[1], place)
+    last = ends.flip(1).cummin(1).values.flip(1)
+    return torch.empty_like(order).scatter(1, order, order.gather(1, last))
+
+
+def _grow(distance: torch.Tensor, size: torch.Tensor, max_group: int) -> torch.Tensor:
+    """Who joins the token before it, (B, M) bool, as if joins were made one by one, closest first, while groups fit.
+
+    A join that is closer than the ones on both sides comes before them in any case, so all such are made at once.
+    """
+    joined = torch.zeros_like(distance, dtype=torch.bool)
+    possible, place = distance.isfinite(), _columns(distance)
+    evenly = (place * 0.6180339887) % 1  # golden ratio: neighbours are far apart, and so are low values
+    for key in [distance] * _BY_DISTANCE + [evenly] * _BY_PLACE:
+        group = (~joined).cumsum(1) - 1  # of each token
+        total = torch.zeros_like(size).scatter_add(1, group, size)
+        fits = total.gather(1, group) + total.gather(1, (group - 1).clamp(min=0)) <= max_group
+        key = torch.where(possible & ~joined & fits, key, math.inf)
+        # By group: the key of the join at its left end.
+        left = torch.full_like(key, math.inf).scatter_reduce(1, group, key, "amin")
+        beside = F.pad(left, (1, 1), value=math.inf)
+        chosen = left.isfinite() & (left < beside[:, :-2]) & (left <= beside[:, 2:])
+        joined = joined | (key.isfinite() & chosen.gather(1, group))
+    return joined
+
+
+def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Tokens of `ids` (B, N) long that are part of one of the sequences: (B, N) bool."""
+    found = torch.zeros_like(ids, dtype=torch.bool)
+    for sequence in sequences:
+        n = len(sequence)
+        if n > ids.shape[1]:
+            continue
+        starts = (ids.unfold(1, n, 1) == torch.tensor(list(sequence), device=ids.device)).all(-1)  # (B, N - n + 1)
+        for i in range(n):
+            found |= F.pad(starts, (i, n - 1 - i))
+    return found
+
+
+def _columns(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape)
+
+
+def _packed(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns with the active ones first, in order, and which of those are active: (B, M) each."""
+    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
+    return order, active.gather(1, order)
+
+
+def _anchors(value: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or any(not isinstance(a, Sequence) or not len(a) for a in value):
+        raise ConfigError(f"anchors={value!r} must be a list of sequences of token ids, such as [[24361, 25]] for 'Question:'.")
+    return tuple(token_ids(f"anchors[{i}]", anchor) for i, anchor in enumerate(value))
+
+
+def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
+    """(V,) long."""
+    if (value is None) != (rare_below == 0):
+        raise ConfigError(
+            f"rare_below={rare_below} and token_counts={'null' if value is None else 'given'}: rare tokens need both, "
+            "the counts and how many make a token rare."
+        )
+    if value is None or isinstance(value, torch.Tensor):
+        counts = value
+    else:
+        if isinstance(value, (str, Path)):
+            try:
+                value = json.loads(Path(value).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise ConfigError(
+                    f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list, one count per id."
+                ) from None
+        counts = torch.tensor(token_ids("token_counts", value))
+    if counts is not None and counts.dim() != 1:
+        raise ConfigError(f"token_counts has shape {tuple(counts.shape)}: give one count per token id, (V,).")
+    return counts

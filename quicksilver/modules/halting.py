@@ -1,0 +1,261 @@
+"""Dynamic Token Halting: which tokens stop, and after which layer (paper 2.1, App. B)."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from quicksilver.modules.checks import choice, count, fractions, layer_after, number, token_ids
+from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
+from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
+from quicksilver.modules.thresholds import Calibration, Thresholds, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.state import MISSING_KV, LayerView, MissingKV, TokenState
+
+SCHEDULES = ("one_shot", "gradual", "exponential")
+UNITS = {"nats": 1.0, "bits": math.log(2)}  # in nats
+
+
+@dataclass(kw_only=True)
+class HaltingPolicy(RuntimeModule):
+    """What every way of halting shares: where it may act, whom it must not or always halts, how halted tokens are held.
+
+    Full processing wins over forced halting, and forced halting over the policy's own choice (2.1; the formula there is a slip,
+    conflicts.md #8). A subclass says whom it would halt: `choose`.
+
+    Args:
+        window: first and last point of the depth at which a token may halt, as fractions of the layers gone through (G.2: 6 to 24
+            of 30).
+        full_ids, full_mask: tokens that are always processed in full, by id, or by slot: a bool tensor (S,) or (B, S).
+        forced_ids, forced_mask: tokens halted at the first layer of the window, likewise.
+        protect_first: the first tokens of a sequence are processed in full (attention sinks).
+        protect_last: so are the last tokens of a prompt: the very last one's logits predict what follows. Where a prompt ends is
+            known in a prompt only, so a policy that protects is not causal. None: 1 for policies that look at the whole prompt
+            anyway, else 0.
+        missing_kv: what later layers see of a halted token: nothing, K/V projected from its frozen state, the K/V of the layer it
+            halted at, or zeros.
+        resume_layers: halted tokens take part again in that many last layers.
+        lookahead: a non-causal policy acts outside prompts too (the paper's variant); every number it touches is marked.
+
+    Raises:
+        ConfigError: an option out of range; by `bind`, options that leave no layer to halt at.
+    """
+
+    window: tuple[float, float] = (0.2, 0.8)
+    full_ids: Sequence[int] = ()
+    full_mask: torch.Tensor | None = None
+    forced_ids: Sequence[int] = ()
+    forced_mask: torch.Tensor | None = None
+    protect_first: int = 0
+    protect_last: int | None = None
+    missing_kv: MissingKV = "project"
+    resume_layers: int = 0
+    lookahead: bool = False
+    priority: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        self.window = fractions("window", self.window)
+        self.full_ids, self.forced_ids = token_ids("full_ids", self.full_ids), token_ids("forced_ids", self.forced_ids)
+        check_mask("full_mask", self.full_mask)
+        check_mask("forced_mask", self.forced_mask)
+        count("protect_first", self.protect_first)
+        count("resume_layers", self.resume_layers)
+        choice("missing_kv", self.missing_kv, MISSING_KV)
+        if self.protect_last is not None:
+            count("protect_last", self.protect_last)
+
+    @property
+    @abstractmethod
+    def chooses_causally(self) -> bool:
+        """Whether `choose` reads tokens up to t only, about t."""
+
+    @abstractmethod
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        """Whom of the `eligible` (B, M) bool to halt after this layer: (B, M) bool."""
+
+    @property
+    def protected_last(self) -> int:
+        """`protect_last`, with its default put in."""
+        return (0 if self.chooses_causally else 1) if self.protect_last is None else self.protect_last
+
+    @property
+    def causal(self) -> bool:
+        return self.chooses_causally and not self.protected_last
+
+    def bind(self, architecture: Architecture) -> None:
+        n_layers = architecture.n_layers
+        self.first_layer = layer_after(self.window[0], n_layers)
+        # Halting after layer i spares a token the layers from i + 1 to the one it resumes in; later than this it spares none.
+        last_useful = n_layers - 2 - self.resume_layers
+        self.last_layer = min(layer_after(self.window[1], n_layers), last_useful)
+        if self.first_layer > self.last_layer:
+            raise ConfigError(
+                f"Nothing would ever halt: window={self.window} opens after layer {self.first_layer} of 0 to {n_layers - 1}, "
+                f"and with resume_layers={self.resume_layers} halting after layer {last_useful + 1} or later saves nothing. "
+                "Open the window earlier, or resume fewer layers."
+            )
+
+    def acts_at(self, layer: int) -> bool:
+        return self.first_layer <= layer <= self.last_layer
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        spared = by_place(view, self.protect_first, self.protected_last)
+        spared |= by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
+        if self.forced_ids or self.forced_mask is not None:
+            forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
+            self._halt(tokens, tokens.active & ~spared & forced)
+        self._halt(tokens, self.choose(view, tokens, tokens.active & ~spared))
+
+    def _halt(self, tokens: TokenState, mask: torch.Tensor) -> None:
+        tokens.halt(mask, missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+
+
+@dataclass(kw_only=True)
+class Halting(HaltingPolicy):
+    """Freeze tokens that have settled (paper 2.1, App. B): a signal says how settled a token is, a rule how many of them halt.
+
+    `rule="threshold"`, the paper's: a token halts when its drift *and* its entropy are below the layer's thresholds. Causal.
+    Drift is tested first and entropy only of the tokens that passed, because the output head costs more than three layers.
+    `rule="capacity"`: in every row exactly the k tokens of lowest `signal` halt, k a share of the row's own real tokens, by a
+    schedule over depth. Looks at the whole prompt, so it acts in prompts only; its shapes do not depend on the data.
+
+    Args:
+        preset: the paper's thresholds as printed, `paper-b2`, `paper-g2` or `paper-fig9` (`PRESETS`); replaces rule, thresholds,
+            unit, drift and window.
+        rule: None: `threshold` when a threshold is given, else `capacity`, which needs no calibration.
+        tau_drift, tau_entropy: a number, one number per layer, or a percentile of `calibration` such as "p25" (B.2). None: not
+            tested.
+        unit: of `tau_entropy` where it is given as numbers (percentiles are in nats).
+        drift, entropy: which drift (`relative`, `l2`, `cosine`) and entropy (`logit_lens`, `latent`, `histogram`): conflicts.md
+            #3, #5.
+        calibration: a `Calibration` or the path of one; percentiles need it.
+        signal: for `capacity`: drift, update_norm, entropy, attention, position, random, or a mapping of a name and its options.
+        schedule: `one_shot`: `halted_share` at the opening of the window. `gradual`: in equal steps over the window.
+            `exponential`: N·exp(−alpha·ℓ) tokens go on, ℓ layers after the opening of the window (App. J).
+        halted_share: share of the row's real tokens that have halted at the end of the schedule.
+        alpha: per layer, App. J: 0.05 to 0.1.
+
+    Raises:
+        ConfigError: a threshold that is not a finite number of at least 0, of the wrong length, or a percentile without a
+            calibration.
+    """
+
+    preset: str | None = None
+    rule: Literal["threshold", "capacity"] | None = None
+    tau_drift: Thresholds | None = None
+    tau_entropy: Thresholds | None = None
+    unit: Literal["nats", "bits"] = "nats"
+    drift: Literal["relative", "l2", "cosine"] = "relative"
+    entropy: Literal["logit_lens", "latent", "histogram"] = "logit_lens"
+    calibration: Calibration | Path | str | None = None
+    signal: SignalSpec = "drift"
+    schedule: Literal["one_shot", "gradual", "exponential"] = "gradual"
+    halted_share: float = 0.5
+    alpha: float = 0.07
+
+    def __post_init__(self) -> None:
+        if self.preset is not None:
+            choice("preset", self.preset, PRESETS)
+            for name, value in PRESETS[self.preset].items():
+                setattr(self, name, value)
+        thresholds = {"tau_drift": self.tau_drift, "tau_entropy": self.tau_entropy}
+        given = {name: tau for name, tau in thresholds.items() if tau is not None}
+        if self.rule is None:
+            self.rule = "threshold" if given else "capacity"
+        choice("rule", self.rule, ("threshold", "capacity"))
+        choice("unit", self.unit, UNITS)
+        choice("schedule", self.schedule, SCHEDULES)
+        number("halted_share", self.halted_share, 0.0, 1.0)
+        number("alpha", self.alpha, 0.0)
+        for name, tau in given.items():
+            check_thresholds(name, tau)
+        if self.rule == "threshold" and not given:
+            raise ConfigError(
+                "rule='threshold' needs tau_drift or tau_entropy: a number, one number per layer, or a percentile such as 'p25'."
+            )
+        self._drift, self._entropy = Drift(self.drift), Entropy(self.entropy)
+        self._signal: Signal = make_signal(self.signal, kind=self.drift, of=self.entropy)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return self.rule == "threshold"
+
+    @property
+    def calibration_signals(self) -> list[Signal]:
+        """What a percentile is asked of while there is no calibration."""
+        if self.rule == "capacity" or self.calibration is not None:
+            return []
+        return [s for s, tau in ((self._drift, self.tau_drift), (self._entropy, self.tau_entropy)) if is_percentile(tau)]
+
+    def bind(self, architecture: Architecture) -> None:
+        super().bind(architecture)
+        if self.rule == "capacity":
+            self._halted_shares = halted_shares(
+                self.schedule, self.first_layer, self.last_layer, architecture.n_layers, self.halted_share, self.alpha
+            )
+            return
+
+        def resolve(name: str, tau: Thresholds | None, key: str) -> list[float] | None:
+            return None if tau is None else resolve_thresholds(name, tau, architecture, self.calibration, key)
+
+        self._tau_drift = resolve("tau_drift", self.tau_drift, self._drift.key)
+        self._tau_entropy_nats = resolve("tau_entropy", self.tau_entropy, self._entropy.key)
+        if self._tau_entropy_nats is not None and not is_percentile(self.tau_entropy):
+            self._tau_entropy_nats = [tau * UNITS[self.unit] for tau in self._tau_entropy_nats]
+
+    def acts_at(self, layer: int) -> bool:
+        once = self.rule == "capacity" and self.schedule == "one_shot"
+        return layer == self.first_layer if once else super().acts_at(layer)
+
+    def wants_attention(self, layer: int) -> bool:
+        return self.rule == "capacity" and self._signal.needs_attention and self.acts_at(layer)
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        if self.rule == "capacity":
+            return fill_up(view, tokens, eligible, self._signal(view, tokens, eligible), self._halted_shares[view.layer])
+        if self._tau_drift is not None:
+            eligible = eligible & (self._drift(view, tokens, eligible) < self._tau_drift[view.layer])
+        if self._tau_entropy_nats is not None:
+            eligible = eligible & (self._entropy(view, tokens, eligible) < self._tau_entropy_nats[view.layer])
+        return eligible
+
+
+_PAPER = {"rule": "threshold", "drift": "l2", "unit": "nats"}
+PRESETS: dict[str, dict[str, Any]] = {
+    # B.2 and B.5: no halting before layer 5, of 30 as in G.2 and the figures
+    "paper-b2": _PAPER | {"tau_drift": 0.045, "tau_entropy": 1.15, "unit": "bits", "window": (5 / 30, 1.0)},
+    # G.2 gives no unit; entropies elsewhere in the paper use the natural logarithm
+    "paper-g2": _PAPER | {"tau_drift": 1e-3, "tau_entropy": 1.15, "window": (0.2, 0.8)},
+    # Figure 9 draws the drift alone
+    "paper-fig9": _PAPER | {"tau_drift": 1.0, "tau_entropy": None, "window": (0.0, 1.0)},
+}
+
+
+def fill_up(view: LayerView, tokens: TokenState, eligible: torch.Tensor, scores: torch.Tensor, share: float) -> torch.Tensor:
+    """The eligible tokens of lowest score, (B, M) bool, so many that `share` of each row's real tokens are out: halted before,
+    merged into others, or halted now (or all eligible are)."""
+    halted = view.n_tokens - tokens.active.sum(1, keepdim=True)
+    return lowest(scores, eligible, share_of(view.n_tokens, share) - halted)
+
+
+def halted_shares(schedule: str, first: int, last: int, n_layers: int, share: float, alpha: float) -> list[float]:
+    """Share of a row's tokens that shall have halted after each layer, length L, never decreasing; see `Halting`."""
+
+    def after(layer: int) -> float:
+        steps = min(layer, last) - first + 1  # layers of the window that have decided
+        if steps <= 0:
+            return 0.0
+        if schedule == "exponential":
+            return 1 - math.exp(-alpha * steps)
+        return share if schedule == "one_shot" else share * steps / (last - first + 1)
+
+    return [after(layer) for layer in range(n_layers)]

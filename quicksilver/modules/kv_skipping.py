@@ -1,0 +1,131 @@
+"""KV-cache Skipping: which tokens leave no K/V entry in deeper layers (paper 2.2, App. C)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+from quicksilver.modules.checks import choice, count, layer_after, number, token_ids
+from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
+from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
+from quicksilver.modules.thresholds import (
+    Calibration,
+    Thresholds,
+    check_thresholds,
+    halted_key,
+    is_percentile,
+    resolve_thresholds,
+)
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.state import LayerView, TokenState
+
+CRITERIA = ("halted", "attention", "halted_and_attention")
+
+
+@dataclass(kw_only=True)
+class KVSkipping(RuntimeModule):
+    """Keep no K/V of tokens that later queries have no use for: neither stored nor attended (paper 2.2, App. C).
+
+    `halted` (2.2): tokens as they halt. Causal. `attention` (C.2): tokens that go on, when in this layer the most attention any
+    head of any observing query gives them is below `tau_kv`, or they are in the `skipped_share` that gets least (once, at
+    `min_depth`). `halted_and_attention` (C.4): tokens as they halt, if that attention is below `tau_kv`. What later queries
+    attend to is known in a prompt only, so the last two act in prompts only.
+
+    Args:
+        criterion: as above.
+        tau_kv: 0 to 1; a number, one number per layer, or a percentile of the attention that halted tokens get, such as "p95"
+            (C.3).
+        skipped_share: instead of `tau_kv`, for `attention`: this share of each row's real tokens.
+        last_queries: the observing queries are the last ones of the prompt, which is cheap; None: all of them (C.2).
+        min_depth: fraction of the layers gone through before a token may be skipped (2.2 "halting delay"); a token that halts
+            earlier keeps what `Halting.missing_kv` gives it.
+        keep_ids, keep_mask: tokens whose K/V always stay (2.2 "forced retention"), by id, or by slot: a bool tensor (S,) or (B,
+            S).
+        protect_first: so do those of the first tokens, the attention sinks (arXiv 2309.17453).
+        protect_last: and of the last tokens of a prompt, which makes the module non-causal. The observing queries always stay.
+        calibration: a `Calibration` or the path of one; percentiles need it.
+        lookahead: act outside prompts too although it looks ahead; every number it touches is marked.
+
+    Raises:
+        ConfigError: an option out of range, `tau_kv` and `skipped_share` both or neither where one is needed.
+    """
+
+    criterion: Literal["halted", "attention", "halted_and_attention"] = "halted"
+    tau_kv: Thresholds | None = None
+    skipped_share: float | None = None
+    last_queries: int | None = 16
+    min_depth: float = 0.0
+    keep_ids: Sequence[int] = ()
+    keep_mask: torch.Tensor | None = None
+    protect_first: int = 4
+    protect_last: int = 0
+    calibration: Calibration | Path | str | None = None
+    lookahead: bool = False
+    priority: ClassVar[int] = 20
+
+    def __post_init__(self) -> None:
+        choice("criterion", self.criterion, CRITERIA)
+        self.keep_ids = token_ids("keep_ids", self.keep_ids)
+        check_mask("keep_mask", self.keep_mask)
+        number("min_depth", self.min_depth, 0.0, 1.0)
+        count("protect_first", self.protect_first)
+        count("protect_last", self.protect_last)
+        if self.tau_kv is not None:
+            check_thresholds("tau_kv", self.tau_kv, 0.0, 1.0)
+        if self.skipped_share is not None:
+            number("skipped_share", self.skipped_share, 0.0, 1.0)
+        self._attention = AttentionReceived(self.last_queries, "max")
+        if self.criterion == "attention" and (self.tau_kv is None) == (self.skipped_share is None):
+            given = f"tau_kv={self.tau_kv!r} and skipped_share={self.skipped_share!r}"
+            raise ConfigError(f"criterion='attention' needs one of tau_kv and skipped_share, not {given}.")
+        if self.criterion == "halted_and_attention" and self.tau_kv is None:
+            raise ConfigError(
+                "criterion='halted_and_attention' needs tau_kv: "
+                "a number from 0 to 1, one per layer, or a percentile such as 'p95'."
+            )
+
+    @property
+    def causal(self) -> bool:
+        return self.criterion == "halted" and not self.protect_last
+
+    @property
+    def calibration_signals(self) -> list[Signal]:
+        """What a percentile is asked of while there is no calibration."""
+        asked = self.criterion != "halted" and is_percentile(self.tau_kv) and self.calibration is None
+        return [self._attention] if asked else []
+
+    def bind(self, architecture: Architecture) -> None:
+        self.first_layer = layer_after(self.min_depth, architecture.n_layers)
+        if self.first_layer >= architecture.n_layers - 1:
+            raise ConfigError(
+                f"min_depth={self.min_depth!r} leaves no layer to skip K/V in: the model has {architecture.n_layers} layers. "
+                "Give a smaller fraction."
+            )
+        if self.criterion != "halted" and self.tau_kv is not None:
+            key = halted_key(self._attention.key)
+            self._tau_kv = resolve_thresholds("tau_kv", self.tau_kv, architecture, self.calibration, key)
+
+    def acts_at(self, layer: int) -> bool:
+        once = self.criterion == "attention" and self.skipped_share is not None
+        return layer == self.first_layer if once else layer >= self.first_layer
+
+    def wants_attention(self, layer: int) -> bool:
+        return self.criterion != "halted" and self.acts_at(layer)
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        eligible = tokens.active if self.criterion == "attention" else tokens.newly_halted
+        eligible = eligible & ~(by_place(view, self.protect_first, self.protect_last) | by_id("keep_ids", view, self.keep_ids))
+        eligible &= ~by_slot("keep_mask", view, self.keep_mask)
+        if self.criterion != "halted":
+            received = self._attention(view, tokens, eligible)
+            if self.criterion == "attention" and self.skipped_share is not None:
+                eligible = lowest(received, eligible & received.isfinite(), share_of(view.n_tokens, self.skipped_share))
+            else:
+                eligible = eligible & (received < self._tau_kv[view.layer])
+        tokens.skip_kv(eligible)

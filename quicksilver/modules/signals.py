@@ -1,0 +1,255 @@
+"""Signals: one score per token of a view, low = halt first.
+
+A signal is one class here (or anywhere: a subclass of `Signal` with a `name` is found by that name). Scores are float32 of shape
+(B, M), computed from the states of one layer; what a score may look at is its `causal` flag.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from quicksilver.modules.checks import choice, count
+from quicksilver.runtime.state import LayerView, TokenState
+
+DRIFTS = ("relative", "l2", "cosine")
+ENTROPIES = ("logit_lens", "latent", "histogram")
+
+
+class Signal(ABC):
+    """A score per token.
+
+    Class attributes:
+        name: how a config selects it.
+        causal: a token's score reads tokens up to it only.
+        needs_attention: asks for `view.attention_received`.
+    """
+
+    name: ClassVar[str]
+    causal: ClassVar[bool] = True
+    needs_attention: ClassVar[bool] = False
+
+    @property
+    def key(self) -> str:
+        """Under which a calibration files this signal's percentiles; signals with different values have different keys."""
+        return self.name
+
+    def __call__(self, view: LayerView, tokens: TokenState, where: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores (B, M) float32 of the tokens in `where` (B, M) bool (default: the active ones), +inf elsewhere."""
+        where = tokens.active if where is None else where
+        return self.score(view, tokens, where).masked_fill(~where, math.inf)
+
+    @abstractmethod
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        """Scores (B, M) float32; outside `where` any value will do."""
+
+
+@dataclass(frozen=True)
+class Drift(Signal):
+    """How far a layer moved the state (paper 2.1; the kinds are conflicts.md #3).
+
+    `relative`: ‖h^ℓ − h^{ℓ−1}‖₂ / ‖h^ℓ‖₂; `l2`: ‖h^ℓ − h^{ℓ−1}‖₂ in state units (the paper's); `cosine`: 1 − cos(h^{ℓ−1}, h^ℓ), 0
+    to 2.
+    """
+
+    kind: Literal["relative", "l2", "cosine"] = "relative"
+    name: ClassVar[str] = "drift"
+
+    def __post_init__(self) -> None:
+        choice("drift", self.kind, DRIFTS)
+
+    @property
+    def key(self) -> str:
+        return f"drift-{self.kind}"
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        before, after = view.before.float(), view.after.float()
+        if self.kind == "cosine":
+            return 1 - F.cosine_similarity(before, after, dim=-1)
+        moved = (after - before).norm(dim=-1)
+        return moved if self.kind == "l2" else moved / after.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+@dataclass(frozen=True)
+class UpdateNorm(Signal):
+    """Root mean square of the layer's update, ‖h^ℓ − h^{ℓ−1}‖₂ / √D.
+
+    Ranks tokens as the `l2` drift does; its value does not grow with the width, so a threshold can be carried between models.
+    """
+
+    name: ClassVar[str] = "update_norm"
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        return (view.after.float() - view.before.float()).norm(dim=-1) / math.sqrt(view.after.shape[-1])
+
+
+@dataclass(frozen=True)
+class Entropy(Signal):
+    """Entropy in nats (conflicts.md #4, #5).
+
+    `logit_lens`: of softmax(head(final_norm(h^ℓ))), paper 2.1; computed only where it is asked for, because the head costs more
+    than three layers. `latent`: of softmax over the D entries of h^ℓ (2.5). `histogram`: of the counts of the standardised
+    entries of h^ℓ in `bins` equal bins over ±4 standard deviations (FAQ); 0 to log(bins).
+    """
+
+    of: Literal["logit_lens", "latent", "histogram"] = "logit_lens"
+    bins: int = 64
+    name: ClassVar[str] = "entropy"
+
+    def __post_init__(self) -> None:
+        choice("entropy", self.of, ENTROPIES)
+        count("bins", self.bins, 2)
+
+    @property
+    def key(self) -> str:
+        return f"entropy-{self.of}" + (f"-{self.bins}" if self.of == "histogram" else "")
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        if self.of == "logit_lens":
+            scores = torch.full(where.shape, math.inf, device=where.device)
+            scores[where] = view.logit_entropy_nats(where)
+            return scores
+        states = view.after.float()
+        if self.of == "latent":
+            log_p = states.log_softmax(-1)
+            return -(log_p.exp() * log_p).sum(-1)
+        standard = (states - states.mean(-1, keepdim=True)) / states.std(-1, keepdim=True).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
+        bin_of = ((standard.clamp(-4, 4) + 4) * (self.bins / 8)).long().clamp_max(self.bins - 1)
+        counts = torch.zeros(*states.shape[:-1], self.bins, device=states.device)
+        p = counts.scatter_add_(-1, bin_of, torch.ones_like(states)) / states.shape[-1]
+        return torch.special.entr(p).sum(-1)
+
+
+@dataclass(frozen=True)
+class AttentionReceived(Signal):
+    """Attention a token gets in this layer from the last `last_queries` tokens of its row (None: from all), heads and queries
+    reduced.
+
+    Looks at later tokens, so it is for prompts only. The last tokens themselves are the observation window (SnapKV, arXiv
+    2404.14469): fewer queries see them, their low sums say nothing, and they score +inf (so a prompt no longer than the window
+    ranks by age). Costs a small q·k product, in the ledger.
+    """
+
+    last_queries: int | None = 16
+    reduce: Literal["mean", "max"] = "mean"
+    name: ClassVar[str] = "attention"
+    causal: ClassVar[bool] = False
+    needs_attention: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.last_queries is not None:
+            count("last_queries", self.last_queries, 1)
+        choice("reduce", self.reduce, ("mean", "max"))
+
+    @property
+    def key(self) -> str:
+        return f"attention-{self.reduce}-{self.last_queries or 'all'}"
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        received = view.attention_received(self.last_queries, self.reduce)
+        if self.last_queries is None:
+            return received
+        taking_part = tokens.active | tokens.newly_halted
+        from_end = taking_part.flip(1).cumsum(1).flip(1)  # 1 = the row's last token
+        return received.masked_fill(taking_part & (from_end <= self.last_queries), math.inf)
+
+
+@dataclass(frozen=True)
+class Position(Signal):
+    """The slot: oldest first."""
+
+    name: ClassVar[str] = "position"
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        return view.slots.float()
+
+
+@dataclass(frozen=True)
+class Random(Signal):
+    """Uniform in [0, 1): a hash of (seed, layer, slot, token id), no state.
+
+    The same token of the same sequence draws the same number alone, in a batch, left-padded, in prefill and in decoding. The
+    token id is part of the hash because with the slot alone every sequence would lose the same positions, and averaging over
+    windows would not average over the draws; a model that is given embeddings has no ids and falls back to the slot.
+    """
+
+    seed: int = 0
+    name: ClassVar[str] = "random"
+
+    def __post_init__(self) -> None:
+        count("seed", self.seed)
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        bits = _mix(view.slots ^ _mix(_mix(self.seed) ^ view.layer))
+        if view.input_ids is not None:
+            bits = _mix(bits ^ _mix(view.input_ids.long() + 1))
+        return (bits >> 8).float() / 2**24  # 24 bits: exact in float32, and never 1.0
+
+
+_MASK = 0xFFFFFFFF
+Bits = TypeVar("Bits", int, torch.Tensor)
+
+
+def _mix(x: Bits) -> Bits:
+    """32-bit hash "lowbias32" (Wellons, https://nullprogram.com/blog/2018/07/31/); int64 products wrap and keep the low bits."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+SignalSpec = str | Mapping | Signal
+
+
+def signal_names() -> dict[str, type[Signal]]:
+    """Every signal there is, by name."""
+    return {cls.name: cls for cls in Signal.__subclasses__()}
+
+
+def make_signal(spec: SignalSpec, **defaults: object) -> Signal:
+    """The signal a config names: `"attention"`, `{"name": "attention", "last_queries": 32}`, or a `Signal` as it is.
+
+    Args:
+        defaults: options used where `spec` does not give them and the signal has them.
+
+    Raises:
+        ConfigError: an unknown name or option.
+    """
+    if isinstance(spec, Signal):
+        return spec
+    options = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
+    name = options.pop("name", None)
+    known = signal_names()
+    choice("signal", name, known)
+    cls = known[name]
+    allowed: list[str] = [f.name for f in fields(cls)] if is_dataclass(cls) else []
+    for option in options:
+        choice(f"option of signal {name!r}", option, allowed or ["(it has none)"])
+    return cls(**{k: v for k, v in defaults.items() if k in allowed} | options)
+
+
+def lowest(scores: torch.Tensor, eligible: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The k lowest scores of each row among `eligible`; ties go to the earlier token, NaN comes last. No host sync.
+
+    Args:
+        scores: (B, M); eligible: (B, M) bool; k: (B, 1) long, capped at what is eligible.
+
+    Returns:
+        (B, M) bool.
+    """
+    order = scores.argsort(dim=1, stable=True)
+    candidates = eligible.gather(1, order)
+    return torch.zeros_like(eligible).scatter(1, order, candidates & (candidates.long().cumsum(1) <= k))
+
+
+def share_of(n_tokens: torch.Tensor, share: float) -> torch.Tensor:
+    """`share` of n_tokens (B, 1) long, rounded half up: (B, 1) long. Of the row's own length: batch mates do not count."""
+    return (n_tokens.double() * share + 0.5).floor().long()

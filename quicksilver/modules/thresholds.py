@@ -1,0 +1,173 @@
+"""Thresholds: a number, one number per layer, or a percentile of what was measured (paper B.2, C.3)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from quicksilver.modules.checks import number
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture
+
+SCHEMA = "quicksilver-calibration-1"
+REMEDY = "run `python scripts/calibrate.py --model MODEL --text FILE` and give its file as calibration=FILE, or give a number"
+
+Thresholds = float | Sequence[float] | str  # one for all layers, one per layer, or a calibrated percentile such as "p25"
+_PERCENTILE = re.compile(r"p(\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Percentiles of signals, per layer.
+
+    Attributes:
+        n_layers: layers of the model.
+        grid: the percentiles kept, ascending.
+        percentiles: signal key -> for each layer the values at `grid`, or None where nothing was measured (no token halted
+            there).
+        provenance: model and data digests, dtype, windows, versions.
+    """
+
+    n_layers: int
+    grid: tuple[float, ...]
+    percentiles: dict[str, list[list[float] | None]] = field(repr=False)  # thousands of numbers
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def thresholds(self, key: str, percentile: float) -> list[float]:
+        """The percentile in each layer, length L, interpolated between grid points; 0 (nothing is below it) where nothing was
+        measured.
+
+        Raises:
+            ConfigError: a percentile outside the grid, or a signal that was not measured.
+        """
+        if not self.grid[0] <= percentile <= self.grid[-1]:
+            raise ConfigError(f"Percentile p{percentile:g} is outside the calibrated p{self.grid[0]:g} to p{self.grid[-1]:g}.")
+        if key not in self.percentiles:
+            raise ConfigError(
+                f"The calibration has {', '.join(sorted(self.percentiles))}, not {key!r}: "
+                "calibrate again with that signal, or give a number."
+            )
+        return [0.0 if row is None else float(np.interp(percentile, self.grid, row)) for row in self.percentiles[key]]
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically: a reader sees the whole file or none."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"schema": SCHEMA, "n_layers": self.n_layers, "grid": list(self.grid)}
+        content |= {"percentiles": self.percentiles, "provenance": self.provenance}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, allow_nan=False)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Calibration:
+        """Raises ConfigError when the file is missing, torn, or of another schema."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+                found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+                raise ConfigError(
+                    f"{path} is not a calibration of this version (schema {found!r}, not {SCHEMA!r}): calibrate again."
+                )
+            return cls(content["n_layers"], tuple(content["grid"]), content["percentiles"], content["provenance"])
+        except FileNotFoundError:
+            raise ConfigError(f"There is no calibration file {path}: {REMEDY}.") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
+            raise ConfigError(f"{path} is not a readable calibration ({error}): delete it and calibrate again.") from error
+
+
+def halted_key(key: str) -> str:
+    """Under which the signal `key` of halted tokens alone is kept (C.3)."""
+    return f"{key}-halted"
+
+
+def is_percentile(value: object) -> bool:
+    """True for a calibrated percentile, such as "p25"."""
+    return isinstance(value, str) and _PERCENTILE.fullmatch(value) is not None
+
+
+def check_thresholds(name: str, value: Thresholds, low: float = 0.0, high: float = math.inf) -> None:
+    """What can be said of thresholds before the model is known; raises ConfigError."""
+    if is_percentile(value):
+        return
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        for layer, v in enumerate(value):
+            number(f"{name}[{layer}]", v, low, high)
+    elif isinstance(value, str):
+        raise ConfigError(
+            f"{name}={value!r} is not a number; give a number, a list with one number per layer, or a percentile such as 'p25'."
+        )
+    else:
+        number(name, value, low, high)
+
+
+def resolve_thresholds(
+    name: str, value: Thresholds, architecture: Architecture, calibration: Calibration | Path | str | None, key: str
+) -> list[float]:
+    """`value` as one threshold per layer, length L.
+
+    Args:
+        key: what a percentile is of (`Signal.key`).
+
+    Raises:
+        ConfigError: a list of another length, a percentile without a calibration or with one of another model.
+    """
+    n_layers = architecture.n_layers
+    if not isinstance(value, str):
+        if not isinstance(value, Sequence):
+            return [float(value)] * n_layers
+        if len(value) != n_layers:
+            raise ConfigError(
+                f"{name} has {len(value)} values and the model {n_layers} layers: give one per layer, or a single number."
+            )
+        return [float(v) for v in value]
+    if calibration is None:
+        raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration: {REMEDY}.")
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration.load(calibration)
+    if calibration.n_layers != n_layers:
+        raise ConfigError(
+            f"{name}={value!r}: the calibration is of a model with {calibration.n_layers} layers and this one has {n_layers}: "
+            f"{REMEDY}."
+        )
+    made_for = calibration.provenance.get("model_digest")
+    if made_for is not None and made_for != model_digest(architecture.model):
+        raise ConfigError(
+            f"{name}={value!r}: the calibration was made with other weights (model digest {made_for[:12]}…): {REMEDY}."
+        )
+    return calibration.thresholds(key, float(value[1:]))
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """Digest of the architecture and of 1024 values of every parameter, evenly spread: tells models apart in milliseconds.
+
+    Values are rounded to bfloat16 first, so that float32 weights and their bfloat16 copy share their calibration on request.
+    """
+    digest = hashlib.sha256(model.config.model_type.encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        if not parameter.is_meta:  # offloaded by accelerate: its name and shape must do
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.bfloat16)
+            digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

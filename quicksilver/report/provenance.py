@@ -1,0 +1,72 @@
+"""The sentences below a table: which model, text, protocol, machine and records the numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quicksilver.harness.record import Record
+from quicksilver.report.artefacts import Outcome
+
+SHORT = 12  # characters of a digest that are printed; enough to find a folder of results/runs by its beginning
+
+
+def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    """How the rows of one panel were measured. Where records disagree (two machines, say), all that was found is named."""
+    records = [outcome.record for outcome in outcomes if outcome.record is not None]
+    if not records:
+        return ("No record: nothing was measured.",)
+    lines = [
+        f"Model: {_each(records, _model)}.",
+        f"Text: {_each(records, _data)}.",
+        f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record['execution'])}.",
+        f"Machine: {_each(records, _machine)}.",
+    ]
+    seeds = _each(records, lambda record: str(record["config"]["seed"]))
+    lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window.")
+    lines.append("Records: " + ", ".join(_record_names(outcomes)) + ".")
+    return tuple(lines)
+
+
+def _each(records: Sequence[Record], describe: Any) -> str:
+    """The distinct descriptions in order of appearance."""
+    return " / ".join(dict.fromkeys(describe(record) for record in records))
+
+
+def _model(record: Record) -> str:
+    model = record["model"]
+    size = f"{model['parameters'] / 1e6:.1f} M parameters"
+    return f"{model['name']} ({size}, {model['dtype']}, weights {model['weights_digest'][:SHORT]})"
+
+
+def _data(record: Record) -> str:
+    data = record["data"]
+    return (
+        f"{data['name']} ({data['form']}, digest {data['digest'][:SHORT]}), {data['windows']} windows of "
+        f"{record['protocol']['window_tokens']} tokens, {record['tokens']} tokens scored"
+    )
+
+
+def _protocol(record: Record) -> str:
+    protocol = record["protocol"]
+    if protocol["name"] == "continuation":
+        detail = f"prompt of {protocol['prompt_tokens']}, then {protocol['window_tokens'] - protocol['prompt_tokens']} scored"
+    else:
+        detail = "every position but the first scored, teacher-forced"
+    return f"{protocol['name']} ({detail}; batch {protocol['batch_size']})"
+
+
+def _machine(record: Record) -> str:
+    environment = record["environment"]
+    processor = environment["gpu"] if record["model"]["device"].startswith("cuda") else environment["cpu"]
+    threads = f"{environment['threads']} thread{'s' if environment['threads'] > 1 else ''}"
+    return f"{processor}, {threads}, torch {environment['torch']}, transformers {environment['transformers']}"
+
+
+def _record_names(outcomes: Sequence[Outcome]) -> list[str]:
+    """`halting 0a1b2c3d4e5f`; rows that share a record share a name."""
+    names: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.record is not None:
+            names.setdefault(outcome.record.fingerprint[:SHORT], []).append(outcome.row.key)
+    return [f"{' = '.join(keys)} {fingerprint}" for fingerprint, keys in names.items()]

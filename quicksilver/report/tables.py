@@ -1,0 +1,248 @@
+"""A frame of numbers as a table: plain text for a terminal, Markdown, CSV, LaTeX.
+
+The frame is the result; everything printed is derived from it. The same frame gives the same bytes in every format.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+Lines = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One printed column.
+
+    Attributes:
+        group: heading over several neighbouring columns, empty for none.
+        header: heading of this column.
+        cell: from a row of the frame to the lines of the cell (one or two).
+        expendable: left out of a terminal that is too narrow, the highest number first; 0 always stays.
+    """
+
+    group: str
+    header: str
+    cell: Callable[[Mapping[str, Any]], Lines]
+    align: Literal["left", "right"] = "right"
+    expendable: int = 0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The rows of the frame whose `panel` is `key`; `notes` (how it was measured, from which records) stand below them."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled frame with the panels that show it.
+
+    Attributes:
+        name: base name of the files, for example `table11`.
+        frame: one row a printed row; needs the columns `panel` and `section`.
+        legend: what the columns mean, one sentence a line.
+    """
+
+    name: str
+    title: str
+    frame: pd.DataFrame
+    panels: tuple[Panel, ...]
+    legend: tuple[str, ...] = field(default=())
+
+    def text(self, width: int | None = None) -> str:
+        """For a terminal of `width` columns; None: as wide as it needs."""
+        parts = [self.title, "=" * len(self.title)]
+        for panel in self.panels:
+            parts += ["", panel.title, "-" * len(panel.title), "", *_panel_text(panel, self._sections(panel), width), ""]
+            parts += _wrapped(panel.notes, width)
+        return "\n".join([*parts, "", *_wrapped(self.legend, width)]) + "\n"
+
+    def markdown(self) -> str:
+        """GitHub-flavoured Markdown; the lines of a cell are joined by `<br>`, sections are rows in bold."""
+        parts = [f"## {_md(self.title)}"]
+        for panel in self.panels:
+            headers = [": ".join(filter(None, (column.group, column.header))) for column in panel.columns]
+            rows = ["| " + " | ".join(map(_md, headers)) + " |"]
+            rows.append("|" + "|".join(" :-- " if column.align == "left" else " --: " for column in panel.columns) + "|")
+            for section, cells in self._sections(panel):
+                if section:
+                    rows.append("| " + " | ".join([f"**{_md(section)}**"] + [""] * (len(panel.columns) - 1)) + " |")
+                rows += ["| " + " | ".join("<br>".join(map(_md, cell)) for cell in row) + " |" for row in cells]
+            parts += [f"### {_md(panel.title)}", "\n".join(rows)]
+            if panel.notes:
+                parts.append("\n".join(f"- {_md(note)}" for note in panel.notes))
+        if self.legend:
+            parts += ["**How to read it**", "\n".join(f"- {_md(line)}" for line in self.legend)]
+        return "\n\n".join(parts) + "\n"
+
+    def csv(self) -> str:
+        """The whole frame, all digits that matter (8 significant), empty where there is no number."""
+        return self.frame.to_csv(index=False, float_format="%.8g", lineterminator="\n")
+
+    def latex(self) -> str:
+        """One `table*` a panel; needs the packages booktabs and graphicx."""
+        return "\n".join(_panel_latex(self, panel, self._sections(panel)) for panel in self.panels)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write `<name>.md`, `.csv` and `.tex` into `folder`; each file appears whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for suffix, content in (("md", self.markdown()), ("csv", self.csv()), ("tex", self.latex())):
+            path = folder / f"{self.name}.{suffix}"
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            partial.write_text(content, encoding="utf-8", newline="\n")
+            partial.replace(path)
+            written.append(path)
+        return written
+
+    def _sections(self, panel: Panel) -> list[tuple[str, list[list[Lines]]]]:
+        """(section, rows of cells) in the frame's order."""
+        rows = self.frame[self.frame["panel"] == panel.key].to_dict("records")
+        return [
+            (str(section), [[column.cell(row) for column in panel.columns] for row in members])
+            for section, members in groupby(rows, key=lambda row: row["section"])
+        ]
+
+
+_GAP = _INDENT = "  "
+
+
+def _panel_text(panel: Panel, sections: list[tuple[str, list[list[Lines]]]], width: int | None) -> Iterator[str]:
+    # What stands under a heading is set in, and what continues a cell further.
+    sections = [
+        (
+            section,
+            [[tuple(_INDENT * (bool(section) + (k > 0)) + text for k, text in enumerate(row[0])), *row[1:]] for row in rows],
+        )
+        for section, rows in sections
+    ]
+    shown = list(range(len(panel.columns)))
+    widths = _widths(panel.columns, sections)
+    while width is not None and _total(shown, widths) > width and any(panel.columns[i].expendable for i in shown):
+        shown.remove(max(shown, key=lambda i: panel.columns[i].expendable))
+
+    def line(cells: Sequence[str]) -> str:
+        pad = [
+            cells[i].ljust(widths[i]) if panel.columns[i].align == "left" else cells[i].rjust(widths[i])
+            for i in range(len(cells))
+        ]
+        return _GAP.join(pad[i] for i in shown).rstrip()
+
+    groups = []
+    for group, members in groupby(shown, key=lambda i: panel.columns[i].group):
+        span = _total(list(members), widths)
+        groups.append(f" {group} ".center(span, "-") if group else " " * span)
+    rule = "-" * _total(shown, widths)
+    yield _GAP.join(groups).rstrip()
+    yield line([column.header for column in panel.columns])
+    yield rule
+    for number, (section, rows) in enumerate(sections):
+        if number:
+            yield ""
+        if section:
+            yield section
+        for row in rows:
+            for k in range(max(map(len, row))):
+                yield line([cell[k] if k < len(cell) else "" for cell in row])
+    yield rule
+    hidden = [column for i, column in enumerate(panel.columns) if i not in shown]
+    if hidden:
+        names = ", ".join(" ".join(filter(None, (column.group, column.header))) for column in hidden)
+        yield from _wrapped([f"Narrow terminal: left out {names}. The written files have every column."], width)
+
+
+def _widths(columns: Sequence[Column], sections: list[tuple[str, list[list[Lines]]]]) -> list[int]:
+    def texts(i: int) -> Iterator[str]:
+        return (text for _, rows in sections for row in rows for text in row[i])
+
+    widths = [max(len(column.header), *map(len, texts(i))) for i, column in enumerate(columns)]
+    # A heading over several columns must fit over them: what it needs more goes to the first.
+    for group, run in groupby(range(len(columns)), key=lambda i: columns[i].group):
+        members = list(run)
+        widths[members[0]] += max(0, len(group) + 2 - _total(members, widths)) if group else 0
+    return widths
+
+
+def _total(members: Sequence[int], widths: Sequence[int]) -> int:
+    return sum(widths[i] for i in members) + len(_GAP) * (len(members) - 1)
+
+
+def _wrapped(lines: Sequence[str], width: int | None) -> list[str]:
+    """Wrap at `width` (150 where there is none) with a hanging indent; never inside a word, so that a command can be copied."""
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, width or 150, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    ]
+
+
+def _md(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+
+
+_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
+_TEX |= {character: "\\" + character for character in "&%$#_{}"}
+_TEX |= {"Δ": r"$\Delta$", "†": r"$\dagger$", "±": r"$\pm$", "×": r"$\times$", "≤": r"$\leq$", "≥": r"$\geq$"}
+_TEX |= {"–": "--", "—": "---", "<": r"\textless{}", ">": r"\textgreater{}"}
+_TEX_PATTERN = re.compile("|".join(map(re.escape, _TEX)))
+
+
+def _tex(text: str) -> str:
+    return _TEX_PATTERN.sub(lambda match: _TEX[match.group()], text)
+
+
+def _panel_latex(table: Table, panel: Panel, sections: list[tuple[str, list[list[Lines]]]]) -> str:
+    columns = panel.columns
+    groups, rules, first = [], [], 1
+    for group, run in groupby(columns, key=lambda column: column.group):
+        span = len(list(run))
+        groups.append(rf"\multicolumn{{{span}}}{{c}}{{{_tex(group)}}}")
+        if group:
+            rules.append(rf"\cmidrule(lr){{{first}-{first + span - 1}}}")
+        first += span
+    body = []
+    for section, rows in sections:
+        body.append(r"\midrule")
+        if section:
+            body.append(rf"\multicolumn{{{len(columns)}}}{{l}}{{\textit{{{_tex(section)}}}}} \\")
+        for row in rows:
+            for k in range(max(map(len, row))):
+                cells = [_tex(cell[k]) if k < len(cell) else "" for cell in row]
+                # The second line belongs to the first: smaller, and set apart from the next row.
+                body.append(
+                    " & ".join(cells) + r" \\"
+                    if k == 0
+                    else " & ".join(rf"\footnotesize {cell}" if cell else "" for cell in cells) + r" \\[2pt]"
+                )
+    caption = " ".join(_tex(part) for part in (f"{table.title}. {panel.title}.", *panel.notes, *table.legend))
+    lines = [
+        r"\begin{table*}[t]",
+        r"\centering",
+        r"\resizebox{\textwidth}{!}{%",
+        rf"\begin{{tabular}}{{{''.join('l' if column.align == 'left' else 'r' for column in columns)}}}",
+        r"\toprule",
+        " & ".join(groups) + r" \\",
+        " ".join(rules),
+        " & ".join(_tex(column.header) for column in columns) + r" \\",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}}",
+        rf"\caption{{{caption}}}",
+        rf"\label{{tab:{table.name}-{panel.key}}}",
+        r"\end{table*}",
+    ]
+    return "\n".join(lines) + "\n"

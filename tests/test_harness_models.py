@@ -1,0 +1,231 @@
+"""Models: found where the config says, refused in one message where they are not, never run as code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness_world import make_model
+
+from quicksilver.models.hub import require_hub
+from quicksilver.models.loading import load, locate, weights_digest
+from quicksilver.models.spec import ModelConfig
+from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "original")
+
+
+@pytest.fixture
+def folder(original, tmp_path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def at(path: Path | str, **more) -> ModelConfig:
+    return ModelConfig(name="mine", path=str(path), **more)
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_is_loaded_frozen_in_the_dtype_asked_for(folder):
+    loaded = load(at(folder, dtype="bfloat16"), locate(at(folder)))
+    assert loaded.model.dtype == torch.bfloat16
+    assert not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    assert loaded.tokenizer("ab")["input_ids"] != []
+    assert loaded.files.source == f"folder:{folder}"
+
+
+def test_a_hub_name_is_served_by_a_folder_below_data_root(folder):
+    config = ModelConfig(name="model", path="someone/model")
+    assert locate(config, folder.parent).folder == folder
+    assert locate(at("data:model"), folder.parent).folder == folder
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "says"),
+    [
+        ("/nowhere/model", None, "there is no folder /nowhere/model"),
+        ("./nowhere", None, "there is no folder"),
+        ("a/b/c", None, "there is no folder"),
+        ("data:model", None, "data.root, which is not set"),
+        ("embedded:reference-gpt9", None, "no embedded model reference-gpt9"),
+    ],
+)
+def test_a_model_that_is_not_there_says_what_to_give(path, root, says):
+    with pytest.raises(ConfigError) as caught:
+        locate(at(path), root)
+    assert says in str(caught.value)
+    assert "model.path=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "says"),
+    [("config.json", "no config.json"), ("model.safetensors", "no *.safetensors"), ("tokenizer.json", "no tokenizer.json")],
+)
+def test_an_incomplete_folder_says_what_it_lacks(folder, lost, says):
+    (folder / lost).unlink()
+    with pytest.raises(ConfigError) as caught:
+        locate(at(folder))
+    assert says in str(caught.value)
+
+
+def test_pickled_weights_are_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        locate(at(folder))
+
+
+def test_a_missing_shard_is_named(folder):
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    with pytest.raises(ConfigError, match=r"no model-2\.safetensors"):
+        locate(at(folder))
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ConfigError, match="an unreadable"):
+        locate(at(folder))
+
+
+def test_damaged_weights_are_one_message(folder):
+    (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
+    with pytest.raises(ConfigError, match="cannot be loaded: SafetensorError"):
+        load(at(folder), locate(at(folder)))
+
+
+def test_a_family_without_an_adapter_names_those_there_are(folder, tmp_path):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    tiny = OPTConfig(
+        vocab_size=257, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    OPTForCausalLM(tiny).save_pretrained(tmp_path / "opt")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "opt")
+    shutil.copy(folder / "tokenizer_config.json", tmp_path / "opt")
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        load(at(tmp_path / "opt"), locate(at(tmp_path / "opt")))
+
+
+def test_code_in_a_folder_is_never_run(folder, tmp_path):
+    change_config(folder, model_type="mine", architectures=["Mine"], auto_map={"AutoModelForCausalLM": "evil.Mine"})
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ConfigError, match=r"cannot be loaded|no tokenizer"):
+        load(at(folder), locate(at(folder)))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_there_is_named(folder):
+    with pytest.raises(ConfigError, match=r"no CUDA device.*device_map=cpu"):
+        load(at(folder, device_map="cuda:0"), locate(at(folder)))
+    assert load(at(folder, device_map="auto"), locate(at(folder))).model.device.type == "cpu"
+
+
+def test_the_digest_is_of_contents_not_of_places_or_prose(folder, tmp_path):
+    digest = weights_digest(folder)
+    (folder / "README.md").write_text("prose")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    assert weights_digest(copy) == digest
+    change_config(copy, scale_attn_weights=False)
+    assert weights_digest(copy) != digest
+    other = make_model(tmp_path / "other", seed=1)
+    assert weights_digest(other) != digest
+
+
+def test_files_are_read_once(folder, monkeypatch):
+    remembered: dict[str, str] = {}
+    digest = weights_digest(folder, remembered)
+
+    def refuse(*_):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr("hashlib.file_digest", refuse)
+    assert weights_digest(folder, remembered) == digest
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(AssertionError, match="read again"):
+        weights_digest(folder, remembered)
+
+
+# -- the hub, without one -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_at(monkeypatch):
+    """Points the hub's client at an address on this machine."""
+
+    def point(address: str) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: __import__("huggingface_hub").hf_api.HfApi(endpoint=address))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    return point
+
+
+def refused(repo: str = "gpt2") -> str:
+    with pytest.raises(ConfigError) as caught:
+        require_hub("model=gpt2", repo, "model", ["model.path=/folder", "model=reference-gpt2"])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_closed_port_is_told_within_seconds_with_the_offline_choices(hub_at):
+    hub_at("http://127.0.0.1:9")
+    began = time.monotonic()
+    message = refused()
+    assert time.monotonic() - began < 9
+    assert "cannot be reached" in message
+    assert "Without a network: model.path=/folder; model=reference-gpt2." in message
+
+
+def test_a_hub_that_never_answers_is_given_up(hub_at, monkeypatch):
+    monkeypatch.setattr("quicksilver.models.hub.ANSWER_WITHIN_S", 2.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hub_at(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert "cannot be reached" in refused()
+
+
+@pytest.mark.parametrize(
+    ("status", "error_code", "says"),
+    [
+        (404, "RepoNotFound", "does not exist, or is private"),
+        (403, "GatedRepo", "is gated. Accept its licence"),
+        (500, None, "answers:"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_apart(hub_at, status, error_code, says):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hub_at(f"http://127.0.0.1:{server.getsockname()[1]}")
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(65536)
+                    head = f"HTTP/1.1 {status} no\r\nContent-Length: 0\r\nConnection: close\r\n"
+                    connection.sendall((head + (f"X-Error-Code: {error_code}\r\n" if error_code else "") + "\r\n").encode())
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert says in refused()
+
+
+def test_offline_mode_asks_nobody(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused()

@@ -1,0 +1,269 @@
+"""Records appear whole or not at all: kills, races, full disks, damage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from safetensors import SafetensorError
+
+from quicksilver.harness.record import SCHEMA_VERSION, load_record, record_frame
+from quicksilver.harness.store import Store
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+PRINT = "0123456789abcdef0123"
+fork = multiprocessing.get_context("fork")  # the child must not import torch again
+# Python 3.12 warns of forking beside torch's threads; the child here only writes files.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+
+def content(fingerprint: str = PRINT, **more) -> dict:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": fingerprint,
+        "dense_fingerprint": None,
+        "label": "a run",
+        "started": "2026-01-01",
+        "config": {"measure": {"name": "quick"}},
+        "ppl": 2.0,
+        **more,
+    }
+
+
+def make_record(store: Store, fingerprint: str = PRINT, **more):
+    with store.draft(fingerprint) as draft:
+        draft.event("started")
+        frame = pd.DataFrame({"window": [0, 1], "tokens": [3, 3], "nll_nats": [1.0, 2.0]})
+        draft.write("windows.parquet", frame.to_parquet)
+        return store.publish(draft, content(fingerprint, **more))
+
+
+def hidden(store: Store) -> list[str]:
+    return [p.name for p in store.runs.glob(".new-*")] if store.runs.is_dir() else []
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "results")
+
+
+def test_a_record_is_read_back_as_it_was_written(store):
+    assert store.get(PRINT) is None
+    made = make_record(store, latency_ms={"median": 1.5, "samples": [1.0, 2.0]})
+    record = store.get(PRINT)
+    assert record == made
+    assert record["latency_ms"]["median"] == 1.5
+    assert list(record.windows["nll_nats"]) == [1.0, 2.0]
+    assert sorted(p.name for p in record.path.iterdir()) == ["events.jsonl", "record.json", "windows.parquet"]
+    assert [json.loads(line)["event"] for line in record.events_path.read_text().splitlines()] == ["started"]
+    assert record.trace_path is None
+    assert hidden(store) == []
+
+
+def test_an_entry_that_was_not_measured_is_named(store):
+    with pytest.raises(ConfigError, match=r"has no entry 'latency_ms'.*measure=quick"):
+        make_record(store)["latency_ms"]
+
+
+def test_a_run_that_fails_leaves_nothing(store):
+    def fail(_):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), store.draft(PRINT) as draft:
+        draft.write("windows.parquet", fail)
+    assert store.get(PRINT) is None
+    assert hidden(store) == []
+
+
+def test_a_crash_between_the_last_write_and_the_rename_leaves_no_record(store, monkeypatch):
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        make_record(store)
+    monkeypatch.undo()
+    assert store.get(PRINT) is None
+    assert make_record(store)["ppl"] == 2.0
+
+
+def killed_writer(root: Path, ready) -> None:
+    with Store(root).draft(PRINT) as draft:
+        draft.event("started")
+        ready.set()
+        signal.pause()
+
+
+def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(store):
+    ready = fork.Event()
+    writer = fork.Process(target=killed_writer, args=(store.root, ready))
+    writer.start()
+    try:
+        assert ready.wait(30)
+        with store.draft("beef") as mine:
+            assert store.clean() == []  # both are alive
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.join(30)
+            assert [name.split("-")[1] for name in store.clean()] == [PRINT]
+            mine.event("still here")
+    finally:
+        writer.kill()
+        writer.join()
+    assert store.get(PRINT) is None
+    assert hidden(store) == []
+
+
+def racing_writer(root: Path, value: float, start, results) -> None:
+    store = Store(root)
+    with store.draft(PRINT) as draft:
+        draft.event("started", value=value)
+        start.wait(30)
+        results.put((value, store.publish(draft, content(ppl=value))["ppl"]))
+
+
+def test_of_two_writers_of_one_record_the_loser_takes_the_winner_s(store):
+    start, results = fork.Barrier(2), fork.Queue()
+    writers = [fork.Process(target=racing_writer, args=(store.root, value, start, results)) for value in (1.0, 2.0)]
+    for writer in writers:
+        writer.start()
+    answers = [results.get(timeout=60) for _ in writers]
+    for writer in writers:
+        writer.join(30)
+        assert writer.exitcode == 0
+    kept = store.get(PRINT)
+    assert {found for _, found in answers} == {kept["ppl"]}
+    assert json.loads(kept.events_path.read_text())["value"] == kept["ppl"]  # all files are one writer's
+    assert hidden(store) == []
+
+
+def waiting_runner(root: Path, waits, results) -> None:
+    store = Store(root)
+    with store.turn(PRINT, waiting=waits.set):
+        results.put("found" if store.get(PRINT) else "made")
+
+
+def test_a_second_command_waits_for_the_first_and_finds_its_record(store):
+    waits, results = fork.Event(), fork.Queue()
+    with store.turn(PRINT):
+        second = fork.Process(target=waiting_runner, args=(store.root, waits, results))
+        second.start()
+        assert waits.wait(30)
+        make_record(store)
+    assert results.get(timeout=30) == "found"
+    second.join(30)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_one_message_and_no_half_record(store, failure):
+    make_record(store, "beef")
+
+    def full(_):
+        raise failure
+
+    with pytest.raises(QuickSilverError) as caught, store.draft(PRINT) as draft:
+        draft.write("trace.safetensors", full)
+    message = str(caught.value)
+    assert "is full" in message
+    assert str(store.root) in message
+    assert "Free some space" in message
+    assert store.get(PRINT) is None
+    assert store.get("beef")["ppl"] == 2.0
+    assert hidden(store) == []
+
+
+def test_a_disk_that_fills_up_at_the_last_file_leaves_no_half_record(store, monkeypatch):
+    write_text = Path.write_text
+
+    def full(path, *args, **kwargs):
+        if path.name == "record.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(QuickSilverError, match="is full"):
+        make_record(store)
+    assert store.get(PRINT) is None
+    assert hidden(store) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QuickSilverError, match=r"cannot be written.*results_dir=…"):
+        make_record(Store(tmp_path / "file"))
+
+
+DAMAGE = {
+    "no record.json": (lambda p: (p / "record.json").unlink(), "it has no record.json"),
+    "cut short": (lambda p: (p / "record.json").write_text('{"schema_version": 1, '), "record.json is damaged"),
+    "not text": (lambda p: (p / "record.json").write_bytes(b"\xff\xfe\x00"), "record.json is damaged"),
+    "not an object": (lambda p: (p / "record.json").write_text("[]"), "no schema_version"),
+    "another run's": (lambda p: (p / "record.json").write_text(json.dumps(content("beef", files={}))), "belongs to the run beef"),
+    "a lost file": (lambda p: (p / "windows.parquet").unlink(), "windows.parquet is missing"),
+    "a torn file": (lambda p: (p / "windows.parquet").write_bytes(b"PAR1"), "windows.parquet is cut short"),
+    "another schema": (
+        lambda p: (p / "record.json").write_text(json.dumps(content(files={}) | {"schema_version": 99})),
+        "a record of schema 99 and this version of QuickSilver reads schema 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_reported_by_path_with_the_remedy_and_stays_untouched(store, damage):
+    spoil, says = DAMAGE[damage]
+    folder = make_record(store).path
+    spoil(folder)
+    before = sorted((p.name, p.read_bytes()) for p in folder.iterdir())
+    for read in (lambda: store.get(PRINT), lambda: record_frame(store.root)):
+        with pytest.raises(ConfigError) as caught:
+            read()
+        message = str(caught.value)
+        assert message.startswith(str(folder))
+        assert says in message
+        assert "Move that folder away" in message
+        assert "\n" not in message
+    assert sorted((p.name, p.read_bytes()) for p in folder.iterdir()) == before
+
+
+def test_windows_that_were_changed_in_place_are_noticed_when_they_are_read(store):
+    record = make_record(store)
+    path = record.path / "windows.parquet"
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    path.write_bytes(bytes(changed))
+    with pytest.raises(ConfigError, match="not the file that was recorded"):
+        _ = load_record(record.path).windows
+
+
+def test_the_frame_has_one_row_a_record_in_order_of_their_start(store):
+    assert len(record_frame(store.root)) == 0
+    make_record(store, "b" * 20, started="2026-01-02", null={"ppl": 3.0})
+    make_record(store, "a" * 20, started="2026-01-03", latency_ms={"median": 7.0, "samples": [7.0]})
+    with store.draft("c" * 20):
+        frame = record_frame(store.root)  # a run in the making is no record
+    assert list(frame.index) == ["b" * 20, "a" * 20]
+    assert frame.loc["b" * 20, "null.ppl"] == 3.0
+    assert frame.loc["a" * 20, "latency_ms.median"] == 7.0
+    assert "latency_ms.samples" not in frame
+
+
+def test_a_record_names_its_dense_one_or_says_that_it_is_gone(store):
+    dense = make_record(store, "d" * 20)
+    record = make_record(store, dense_fingerprint="d" * 20)
+    assert store.dense_of(record) == dense
+    assert store.dense_of(dense) == dense
+    dense.path.rename(store.root / "elsewhere")
+    with pytest.raises(QuickSilverError, match="run the same command again"):
+        store.dense_of(record)

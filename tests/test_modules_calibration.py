@@ -1,0 +1,263 @@
+"""Calibration: percentiles of what the model does, kept with where they came from, and refused where they do not belong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import calibrate as script
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, calibrate_modules, calibrated
+from quicksilver.modules.calibration import SIGNALS, calibration_path
+from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
+from quicksilver.modules.thresholds import model_digest
+from quicksilver.runtime import ConfigError, LayerView, RuntimeModule, TokenState
+from quicksilver.runtime.architecture import architecture_of
+
+WINDOWS = torch.randint(0, tiny.VOCABULARY, (6, 24), generator=torch.Generator().manual_seed(0))
+MAX_ATTENTION = AttentionReceived(4, "max")
+
+
+@pytest.fixture(scope="module")
+def of_llama() -> Calibration:
+    return calibrate(tiny.load("llama"), WINDOWS, signals=[*SIGNALS, MAX_ATTENTION], batch_size=4, source={"model": "tiny"})
+
+
+def states(model: Any) -> tuple[torch.Tensor, ...]:
+    """Entering each layer, as transformers reports them; the last one has been normed and is left out."""
+    with torch.no_grad():
+        return model(WINDOWS, output_hidden_states=True, use_cache=False).hidden_states[:-1]
+
+
+def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> None:
+    model = tiny.load("llama")
+    hidden = states(model)
+    for layer, (before, after) in enumerate(itertools.pairwise(hidden)):
+        moved = (after - before).norm(dim=-1)
+        with torch.no_grad():
+            log_p = model.lm_head(model.model.norm(after)).log_softmax(-1)
+        expected = {
+            "drift-l2": moved,
+            "drift-relative": moved / after.norm(dim=-1),
+            "drift-cosine": 1 - torch.cosine_similarity(before, after, dim=-1),
+            "entropy-logit_lens": -(log_p.exp() * log_p).sum(-1),
+        }
+        for key, values in expected.items():
+            row = of_llama.percentiles[key][layer]
+            np.testing.assert_allclose(row, np.percentile(values.flatten().numpy(), range(1, 100)), rtol=1e-3, atol=1e-5)
+    assert all(rows[-1] is None for rows in of_llama.percentiles.values())  # nothing halts after the last layer
+
+
+class Attended(RuntimeModule):
+    """Notes the attention of the tokens that halt, by layer."""
+
+    priority = 60
+    causal = False  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.noted: dict[int, list[float]] = {}
+
+    def wants_attention(self, layer: int) -> bool:
+        return True
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        received = view.attention_received(4, "max")
+        values = self.noted.setdefault(view.layer, [])
+        for row in range(len(received)):
+            taking_part = (tokens.active | tokens.newly_halted)[row].nonzero().flatten().tolist()
+            halted = tokens.newly_halted[row].nonzero().flatten().tolist()
+            values += [float(received[row, column]) for column in halted if column not in taking_part[-4:]]  # those observe
+
+
+def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
+    """C.3. Halted: drift and entropy both below their 25th percentile."""
+    noting = Attended()
+    halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=of_llama)
+    tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting, noting])
+    assert any(noting.noted.values())
+    for layer, row in enumerate(of_llama.percentiles["attention-max-4-halted"]):
+        values = noting.noted.get(layer, [])
+        assert (row is None) == (not values)
+        if row is not None:
+            np.testing.assert_allclose(row, np.percentile(values, range(1, 100)), rtol=1e-4, atol=1e-6)
+
+
+@given(st.sampled_from([10, 25, 50, 90]), st.sampled_from(["relative", "l2", "cosine"]), st.integers(0, 3))
+@settings(max_examples=6)
+def test_a_percentile_halts_its_share(of_llama: Calibration, percentile: int, drift: str, layer: int) -> None:
+    """At the first layer that may halt, on the text it was calibrated on."""
+    at = (layer + 1) / tiny.LAYERS
+    halting = Halting(tau_drift=f"p{percentile}", drift=drift, calibration=of_llama, window=(at, at))
+    trace = tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting]).trace
+    halted = int((trace.passes[0].halt_layer == layer).sum())
+    assert halted == pytest.approx(WINDOWS.numel() * percentile / 100, abs=1)
+
+
+@given(st.floats(1, 99), st.floats(1, 99))
+def test_thresholds_rise_with_the_percentile(of_llama: Calibration, a: float, b: float) -> None:
+    low, high = (of_llama.thresholds("drift-relative", p) for p in sorted((a, b)))
+    assert all(x <= y for x, y in zip(low, high, strict=True))
+    assert low[-1] == high[-1] == 0.0  # not measured: nothing is below it
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 5),
+    st.dictionaries(
+        st.text("abc-", min_size=1, max_size=5), st.none() | st.lists(st.floats(-1e30, 1e30), min_size=3, max_size=3), max_size=3
+    ),
+)
+def test_a_calibration_goes_through_its_file(
+    tmp_path_factory: pytest.TempPathFactory, n_layers: int, rows: dict[str, Any]
+) -> None:
+    path = tmp_path_factory.mktemp("calibration") / "deeper" / "c.json"
+    one = Calibration(
+        n_layers, (10, 50, 90), {k: [v] * n_layers for k, v in rows.items()}, {"model_digest": "x", "source": {"a": 1}}
+    )
+    one.save(path)
+    assert Calibration.load(path) == one
+    one.save(path)
+    assert [p.name for p in path.parent.iterdir()] == ["c.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, of_llama: Calibration) -> None:
+    path = tmp_path / "c.json"
+    of_llama.save(path)
+    with pytest.raises(ValueError, match="JSON"):
+        Calibration(1, (1, 99), {"drift-l2": [[float("nan"), 1.0]]}).save(path)
+    assert Calibration.load(path) == of_llama
+    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
+
+
+def test_it_is_measured_once_and_found_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("gpt2")
+    first = calibrated(tmp_path, model, WINDOWS, signals=[Drift()])
+    assert first.provenance["windows"] == 6
+    assert first.provenance["model_digest"] == model_digest(model)
+    assert {"package_version", "dtype", "data_digest", "window_tokens", "torch"} <= set(first.provenance)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(model, "forward", fail)
+    assert calibrated(tmp_path, model, WINDOWS, signals=[Drift()]) == first
+    others = [
+        calibration_path(tmp_path, model, WINDOWS + 1, [Drift()]),
+        calibration_path(tmp_path, model, WINDOWS, [Drift("l2")]),
+        calibration_path(tmp_path, model, WINDOWS, [Drift()], grid=(50,)),
+        calibration_path(tmp_path, tiny.load("llama"), WINDOWS, [Drift()]),
+    ]
+    assert len({calibration_path(tmp_path, model, WINDOWS, [Drift()]), *others}) == 5
+    assert not any(path.exists() for path in others)
+
+
+def test_the_digest_tells_weights_apart_and_not_their_precision() -> None:
+    model = tiny.build("llama")
+    digest = model_digest(model)
+    assert digest == model_digest(tiny.build("llama").to(torch.bfloat16)) != model_digest(tiny.build("gpt2"))
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(1.05)
+    assert model_digest(model) != digest
+
+
+def test_modules_that_ask_get_what_they_ask_for(tmp_path: Path) -> None:
+    model = tiny.load("llama")
+    asking = Halting(tau_drift="p25", tau_entropy="p50", entropy="latent")
+    skipping = KVSkipping(criterion="halted_and_attention", tau_kv="p95", last_queries=4)
+    given_numbers, ranked = Halting(tau_drift=0.1), Halting(rule="capacity", tau_drift="p25")
+    assert asking.calibration_signals == [Drift(), Entropy("latent")]
+    made = calibrate_modules([asking, skipping, given_numbers, ranked], tmp_path, model, WINDOWS)
+    assert made is not None
+    assert asking.calibration is skipping.calibration is made
+    assert given_numbers.calibration is ranked.calibration is None
+    assert {"entropy-latent", "attention-max-4-halted"} <= set(made.percentiles)
+    for module in (asking, skipping):
+        module.bind(architecture_of(model))
+    assert calibrate_modules([asking, given_numbers], tmp_path, model, WINDOWS) is None
+    trace = tiny.forward(model, tiny.Batch((tuple(range(20)),)), [asking, skipping]).trace
+    assert trace.active_counts()[-1] < 20
+
+
+def refusal(calibration: Any, model: str = "llama", tau: str = "p25", **options: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        Halting(tau_drift=tau, calibration=calibration, **options).bind(architecture_of(tiny.load(model)))
+    return str(error.value)
+
+
+def test_what_does_not_belong_is_refused_with_the_remedy(tmp_path: Path, of_llama: Calibration) -> None:
+    said = refusal(of_llama, "gpt2")
+    assert "tau_drift='p25'" in said
+    assert "other weights" in said
+    assert "scripts/calibrate.py" in said
+    shallow = Calibration(3, of_llama.grid, of_llama.percentiles, {})
+    assert "3 layers and this one has 5" in refusal(shallow)
+    assert "Percentile p99.5 is outside the calibrated p1 to p99" in refusal(of_llama, tau="p99.5")
+    only_l2 = Calibration(5, of_llama.grid, {"drift-l2": of_llama.percentiles["drift-l2"]}, {})
+    assert "has drift-l2, not 'drift-relative': calibrate again" in refusal(only_l2)
+    missing = refusal(tmp_path / "none.json")
+    assert "none.json" in missing
+    assert "scripts/calibrate.py" in missing
+    for content, why in (("{", "not a readable calibration"), ('{"schema": "other"}', "'other'"), ("[]", "list"), ("{}", "None")):
+        (tmp_path / "bad.json").write_text(content)
+        said = refusal(tmp_path / "bad.json")
+        assert "bad.json" in said
+        assert why in said
+        assert "calibrate again" in said
+    (tmp_path / "bad.json").write_text(json.dumps({"schema": "quicksilver-calibration-1", "n_layers": 5}))
+    assert "'grid'" in refusal(tmp_path / "bad.json")
+    with pytest.raises(ConfigError, match=r"shape \(W, N\).*\(0, 8\).*more text"):
+        calibrate(tiny.load("gpt2"), WINDOWS[:0, :8])
+
+
+def test_the_command_line_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a small dog. It had a red ball and it liked to play all day. " * 20)
+    words = [
+        "--model",
+        "stories260k",
+        "--data-root",
+        str(data_root),
+        "--text",
+        str(text),
+        "--windows",
+        "3",
+        "--window-tokens",
+        "64",
+    ]
+    words += ["--output", str(tmp_path / "out"), "--kv"]
+    path = script.main(words)
+    printed = capsys.readouterr().out
+    assert "measured: 3 windows of 64 tokens" in printed
+    assert f"calibration={path}" in printed
+    calibration = Calibration.load(path)
+    assert set(calibration.percentiles) == {s.key for s in SIGNALS} | {"attention-max-16-halted"}
+    assert calibration.provenance["source"]["text"] == str(text)
+    model = tiny.load(tiny.STORIES)
+    Halting(tau_drift="p25", tau_entropy="p25", calibration=path).bind(architecture_of(model))
+    row = next(line for line in printed.splitlines() if line.split()[0] == "1")
+    assert float(row.split()[1]) == pytest.approx(calibration.thresholds("drift-relative", 25)[1], abs=1e-4)
+    assert script.main(words) == path
+    assert "found: 3 windows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dataset", "wikitext"], ["--dataset wikitext", "wikitext103", "--text FILE"]),
+        (["--text", "/no/such.txt"], ["/no/such.txt"]),
+        (["--model", "/no/such/model"], ["/no/such/model"]),
+    ],
+)
+def test_the_command_line_refuses_with_the_choices(words: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        script.main(words)
+    for part in said:
+        assert part in str(error.value)

@@ -1,0 +1,279 @@
+"""Nulls and oracles: the same budget on other tokens, chance at its rate, and a replay that is the run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from looking import LAYERS, Pass, architecture
+
+from quicksilver.modules import (
+    ExponentialDecay,
+    Halting,
+    KVSkipping,
+    RandomHalting,
+    Replay,
+    StaticDepth,
+    perfect_exit,
+    shuffled,
+)  # fmt: skip
+from quicksilver.runtime import MISSING_KV, ConfigError, LayerView, PassTrace, RuntimeModule, TokenState, Trace
+
+FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
+
+
+# -- chance and depth ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=6)
+def test_random_halting_halts_at_its_rate(rate: float, seed: int) -> None:
+    ids = torch.randint(0, 1000, (4, 500), generator=torch.Generator().manual_seed(seed))
+    one = Pass([500] * 4, ids=ids)
+    one.run(RandomHalting(rate=rate, seed=seed, window=(0.0, 1.0)))
+    for layer in range(4):
+        expected = 2000 * (1 - (1 - rate) ** (layer + 1))
+        assert abs(int(one.halted(layer).sum()) - expected) <= 5 * math.sqrt(2000) / 2
+
+
+@given(tiny.batches(low=2), st.data())
+def test_random_halting_is_the_same_in_prefill_decoding_and_any_batch(batch: tiny.Batch, data: st.DataObject) -> None:
+    halting = RandomHalting(rate=0.3, seed=5, window=(0, 1))
+    assert halting.causal
+    whole = tiny.decisions(batch, tiny.forward(tiny.load("llama"), batch, [halting]).trace)
+    chunks = data.draw(tiny.chunkings(batch.width))
+    chunked = tiny.forward(tiny.load("llama"), batch, [halting], chunks=chunks)
+    tiny.assert_same_decisions(whole, tiny.decisions(batch, chunked.trace))
+    for i in range(len(batch.rows)):
+        alone = tiny.forward(tiny.load("llama"), batch.alone(i), [halting])
+        tiny.assert_same_decisions(whole[i : i + 1], tiny.decisions(batch.alone(i), alone.trace))
+
+
+@given(st.floats(0, 0.94), st.integers(2, 40))
+def test_static_depth_stops_everything_at_one_layer(depth: float, n_layers: int) -> None:
+    control = StaticDepth(depth=depth)
+    layer = max(0, math.floor(depth * n_layers + 0.5) - 1)
+    assert control.causal
+    if layer > n_layers - 2:
+        return
+    one = Pass([3, 5], n_layers=n_layers)
+    one.run(control)
+    assert (one.state.halt_layer[one.state.valid] == layer).all()
+
+
+@given(st.floats(0, 0.4), st.lists(st.integers(1, 200), min_size=1, max_size=3))
+def test_exponential_decay_keeps_n_exp_of_minus_alpha_l(alpha: float, lengths: list[int]) -> None:
+    one = Pass(lengths)
+    decay = ExponentialDecay(alpha=alpha, protect_last=0)
+    assert not decay.causal
+    one.run(decay)
+    for layer in range(LAYERS):
+        for row, n in enumerate(lengths):
+            assert int(one.state.active(layer)[row].sum()) == pytest.approx(n * math.exp(-alpha * layer), abs=0.5 + 1e-9)
+
+
+def test_uneven_decay_is_uneven_and_right_on_average() -> None:
+    ids = torch.randint(0, 1000, (16, 256), generator=torch.Generator().manual_seed(0))
+    one = Pass([256] * 16, ids=ids)
+    decay = ExponentialDecay(alpha=0.1, even=False)
+    assert decay.causal
+    one.run(decay)
+    counts = one.state.active(9).sum(1)
+    expected = 256 * math.exp(-0.9)
+    assert float(counts.float().mean()) == pytest.approx(expected, abs=3 * math.sqrt(expected / 16))
+    assert counts.unique().numel() > 4
+
+
+# -- replay ----------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(
+    tiny.batches(low=2),
+    tiny.policies(),
+    st.sampled_from(["gpt2", "llama", "gpt_neox"]),
+    st.sampled_from(["compact", "masked"]),
+    st.data(),
+)
+def test_replaying_a_trace_gives_the_run_again(
+    batch: tiny.Batch, modules: list[RuntimeModule], family: str, execution: str, data: st.DataObject
+) -> None:
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    run = tiny.forward(tiny.load(family), batch, modules, chunks=chunks)
+    again = tiny.forward(tiny.load(family), batch, [Replay(run.trace)], chunks=chunks, execution=execution)
+    tiny.assert_same_decisions(tiny.decisions(batch, run.trace), tiny.decisions(batch, again.trace))
+    tiny.assert_close(batch.real(run.logits), batch.real(again.logits), atol=2e-5)
+
+
+class MergePairs(RuntimeModule):
+    """After layer 1, slots 2 and 3 become one."""
+
+    priority = 30
+    proportional_attention = True  # type: ignore[assignment]
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == 1
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        columns = torch.arange(view.slots.shape[1]).expand_as(view.slots)
+        target = (view.slots == 3).long().argmax(1, keepdim=True)
+        both = (tokens.active & (view.slots == 2)).any(1, keepdim=True) & (tokens.active & (view.slots == 3)).any(1, keepdim=True)
+        tokens.fuse(torch.where((view.slots == 2) & both, target, columns))
+
+
+def test_a_replay_repeats_fusion_too() -> None:
+    batch = tiny.Batch((tuple(range(1, 13)), tuple(range(20, 28))))
+    modules = [RandomHalting(rate=0.2, window=(0, 1), missing_kv="drop"), MergePairs()]
+    run = tiny.forward(tiny.load("gpt2"), batch, modules)
+    assert any(p.fusions for p in run.trace.passes)
+    again = tiny.forward(tiny.load("gpt2"), batch, [Replay(run.trace, like=modules)])
+    tiny.assert_close(batch.real(run.logits), batch.real(again.logits))
+    assert torch.equal(run.trace.passes[0].fused_layer, again.trace.passes[0].fused_layer)
+    null = tiny.forward(tiny.load("gpt2"), batch, [Replay(shuffled(run.trace, 0), like=modules)])
+    assert null.trace.active_counts().tolist() == run.trace.active_counts().tolist()
+
+
+def test_a_replay_goes_through_a_file_and_can_start_in_the_middle(tmp_path: Path) -> None:
+    first, second = tiny.Batch((tuple(range(1, 13)),)), tiny.Batch((tuple(range(20, 28)),))
+    halting = RandomHalting(rate=0.4, window=(0, 1), missing_kv="copy")
+    runs = [tiny.forward(tiny.load("gpt2"), batch, [halting]) for batch in (first, second)]
+    Trace.concat([run.trace for run in runs]).save(tmp_path / "trace.safetensors")
+    trace = Trace.load(tmp_path / "trace.safetensors")
+    again = tiny.forward(tiny.load("gpt2"), second, [Replay(trace, first_pass=1)])
+    tiny.assert_close(again.logits, runs[1].logits)
+    assert Replay(trace).copies_kv
+
+
+def test_a_trace_of_something_else_is_refused() -> None:
+    batch = tiny.Batch((tuple(range(1, 13)),))
+    trace = tiny.forward(tiny.load("gpt2"), batch, [Halting()]).trace
+    with pytest.raises(ConfigError, match=r"5 layers and this one has 10.*model it was made with"):
+        Replay(trace).bind(architecture(10))
+    with pytest.raises(ConfigError, match=r"Pass 1 .*\[12\] tokens.*given \[9\].*same batches"):
+        tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(range(9)),)), [Replay(trace)])
+    with pytest.raises(ConfigError, match=r"1 passes and this would be number 2.*same batches"):
+        tiny.forward(tiny.load("gpt2"), batch, [Replay(trace, first_pass=1)])
+    with pytest.raises(ConfigError, match=r"first_pass=-1"):
+        Replay(trace, first_pass=-1)
+
+
+# -- shuffling -------------------------------------------------------------------------------------------------------------------
+
+
+def decided(seed: int, rows: int, n: int, padding: list[int], first_column: int) -> PassTrace:
+    """Any decisions at all."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(0, high, (rows, n), generator=generator).to(dtype)
+
+    valid = torch.arange(n) >= torch.tensor([padding[row % len(padding)] for row in range(rows)])[:, None]
+    return PassTrace(
+        n_layers=6, first_column=first_column, valid=valid, halt_layer=draw(6, torch.int16), halted_kv=draw(4, torch.uint8),
+        resume_layer=draw(7, torch.int16), kv_layer=draw(6, torch.int16), fused_layer=torch.full((rows, n), 5, dtype=torch.int16),
+    )  # fmt: skip
+
+
+@given(
+    st.integers(0, 99), st.integers(1, 3), st.integers(1, 30), st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.sampled_from([0, 2, 40]), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2**40),
+)  # fmt: skip
+def test_shuffling_moves_whole_decisions_within_a_row_and_never_the_protected(
+    seed: int, rows: int, n: int, padding: list[int], first_column: int, first: int, last: int, shuffle_seed: int
+) -> None:
+    before = decided(seed, rows, n, padding, first_column)
+    (after,) = shuffled(Trace(6, [before]), shuffle_seed, first, last).passes
+    is_prompt = first_column == 0 and n > 1
+    for row in range(rows):
+        real = before.valid[row].nonzero().flatten().tolist()
+        old = [tuple(int(getattr(before, f)[row, c]) for f in FIELDS) for c in real]
+        new = [tuple(int(getattr(after, f)[row, c]) for f in FIELDS) for c in real]
+        assert sorted(old) == sorted(new)  # exactly the same budget, in every layer
+        for nth, (x, y) in enumerate(zip(old, new, strict=True)):
+            if first_column + nth < first or (is_prompt and nth >= len(real) - last):
+                assert x == y
+    for layer in range(6):
+        assert torch.equal(before.active(layer).sum(1), after.active(layer).sum(1))
+        assert torch.equal(before.kv_present(layer).sum(1), after.kv_present(layer).sum(1))
+    assert torch.equal(before.valid, after.valid)
+    again = shuffled(Trace(6, [before]), shuffle_seed, first, last).passes[0]
+    assert all(torch.equal(getattr(after, f), getattr(again, f)) for f in FIELDS)
+
+
+def test_shuffling_does_move_them_and_differently_by_seed_and_row() -> None:
+    one = decided(1, 2, 60, [0], 0)
+    halt_layer = torch.arange(60).remainder(6).to(torch.int16).expand(2, 60)
+    trace = Trace(6, [PassTrace(**{**vars(one), "halt_layer": halt_layer})])
+    a, b = shuffled(trace, 1).passes[0].halt_layer, shuffled(trace, 2).passes[0].halt_layer
+    for x in (a, b):
+        assert (x != halt_layer).float().mean() > 0.6
+        assert not torch.equal(x[0], x[1])
+    assert not torch.equal(a, b)
+    assert torch.equal(a[:, :4], halt_layer[:, :4])  # attention sinks, by default
+    assert torch.equal(a[:, -1], halt_layer[:, -1])  # and the token that predicts what follows
+
+
+def test_a_shuffled_run_is_a_run_at_the_same_cost() -> None:
+    batch = tiny.Batch((tuple(range(1, 31)), tuple(range(25, 55))))
+    modules = [Halting(signal="attention", missing_kv="drop"), KVSkipping()]
+    run = tiny.forward(tiny.load("llama"), batch, modules)
+    null = tiny.forward(tiny.load("llama"), batch, [Replay(shuffled(run.trace, 0))])
+    assert null.run.flops.nominal == run.run.flops.nominal
+    assert null.trace.active_counts().tolist() == run.trace.active_counts().tolist()
+    assert not torch.allclose(null.logits, run.logits, atol=1e-3)
+
+
+# -- perfect exit ----------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8)
+@given(tiny.batches(low=3), st.sampled_from(["gpt2", "llama"]))
+def test_perfect_exit_is_the_earliest_layer_that_already_says_it(batch: tiny.Batch, family: str) -> None:
+    model = tiny.load(family)
+    inputs = batch.inputs()
+    mask = inputs.get("attention_mask")
+    with torch.no_grad():
+        dense = model(**{k: v for k, v in inputs.items() if k != "position_ids"}, output_hidden_states=True, use_cache=False)
+        norm = model.transformer.ln_f if family == "gpt2" else model.model.norm
+        says = [model.lm_head(norm(states)).argmax(-1) for states in dense.hidden_states[1:-1]] + [dense.logits.argmax(-1)]
+    (one,) = perfect_exit(model, inputs["input_ids"], mask, missing_kv="drop").passes
+    for row, column in one.valid.nonzero().tolist():
+        agrees = [int(said[row, column]) == int(says[-1][row, column]) for said in says]
+        assert int(one.halt_layer[row, column]) == agrees.index(True)
+    assert (one.halt_layer[~one.valid] == tiny.LAYERS - 1).all()
+    assert (one.halted_kv == MISSING_KV.index("drop")).all()
+
+
+def test_perfect_exit_is_replayed_in_the_passes_it_was_cut_for() -> None:
+    batch = tiny.Batch((tuple(range(1, 17)), tuple(range(31, 47))))
+    trace = perfect_exit(tiny.load("gpt2"), batch.ids, pass_tokens=[10, 6])
+    assert [p.first_column for p in trace.passes] == [0, 10]
+    outcome = tiny.forward(tiny.load("gpt2"), batch, [Replay(trace)], chunks=[10, 6])
+    tiny.assert_same_decisions(tiny.decisions(batch, outcome.trace), tiny.decisions(batch, trace))
+    assert trace.active_counts()[-1] < trace.active_counts()[0]
+    with pytest.raises(ConfigError, match=r"pass_tokens=\[10, 7\] add up to 17.*16 columns"):
+        perfect_exit(tiny.load("gpt2"), batch.ids, pass_tokens=[10, 7])
+    with pytest.raises(ConfigError, match=r"missing_kv='keep'"):
+        perfect_exit(tiny.load("gpt2"), batch.ids, missing_kv="keep")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RandomHalting(rate=1.2), "rate=1.2 is out of range; give a number from 0 to 1"),
+        (lambda: RandomHalting(seed=-3), "seed=-3 must be a whole number"),
+        (lambda: StaticDepth(depth="half"), "depth='half' is not a number"),
+        (lambda: ExponentialDecay(alpha=-0.1), "alpha=-0.1 is out of range"),
+        (lambda: shuffled(Trace(3), 0, protect_first=-1), "protect_first=-1"),
+        (lambda: shuffled(Trace(3), 0, protect_last=0.5), "protect_last=0.5"),
+    ],
+)
+def test_wrong_options_are_refused(make: object, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()  # type: ignore[operator]
+    assert said in str(error.value)

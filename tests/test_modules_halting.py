@@ -1,0 +1,367 @@
+"""Halting: exactly k by capacity, the paper's two thresholds, overrides in their order, and only at the depth it was given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from looking import LAYERS, Pass, architecture
+
+from quicksilver.modules import PRESETS, Halting
+from quicksilver.runtime import MISSING_KV, ConfigError
+
+ROWS = st.lists(st.integers(1, 12), min_size=1, max_size=3)
+WINDOWS = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted).filter(lambda w: w[0] * LAYERS < LAYERS - 1)
+
+
+def ids_like(lengths: list[int], extra: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 50, (len(lengths), max(lengths) + extra), generator=generator)
+
+
+# -- capacity --------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    ROWS, st.integers(0, 2), st.sampled_from(["one_shot", "gradual", "exponential"]), st.floats(0, 1), st.floats(0, 0.5), WINDOWS,
+    st.sampled_from(["drift", "update_norm", "attention", "position", "random", {"name": "entropy", "of": "latent"}]),
+)  # fmt: skip
+def test_capacity_halts_exactly_k_of_each_row(
+    lengths: list[int], extra: int, schedule: str, share: float, alpha: float, window: list[float], signal: Any
+) -> None:
+    halting = Halting(
+        signal=signal, schedule=schedule, halted_share=share, alpha=alpha, window=window, protect_first=1, protect_last=1
+    )
+    one = Pass(lengths, extra=extra, ids=ids_like(lengths, extra, 0))
+    one.run(halting)
+    first, last = (
+        max(0, math.floor(window[0] * LAYERS + 0.5) - 1),
+        min(LAYERS - 2, max(0, math.floor(window[1] * LAYERS + 0.5) - 1)),
+    )
+    for layer in range(LAYERS - 1):
+        steps = min(layer, last) - first + 1
+        if steps <= 0:
+            part = 0.0
+        elif schedule == "one_shot":
+            part = share
+        elif schedule == "gradual":
+            part = share * steps / (last - first + 1)
+        else:
+            part = 1 - math.exp(-alpha * steps)
+        for row, n in enumerate(lengths):
+            k = math.floor(part * n + 0.5)
+            assert int(one.halted(layer)[row].sum()) == min(k, max(0, n - 2)), (layer, row)
+
+
+def test_capacity_halts_the_lowest_scores() -> None:
+    attention = torch.tensor([[0.9, 0.1, 0.8, 0.2, 0.3, 0.7, 0.05, 0.05]])
+    one = Pass([8])
+    halting = Halting(signal={"name": "attention", "last_queries": 2}, schedule="one_shot", halted_share=0.5, window=(0.0, 0.5))
+    halting.bind(architecture())
+    assert [halting.wants_attention(layer) for layer in range(3)] == [True, False, False]
+    halting.decide(*one.look(0, attention=attention))
+    assert one.halted(0)[0].tolist() == [False, True, False, True, True, True, False, False]
+
+
+@given(ROWS, st.integers(0, 3), st.sampled_from(["drift", "random", "position"]), st.integers(0, 99))
+def test_a_row_halts_the_same_alone_and_padded(lengths: list[int], extra: int, signal: str, seed: int) -> None:
+    """From the row's own number of tokens: neither batch mates nor padding count."""
+    ids = ids_like(lengths, extra, seed)
+    torch.manual_seed(seed)
+    states = torch.randn(LAYERS + 1, *ids.shape, 8)
+
+    def run(one: Pass, rows: slice, columns: slice) -> Pass:
+        halting = Halting(signal=signal, halted_share=0.7, protect_last=0)
+        halting.bind(architecture())
+        for layer in range(LAYERS - 1):
+            if halting.acts_at(layer):
+                halting.decide(*one.look(layer, states[layer, rows, columns], states[layer + 1, rows, columns]))
+        return one
+
+    together = run(Pass(lengths, extra=extra, ids=ids), slice(None), slice(None)).state.halt_layer
+    for row, n in enumerate(lengths):
+        alone = run(Pass([n], ids=ids[row : row + 1, -n:]), slice(row, row + 1), slice(ids.shape[1] - n, None)).state.halt_layer
+        assert torch.equal(alone[0], together[row, -n:])
+
+
+def test_layers_that_are_not_asked_are_made_up_for() -> None:
+    """`decision_layers`: the next layer that is asked halts what the schedule has reached by then."""
+    everywhere, sometimes = Pass([10]), Pass([10])
+    everywhere.run(Halting(signal="position", halted_share=0.8, window=(0.1, 0.9)))
+    sometimes.run(Halting(signal="position", halted_share=0.8, window=(0.1, 0.9)), layers=[2, 5, 8])
+    for layer in (2, 5, 8):
+        assert torch.equal(everywhere.halted(layer), sometimes.halted(layer))
+    assert sometimes.halted(4).sum() < everywhere.halted(4).sum()
+
+
+# -- thresholds ------------------------------------------------------------------------------------------------------------------
+
+
+def drifting(drifts: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """States (1, N, 8) with these relative drifts."""
+    after = torch.ones(1, len(drifts), 8)
+    return after * (1 - torch.tensor(drifts))[None, :, None], after
+
+
+def halted_by(halting: Halting, one: Pass, layer: int, **seen: torch.Tensor) -> list[bool]:
+    halting.bind(architecture(one.n_layers))
+    halting.decide(*one.look(layer, **seen))
+    return one.halted(layer)[0].tolist()
+
+
+def test_a_token_halts_below_both_thresholds_and_the_head_is_asked_after_the_drift() -> None:
+    head = torch.zeros(8, 4)
+    head[:, 0] = torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 0])
+    sure, unsure = torch.zeros(8), torch.zeros(8)
+    sure[0] = 1.0
+    after = torch.stack([unsure + 1 - sure, sure, sure * 2, sure, unsure + 1 - sure])[None]  # logits 0, 3, 6, 3, 0 against 0
+    before = after * (1 - torch.tensor([0.05, 0.2, 0.05, 0.3, 0.04]))[None, :, None]
+    one = Pass([5], logits=head)
+    assert halted_by(Halting(tau_drift=0.1, tau_entropy=1.0), one, 3, before=before, after=after) == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert one.asked_logits == 3  # tokens 0, 2, 4
+    drift_only = Pass([5], logits=head)
+    assert halted_by(Halting(tau_drift=0.1), drift_only, 3, before=before, after=after) == [True, False, True, False, True]
+    assert drift_only.asked_logits == 0
+    entropy_only = Halting(tau_entropy=1.0)
+    assert halted_by(entropy_only, Pass([5], logits=head), 3, before=before, after=after) == [False, True, True, True, False]
+
+
+@given(
+    st.integers(0, 99),
+    st.floats(0, 2),
+    st.floats(0, 2),
+    st.floats(0, 4),
+    st.floats(0, 4),
+    st.sampled_from(["relative", "l2", "cosine"]),
+)
+def test_higher_thresholds_halt_more(seed: int, d1: float, d2: float, e1: float, e2: float, kind: str) -> None:
+    torch.manual_seed(seed)
+    before, after, head = torch.randn(1, 9, 8), torch.randn(1, 9, 8), torch.randn(8, 11)
+
+    def halted(tau_drift: float, tau_entropy: float) -> set[int]:
+        halting = Halting(tau_drift=tau_drift, tau_entropy=tau_entropy, drift=kind)
+        return {i for i, h in enumerate(halted_by(halting, Pass([9], logits=head), 4, before=before, after=after)) if h}
+
+    low, high = halted(min(d1, d2), min(e1, e2)), halted(max(d1, d2), max(e1, e2))
+    assert low <= high
+    assert halted(0.0, math.log(11) + 1) == set()
+    assert halted(1e6, math.log(11) + 1) == set(range(9))
+
+
+def test_thresholds_may_differ_by_layer() -> None:
+    before, after = drifting([0.05, 0.15, 0.25])
+    for layer in range(2, 8):
+        halting = Halting(tau_drift=[0.1 * (1 + index % 3) for index in range(LAYERS)])
+        expected = [drift < 0.1 * (1 + layer % 3) for drift in (0.05, 0.15, 0.25)]
+        assert halted_by(halting, Pass([3]), layer, before=before, after=after) == expected
+
+
+def test_a_bit_is_log_2_nats() -> None:
+    states = torch.randn(1, 40, 8, generator=torch.Generator().manual_seed(3))
+    head = torch.randn(8, 5, generator=torch.Generator().manual_seed(4))
+
+    def halted(tau: float, unit: str) -> list[bool]:
+        return halted_by(Halting(tau_entropy=tau, unit=unit), Pass([40], logits=head), 4, before=states, after=states)
+
+    assert halted(1.5, "bits") == halted(1.5 * math.log(2), "nats")
+    assert halted(1.5, "bits") != halted(1.5, "nats")
+
+
+def test_states_that_are_not_numbers_never_halt_by_threshold() -> None:
+    before, after = drifting([0.05, math.nan])
+    assert halted_by(Halting(tau_drift=10.0), Pass([2]), 3, before=before, after=after) == [True, False]
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.data(), st.sampled_from(["threshold", "capacity"]))
+def test_full_processing_beats_forced_halting_beats_the_rule(data: st.DataObject, rule: str) -> None:
+    n = data.draw(st.integers(1, 10))
+    flags = st.lists(st.booleans(), min_size=n, max_size=n)
+    full_id, full_slot, forced_id, forced_slot, by_rule = (torch.tensor(data.draw(flags)) for _ in range(5))
+    first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+    ids = (full_id + 2 * forced_id)[None]  # 3 is in both lists
+    halting = Halting(
+        rule=rule, tau_drift=0.5, full_ids=[1, 3], forced_ids=[2, 3], full_mask=full_slot, forced_mask=forced_slot[None],
+        protect_first=first, protect_last=last, window=(0.3, 0.3), signal="drift", halted_share=float(by_rule.float().mean()),
+    )  # fmt: skip
+    before, after = drifting([0.1 if b else 0.9 for b in by_rule])
+    halted = torch.tensor(halted_by(halting, Pass([n], ids=ids), 2, before=before, after=after))
+    slots = torch.arange(n)
+    full = full_id | full_slot | (slots < first) | (slots >= n - last)
+    forced = (forced_id | forced_slot) & ~full
+    assert not (halted & full).any()
+    assert (halted | ~forced).all()
+    if rule == "threshold":
+        assert torch.equal(halted, ~full & (forced | by_rule))
+    else:  # forced ones count towards the share
+        wanted = max(int(by_rule.sum()), int(forced.sum()))
+        assert int(halted.sum()) == min(wanted, int((~full).sum()))
+
+
+def test_masks_follow_the_sequence_not_the_padding() -> None:
+    forced = torch.tensor([[True, False, False], [False, True, False]])
+    one = Pass([2, 5], extra=1)
+    one.run(Halting(tau_drift=0.0, forced_mask=forced))
+    assert one.halted(5).tolist() == [[False] * 4 + [True, False], [False, False, True, False, False, False]]
+
+
+def test_the_last_token_of_a_prompt_stays_and_elsewhere_none_is_last() -> None:
+    for halting in (Halting(halted_share=1.0), Halting(tau_drift=1e9, protect_last=1)):
+        prompt = Pass([4, 7])
+        prompt.run(halting)
+        assert prompt.halted(8).sum(1).tolist() == [3, 6]
+        assert not prompt.halted(8)[:, -1].any()
+    decoded = Pass([1, 1], first_slot=9, is_prompt=False)
+    decoded.run(Halting(tau_drift=1e9, protect_last=1, lookahead=True))
+    assert decoded.halted(8).all()
+
+
+def test_ids_without_ids_and_masks_of_another_batch_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"full_ids=\[7\].*embeddings.*input_ids"):
+        Pass([3]).run(Halting(full_ids=[7]))
+    with pytest.raises(ConfigError, match=r"forced_mask has 3 rows and the batch 2"):
+        Pass([3, 3]).run(Halting(forced_mask=torch.zeros(3, 4).bool()))
+
+
+# -- depth and what is left of a token -------------------------------------------------------------------------------------------
+
+
+@given(WINDOWS, st.integers(0, 3), st.integers(3, 40))
+def test_nothing_halts_outside_the_window_or_in_vain(window: list[float], resume: int, n_layers: int) -> None:
+    halting = Halting(tau_drift=1e9, window=window, resume_layers=resume)
+    first, last = (max(0, math.floor(f * n_layers + 0.5) - 1) for f in window)
+    useful = [layer for layer in range(first, last + 1) if layer + 1 < n_layers - resume]
+    if not useful:
+        with pytest.raises(ConfigError, match=r"Nothing would ever halt.*Open the window earlier, or resume fewer"):
+            halting.bind(architecture(n_layers))
+        return
+    halting.bind(architecture(n_layers))
+    assert [layer for layer in range(n_layers) if halting.acts_at(layer)] == useful
+
+
+def test_the_default_window_is_layers_6_to_24_of_30() -> None:
+    halting = Halting()
+    halting.bind(architecture(30))
+    assert [layer + 1 for layer in range(30) if halting.acts_at(layer)] == list(range(6, 25))
+
+
+@pytest.mark.parametrize("mode", MISSING_KV)
+def test_what_is_left_of_a_halted_token(mode: str) -> None:
+    one = Pass([4])
+    one.run(Halting(tau_drift=1e9, missing_kv=mode, resume_layers=2))
+    assert (one.state.halted_kv == MISSING_KV.index(mode)).all()
+    assert (one.state.resume_layer == LAYERS - 2).all()
+    assert (one.state.halt_layer == 1).all()
+
+
+# -- with a model ----------------------------------------------------------------------------------------------------------------
+
+
+def test_without_any_option_it_halts_half_of_a_prompt_and_needs_no_calibration() -> None:
+    batch = tiny.Batch((tuple(range(1, 13)), tuple(range(5, 25))))
+    counts = tiny.forward(tiny.load("llama"), batch, [Halting()]).trace.active_counts().tolist()
+    assert counts[0] == 32
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 16
+
+
+@given(
+    tiny.token_ids(3, 14),
+    tiny.token_ids(3, 14),
+    st.sampled_from(["relative", "l2", "cosine"]),
+    st.sampled_from(["logit_lens", "latent"]),
+)
+def test_thresholds_do_not_look_ahead_and_capacity_says_that_it_does(a: tuple, b: tuple, drift: str, entropy: str) -> None:
+    """Other tokens after t: the decisions up to t stay."""
+    n = min(len(a), len(b)) - 1
+    scale = {"relative": 0.7, "l2": 4.0, "cosine": 0.3}[drift]
+    halting = Halting(tau_drift=scale, tau_entropy=3.6, drift=drift, entropy=entropy, window=(0, 1))
+    assert halting.causal
+    kept = a[:n]
+    outcomes = [tiny.forward(tiny.load("gpt2"), tiny.Batch((kept + rest,)), [halting]) for rest in (a[n:], b[n:])]
+    first, second = (
+        tiny.decisions(tiny.Batch((kept + rest,)), o.trace)[0] for rest, o in zip((a[n:], b[n:]), outcomes, strict=True)
+    )
+    assert torch.equal(first["halt_layer"][:n], second["halt_layer"][:n])
+    assert not Halting(rule="capacity").causal
+    assert not Halting(tau_drift=0.1, protect_last=1).causal
+    assert Halting(rule="capacity", lookahead=True).lookahead
+
+
+def test_capacity_leaves_decoding_alone_and_thresholds_do_not() -> None:
+    batch = tiny.Batch((tuple(range(1, 17)),))
+    capacity = tiny.forward(tiny.load("llama"), batch, [Halting()], chunks=[12, 1, 3]).trace
+    threshold = tiny.forward(tiny.load("llama"), batch, [Halting(tau_drift=1e9)], chunks=[12, 1, 3]).trace
+    assert [int(p.active(4).sum()) for p in capacity.passes] == [6, 1, 3]
+    assert [int(p.active(4).sum()) for p in threshold.passes] == [0, 0, 0]
+
+
+# -- presets and refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_presets_are_the_paper_as_printed() -> None:
+    b2, g2, fig9 = (Halting(preset=name, tau_drift=7.0, window=(0.4, 0.5)) for name in ("paper-b2", "paper-g2", "paper-fig9"))
+    assert (b2.tau_drift, b2.tau_entropy, b2.unit, b2.drift) == (0.045, 1.15, "bits", "l2")
+    assert (g2.tau_drift, g2.tau_entropy, g2.unit, g2.window) == (1e-3, 1.15, "nats", (0.2, 0.8))
+    assert (fig9.tau_drift, fig9.tau_entropy) == (1.0, None)
+    b2.bind(architecture(30))
+    assert min(layer + 1 for layer in range(30) if b2.acts_at(layer)) == 5  # B.5
+    assert all(set(preset) == {"rule", "drift", "unit", "tau_drift", "tau_entropy", "window"} for preset in PRESETS.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tau_drift": "small"}, ["tau_drift='small'", "not a number", "'p25'"]),
+        ({"tau_drift": "0.1"}, ["tau_drift='0.1'", "not a number"]),
+        ({"tau_drift": math.nan}, ["tau_drift=nan", "not finite", "at least 0"]),
+        ({"tau_drift": -0.1}, ["tau_drift=-0.1", "out of range", "at least 0"]),
+        ({"tau_drift": True}, ["tau_drift=True", "not a number"]),
+        ({"tau_drift": [0.1, math.inf]}, ["tau_drift[1]=inf", "not finite"]),
+        ({"tau_drift": [0.1, 0.2]}, ["tau_drift has 2 values", "10 layers", "one per layer"]),
+        ({"tau_entropy": [[1.0]] * 10}, ["tau_entropy[0]=[1.0]", "not a number"]),
+        ({"tau_drift": "p25"}, ["tau_drift='p25'", "no calibration", "scripts/calibrate.py", "give a number"]),
+        ({"tau_drift": "p25", "calibration": "/no/such.json"}, ["/no/such.json", "scripts/calibrate.py"]),
+        ({"tau_entropy": 1.0, "unit": "bit"}, ["unit='bit'", "nats, bits", "Did you mean 'bits'?"]),
+        ({"rule": "threshold"}, ["rule='threshold'", "tau_drift or tau_entropy", "'p25'"]),
+        ({"rule": "treshold"}, ["rule='treshold'", "Did you mean 'threshold'?"]),
+        ({"drift": "euclid"}, ["drift='euclid'", "relative, l2, cosine"]),
+        ({"entropy": "lens"}, ["entropy='lens'", "logit_lens"]),
+        ({"signal": "atention"}, ["signal='atention'", "Did you mean 'attention'?"]),
+        ({"schedule": "linear"}, ["schedule='linear'", "gradual"]),
+        ({"halted_share": 1.5}, ["halted_share=1.5", "from 0 to 1"]),
+        ({"alpha": -1}, ["alpha=-1", "at least 0"]),
+        ({"window": (0.8, 0.2)}, ["window=[0.8, 0.2]", "in order"]),
+        ({"window": (0.2,)}, ["window=(0.2,)", "two fractions"]),
+        ({"window": (5, 24)}, ["window[0]=5", "from 0 to 1"]),
+        ({"window": (1.0, 1.0)}, ["Nothing would ever halt", "(1.0, 1.0)", "Open the window earlier"]),
+        ({"missing_kv": "keep"}, ["missing_kv='keep'", "drop, project, copy, zero"]),
+        ({"resume_layers": -1}, ["resume_layers=-1", "at least 0"]),
+        ({"resume_layers": 9}, ["resume_layers=9", "resume fewer layers"]),
+        ({"protect_first": 1.5}, ["protect_first=1.5", "whole number"]),
+        ({"protect_last": -1}, ["protect_last=-1", "whole number"]),
+        ({"full_ids": "the"}, ["full_ids='the'", "list of token ids"]),
+        ({"forced_ids": [3, "a"]}, ["forced_ids[1]='a'", "whole number"]),
+        ({"full_mask": torch.ones(3)}, ["full_mask", "torch.float32", "mask.bool()"]),
+        ({"forced_mask": [True]}, ["forced_mask", "[True]", "bool tensor"]),
+        ({"preset": "paper-b3"}, ["preset='paper-b3'", "Did you mean 'paper-b2'?"]),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused_with_the_value_and_the_remedy(options: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        Halting(**options).bind(architecture())
+    for words in said:
+        assert words in str(error.value), str(error.value)

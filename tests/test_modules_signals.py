@@ -1,0 +1,221 @@
+"""Signals: what each score is, whom it is asked about, and that chance is the same chance everywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from looking import Pass
+
+from quicksilver.modules.signals import (
+    AttentionReceived,
+    Drift,
+    Entropy,
+    Position,
+    Random,
+    Signal,
+    UpdateNorm,
+    lowest,
+    make_signal,
+    share_of,
+    signal_names,
+)  # fmt: skip
+from quicksilver.runtime import ConfigError
+
+SHAPES = st.tuples(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 2), st.integers(2, 12), st.integers(0, 999)
+)
+
+
+def entropy(p: list[float]) -> float:
+    return -sum(x * math.log(x) for x in p if x > 0)
+
+
+@given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_drift_is_the_formula_of_2_1(shape: tuple, dtype: torch.dtype) -> None:
+    lengths, extra, width, seed = shape
+    given_pass = Pass(lengths, extra=extra)
+    torch.manual_seed(seed)
+    before, after = (torch.randn(*given_pass.shape, width).to(dtype) for _ in range(2))
+    view, tokens = given_pass.look(0, before, after)
+    scores = {kind: Drift(kind)(view, tokens) for kind in ("relative", "l2", "cosine")} | {"rms": UpdateNorm()(view, tokens)}
+    for row, column in given_pass.state.valid.nonzero().tolist():
+        x, y = before[row, column].double(), after[row, column].double()
+        moved = math.sqrt(sum((a - b) ** 2 for a, b in zip(x.tolist(), y.tolist(), strict=True)))
+        expected = {
+            "l2": moved,
+            "relative": moved / y.norm(),
+            "rms": moved / math.sqrt(width),
+            "cosine": 1 - x @ y / (x.norm() * y.norm()),
+        }
+        for name, value in expected.items():
+            assert float(scores[name][row, column]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
+    for name, score in scores.items():
+        assert score.dtype == torch.float32, name
+        assert score[~given_pass.state.valid].isposinf().all(), name
+
+
+def test_a_zero_state_has_a_drift_and_no_nan() -> None:
+    view, tokens = Pass([3]).look(0, torch.zeros(1, 3, 4), torch.zeros(1, 3, 4))
+    for kind in ("relative", "l2", "cosine"):
+        assert Drift(kind)(view, tokens).isfinite().all()
+
+
+def test_the_head_is_asked_about_the_tokens_in_question_only() -> None:
+    one = Pass([5, 3], logits=torch.randn(8, 17))
+    view, tokens = one.look(2)
+    where = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]).bool()
+    scores = Entropy()(view, tokens, where)
+    assert one.asked_logits == 3
+    for row, column in where.nonzero().tolist():
+        p = (view.after[row, column] @ one.head).softmax(-1).tolist()
+        assert float(scores[row, column]) == pytest.approx(entropy(p), rel=1e-4)
+    assert scores[~where].isposinf().all()
+
+
+def test_latent_entropy_is_of_the_softmax_over_the_state() -> None:
+    view, tokens = Pass([4]).look(1)
+    scores = Entropy("latent")(view, tokens)
+    for column in range(4):
+        assert float(scores[0, column]) == pytest.approx(entropy(view.after[0, column].softmax(-1).tolist()), rel=1e-4)
+
+
+def test_histogram_entropy_counts_bins_of_the_standardised_state() -> None:
+    spread = torch.linspace(-1, 1, 64)
+    spike = torch.zeros(64)
+    spike[5] = 1.0
+    states = torch.stack([spread, 100 * spread + 7, spike])[None]
+    view, tokens = Pass([3]).look(1, states, states)
+    even, scaled, peaked = Entropy("histogram", bins=16)(view, tokens)[0].tolist()
+    assert even == pytest.approx(scaled, abs=1e-5)  # normed: scale and offset do not count
+    assert peaked == pytest.approx(entropy([63 / 64, 1 / 64]), rel=1e-4)
+    assert peaked < even <= math.log(16)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 2), st.integers(1, 6))
+def test_observing_queries_are_not_scored(lengths: list[int], extra: int, last: int) -> None:
+    one = Pass(lengths, extra=extra)
+    attention = torch.rand(one.shape)
+    view, tokens = one.look(3, attention=attention)
+    scores = AttentionReceived(last)(view, tokens)
+    observing = one.state.valid & (one.slots >= one.lengths - last)
+    assert scores[observing].isposinf().all()
+    rest = one.state.valid & ~observing
+    assert torch.equal(scores[rest], attention[rest])
+    everyone = AttentionReceived(None)(view, tokens)
+    assert torch.equal(everyone[one.state.valid], attention[one.state.valid])
+
+
+def test_position_ranks_the_oldest_first() -> None:
+    view, tokens = Pass([3, 5], first_slot=40).look(0)
+    assert Position()(view, tokens).tolist() == [[math.inf, math.inf, 40, 41, 42], [40, 41, 42, 43, 44]]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), min_size=2, max_size=4),
+    st.integers(0, 3),
+    st.integers(0, 2**40),
+    st.integers(0, 8),
+    st.data(),
+)
+def test_chance_knows_the_token_and_nothing_else(
+    rows: list[list[int]], extra: int, seed: int, layer: int, data: st.DataObject
+) -> None:
+    lengths = [len(row) for row in rows]
+    width = max(lengths) + extra
+    ids = torch.tensor([[9] * (width - len(row)) + row for row in rows])
+    together = Random(seed)(*Pass(lengths, extra=extra, ids=ids).look(layer))
+    for i, row in enumerate(rows):
+        alone = Random(seed)(*Pass([len(row)], ids=torch.tensor([row])).look(layer))
+        assert torch.equal(together[i, width - len(row) :], alone[0])
+        cut = data.draw(st.integers(0, len(row) - 1))  # decoded after a prompt of `cut` tokens
+        later = Pass([len(row) - cut], ids=torch.tensor([row[cut:]]), first_slot=cut, is_prompt=False)
+        assert torch.equal(Random(seed)(*later.look(layer))[0], alone[0, cut:])
+
+
+def test_chance_is_uniform_and_differs_by_seed_layer_slot_and_token() -> None:
+    ids = torch.randint(0, 50_000, (8, 512), generator=torch.Generator().manual_seed(0))
+    one = Pass([512] * 8, ids=ids)
+    draws = Random(1)(*one.look(4))
+    counts = torch.histc(draws, bins=16, min=0, max=1)
+    assert draws.max() < 1
+    assert draws.min() >= 0
+    assert (counts - 256).abs().max() < 5 * math.sqrt(256)
+    for other in (Random(2)(*one.look(4)), Random(1)(*one.look(5)), Random(1)(*Pass([512] * 8, ids=ids + 1).look(4))):
+        assert abs(float(torch.corrcoef(torch.stack([draws.flatten(), other.flatten()]))[0, 1])) < 0.08
+    assert abs(float(torch.corrcoef(torch.stack([draws[:, 1:].flatten(), draws[:, :-1].flatten()]))[0, 1])) < 0.08
+    assert not torch.equal(draws[0], draws[1])  # rows lose different positions
+    without_ids = Random(1)(*Pass([512] * 8).look(4))
+    assert torch.equal(without_ids[0], without_ids[1])  # nothing tells embeddings apart but their slot
+
+
+@given(SHAPES, st.integers(-2, 12))
+def test_lowest_takes_exactly_k_and_the_lowest(shape: tuple, k: int) -> None:
+    lengths, extra, _, seed = shape
+    one = Pass(lengths, extra=extra)
+    torch.manual_seed(seed)
+    scores = torch.randint(0, 4, one.shape).float()  # ties on purpose
+    scores[torch.rand(one.shape) < 0.2] = math.nan
+    eligible = one.state.valid & (torch.rand(one.shape) < 0.7)
+    chosen = lowest(scores, eligible, torch.full((len(lengths), 1), k))
+    assert not (chosen & ~eligible).any()
+    for row in range(len(lengths)):
+        assert chosen[row].sum() == min(max(k, 0), int(eligible[row].sum()))
+        order = [(scores[row, c].nan_to_num(math.inf).item(), c) for c in eligible[row].nonzero().flatten().tolist()]
+        assert chosen[row].nonzero().flatten().tolist() == sorted(c for _, c in sorted(order)[: max(k, 0)])
+
+
+def test_shares_round_half_up_per_row() -> None:
+    assert share_of(torch.tensor([[1], [2], [5], [512]]), 0.5).flatten().tolist() == [1, 1, 3, 256]
+    assert share_of(torch.tensor([[7]]), 0.0).item() == 0
+    assert share_of(torch.tensor([[7]]), 1.0).item() == 7
+
+
+@dataclass(frozen=True)
+class Third(Signal):
+    """A signal of somebody else."""
+
+    weight: float = 1.0
+    name: ClassVar[str] = "third-of-slot"
+
+    def score(self, view: object, tokens: object, where: torch.Tensor) -> torch.Tensor:
+        return self.weight * view.slots.float() / 3  # type: ignore[attr-defined]
+
+
+def test_signals_are_found_by_name_wherever_they_are_written() -> None:
+    assert isinstance(make_signal("third-of-slot"), Third)
+    assert make_signal({"name": "third-of-slot", "weight": 2.0}) == Third(2.0)
+    assert make_signal("drift", kind="l2", of="latent") == Drift("l2")
+    assert make_signal({"name": "drift", "kind": "cosine"}, kind="l2") == Drift("cosine")
+    assert make_signal(Position()) == Position()
+    assert {"drift", "update_norm", "entropy", "attention", "position", "random"} <= set(signal_names())
+    for name, cls in signal_names().items():
+        assert cls.causal != (name == "attention")
+        assert cls.needs_attention == (name == "attention")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("entropi", ["signal='entropi'", "attention", "Did you mean 'entropy'?"]),
+        ({"name": "attention", "last_querys": 3}, ["'last_querys'", "Did you mean 'last_queries'?"]),
+        ({"name": "position", "seed": 3}, ["'seed'", "it has none"]),
+        ({"name": "drift", "kind": "l1"}, ["drift='l1'", "relative, l2, cosine"]),
+        ({"name": "entropy", "of": "latnet"}, ["entropy='latnet'", "Did you mean 'latent'?"]),
+        ({"name": "entropy", "bins": 1}, ["bins=1", "at least 2"]),
+        ({"name": "attention", "last_queries": 0}, ["last_queries=0", "at least 1"]),
+        ({"name": "attention", "reduce": "sum"}, ["reduce='sum'", "mean, max"]),
+        ({"name": "random", "seed": -1}, ["seed=-1", "at least 0"]),
+        ({"last_queries": 3}, ["signal=None", "drift"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_signal_is_refused_with_the_remedy(spec: object, said: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_signal(spec)  # type: ignore[arg-type]
+    for words in said:
+        assert words in str(error.value)

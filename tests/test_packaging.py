@@ -1,0 +1,223 @@
+"""What a stranger gets with a clone: the Makefile, the lock file, the package's description, the documentation."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import quicksilver
+from quicksilver.harness.config import GROUPS, choices, compose
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LOCK = [
+    line for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
+]
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *words], cwd=ROOT, env=inherited, capture_output=True, text=True, encoding="utf-8")
+
+
+# --- make ------------------------------------------------------------------------------------------------------------------
+
+
+def test_make_alone_lists_every_target_with_what_it_does():
+    shown = make().stdout
+    assert shown == make("help").stdout
+    declared = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+    assert [target for target in declared if not re.search(rf"^  make {target} +\S", shown, re.MULTILINE)] == []
+    assert {"reproduce-table", "test", "test-all", "lint", "train-reference", "calibrate", "benchmark", "clean"} <= set(declared)
+
+
+def test_make_hands_the_choices_on():
+    command = make(
+        "--dry-run", "-o", ".venv/.locked", "reproduce-table", "TABLE=3", "MODEL=gpt2", "DATASET=c4", "ARGS=seed=1"
+    ).stdout
+    assert "quicksilver.reproduce table 3 model=gpt2 dataset=c4 seed=1" in command
+    plain = make("--dry-run", "-o", ".venv/.locked", "reproduce-table").stdout
+    assert re.search(r"quicksilver\.reproduce table 11\s*$", plain)
+
+
+def test_a_missing_python_is_one_clear_line(tmp_path):
+    answer = make("environment", f"VENV={tmp_path}/venv", "PYTHON=python-that-is-not-there")
+    assert answer.returncode != 0
+    assert "python-that-is-not-there was not found: install Python 3.11 or newer" in answer.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_an_old_python_is_one_clear_line(tmp_path):
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.1" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    answer = make("environment", f"VENV={tmp_path}/venv", f"PYTHON={old}")
+    assert answer.returncode != 0
+    assert "is Python 3.9.1, and QuickSilver needs Python 3.11 or newer" in answer.stderr
+
+
+def test_clean_leaves_results_alone():
+    commands = make("--dry-run", "clean").stdout
+    removals = [line for line in commands.splitlines() if line.startswith(("rm", "find"))]
+    assert removals
+    assert not [line for line in removals if "results" in line]
+
+
+# --- what is installed -----------------------------------------------------------------------------------------------------
+
+
+def test_the_lock_pins_exact_versions_and_names_no_host_and_no_path():
+    assert [line for line in LOCK if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)] == []
+    names = [canonicalize_name(line.split("==")[0]) for line in LOCK]
+    assert names == sorted(set(names))
+
+
+def requirements() -> list[str]:
+    extras = PROJECT["project"]["optional-dependencies"]
+    return [
+        *PROJECT["project"]["dependencies"],
+        *(line for lines in extras.values() for line in lines),
+        *PROJECT["build-system"]["requires"],
+    ]
+
+
+@pytest.mark.parametrize("line", requirements())
+def test_what_is_locked_lies_in_the_declared_range(line):
+    required = Requirement(line)
+    locked = {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in LOCK}
+    assert required.specifier.contains(locked[canonicalize_name(required.name)])
+
+
+def test_every_package_and_every_data_file_is_shipped():
+    declared = set(PROJECT["tool"]["setuptools"]["packages"])
+    on_disk = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "quicksilver").rglob("*.py")}
+    assert on_disk <= declared
+    assert declared - on_disk == {"quicksilver.conf", "quicksilver.experiments"}
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    places = {package: ROOT / folder for package, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()}
+    for package, patterns in data.items():
+        folder = places.get(package) or ROOT.joinpath(*package.split("."))
+        shipped = {path for pattern in patterns for path in folder.glob(pattern)}
+        wanted = {path for path in folder.rglob("*") if path.suffix in (".yaml", ".typed", ".json", ".safetensors")}
+        nearer = [ROOT.joinpath(*other.split(".")) for other in declared if other.startswith(f"{package}.")]
+        assert {path for path in wanted if not any(path.is_relative_to(inner) for inner in nearer)} <= shipped
+
+
+def test_the_version_is_said_once():
+    assert PROJECT["project"]["version"] == quicksilver.__version__
+
+
+def test_the_licence_is_whole():
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert "APPENDIX: How to apply the Apache License" in text
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+
+
+def test_the_check_script_runs_the_readmes_test_command():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    commands = script.read_text(encoding="utf-8").splitlines()
+    assert "set -euo pipefail" in commands
+    assert "make test" in commands
+    assert "\nmake test\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+# --- what is written -------------------------------------------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    named = re.findall(r"`((?:quicksilver|conf|tests|experiments|scripts|docs)/[\w./-]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists() and "quiet_tokens" not in name] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_that_a_page_names_are_there(page):
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+    named = re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for pair in named for name in pair if name} <= set(targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_choices_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    for group, name in re.findall(r"\b(model|dataset|protocol|measure)=([\w.-]+)", text, re.IGNORECASE):
+        assert name in choices(group.lower())
+    for names in re.findall(r"\bmodules=\[([^\]]*)\]", text):
+        assert set(filter(None, names.split(","))) <= {*choices("modules"), "quiet_tokens"}
+    assert set(GROUPS) >= {"model", "dataset", "modules", "protocol", "measure"}
+
+
+README_RUNS = re.findall(r"^python -m quicksilver\.run (.*)$", PAGES[0].read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", README_RUNS)
+def test_the_readmes_runs_compose(line):
+    sweep = line.startswith("-m ")
+    for first in range(3 if sweep else 1):
+        words = [
+            word.split("=")[0] + "=" + word.split("=")[1].split(",")[first] if "p10," in word else word for word in line.split()
+        ]
+        assert compose([word for word in words if word != "-m"]).modules
+
+
+def test_the_readmes_script_uses_what_there_is():
+    (script,) = blocks(ROOT / "README.md", "python")
+    tree = ast.parse(script)
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    for node in imports:
+        module = importlib.import_module(node.module)
+        assert all(hasattr(module, alias.name) for alias in node.names)
+    # The same block with a model at hand instead of one from the hub.
+    kept = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.With)]
+    names = {"model": tiny.build("gpt2"), "inputs": {"input_ids": torch.randint(1, tiny.VOCABULARY, (1, 12))}}
+    exec(compile(ast.Module(kept, []), "README.md", "exec"), names)
+    assert names["output"].shape[1] > 12
+    assert names["run"].flops.executed > 0
+
+
+def test_the_documented_module_is_one(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "adding-a-module.md"
+    (source,) = blocks(page, "python")
+    (described,) = blocks(page, "yaml")
+    (tmp_path / "quiet_tokens.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = yaml.safe_load(described)
+    assert described.startswith("# @package modules.quiet_tokens\n")
+    from quicksilver.harness.config import build_modules
+
+    (module,) = build_modules({"quiet_tokens": entry | {"share": 0.6}})
+    model, ids = tiny.build("llama"), torch.randint(1, tiny.VOCABULARY, (2, 16))
+    with torch.no_grad():
+        logits = {}
+        for execution in ("compact", "masked"):
+            with quicksilver.apply(model, [module], execution=execution) as run:
+                logits[execution] = model(ids).logits
+    halted = run.trace.passes[0].halt_layer < tiny.LAYERS - 1
+    assert 0 < halted.sum() < halted.numel()
+    torch.testing.assert_close(logits["compact"], logits["masked"], atol=1e-5, rtol=1e-5)
+    sys.modules.pop("quiet_tokens", None)

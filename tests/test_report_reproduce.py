@@ -1,0 +1,308 @@
+"""The command behind `make reproduce-table`: what a person asks for, what goes wrong, what is said. No model is run here."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import fakes
+import pandas as pd
+import pytest
+
+import quicksilver.harness.config as harness_config
+import quicksilver.harness.run as harness_run
+from quicksilver import reproduce
+from quicksilver.harness.config import RunConfig
+from quicksilver.harness.run import Planned
+from quicksilver.harness.store import Store
+from quicksilver.report.artefacts import artefacts, find
+from quicksilver.report.compare import Committed, committed, distance
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+
+class Harness:
+    """Stands for `plan` and `ensure`: records are made by hand, and `broken` runs fail."""
+
+    def __init__(self, results: Path) -> None:
+        self.results, self.broken, self.made = results, set[str](), list[str]()
+
+    @staticmethod
+    def name(config: RunConfig) -> str:
+        signal = (
+            config.modules.get("halting", {}).get("signal", "")
+            if config.modules.get("halting", {}).get("rule") == "capacity"
+            else ""
+        )
+        return f"{'+'.join(config.modules) or 'dense'}{signal} {config.protocol.name}"
+
+    def plan(self, configs, workplace=None):
+        steps = {}
+        for config in configs:
+            dense = self.name(config.dense())
+            for name, needs in ((dense, None), (self.name(config), None if self.name(config) == dense else dense)):
+                done = Store(self.results).get(fakes.fingerprint(name)) is not None
+                steps[name] = Planned(
+                    config if needs else config.dense(), fakes.fingerprint(name), needs and fakes.fingerprint(needs), done
+                )
+        self.names = {step.fingerprint: name for name, step in steps.items()}
+        return list(steps.values())
+
+    def ensure(self, configs, *, progress=None):
+        missing = [step for step in self.plan(configs) if not step.done]
+        for number, step in enumerate(missing):
+            name = self.names[step.fingerprint]
+            progress(harness_run.Progress(number, len(missing), name, "quality", number / len(missing)))
+            if name in self.broken:
+                raise QuickSilverError(f"the logits of {name} are not finite")
+            self.made.append(name)
+            options = {} if step.dense is None else {"per_token": 0.02, "null_per_token": 0.03, "saved": 0.1}
+            fakes.make(self.results, name, name.split()[-1], **options)
+        return [Store(self.results).get(fakes.fingerprint(self.name(config))) for config in configs]
+
+
+COMPOSED: dict[tuple[str, ...], RunConfig] = {}
+
+
+@pytest.fixture
+def harness(tmp_path, monkeypatch):
+    fake = Harness(tmp_path / "results")
+    compose = harness_config.compose
+
+    def remembered(overrides=()):
+        # Composing takes a fifth of a second, and a table composes each of its rows.
+        words = tuple(word for word in overrides if not word.startswith("results_dir="))
+        if words not in COMPOSED:
+            COMPOSED[words] = compose(words)
+        return dataclasses.replace(COMPOSED[words], results_dir=str(fake.results))
+
+    monkeypatch.setattr(harness_config, "compose", remembered)
+    monkeypatch.setattr(harness_run, "plan", fake.plan)
+    monkeypatch.setattr(harness_run, "ensure", fake.ensure)
+    return fake
+
+
+def table11(harness: Harness, *overrides: str) -> int:
+    return reproduce.main(["table", "11", f"results_dir={harness.results}", *overrides])
+
+
+def frame(harness: Harness, name: str = "table11") -> pd.DataFrame:
+    return pd.read_csv(harness.results / "tables" / f"{name}.csv").set_index(["panel", "key"])
+
+
+def test_the_list_names_what_there_is(capsys):
+    assert reproduce.main(["list"]) == 0
+    assert "table 11: the combined ablation" in capsys.readouterr().out
+
+
+def test_files_are_found_by_their_names(tmp_path):
+    for name in (
+        "figure08_speed.py",
+        "table02_pos.py",
+        "table11_ablation.py",
+        "figure02b_kv.py",
+        "notes.py",
+        "__init__.py",
+        "table3.txt",
+    ):
+        (tmp_path / name).write_text('"""Table 2: a title."""\n')
+    found = [(artefact.kind, artefact.number, artefact.name) for artefact in artefacts(tmp_path)]
+    assert found == [
+        ("table", "2", "table02"),
+        ("table", "11", "table11"),
+        ("figure", "2b", "figure2b"),
+        ("figure", "8", "figure08"),
+    ]
+    assert artefacts(tmp_path)[0].title == "a title"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["table", "99"], ["no table 99", "table 11"]),
+        (["figure", "11"], ["no figure 11", "table 11"]),
+        (["table", "11", "model=gpt5"], ["model=gpt5", "reference-gpt2", "llama2-7b"]),
+        (["table", "11", "dataset=python-doc"], ["dataset=python-doc", "python-docs"]),
+        (["table", "11", "protocol=all"], ["protocol=all", "quicksilver.run"]),
+        (["table", "11", "modules.halting.tau_drift=p10"], ["modules.halting.tau_drift=p10", "quicksilver.run"]),
+        (["table", "11", "dataset.windows=4"], ["dataset.windows=4", "at least 8"]),
+        (["table", "11", "measure.repeat=4"], ["measure.repeat", "measure.repeats"]),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_answered_with_what_would(words, said, capsys):
+    assert reproduce.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [part for part in said if part not in captured.err] == []
+
+
+def test_it_runs_what_is_missing_and_only_that(harness, capsys):
+    assert table11(harness) == 0
+    assert len(harness.made) == len(set(harness.made))
+    assert {"dense all", "halting all", "dense continuation", "halting+kv_skipping continuation"} <= set(harness.made)
+    # KV skipping alone follows attention, which is later: refused where every position is scored.
+    assert "kv_skipping all" not in harness.made
+    assert frame(harness).loc[("all", "isolated.kv_skipping"), "status"] == reproduce.REFUSED
+    shown = capsys.readouterr().out
+    assert "refused under all:" in shown
+    assert str(harness.results / "tables" / "table11.md") in shown
+
+    written = {path: path.read_bytes() for path in (harness.results / "tables").iterdir()}
+    harness.made.clear()
+    assert table11(harness) == 0
+    assert harness.made == []
+    assert {path: path.read_bytes() for path in (harness.results / "tables").iterdir()} == written
+
+
+def test_a_failed_run_is_named_and_the_rest_is_built(harness, capsys):
+    harness.broken = {"halting all"}
+    assert table11(harness) == 1
+    table = frame(harness)
+    assert table.loc[("all", "isolated.halting"), "status"] == table.loc[("all", "cumulative.halting"), "status"] == "failed"
+    assert table.loc[("all", "cumulative.kv_skipping"), "status"] == "measured"
+    assert table.loc[("continuation", "isolated.halting"), "status"] == "measured"
+    said = capsys.readouterr().err
+    assert said.count("the logits of halting all are not finite") == 1
+    assert "all isolated.halting, all cumulative.halting" in said
+    assert "python -m quicksilver.run" in said
+    assert "protocol=all 'modules=[halting]'" in said
+
+    harness.broken = set()
+    assert table11(harness) == 0
+    assert "failed" not in set(frame(harness)["status"])
+
+
+def test_without_its_dense_run_a_panel_has_no_number(harness, capsys):
+    harness.broken = {"dense all"}
+    assert table11(harness) == 1
+    statuses = frame(harness)["status"]
+    assert "measured" not in set(statuses["all"])
+    assert "measured" in set(statuses["continuation"])
+    capsys.readouterr()
+
+
+def test_when_everything_fails_there_is_no_table(harness, capsys):
+    harness.broken = {"dense all", "dense continuation"}
+    assert table11(harness) == 1
+    assert not (harness.results / "tables").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_that_cannot_be_had_is_one_message(harness, monkeypatch, capsys):
+    def refuse(configs, workplace=None):
+        raise ConfigError("gpt2-large: the hub cannot be reached. Without a network: model=reference-gpt2.")
+
+    monkeypatch.setattr(harness_run, "plan", refuse)
+    assert table11(harness, "model=gpt2-large") == 2
+    assert capsys.readouterr().err.count("cannot be reached") == 1
+
+
+def test_an_interruption_says_how_to_go_on(harness, monkeypatch, capsys):
+    def interrupted(configs, *, progress=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness_run, "ensure", interrupted)
+    assert table11(harness) == 130
+    assert "same command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ((), "table11"),
+        (("model=reference-gpt2", "dataset=python-docs"), "table11"),
+        (("model=gpt2-large", "dataset=wikitext103"), "table11-gpt2-large-wikitext103"),
+        (("data.root=/somewhere",), "table11"),
+    ],
+)
+def test_only_the_default_is_written_under_the_plain_name(harness, overrides, name, capsys):
+    assert table11(harness, *overrides) == 0
+    assert {path.stem for path in (harness.results / "tables").iterdir()} == {name}
+    capsys.readouterr()
+
+
+def test_other_settings_never_overwrite_the_default_table(harness, capsys):
+    assert table11(harness, "measure.repeats=9") == 0
+    (name,) = {path.stem for path in (harness.results / "tables").iterdir()}
+    assert name.startswith("table11-reference-gpt2-python-docs-")
+    capsys.readouterr()
+
+
+# --- against the committed table -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(harness, capsys):
+    table11(harness)
+    capsys.readouterr()
+    return pd.read_csv(harness.results / "tables" / "table11.csv")
+
+
+def test_the_distance_is_the_largest_over_the_rows(made):
+    other = made.copy()
+    other.loc[other["key"] == "cumulative.kv_skipping", "delta_ppl"] += [0.25, -0.5]
+    other.loc[other["key"] == "isolated.halting", "status"] = "failed"
+    said = distance(made, Committed(other, "table11.csv at HEAD"), "table11.csv")
+    rows = (made["status"] == "measured").sum() - 2
+    assert f"{rows} rows compared" in said
+    assert "Δppl at most 0.5 apart (continuation cumulative.kv_skipping)" in said
+    assert "executed FLOPs saved at most 0 points apart" in said
+
+
+@pytest.mark.parametrize(("column", "value"), [("token_digest", "1234567"), ("weights_digest", "other"), ("windows", 64)])
+def test_other_text_weights_or_windows_are_not_compared(made, column, value):
+    other = made.copy()
+    other[column] = value
+    said = distance(made, Committed(other, "x"), "table11.csv")
+    assert "not comparable" in said
+    assert column in said
+    assert "apart" not in said
+
+
+def test_the_committed_version_is_that_of_head(made, harness):
+    csv = harness.results / "tables" / "table11.csv"
+    assert committed(csv).origin.endswith("as it stood")
+
+    def git(*words: str) -> None:
+        identity = [
+            "-c",
+            "user.name=t",
+            "-c",
+            "user.email=t@localhost",
+            "-c",
+            "commit.gpgsign=false",
+            "-c",
+            "core.hooksPath=/dev/null",
+        ]
+        subprocess.run(["git", *identity, *words], cwd=harness.results, check=True, capture_output=True)
+
+    git("init")
+    assert committed(csv) is None
+    git("add", "tables")
+    git("commit", "-m", "tables")
+    csv.write_text("panel,key\n")
+    reference = committed(csv)
+    assert reference.origin.endswith("at HEAD")
+    assert "Δppl at most 0 apart" in distance(made, reference, "table11.csv")
+    assert committed(csv.with_name("table12.csv")) is None
+
+
+# --- README ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_takes_the_written_table(tmp_path):
+    readme, tables = tmp_path / "README.md", tmp_path / "tables"
+    readme.write_text("before\n<!-- table11:begin -->\nold\n<!-- table11:end -->\nafter\n")
+    with pytest.raises(ConfigError, match="TABLE=11"):
+        reproduce.fill_readme(readme, tables)
+    tables.mkdir()
+    (tables / "table11.md").write_text("## Title\n\n| a |\n")
+    for _ in range(2):
+        assert "table11" in reproduce.fill_readme(readme, tables)
+        assert readme.read_text() == "before\n<!-- table11:begin -->\n### Title\n\n| a |\n<!-- table11:end -->\nafter\n"
+
+
+def test_a_name_without_a_table_cannot_be_found():
+    assert find("table", "011").number == "11"
+    with pytest.raises(ConfigError, match="There is"):
+        find("table", "")

@@ -1,0 +1,111 @@
+"""Invariant 5: a sequence does not feel its batch mates, nor padding on either side, nor what stands in the padding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import Batch, Hashed
+
+from quicksilver.runtime import apply
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
+@settings(max_examples=6)
+def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(
+    name: str, attention: str, execution: str, data: st.DataObject
+) -> None:
+    model = tiny.load(name, attention)
+    batch = data.draw(tiny.batches(low=2))
+    modules = data.draw(tiny.policies())
+    with tiny.unless_blind(model) as blind:
+        together = tiny.forward(model, batch, modules, execution=execution)
+    if blind:
+        return
+    decided = tiny.decisions(batch, together.trace)
+    for i, logits in enumerate(batch.real(together.logits)):
+        alone = tiny.forward(model, batch.alone(i), modules, execution=execution)
+        tiny.assert_same_decisions(decided[i : i + 1], tiny.decisions(batch.alone(i), alone.trace))
+        tiny.assert_close([logits], alone.logits)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(data=st.data(), extra=st.integers(1, 5))
+@settings(max_examples=5)
+def test_more_padding_is_no_difference(name: str, extra: int, data: st.DataObject) -> None:
+    model = tiny.load(name)
+    batch = data.draw(tiny.batches(low=2))
+    modules = data.draw(tiny.policies())
+    found = tiny.forward(model, batch, modules)
+    wider = dataclasses.replace(batch, extra=batch.extra + extra)
+    padded = tiny.forward(model, wider, modules)
+    tiny.assert_same_decisions(tiny.decisions(batch, found.trace), tiny.decisions(wider, padded.trace))
+    tiny.assert_close(batch.real(found.logits), wider.real(padded.logits))
+    for p in padded.trace.passes:
+        assert not p.valid[:, :extra].any()
+        for layer in range(tiny.LAYERS):
+            assert not p.active(layer)[:, :extra].any()
+            assert not p.kv_present(layer)[:, :extra].any()
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+@given(batch=tiny.batches(low=2, padded=True), policy=tiny.hashed(), fill=st.integers(0, tiny.VOCABULARY - 1))
+@settings(max_examples=5)
+@torch.no_grad()
+def test_what_stands_in_the_padding_does_not_matter(name: str, execution: str, batch: Batch, policy: Hashed, fill: int) -> None:
+    model = tiny.load(name)
+    expected = tiny.forward(model, batch, [policy], execution=execution)
+    inputs = batch.inputs()
+    inputs["input_ids"] = torch.where(batch.mask.bool(), inputs["input_ids"], fill)
+    with apply(model, [policy], execution=execution):
+        found = model(**inputs, use_cache=False).logits
+    tiny.assert_close(batch.real(found), batch.real(expected.logits), atol=1e-6)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+@given(batch=tiny.batches(low=2, padded=True), data=st.data())
+@settings(max_examples=5)
+@torch.no_grad()
+def test_padding_on_the_right_is_no_difference_either(name: str, execution: str, batch: Batch, data: st.DataObject) -> None:
+    """Evaluation harnesses pad on the right: no real token sees padding there, with or without a mask that says so."""
+    model, modules = tiny.load(name), data.draw(tiny.policies())
+    width = batch.width
+    ids = torch.tensor([list(row) + [9] * (width - len(row)) for row in batch.rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in batch.rows])
+    with apply(model, modules, execution=execution) as run:
+        found = model(ids, attention_mask=mask, use_cache=False).logits
+    for i, row in enumerate(batch.rows):
+        alone = tiny.forward(model, batch.alone(i), modules, execution=execution)
+        tiny.assert_close([found[i, : len(row)]], alone.logits)
+        assert torch.equal(run.trace.passes[0].halt_layer[i, : len(row)], alone.trace.passes[0].halt_layer[0])
+
+
+@given(batch=tiny.batches(low=2), policy=tiny.hashed(), name=st.sampled_from(tiny.FAMILIES))
+@settings(max_examples=30)
+def test_the_trace_is_what_the_policy_decided(batch: Batch, policy: Hashed, name: str) -> None:
+    """The decisions worked out without a runtime, from slots and ids alone."""
+    found = tiny.decisions(batch, tiny.forward(tiny.load(name), batch, [policy]).trace)
+    for row, decided in zip(batch.rows, found, strict=True):
+        slots, ids = torch.arange(len(row)), torch.tensor(row)
+        assert torch.equal(decided["halt_layer"], policy.expected_halt_layer(slots, ids, tiny.LAYERS))
+        halted = decided["halt_layer"] < tiny.LAYERS - 1
+        resumes = tiny.LAYERS - policy.resume_layers
+        assert torch.equal(decided["resume_layer"], torch.where(halted, resumes, tiny.LAYERS).to(torch.int16))
+        assert torch.equal(decided["kv_layer"], expected_kv_layer(policy, slots, ids, decided["halt_layer"]))
+
+
+def expected_kv_layer(policy: Hashed, slots: torch.Tensor, ids: torch.Tensor, halt_layer: torch.Tensor) -> torch.Tensor:
+    """The first layer after which the policy said of an active token that it has no K/V from now on."""
+    last = torch.full(slots.shape, tiny.LAYERS - 1, dtype=torch.int16)
+    if policy.skip:
+        for layer in reversed(range(tiny.LAYERS - 1)):
+            last[policy.skips(layer, slots, ids) & (halt_layer > layer)] = layer
+    return last

@@ -1,0 +1,200 @@
+"""What cannot be done is refused in one message that names the value and the remedy."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Batch, HaltAll, Hashed
+from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, DynamicCache, GPT2Model, StaticCache
+
+import quicksilver
+from quicksilver import runtime
+from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenState, UnsupportedModelError, apply
+
+BATCH = Batch((tuple(range(1, 13)),))
+
+
+def bert(kind: Any) -> Any:
+    return kind(BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, is_decoder=kind is BertLMHeadModel)).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [BertForMaskedLM, BertLMHeadModel])
+def test_an_unknown_family_names_the_known_ones_and_the_page(kind: Any) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        apply(bert(kind), [])
+    message = str(refused.value)
+    assert "'bert'" in message
+    for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox"):
+        assert family in message
+    assert "docs/" in message
+    assert ".md" in message
+
+
+def test_a_model_without_a_head_says_which_class_to_load() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"GPT2Model has no output head.*AutoModelForCausalLM"):
+        apply(GPT2Model(tiny.load("gpt2").config).eval(), [])
+
+
+def test_what_is_no_model_is_no_model() -> None:
+    with pytest.raises(UnsupportedModelError, match="'Linear'"):
+        apply(torch.nn.Linear(2, 2).eval(), [])  # type: ignore[arg-type]
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"training mode.*model\.eval\(\)"):
+        apply(tiny.build("gpt2").train(), [])
+
+
+def test_a_misspelt_execution_lists_the_right_ones() -> None:
+    with pytest.raises(ConfigError, match="'compct'.*compact, masked, decide"):
+        apply(tiny.load("gpt2"), [], execution="compct")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", [[5], [-1, 2], [0, 1, 77]])
+def test_decision_layers_that_do_not_exist_are_named(layers: list[int]) -> None:
+    wrong = [layer for layer in layers if not 0 <= layer < tiny.LAYERS]
+    with pytest.raises(ConfigError) as refused:
+        apply(tiny.load("gpt2"), [], decision_layers=layers)
+    assert str(wrong) in str(refused.value)
+    assert "0 to 4" in str(refused.value)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention"])
+def test_an_attention_that_cannot_mask_by_slot_is_refused(attention: str) -> None:
+    model = tiny.build("llama")
+    model.config._attn_implementation = attention
+    with pytest.raises(UnsupportedModelError, match="'flex_attention'.*'sdpa' or 'eager'"):
+        apply(model, [Hashed()])
+
+
+@torch.no_grad()
+def test_a_mask_that_is_not_a_padding_mask_is_refused_with_its_shape() -> None:
+    model = tiny.load("llama")
+    four_d = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    with apply(model, [Hashed()]):
+        with pytest.raises(ConfigError, match=r"\(B, 12\) padding mask.*\(1, 1, 12, 12\)"):
+            model(BATCH.ids, attention_mask=four_d)
+        with pytest.raises(ConfigError, match=r"\(B, 12\) padding mask.*\(1, 9\)"):
+            model(BATCH.ids, attention_mask=torch.ones(1, 9))
+        cache = model(BATCH.ids, use_cache=True).past_key_values
+        with pytest.raises(ConfigError, match=r"\(B, 13\) padding mask over cached and new tokens.*\(1, 1\)"):
+            model(BATCH.ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@torch.no_grad()
+def test_a_ragged_cache_is_not_continued_outside(name: str, execution: str) -> None:
+    model = tiny.load(name)
+    with apply(model, [HaltAll(1)], execution=execution):
+        cache = model(BATCH.ids, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedModelError, match=r"quicksilver\.apply.*inside the context, or start a new cache"):
+        model(BATCH.ids[:, :1], past_key_values=cache)
+    with pytest.raises(UnsupportedModelError, match="inside the context"), apply(model, []):
+        model(BATCH.ids[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_of_the_other_execution_is_refused() -> None:
+    model = tiny.load("llama")
+    for made, used in (("compact", "masked"), ("masked", "compact")):
+        with apply(model, [Hashed()], execution=made):
+            cache = model(BATCH.ids, use_cache=True).past_key_values
+        with pytest.raises(UnsupportedModelError, match="another execution"), apply(model, [Hashed()], execution=used):
+            model(BATCH.ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked", "decide"])
+@torch.no_grad()
+def test_a_static_cache_is_refused(execution: str) -> None:
+    model = tiny.load("llama")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(QuickSilverError, match=r"StaticLayer.*DynamicCache"), apply(model, [Hashed()], execution=execution):
+        model(BATCH.ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_generate_with_a_static_cache_is_refused() -> None:
+    model = tiny.load("llama")
+    with pytest.raises(QuickSilverError), apply(model, [Hashed()]):
+        model.generate(BATCH.ids, attention_mask=BATCH.mask, max_new_tokens=3, cache_implementation="static")
+
+
+@torch.no_grad()
+def test_a_sliding_window_that_has_dropped_tokens_is_not_adopted() -> None:
+    model = tiny.load("mistral")
+    cache = DynamicCache(config=model.config)
+    model(BATCH.ids, past_key_values=cache)  # 12 tokens, a window of 7
+    with (
+        pytest.raises(UnsupportedModelError, match=r"already dropped tokens.*start inside the context"),
+        apply(model, [Hashed()]),
+    ):
+        model(BATCH.ids[:, :1], past_key_values=cache)
+
+
+class Calls(RuntimeModule):
+    """Calls what it is given at layer 1."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if view.layer == 1:
+            self.call(view, tokens)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda v, t: t.halt(t.active, missing_kv="keep"), "missing_kv='keep' is not one of drop, project, copy, zero"),
+        (lambda v, t: t.halt(t.active, resume_layers=6), "resume_layers=6 must lie between 0 and the model's 5 layers"),
+        (lambda v, t: t.halt(t.active, resume_layers=-1), "resume_layers=-1"),
+        (lambda v, t: v.attention_received(), r"not kept at layer 1.*wants_attention\(1\)"),
+        (lambda v, t: v.attention_received(reduce="sum"), "'sum'.*'mean' or 'max'"),
+        (lambda v, t: t.halt(t.active & (v.slots > 0), missing_kv="copy"), "copies_kv"),
+    ],
+)
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_verb_that_makes_no_sense_is_refused_by_value(call: Any, words: str, execution: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny.forward(tiny.load("llama"), BATCH, [Calls(call)], execution=execution)
+
+
+@torch.no_grad()
+def test_a_layer_called_on_its_own_is_refused() -> None:
+    model = tiny.load("llama")
+    with pytest.raises(QuickSilverError, match="call the model"), apply(model, [Hashed()]):
+        model.model.layers[0](torch.zeros(1, 3, tiny.WIDTH))
+
+
+@torch.no_grad()
+def test_a_model_called_with_nothing_says_so() -> None:
+    with pytest.raises((ConfigError, ValueError), match="input_ids"), apply(tiny.load("llama"), [Hashed()]):
+        tiny.load("llama")()
+
+
+def test_the_runtime_stands_on_its_own() -> None:
+    """torch and transformers and nothing else: no config system, no data frames, none of the upper floors."""
+    found = set()
+    for path in Path(runtime.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, path
+                found.add(str(node.module))
+    ours = {name for name in found if name.split(".")[0] == "quicksilver"}
+    assert all(name.startswith("quicksilver.runtime") for name in ours)
+    assert {name.split(".")[0] for name in found - ours} - sys.stdlib_module_names <= {"torch", "transformers", "safetensors"}
+
+
+def test_apply_is_the_public_name() -> None:
+    assert quicksilver.apply is apply
+    with pytest.raises(AttributeError, match="aply"):
+        _ = quicksilver.aply

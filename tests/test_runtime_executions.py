@@ -1,0 +1,447 @@
+"""Invariant 2: `compact` computes what `masked` keeps. And what both mean: halted, resumed, skipped, by models that need no runtime."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
+from torch import nn
+from transformers import PreTrainedModel
+
+from quicksilver.runtime import LayerView, QuickSilverError, RuntimeModule, TokenState, apply, architecture_of
+
+# -- compact and masked ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
+    model = tiny.load(name, attention)
+    batch = data.draw(tiny.batches())
+    modules = data.draw(tiny.policies())
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    with tiny.unless_blind(model) as blind:
+        masked = tiny.forward(model, batch, modules, chunks=chunks, execution="masked")
+    if blind:
+        with pytest.raises(QuickSilverError, match="no key left"):
+            tiny.forward(model, batch, modules, chunks=chunks)
+        return
+    compact = tiny.forward(model, batch, modules, chunks=chunks)
+    tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, masked.trace))
+    tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
+
+
+@pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero", "mixed"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_the_modes_differ_from_dense_and_from_each_other(name: str, missing_kv: str) -> None:
+    """A runtime that did nothing would agree with itself: the other tests compare executions, this one asks that there is an effect."""
+    model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
+    dense = tiny.forward(model, batch, [])
+    found = tiny.forward(model, batch, [Hashed(0.4, missing_kv=missing_kv)])
+    other = tiny.forward(model, batch, [Hashed(0.4, missing_kv="drop" if missing_kv != "drop" else "project")])
+    assert (found.logits - dense.logits).abs().max() > 1e-2
+    assert (found.logits - other.logits).abs().max() > 1e-3
+    assert found.run.flops.executed < dense.run.flops.executed
+    counts = found.trace.active_counts().tolist()
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] < counts[0] == 32
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(data=st.data())
+@settings(max_examples=5)
+def test_every_token_may_go_even_the_first(name: str, data: st.DataObject) -> None:
+    """No key at all for a query, no query at all for a layer, an empty cache that is continued."""
+    model = tiny.load(name)
+    batch = data.draw(tiny.batches(high=8))
+    policy = data.draw(tiny.hashed(protect=0).map(lambda m: Hashed(0.7, 0.5, m.missing_kv, m.resume_layers, 0, m.seed)))
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    compact = tiny.forward(model, batch, [policy], chunks=chunks)
+    masked = tiny.forward(model, batch, [policy], chunks=chunks, execution="masked")
+    assert compact.logits.isfinite().all()
+    tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_eager_attention_refuses_a_token_without_keys_and_says_what_to_do(execution: str) -> None:
+    model, batch = tiny.load("llama", "eager"), Batch((tuple(range(1, 9)),))
+    with pytest.raises(QuickSilverError, match=r"layer 2.*no key.*'sdpa', or protect the first tokens"):
+        tiny.forward(model, batch, [SkipAll(at=1)], execution=execution)
+
+
+class SkipAll(RuntimeModule):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if view.layer == self.at:
+            tokens.skip_kv(tokens.active)
+
+
+@given(batch=tiny.batches(), modules=tiny.policies(), name=st.sampled_from(tiny.FAMILIES))
+@settings(max_examples=25)
+def test_deciding_alone_changes_no_logit(batch: Batch, modules: list[RuntimeModule], name: str) -> None:
+    model = tiny.load(name)
+    dense = tiny.forward(model, batch, [])
+    decided = tiny.forward(model, batch, modules, execution="decide")
+    if batch.is_padded:
+        tiny.assert_close(batch.real(decided.logits), batch.real(dense.logits))
+    else:
+        assert torch.equal(decided.logits, dense.logits)
+    assert decided.run.flops.executed - decided.run.flops.signals >= dense.run.flops.executed * (not batch.is_padded)
+
+
+def test_what_is_decided_alone_is_what_is_executed_where_the_first_decision_is_the_only_one() -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(30, 41))))
+    policy = Capacity(0.4, at=(1,), signal="attention")
+    decided, executed = (tiny.forward(model, batch, [policy], execution=e) for e in ("decide", "compact"))
+    tiny.assert_same_decisions(tiny.decisions(batch, decided.trace), tiny.decisions(batch, executed.trace))
+    assert decided.run.flops.signals == executed.run.flops.signals > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_bfloat16_decides_alike_and_stays_near(name: str) -> None:
+    model = copy.deepcopy(tiny.load(name)).to(torch.bfloat16)
+    batch = Batch((tuple(range(1, 17)), tuple(range(30, 41))))
+    for missing_kv in ("project", "copy", "drop", "zero"):
+        policy = Hashed(0.3, 0.2, missing_kv, 1)
+        compact, masked = (tiny.forward(model, batch, [policy], execution=e) for e in ("compact", "masked"))
+        tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, masked.trace))
+        tiny.assert_close(batch.real(compact.logits.float()), batch.real(masked.logits.float()), atol=0.1)
+
+
+# -- what the words mean -----------------------------------------------------------------------------------------------------------
+
+
+def without_layers(model: PreTrainedModel, first: int, stop: int) -> PreTrainedModel:
+    """A copy of the model that lacks layers [first, stop): what a token goes through that is halted there."""
+    shallow = copy.deepcopy(model)
+    name, layers = next((n, m) for n, m in shallow.named_modules() if isinstance(m, nn.ModuleList) and len(m) == tiny.LAYERS)
+    kept = nn.ModuleList([layer for i, layer in enumerate(layers) if not first <= i < stop])
+    shallow.set_submodule(name, kept)
+    shallow.config.num_hidden_layers = len(kept)
+    if getattr(shallow.config, "layer_types", None):
+        types = shallow.config.layer_types
+        shallow.config.layer_types = [t for i, t in enumerate(types) if not first <= i < stop]
+    return shallow
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(
+    batch=tiny.batches(),
+    at=st.integers(0, tiny.LAYERS - 2),
+    resume=st.integers(0, 3),
+    execution=st.sampled_from(["compact", "masked"]),
+    missing_kv=st.sampled_from(["drop", "project", "copy", "zero"]),
+)
+@settings(max_examples=6)
+@torch.no_grad()
+def test_halting_every_token_is_the_model_without_those_layers(
+    name: str, attention: str, batch: Batch, at: int, resume: int, execution: str, missing_kv: str
+) -> None:
+    """The definition of halted and resumed, by a model that was never under the runtime. Nobody asks for the missing K/V."""
+    model = tiny.load(name, attention)
+    shallow = without_layers(model, at + 1, max(at + 1, tiny.LAYERS - resume))
+    plain = shallow(**batch.inputs(), use_cache=False).logits
+    halted = tiny.forward(model, batch, [HaltAll(at, missing_kv, resume)], execution=execution)
+    tiny.assert_close(batch.real(halted.logits), batch.real(plain))
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("missing_kv", ["drop", "project"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox"])
+@given(row=tiny.token_ids(2, 14), halt=st.sampled_from([0.2, 0.5]), seed=st.integers(0, 99), resume=st.integers(0, 2))
+@settings(max_examples=5)
+@torch.no_grad()
+def test_halting_by_hand(
+    name: str, missing_kv: str, execution: str, row: tuple[int, ...], halt: float, seed: int, resume: int
+) -> None:
+    """The plain layers one after the other, with a mask that hides dropped keys and a `where` that freezes states."""
+    model, batch = tiny.load(name, "eager"), Batch((row,))
+    policy = Hashed(halt, missing_kv=missing_kv, resume_layers=resume, seed=seed)
+    arch = architecture_of(model)
+    n = len(row)
+    slots = torch.arange(n)[None]
+    halt_layer = policy.expected_halt_layer(slots, batch.ids, arch.n_layers)
+    call: dict[str, Any] = {}
+    handle = arch.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: call.update(kwargs, hidden=args[0]), with_kwargs=True
+    )
+    try:
+        model(**batch.inputs(), use_cache=False)
+    finally:
+        handle.remove()
+    rest = {k: v for k, v in call.items() if k in ("position_embeddings", "position_ids")}
+    hidden = call["hidden"]
+    for layer, module in enumerate(arch.layers):
+        active = (halt_layer >= layer) | (layer >= arch.n_layers - resume)
+        visible = slots[:, None] <= slots[:, :, None]
+        if arch.attention_window(layer) is not None:
+            visible &= slots[:, None] > slots[:, :, None] - arch.attention_window(layer)
+        if missing_kv == "drop":
+            # A frozen token's own row is thrown away below; it keeps its key there so that its softmax is defined.
+            visible &= active[:, None] | torch.eye(n, dtype=torch.bool)
+        mask = torch.zeros(1, 1, n, n).masked_fill(~visible[:, None], torch.finfo(torch.float32).min)
+        hidden = torch.where(active[..., None], module(hidden, attention_mask=mask, **rest), hidden)
+    found = tiny.forward(model, batch, [policy], execution=execution)
+    assert torch.equal(found.trace.passes[0].halt_layer, halt_layer)
+    tiny.assert_close(found.logits, arch.logits(hidden))
+
+
+class LensAtHalt(RuntimeModule):
+    """Halts by hash and notes what the logit lens says of each token it halts, and every state it sees."""
+
+    priority = 10
+
+    def __init__(self, resume_layers: int) -> None:
+        self.inner = Hashed(0.4, missing_kv="drop", resume_layers=resume_layers)
+        self.lens: dict[tuple[int, int], torch.Tensor] = {}
+        self.before: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.after: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        real = tokens.active | (view.slots >= 0)
+        for row, m in real.nonzero().tolist():
+            slot = int(view.slots[row, m])
+            self.before[view.layer, row, slot], self.after[view.layer, row, slot] = view.before[row, m], view.after[row, m]
+        self.inner.decide(view, tokens)
+        for (row, m), logits in zip(tokens.newly_halted.nonzero().tolist(), view.logits(tokens.newly_halted), strict=True):
+            self.lens[row, int(view.slots[row, m])] = logits
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(batch=tiny.batches(low=6))
+@settings(max_examples=3)
+def test_a_halted_tokens_logits_are_the_logit_lens_where_it_halted(name: str, execution: str, batch: Batch) -> None:
+    module = LensAtHalt(resume_layers=0)
+    found = tiny.forward(tiny.load(name), batch, [module], execution=execution)
+    rows = batch.real(found.logits)
+    for (row, slot), logits in module.lens.items():
+        torch.testing.assert_close(rows[row][slot], logits, atol=1e-5, rtol=1e-5)
+    halted = sum(int((d["halt_layer"] < tiny.LAYERS - 1).sum()) for d in tiny.decisions(batch, found.trace))
+    assert halted == len(module.lens)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_resumed_token_goes_on_from_its_frozen_state(execution: str) -> None:
+    module, batch = LensAtHalt(resume_layers=2), Batch((tuple(range(1, 17)),))
+    (row,) = tiny.decisions(batch, tiny.forward(tiny.load("llama"), batch, [module], execution=execution).trace)
+    first = tiny.LAYERS - 2
+    long_halted = [slot for slot in range(16) if row["halt_layer"][slot] < first - 1]
+    assert long_halted
+    for slot in long_halted:
+        assert row["resume_layer"][slot] == first
+        frozen = module.after[int(row["halt_layer"][slot]), 0, slot]
+        assert torch.equal(module.before[first, 0, slot], frozen)
+        assert not torch.equal(module.after[first, 0, slot], frozen)
+
+
+def test_several_modules_are_asked_in_order_of_priority_and_see_what_came_before() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    class Noting(RuntimeModule):
+        def __init__(self, priority: int) -> None:
+            self.priority = priority  # type: ignore[misc]
+
+        def decide(self, view: LayerView, tokens: TokenState) -> None:
+            asked.append((view.layer, self.priority, int(tokens.newly_halted.sum())))
+
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 12)),))
+    modules = [Noting(40), Noting(5), HaltAll(at=1, resume_layers=1), Noting(90)]
+    tiny.forward(model, batch, modules)
+    after_halt = [entry for entry in asked if entry[0] == 1]
+    assert after_halt == [(1, 5, 0), (1, 40, 0), (1, 90, 11)]  # HaltAll has the default priority, 50
+    assert [entry[:2] for entry in asked if entry[0] == 0] == [(0, 5), (0, 40), (0, 90)]
+    assert not [entry for entry in asked if entry[0] == 2]  # nobody takes part there
+
+
+# -- what a module is shown --------------------------------------------------------------------------------------------------------
+
+
+class Attention(RuntimeModule):
+    """Notes the attention received by slot, after halting by `inner`."""
+
+    priority = 10
+
+    def __init__(self, last_queries: int | None, reduce: str, inner: RuntimeModule | None = None) -> None:
+        self.last_queries, self.reduce, self.inner = last_queries, reduce, inner
+        self.found: dict[int, torch.Tensor] = {}
+
+    @property
+    def copies_kv(self) -> bool:
+        return self.inner is not None and self.inner.copies_kv
+
+    def wants_attention(self, layer: int) -> bool:
+        return True
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        received = torch.where(tokens.active, view.attention_received(self.last_queries, self.reduce), 0.0)
+        by_slot = torch.zeros(view.slots.shape[0], tiny.POSITIONS)
+        self.found[view.layer] = by_slot.scatter_add(1, view.slots.clamp(min=0), received)
+        if self.inner is not None:
+            self.inner.decide(view, tokens)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, "gpt2-unscaled", "gpt2-by-layer", tiny.STORIES])
+@given(batch=tiny.batches(low=2), last_queries=st.sampled_from([1, 3, None]), reduce=st.sampled_from(["mean", "max"]))
+@settings(max_examples=4)
+@torch.no_grad()
+def test_attention_received_is_the_models_own(
+    name: str, attention: str, batch: Batch, last_queries: int | None, reduce: str
+) -> None:
+    changes = {"gpt2-unscaled": {"scale_attn_weights": False}, "gpt2-by-layer": {"scale_attn_by_inverse_layer_idx": True}}
+    model = tiny.build("gpt2", **changes[name]) if name in changes else tiny.load(name, attention)
+    model.set_attn_implementation("eager")
+    attentions = model(**batch.inputs(), use_cache=False, output_attentions=True).attentions  # L of (B, H, N, N)
+    model.set_attn_implementation(attention)
+    module = Attention(last_queries, reduce)
+    tiny.forward(model, batch, [module])
+    for layer in range(tiny.LAYERS - 1):
+        for i, row in enumerate(batch.rows):
+            n = len(row)
+            own = attentions[layer][i, :, -n:, -n:][:, -(last_queries or n) :]
+            expected = own.mean((0, 1)) if reduce == "mean" else own.amax((0, 1))
+            torch.testing.assert_close(module.found[layer][i, :n], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(data=st.data(), last_queries=st.sampled_from([1, 4, None]), reduce=st.sampled_from(["mean", "max"]))
+@settings(max_examples=4)
+def test_attention_received_is_the_same_packed_and_masked(
+    name: str, data: st.DataObject, last_queries: int | None, reduce: str
+) -> None:
+    batch, inner = data.draw(tiny.batches()), data.draw(tiny.hashed())
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    found = []
+    for execution in ("compact", "masked"):
+        module = Attention(last_queries, reduce, inner)
+        tiny.forward(tiny.load(name), batch, [module], chunks=chunks, execution=execution)
+        found.append(module.found)
+    for layer in found[0]:
+        torch.testing.assert_close(found[0][layer], found[1][layer], atol=1e-5, rtol=1e-4)
+
+
+class Watching(RuntimeModule):
+    """Checks the view against the batch it came from."""
+
+    priority = 5
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.passes = batch, []
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        self.passes.append((view.pass_index, view.is_prompt))
+        real = tokens.active
+        start = sum(self.sizes[: view.pass_index])
+        assert view.n_layers == tiny.LAYERS
+        assert view.before.shape == view.after.shape == (*view.slots.shape, view.after.shape[-1])
+        for row, m in real.nonzero().tolist():
+            slot, ids = int(view.slots[row, m]), self.batch.rows[row]
+            column = start + int(view.index[row, m])
+            assert column - (self.batch.width - len(ids)) == slot
+            assert int(view.input_ids[row, m]) == ids[slot]
+        in_pass = self.batch.mask[:, start : start + self.sizes[view.pass_index]].sum(1, keepdim=True)
+        assert torch.equal(view.n_tokens, in_pass)
+
+
+@given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
+@settings(max_examples=25)
+def test_the_view_shows_real_tokens_in_their_own_slots(data: st.DataObject, execution: str) -> None:
+    batch, inner = data.draw(tiny.batches()), data.draw(tiny.hashed())
+    module = Watching(batch)
+    module.sizes = data.draw(tiny.chunkings(batch.width))
+    tiny.forward(tiny.load("llama"), batch, [module, inner], chunks=module.sizes, execution=execution)
+    for index, is_prompt in module.passes:
+        assert is_prompt == (index == 0 and module.sizes[0] > 1)
+
+
+class Lens(RuntimeModule):
+    def __init__(self) -> None:
+        self.entropies: list[torch.Tensor] = []
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        log_p = view.logits(tokens.active).log_softmax(-1)
+        expected = torch.distributions.Categorical(logits=log_p).entropy()
+        torch.testing.assert_close(view.logit_entropy_nats(tokens.active), expected, atol=1e-5, rtol=1e-5)
+        self.entropies.append(expected)
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_entropy_is_that_of_the_logit_lens_in_nats(name: str) -> None:
+    lens = Lens()
+    found = tiny.forward(tiny.load(name), Batch((tuple(range(1, 12)), (5, 6, 7))), [lens])
+    assert [len(e) for e in lens.entropies] == [14] * (tiny.LAYERS - 1)
+    arch = found.run.arch
+    assert found.run.flops.signals == 2 * 14 * (tiny.LAYERS - 1) * 2 * arch.width * arch.vocab_size
+
+
+@torch.no_grad()
+def test_embeddings_instead_of_ids() -> None:
+    model, batch = tiny.load("gpt2"), Batch((tuple(range(1, 12)), (5, 6, 7)))
+    policy = DriftBelow(0.8)
+    expected = tiny.forward(model, batch, [policy])
+    inputs = batch.inputs()
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    with apply(model, [policy]) as run:
+        logits = model(inputs_embeds=embeds, **inputs).logits
+    tiny.assert_close(batch.real(logits), batch.real(expected.logits))
+    tiny.assert_same_decisions(tiny.decisions(batch, run.trace), tiny.decisions(batch, expected.trace))
+
+
+# -- when modules are asked --------------------------------------------------------------------------------------------------------
+
+
+@given(batch=tiny.batches(), policy=tiny.hashed(), layers=st.sets(st.integers(0, tiny.LAYERS - 1)))
+@settings(max_examples=20)
+def test_decision_layers_are_the_only_ones_that_decide(batch: Batch, policy: Hashed, layers: set[int]) -> None:
+    model = tiny.load("llama")
+    outcomes = [
+        tiny.forward(model, batch, [policy], decision_layers=sorted(layers), execution=execution)
+        for execution in ("compact", "masked")
+    ]
+    for row in tiny.decisions(batch, outcomes[0].trace):
+        assert set(row["halt_layer"].tolist()) <= layers | {tiny.LAYERS - 1}
+        assert set(row["kv_layer"].tolist()) <= layers | {tiny.LAYERS - 1}
+    if not layers - {tiny.LAYERS - 1}:
+        tiny.assert_close(batch.real(outcomes[0].logits), batch.real(tiny.forward(model, batch, []).logits))
+    tiny.assert_close(*(batch.real(outcome.logits) for outcome in outcomes))
+
+
+@given(batch=tiny.batches(low=3), data=st.data())
+@settings(max_examples=15)
+def test_a_module_that_looks_ahead_acts_in_prompts_only_unless_told_otherwise(batch: Batch, data: st.DataObject) -> None:
+    chunks = data.draw(tiny.chunkings(batch.width))
+
+    class Counting(tiny.Never):
+        causal = False
+
+    model = tiny.load("llama")
+    prompt_only, everywhere = Counting(), Counting()
+    everywhere.lookahead = True
+    for module in (prompt_only, everywhere):
+        tiny.forward(model, batch, [module], chunks=chunks)
+    asked = {index for index, _ in prompt_only.seen}
+    assert asked == ({0} if chunks[0] > 1 and batch.mask[:, : chunks[0]].any() else set())
+    with_tokens = {i for i in range(len(chunks)) if batch.mask[:, sum(chunks[:i]) : sum(chunks[: i + 1])].any()}
+    assert {index for index, _ in everywhere.seen} == with_tokens
+
+
+@pytest.mark.parametrize("module", [Capacity(0.5, at=(1,)), SkipLeastAttended(0.2)], ids=["capacity", "skip"])
+def test_a_prompt_policy_has_an_effect(module: RuntimeModule) -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(30, 41))))
+    dense, found = tiny.forward(model, batch, []), tiny.forward(model, batch, [module])
+    assert max((a - b).abs().max() for a, b in zip(batch.real(dense.logits), batch.real(found.logits), strict=True)) > 1e-3
+    if isinstance(module, Capacity):
+        assert found.trace.active_counts().tolist() == [27, 27, 14, 14, 14]  # half of 16, half of 11 rounded up

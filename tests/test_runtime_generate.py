@@ -1,0 +1,135 @@
+"""generate(): the ragged cache under left padding, greedy, sampling, beams, rejected candidates; `compact` token for token `masked`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import Batch, Capacity, Hashed
+from transformers import GenerationConfig, PreTrainedModel, pipeline
+
+from quicksilver.runtime import Run, RuntimeModule, apply
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 0},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "several": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+}
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    batch: Batch,
+    modules: list[RuntimeModule],
+    execution: str = "compact",
+    tokens: int = 6,
+    **options: Any,
+) -> tuple[torch.Tensor, Run]:
+    torch.manual_seed(5)
+    with apply(model, modules, execution=execution) as run:
+        ids = model.generate(
+            batch.ids, attention_mask=batch.mask, max_new_tokens=tokens, min_new_tokens=tokens, **options
+        )  # fmt: skip
+    return ids, run
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(data=st.data())
+@settings(max_examples=2)
+def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
+    model = tiny.load(name)
+    batch = data.draw(tiny.batches(low=2, high=10))
+    modules = data.draw(tiny.policies())
+    compact, masked = (
+        generate(model, batch, modules, execution, **STRATEGIES[strategy])[0] for execution in ("compact", "masked")
+    )
+    assert torch.equal(compact, masked)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(batch=tiny.batches(low=2, high=10), policy=tiny.hashed(protect=1))
+@settings(max_examples=2)
+@torch.no_grad()
+def test_greedy_generation_is_prefill_over_and_over(name: str, batch: Batch, policy: Hashed) -> None:
+    """Without a cache at all, for a causal policy: each token is the argmax of one pass over everything before it."""
+    model = tiny.load(name)
+    ids, run = generate(model, batch, [policy], do_sample=False)
+    assert len(run.trace.passes) == 6
+    for row, prompt in zip(ids, batch.rows, strict=True):
+        text = list(prompt)
+        for _ in range(6):
+            logits = tiny.forward(model, Batch((tuple(text),)), [policy]).logits[0, -1]
+            logits[0] = -torch.inf  # no end of text before the sixth
+            text.append(int(logits.argmax()))
+        assert row[-6:].tolist() == text[-6:]
+
+
+def test_modules_change_what_is_generated() -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(30, 41))))
+    dense, run = generate(model, batch, [], do_sample=False, tokens=12)
+    halted, halted_run = generate(model, batch, [Hashed(0.4, 0.2, "drop")], do_sample=False, tokens=12)
+    assert not torch.equal(dense, halted)
+    assert halted_run.flops.executed < run.flops.executed
+    assert halted_run.kv_bytes.billed == halted_run.kv_bytes.resident < run.kv_bytes.resident
+
+
+def test_a_prompt_policy_shrinks_the_prompt_and_leaves_the_rest_alone() -> None:
+    model, batch = tiny.load("gpt2"), Batch((tuple(range(1, 17)), tuple(range(30, 41))))
+    _, run = generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False)
+    prompt, *rest = run.trace.passes
+    assert [int(n) for n in prompt.active(4).sum(1)] == [8, 6]
+    assert all(bool((p.halt_layer == tiny.LAYERS - 1).all()) for p in rest)
+    assert all(p.valid.shape == (2, 1) for p in rest)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+@given(row=tiny.token_ids(2, 5), policy=tiny.hashed())
+@settings(max_examples=3)
+def test_rejected_candidates_are_cropped_away(name: str, row: tuple[int, ...], policy: Hashed) -> None:
+    """Prompt lookup decoding guesses tokens, checks them in one pass, and crops the cache back: the text is the greedy one."""
+    model, batch = tiny.load(name), Batch((row * 3,))
+    greedy, _ = generate(model, batch, [policy], do_sample=False, tokens=10)
+    for execution in ("compact", "masked"):
+        guessed, run = generate(model, batch, [policy], execution, do_sample=False, tokens=10, prompt_lookup_num_tokens=3)
+        assert torch.equal(guessed, greedy)
+        assert any(p.valid.shape[1] > 1 for p in run.trace.passes[1:])  # it did guess
+
+
+@torch.no_grad()
+def test_generation_goes_on_from_a_cache() -> None:
+    """A conversation: the second turn starts from the first one's ragged cache."""
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 12)),))
+    with apply(model, [Hashed(0.4, 0.2, "drop")]):
+        config = GenerationConfig(max_new_tokens=5, min_new_tokens=5, do_sample=False, eos_token_id=0, pad_token_id=0)
+        first = model.generate(batch.ids, attention_mask=batch.mask, generation_config=config, return_dict_in_generate=True)
+        said = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+        second = model.generate(
+            said, attention_mask=torch.ones_like(said), generation_config=config, past_key_values=first.past_key_values
+        )
+        afresh = model.generate(said, attention_mask=torch.ones_like(said), generation_config=config)
+    assert torch.equal(second, afresh)
+
+
+def test_a_pipeline_runs_under_it(data_root: Any) -> None:
+    """The trained model writes on; halting a few of its tokens changes the story."""
+    from transformers import AutoTokenizer
+
+    model = tiny.load(tiny.STORIES)
+    tokenizer = AutoTokenizer.from_pretrained(data_root / tiny.STORIES)
+    writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0)
+    plain = writer("Once upon a time", generation_config=config)[0]["generated_text"]
+    assert plain.startswith("Once upon a time, there was a little")
+    with apply(model, []):
+        assert writer("Once upon a time", generation_config=config)[0]["generated_text"] == plain
+    with apply(model, [Hashed(0.2, missing_kv="project")]) as run:
+        halted = writer("Once upon a time", generation_config=config)[0]["generated_text"]
+    assert halted != plain
+    assert run.flops.executed < run.flops.dense_nominal * 1.01

@@ -1,0 +1,310 @@
+"""Invariant 6: what the ledgers say ran is what ran, and what the cache is billed for is what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import Batch, Capacity, HaltAll, Hashed
+from transformers import DynamicCache, PreTrainedModel
+
+from quicksilver.runtime import Run, RuntimeModule, Trace, apply
+
+flops = pytest.importorskip("quicksilver.measure.flops")
+
+# -- floating-point operations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
+@settings(max_examples=4)
+def test_executed_is_what_is_counted_from_outside(name: str, attention: str, execution: str, data: st.DataObject) -> None:
+    model = tiny.load(name, attention)
+    batch = data.draw(tiny.batches())
+    modules = data.draw(st.one_of(st.just([]), tiny.policies()))
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    runs: list[Run] = []
+    with tiny.unless_blind(model) as blind:
+        counted = flops.count_executed(
+            lambda: runs.append(tiny.forward(model, batch, modules, chunks=chunks, execution=execution).run)
+        )
+    if not blind:
+        assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero"])
+def test_most_of_a_run_spent_on_halted_tokens_is_counted_too(name: str, missing_kv: str) -> None:
+    """Nearly everything is halted early: an error in the price of K/V for halted tokens could not hide behind the rest."""
+    model, batch = tiny.load(name), Batch((tuple(range(1, 31)), tuple(range(60, 30, -1))))
+    runs: list[Run] = []
+    counted = flops.count_executed(lambda: runs.append(tiny.forward(model, batch, [Hashed(0.9, missing_kv=missing_kv)]).run))
+    assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
+
+
+@given(data=st.data(), batch=tiny.batches(), name=st.sampled_from(tiny.FAMILIES))
+@settings(max_examples=15)
+def test_without_a_decision_nominal_is_dense(data: st.DataObject, batch: Batch, name: str) -> None:
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    model = tiny.load(name)
+    for modules in ([], [tiny.Never()]):
+        found = tiny.forward(model, batch, modules, chunks=chunks).run.flops
+        assert found.nominal == found.dense_nominal <= found.executed
+        assert found.paper == found.dense_paper > 0
+        assert found.signals == 0
+
+
+@given(data=st.data(), batch=tiny.batches(low=2), name=st.sampled_from(["gpt2", "llama", "gpt_neox"]))
+@settings(max_examples=15)
+def test_nominal_is_a_lower_bound_of_executed_and_of_dense(data: st.DataObject, batch: Batch, name: str) -> None:
+    modules = data.draw(tiny.policies())
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    compact, masked = (
+        tiny.forward(tiny.load(name), batch, modules, chunks=chunks, execution=e).run.flops for e in ("compact", "masked")
+    )
+    assert (compact.nominal, compact.paper, compact.dense_nominal, compact.dense_paper) == (
+        masked.nominal, masked.paper, masked.dense_nominal, masked.dense_paper,
+    )  # fmt: skip
+    assert compact.nominal <= compact.executed - compact.signals
+    if len(batch.rows) == 1:  # uneven rows are padded twice: tokens to the most active row, K/V of halted ones to the least
+        assert compact.executed - compact.signals <= masked.executed - masked.signals
+    assert compact.nominal <= compact.dense_nominal
+    assert compact.paper <= compact.dense_paper
+
+
+def test_nominal_by_hand() -> None:
+    """8 tokens, all halted after layer 1, nothing kept of them: two layers of eight tokens, and the head."""
+    model, n = tiny.load("llama"), 8
+    found = tiny.forward(model, Batch((tuple(range(1, 1 + n)),)), [HaltAll(1)]).run
+    config = model.config
+    head_dim = tiny.WIDTH // 4
+    matrices = 2 * tiny.WIDTH * tiny.WIDTH + 2 * tiny.WIDTH * 2 * head_dim + 3 * tiny.WIDTH * config.intermediate_size
+    layer = 2 * matrices * n + 4 * 4 * head_dim * n * (n + 1) // 2
+    head = 2 * tiny.WIDTH * tiny.VOCABULARY * n
+    assert found.flops.nominal == found.flops.executed == 2 * layer + head
+    assert found.flops.dense_nominal == tiny.LAYERS * layer + head
+
+
+@torch.no_grad()
+def test_ledgers_add_up_over_passes_and_reset_forgets() -> None:
+    model, batch = tiny.load("gpt2"), Batch((tuple(range(1, 17)),))
+    with apply(model, [Capacity(0.5, signal="attention")]) as run:
+        model(batch.ids)
+        one = run.flops
+        model(batch.ids)
+        assert run.flops - one == one
+        assert one.signals > 0
+        assert len(run.trace.passes) == 2
+        run.reset()
+        assert run.flops.executed == run.kv_bytes.billed == 0
+        assert run.trace.passes == []
+        model(batch.ids)
+        assert run.flops == one
+    assert run.flops == one  # it may be read after the block
+
+
+@torch.no_grad()
+def test_one_logit_costs_one_head() -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
+    with apply(model, []) as run:
+        model(batch.ids)
+        all_logits = run.flops.executed
+        run.reset()
+        model(batch.ids, logits_to_keep=1)
+    assert all_logits - run.flops.executed == 15 * 2 * tiny.WIDTH * tiny.VOCABULARY
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------------------
+
+
+def entries(trace: Trace, model: PreTrainedModel) -> int:
+    """Bytes of the K/V entries the trace says there are."""
+    config = model.config
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count = sum(int(p.kv_present(layer).sum()) for p in trace.passes for layer in range(trace.n_layers))
+    return count * 2 * kv_heads * head_dim * 4
+
+
+def storage_bytes(cache: Any) -> int:
+    """What the cache keeps alive: a small view of a large tensor keeps all of it."""
+    held = [t.untyped_storage() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(data=st.data())
+@settings(max_examples=6)
+@torch.no_grad()
+def test_billed_is_what_was_decided_and_what_is_resident(name: str, data: st.DataObject) -> None:
+    """Even rows and uneven ones, while the cache grows."""
+    model = tiny.load(name)
+    batch = data.draw(tiny.batches(low=2))
+    modules = data.draw(tiny.policies())
+    inputs, cache, start = batch.inputs(), None, 0
+    with apply(model, modules) as run:
+        for size in data.draw(tiny.chunkings(batch.width)):
+            part = {k: v[:, : start + size] if k == "attention_mask" else v[:, start : start + size] for k, v in inputs.items()}
+            cache = model(**part, past_key_values=cache, use_cache=True).past_key_values
+            start += size
+            assert run.kv_bytes.billed == run.kv_bytes.resident == entries(run.trace, model)
+    masked = tiny.forward(model, batch, modules, chunks=[batch.width], execution="masked").run
+    whole = tiny.forward(model, batch, modules, chunks=[batch.width]).run
+    assert masked.kv_bytes.billed == whole.kv_bytes.billed
+    dense = tiny.forward(model, batch, [], chunks=[batch.width]).run
+    assert masked.kv_bytes.resident >= dense.kv_bytes.resident  # nothing is saved (a sliding window keeps less when dense)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize("modules", [[tiny.Never()], [HaltAll(2)], [Hashed(0.4, 0.3, "drop")]], ids=["dense", "even", "uneven"])
+@torch.no_grad()
+def test_resident_bytes_are_the_bytes_that_are_kept_alive(name: str, modules: list[RuntimeModule]) -> None:
+    model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
+    with apply(model, modules) as run:
+        outputs = tiny.passes(model, batch.inputs(), [12, 1, 3])
+        cache = outputs[-1].past_key_values
+        assert storage_bytes(cache) == run.kv_bytes.resident
+        del outputs
+        cache.crop(-5)
+        assert storage_bytes(cache) == run.kv_bytes.resident
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+@torch.no_grad()
+def test_a_prompts_cache_keeps_no_queries_alive(name: str) -> None:
+    """GPT-2 and GPT-NeoX compute q, k and v in one product: K and V as views of it would keep the queries as well."""
+    model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
+    with apply(model, [tiny.Never()]) as run:
+        cache = model(batch.ids, use_cache=True).past_key_values
+        assert storage_bytes(cache) == run.kv_bytes.resident
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
+@settings(max_examples=10)
+@torch.no_grad()
+def test_crop_and_go_on_is_never_having_seen_the_rest(
+    name: str, execution: str, data: st.DataObject, batch: Batch, policy: Hashed
+) -> None:
+    model = tiny.load(name)
+    shortest = min(len(row) for row in batch.rows)
+    removed = data.draw(st.integers(1, shortest - 1))
+    kept = batch.width - removed
+    inputs = batch.inputs()
+    with apply(model, [policy], execution=execution) as run:
+        cache = tiny.passes(model, inputs, data.draw(tiny.chunkings(batch.width)))[-1].past_key_values
+        cache.crop(-removed)
+        cropped = run.kv_bytes
+        assert cache.get_seq_length() == kept
+        run.reset()
+        short = {k: v[:, :kept] for k, v in inputs.items()}
+        fresh = tiny.passes(model, short, [kept])[-1].past_key_values
+        assert cropped == run.kv_bytes
+        rest = {k: v if k == "attention_mask" else v[:, kept:] for k, v in inputs.items()}
+        again, expected = (model(**rest, past_key_values=c, use_cache=True).logits for c in (cache, fresh))
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
+@settings(max_examples=10)
+@torch.no_grad()
+def test_a_reordered_cache_goes_on_as_the_sequences_it_now_holds(
+    name: str, execution: str, data: st.DataObject, batch: Batch, policy: Hashed
+) -> None:
+    model = tiny.load(name)
+    kept = batch.width - 1
+    order = data.draw(st.lists(st.integers(0, len(batch.rows) - 1), min_size=1, max_size=4))
+    by = data.draw(st.sampled_from(["reorder_cache", "batch_select_indices"]))
+    shuffled = Batch(tuple(batch.rows[i] for i in order), batch.width - max(len(batch.rows[i]) for i in order))
+    with apply(model, [policy], execution=execution) as run:
+        cache = tiny.passes(model, {k: v[:, :kept] for k, v in batch.inputs().items()}, [kept])[-1].past_key_values
+        getattr(cache, by)(torch.tensor(order))
+        moved = run.kv_bytes
+        run.reset()
+        inputs = shuffled.inputs()
+        fresh = tiny.passes(model, {k: v[:, :kept] for k, v in inputs.items()}, [kept])[-1].past_key_values
+        assert moved == run.kv_bytes
+        last = {k: v if k == "attention_mask" else v[:, kept:] for k, v in inputs.items()}
+        again, expected = (model(**last, past_key_values=c, use_cache=True).logits for c in (cache, fresh))
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_repeated_cache_is_billed_twice_and_a_reset_one_not_at_all() -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
+    with apply(model, [Hashed(0.4, 0.2, "drop")]) as run:
+        cache = model(batch.ids, use_cache=True).past_key_values
+        once = run.kv_bytes
+        cache.batch_repeat_interleave(2)
+        assert (run.kv_bytes.billed, run.kv_bytes.resident) == (2 * once.billed, 2 * once.resident)
+        cache.reset()
+        assert (run.kv_bytes.billed, run.kv_bytes.resident) == (0, 0)
+        assert cache.get_seq_length() == 0
+        model(batch.ids, past_key_values=cache, use_cache=True)
+        assert run.kv_bytes == once
+
+
+# -- caches from elsewhere -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(batch=tiny.batches(low=2, high=10), policy=tiny.hashed(), data=st.data())
+@settings(max_examples=4)
+@torch.no_grad()
+def test_a_cache_made_outside_is_adopted(name: str, execution: str, batch: Batch, policy: Hashed, data: st.DataObject) -> None:
+    """Its tokens are dense, those that follow are under the modules: as if a policy had begun to act there."""
+    model = tiny.load(name)
+    outside = data.draw(st.integers(1, min(batch.width - 1, tiny.SLIDING_WINDOW - 2)))  # a full window has dropped what is needed
+    inputs = batch.inputs()
+    cache = tiny.passes(model, {k: v[:, :outside] for k, v in inputs.items()}, [outside])[-1].past_key_values
+    rest = {k: v if k == "attention_mask" else v[:, outside:] for k, v in inputs.items()}
+    with apply(model, [policy], execution=execution):
+        found = model(**rest, past_key_values=cache, use_cache=True).logits
+    later = FromPass(1, policy)
+    expected = tiny.forward(model, batch, [later], chunks=[outside, batch.width - outside], execution=execution)
+    real = batch.mask[:, outside:].bool()
+    torch.testing.assert_close(found[real], expected.logits[:, outside:][real], atol=1e-5, rtol=1e-5)
+
+
+class FromPass(RuntimeModule):
+    """`inner`, silent before pass `first`."""
+
+    priority = 10
+
+    def __init__(self, first: int, inner: Hashed) -> None:
+        self.first, self.inner = first, inner
+
+    @property
+    def copies_kv(self) -> bool:
+        return self.inner.copies_kv
+
+    def decide(self, view: Any, tokens: Any) -> None:
+        if view.pass_index >= self.first:
+            self.inner.decide(view, tokens)
+
+
+@torch.no_grad()
+def test_an_empty_cache_may_be_brought_along() -> None:
+    model, batch = tiny.load("mistral"), Batch((tuple(range(1, 17)),))
+    expected = tiny.forward(model, batch, [Hashed()], chunks=[16]).logits
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        with apply(model, [Hashed()]):
+            assert torch.equal(model(batch.ids, past_key_values=cache).logits, expected)
+        assert cache.get_seq_length() == 16
+
+
+@torch.no_grad()
+def test_a_complete_cache_may_leave_the_block() -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 13)),))
+    plain = tiny.passes(model, batch.inputs(), [8, 4])[-1].logits
+    for execution in ("compact", "masked"):
+        with apply(model, [tiny.Never()], execution=execution):
+            cache = model(batch.ids[:, :8], use_cache=True).past_key_values
+        assert torch.equal(model(batch.ids[:, 8:], past_key_values=cache).logits, plain)

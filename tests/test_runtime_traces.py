@@ -1,0 +1,204 @@
+"""Invariants 7 and 8: a trace gives its run again, and so does a seed. What is no trace is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny import Batch, Hashed
+
+from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply
+
+controls = pytest.importorskip("quicksilver.modules.controls")
+
+TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer")
+
+
+def assert_same_trace(a: Trace, b: Trace) -> None:
+    assert a.n_layers == b.n_layers
+    assert len(a.passes) == len(b.passes)
+    for left, right in zip(a.passes, b.passes, strict=True):
+        assert left.first_column == right.first_column
+        for name in TENSORS:
+            assert torch.equal(getattr(left, name)[left.valid], getattr(right, name)[right.valid]), name
+
+
+# -- 7: replay -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(data=st.data())
+@settings(max_examples=6)
+def test_a_replayed_trace_is_the_run_again(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In the execution it was made in to the bit, in the other one to 1e-5; from memory and from disk."""
+    model = tiny.load(name)
+    batch = data.draw(tiny.batches())
+    modules = data.draw(tiny.policies())
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    made = tiny.forward(model, batch, modules, chunks=chunks)
+    again = tiny.forward(model, batch, [controls.Replay(made.trace)], chunks=chunks)
+    assert_same_trace(again.trace, made.trace)
+    assert torch.equal(torch.cat(batch.real(again.logits)), torch.cat(batch.real(made.logits)))
+    assert again.run.flops.nominal == made.run.flops.nominal
+    assert again.run.kv_bytes == made.run.kv_bytes
+
+    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
+    made.trace.save(path)
+    loaded = Trace.load(path)
+    assert_same_trace(loaded, made.trace)
+    masked = tiny.forward(model, batch, [controls.Replay(loaded)], chunks=chunks, execution="masked")
+    assert_same_trace(masked.trace, made.trace)
+    tiny.assert_close(batch.real(masked.logits), batch.real(made.logits))
+
+
+def test_a_replay_needs_no_signal() -> None:
+    """The policy apart from its execution: entropies and attentions are not computed again."""
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
+    made = tiny.forward(model, batch, [tiny.Capacity(0.5, signal="attention"), tiny.EntropyBelow(3.6)])
+    assert made.run.flops.signals > 0
+    assert made.trace.active_counts()[-1] < 16
+    again = tiny.forward(model, batch, [controls.Replay(made.trace)])
+    assert again.run.flops.signals == 0
+    assert again.run.flops.executed == made.run.flops.executed - made.run.flops.signals
+
+
+@torch.no_grad()
+def test_traces_of_several_batches_are_joined_in_order(tmp_path: Path) -> None:
+    model = tiny.load("llama")
+    batches = [Batch((tuple(range(1, 12)),)), Batch((tuple(range(30, 36)), tuple(range(9, 3, -1))))]
+    made = [tiny.forward(model, batch, [Hashed(0.4)]) for batch in batches]
+    joined = Trace.concat(outcome.trace for outcome in made)
+    joined.save(tmp_path / "joined.safetensors")
+    with apply(model, [controls.Replay(Trace.load(tmp_path / "joined.safetensors"))]):
+        for batch, outcome in zip(batches, made, strict=True):
+            assert torch.equal(model(batch.ids, use_cache=False).logits, outcome.logits)
+    with pytest.raises(ConfigError, match=r"\[5, 6\] layers cannot be joined"):
+        Trace.concat([joined, Trace(6)])
+
+
+@given(data=st.data(), batch=tiny.batches(), policy=tiny.hashed())
+@settings(max_examples=20)
+def test_a_trace_counts_what_was_active(data: st.DataObject, batch: Batch, policy: Hashed) -> None:
+    """Layer by layer, by what the layers were really called with."""
+    model = tiny.load("llama")
+    seen = torch.zeros(tiny.LAYERS, dtype=torch.long)
+    handles = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs, i=i: seen.__setitem__(i, seen[i] + kwargs["hidden_states"].shape[1]), with_kwargs=True
+        )
+        for i, layer in enumerate(model.model.layers)
+    ]
+    try:
+        alone = Batch(batch.rows[:1])
+        trace = tiny.forward(model, alone, [policy], chunks=data.draw(st.none() | tiny.chunkings(alone.width))).trace
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert trace.active_counts().tolist() == seen.tolist()
+    assert sum(int(p.valid.sum()) for p in trace.passes) == len(alone.rows[0])
+
+
+# -- 8: seeds --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@given(batch=tiny.batches(), modules=tiny.policies(), execution=st.sampled_from(["compact", "masked"]))
+@settings(max_examples=4)
+def test_the_same_run_twice_is_the_same_to_the_bit(name: str, batch: Batch, modules: list[RuntimeModule], execution: str) -> None:
+    model = tiny.load(name)
+    one, two = (tiny.forward(model, batch, modules, execution=execution) for _ in range(2))
+    assert torch.equal(one.logits, two.logits)
+    assert_same_trace(one.trace, two.trace)
+    assert one.run.flops == two.run.flops
+
+
+@torch.no_grad()
+def test_sampling_with_the_same_seed_is_the_same_text_and_the_same_decisions() -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 9)), (4, 5, 6)))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        with apply(model, [Hashed(0.4, 0.2, "drop")]) as run:
+            ids = model.generate(
+                batch.ids, attention_mask=batch.mask, do_sample=True, temperature=2.0, max_new_tokens=8, min_new_tokens=8
+            )
+        found.append((ids, run.trace))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_same_trace(found[0][1], found[1][1])
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------------
+
+
+def some_trace() -> Trace:
+    return tiny.forward(tiny.load("llama"), Batch((tuple(range(1, 9)),)), [Hashed(0.4)]).trace
+
+
+def test_a_saved_trace_is_plain_safetensors_with_a_schema(tmp_path: Path) -> None:
+    trace, path = some_trace(), tmp_path / "trace.safetensors"
+    trace.save(path)
+    tensors = load_file(path)
+    assert all(tensor.shape == (1, 8) for tensor in tensors.values())
+    assert {name.split(".")[1] for name in tensors} >= set(TENSORS)
+    assert_same_trace(Trace.load(str(path)), trace)
+
+
+def test_an_empty_trace_survives(tmp_path: Path) -> None:
+    Trace(5).save(tmp_path / "empty.safetensors")
+    loaded = Trace.load(tmp_path / "empty.safetensors")
+    assert (loaded.n_layers, loaded.passes) == (5, [])
+
+
+@pytest.mark.parametrize("content", [b"", b"not a trace", b"\x00" * 64, b'{"halt_layer": []}' * 9])
+def test_junk_is_no_trace(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "junk.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"junk\.safetensors is not a readable trace"):
+        Trace.load(path)
+
+
+def test_a_torn_trace_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "torn.safetensors"
+    some_trace().save(path)
+    whole = path.read_bytes()
+    for size in (7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=r"torn\.safetensors is not a readable trace"):
+            Trace.load(path)
+
+
+def test_a_missing_trace_and_a_folder_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere.safetensors", tmp_path):
+        with pytest.raises(ConfigError, match=path.name):
+            Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, {"format": "pt"}, {"schema": "quicksilver-trace-0", "n_layers": "5", "first_columns": "[]"}]
+)
+def test_a_file_of_another_schema_is_refused_and_both_schemas_are_named(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    path = tmp_path / "foreign.safetensors"
+    save_file({"weight": torch.zeros(3)}, path, metadata=metadata)
+    found = (metadata or {}).get("schema")
+    with pytest.raises(ConfigError, match=rf"foreign\.safetensors has schema {found!r}.*reads 'quicksilver-trace-\d+'"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"n_layers": "many"}, {"n_layers": None}, {"first_columns": "[0, 8]"}, {"first_columns": "{"}]
+)
+def test_a_trace_with_broken_metadata_is_no_trace(tmp_path: Path, change: dict[str, str | None]) -> None:
+    from safetensors import safe_open
+
+    path = tmp_path / "broken.safetensors"
+    some_trace().save(path)
+    with safe_open(str(path), framework="pt") as file:
+        metadata = {k: v for k, v in (file.metadata() | change).items() if v is not None}
+    save_file(load_file(path), path, metadata=metadata)
+    with pytest.raises(ConfigError, match=r"broken\.safetensors is not a readable trace"):
+        Trace.load(path)

@@ -1,0 +1,666 @@
+"""The reference models: training is deterministic, survives a kill at any moment, and never starts over silently."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference_corpus as corpus
+import tiny
+import torch
+import train_reference as training
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest.importorskip("matplotlib")  # the loss curve is a picture
+
+# 60 steps of 64 tokens: one checkpoint at 50, the decay from step 54 on.
+RECIPE = training.Recipe(
+    family="gpt2", layers=2, width=16, heads=2, kv_heads=2, mlp_width=24, vocab_size=300, context_tokens=32, stable_context_tokens=16,
+    micro_batch_tokens=32, batch_tokens=64, total_tokens=60 * 64, warmup_tokens=256, decay_fraction=0.1,
+)  # fmt: skip
+LLAMA = dataclasses.replace(RECIPE, family="llama", kv_heads=1)
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "seven",
+    "small",
+    "dogs",
+    "ran",
+    "along",
+    "some",
+    "old",
+    "river",
+    "and",
+    "nobody",
+    "knew",
+    "why",
+    "it",
+    "rained",
+    "so",
+    "much",
+]
+LIMIT_MB = 34
+
+
+def sentences(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    return "\n".join(" ".join(rng.choices(WORDS, k=12)) + f" {seed} {i}." for i in range(count))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The layout of the data folder, a few kilobytes of it."""
+    root = tmp_path_factory.mktemp("data")
+    files = {
+        "wikitext-2/train_article_order_shuffled.txt": "\n = One = \n" + sentences(1, 40) + "\n = Two = \n" + sentences(2, 40),
+        "books/books_train.txt": sentences(3, 60).replace("\n", "\n\n"),
+        "wikitext-103/wiki.valid.tokens": sentences(4, 30),
+        "wikitext-103/wiki.test.tokens": sentences(5, 5),
+        "books/books_valid.txt": sentences(6, 5),
+        "books/books_test.txt": sentences(7, 5),
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def use_small_sources(patch: pytest.MonkeyPatch) -> None:
+    """In place of the docstrings of every installed package, and of the language reference."""
+    patch.setattr(corpus, "docstrings", lambda roots: iter(sentences(8, 60).split("\n")))
+    patch.setattr(corpus, "python_docs", lambda: sentences(9, 30))
+
+
+@pytest.fixture(autouse=True)
+def small_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_sources(monkeypatch)
+
+
+def train(work: Path, data: Path, recipe: training.Recipe = RECIPE, name: str = "tiny") -> Path:
+    """The exported folder."""
+    training.train(name, recipe, data, work, work / "out", "cpu")
+    return work / "out" / name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Path]:
+    """The work folder of a run that nobody disturbed."""
+    work = tmp_path_factory.mktemp("uninterrupted")
+    with pytest.MonkeyPatch.context() as patch:
+        use_small_sources(patch)
+        train(work, data)
+    yield work
+
+
+def weights(work: Path, name: str = "tiny") -> dict[str, torch.Tensor]:
+    """In float32, from the last checkpoint."""
+    return load_file(work / name / "latest" / "model.safetensors")
+
+
+def assert_equal_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+class Killed(Exception):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Break off in the middle of step `step`."""
+    calls, real = 0, training.step_loss
+    per_step = RECIPE.batch_tokens // RECIPE.micro_batch_tokens
+
+    def step_loss(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > per_step * step + 1:
+            raise Killed
+        return real(*args)
+
+    monkeypatch.setattr(training, "step_loss", step_loss)
+
+
+# -- the same weights --------------------------------------------------------------------------------------------------------------
+
+
+def test_training_changes_the_weights_and_the_loss_falls(uninterrupted: Path) -> None:
+    first = dict(training.build_model(RECIPE).named_parameters())
+    last = weights(uninterrupted)
+    assert all(not torch.equal(first[name], last[name]) for name in last)
+    history = json.loads((uninterrupted / "tiny" / "latest" / "meta.json").read_text())["history"]
+    losses = [entry["loss_nats"] for entry in history if "loss_nats" in entry]
+    assert len(losses) == RECIPE.steps == 60
+    assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.5
+    held_out = [entry for entry in history if "held_out_bits_per_byte" in entry]
+    assert [entry["tokens"] for entry in held_out] == [RECIPE.total_tokens]
+    assert set(held_out[0]["held_out_bits_per_byte"]) == {"wikitext-103-valid", "python-docs"}
+    assert (uninterrupted / "tiny" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_runs_of_one_recipe_give_equal_weights_and_another_seed_others(
+    tmp_path: Path, data: Path, uninterrupted: Path
+) -> None:
+    train(tmp_path / "again", data)
+    assert_equal_weights(weights(tmp_path / "again"), weights(uninterrupted))
+    train(tmp_path / "other", data, dataclasses.replace(RECIPE, seed=43))
+    assert not torch.equal(
+        weights(tmp_path / "other")["transformer.wte.weight"], weights(uninterrupted)["transformer.wte.weight"]
+    )
+
+
+@pytest.mark.parametrize("step", [3, 57], ids=["before the first checkpoint", "after it"])
+def test_a_run_that_broke_off_ends_with_the_weights_of_one_that_did_not(
+    tmp_path: Path, data: Path, uninterrupted: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        die_at(patch, step)
+        with pytest.raises(Killed):
+            train(tmp_path, data)
+    assert (tmp_path / "tiny" / "latest").exists() == (step > 50)
+    train(tmp_path, data)
+    assert_equal_weights(weights(tmp_path), weights(uninterrupted))
+    histories = [json.loads((w / "tiny" / "latest" / "meta.json").read_text())["history"] for w in (tmp_path, uninterrupted)]
+    assert histories[0] == histories[1]
+
+
+def test_the_optimisers_are_resumed_not_only_the_weights(
+    tmp_path: Path, data: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check above would pass without momenta if they did not matter: they do."""
+    with monkeypatch.context() as patch:
+        die_at(patch, 52)
+        with pytest.raises(Killed):
+            train(tmp_path, data)
+    with monkeypatch.context() as patch:
+        real = training.load_file
+        forget = lambda path: (
+            {k: v * 0 if v.is_floating_point() and v.ndim else v for k, v in real(path).items()}
+            if "optim" in str(path)
+            else real(path)
+        )
+        patch.setattr(training, "load_file", forget)
+        train(tmp_path, data)
+    found = weights(tmp_path)
+    assert any(not torch.equal(found[name], tensor) for name, tensor in weights(uninterrupted).items())
+
+
+def test_a_finished_run_is_not_trained_further(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = dataclasses.replace(RECIPE, total_tokens=3 * 64)
+    train(tmp_path, data, recipe)
+    before = weights(tmp_path)
+    monkeypatch.setattr(training, "step_loss", None)  # would fail if it were called
+    train(tmp_path, data, recipe)
+    assert_equal_weights(weights(tmp_path), before)
+
+
+def test_the_end_may_be_moved_until_the_decay_has_begun(
+    tmp_path: Path, data: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started for longer, then told the real length at step 50: the weights are those of a run that knew it from the start."""
+    with monkeypatch.context() as patch:
+        die_at(patch, 51)
+        with pytest.raises(Killed):
+            train(tmp_path, data, dataclasses.replace(RECIPE, total_tokens=90 * 64))
+    train(tmp_path, data)
+    assert_equal_weights(weights(tmp_path), weights(uninterrupted))
+
+
+def test_a_run_may_be_shortened_from_a_step_it_has_not_passed(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told at step 50 to end at 58: as if it had been told at the start; and not told at 50 to have been shortened at 40."""
+    short = dataclasses.replace(RECIPE, shortened=(52, 58))
+    train(tmp_path / "straight", data, short)
+    with monkeypatch.context() as patch:
+        die_at(patch, 51)
+        with pytest.raises(Killed):
+            train(tmp_path / "told", data)
+    model, optims = model_and_optimizers()
+    with pytest.raises(SystemExit, match=r"shortened: checkpoint None, now \(40, 58\)"):
+        training.Checkpoint(tmp_path / "told" / "tiny", dataclasses.replace(RECIPE, shortened=(40, 58))).load(model, optims)
+    train(tmp_path / "told", data, short)
+    assert_equal_weights(weights(tmp_path / "told"), weights(tmp_path / "straight"))
+    scales = [short.lr_scale(step) for step in range(short.steps)]
+    assert short.steps == 58
+    assert scales[:53] == [RECIPE.lr_scale(step) for step in range(53)]
+    assert scales[52:] == sorted(scales[52:], reverse=True)
+    assert 0 < scales[-1] < 0.25
+
+
+def test_the_end_may_not_be_moved_afterwards(tmp_path: Path, data: Path, uninterrupted: Path) -> None:
+    longer = dataclasses.replace(RECIPE, total_tokens=90 * 64)
+    model, optims = model_and_optimizers(longer)
+    with pytest.raises(SystemExit, match=r"total_tokens: checkpoint 3840, now 5760"):
+        training.Checkpoint(uninterrupted / "tiny", longer).load(model, optims)
+
+
+SIGKILLED = """
+import dataclasses, sys, torch
+sys.path[:0] = {path!r}
+import test_training as t
+torch.set_num_threads(1)
+t.use_small_sources(t.pytest.MonkeyPatch())
+t.train(t.Path({work!r}), t.Path({data!r}))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_with_the_same_weights(tmp_path: Path, data: Path, uninterrupted: Path) -> None:
+    """kill -9 as soon as there is something to lose: in the corpus, before a checkpoint, while one is written."""
+    code = SIGKILLED.format(path=[p for p in sys.path if p], work=str(tmp_path), data=str(data))
+    moments: list[Callable[[], bool]] = [
+        lambda: (tmp_path / "corpus").exists(),
+        lambda: (tmp_path / "corpus" / "corpus.json").exists(),
+        lambda: (tmp_path / "tiny" / "new").exists(),
+        lambda: (tmp_path / "tiny" / "latest").exists(),
+    ]
+    killed = 0
+    for arrived in moments:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not arrived():
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+    assert killed >= 2  # the last moments may come too late
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert_equal_weights(weights(tmp_path), weights(uninterrupted))
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------------------
+
+
+def model_and_optimizers(recipe: training.Recipe = RECIPE) -> tuple[Any, list[torch.optim.Optimizer]]:
+    model = training.build_model(recipe)
+    return model, training.optimizers(model, recipe)
+
+
+def trained_a_step(value: float) -> tuple[Any, list[torch.optim.Optimizer]]:
+    """A model whose weights say which step they belong to, with optimiser state."""
+    model, optims = model_and_optimizers()
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    for optim in optims:
+        optim.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model, optims
+
+
+def loaded(folder: Path) -> int:
+    """The step of the checkpoint in `folder`, whose weights must be those of that step; 0: there is none."""
+    model, optims = model_and_optimizers()
+    step, history, _ = training.Checkpoint(folder, RECIPE).load(model, optims)
+    if step:
+        assert all(bool((p == step).all()) for p in model.parameters()), "weights of another step"
+        assert history == [{"step": step}]
+        assert all(optim.state_dict()["state"] for optim in optims)
+    return step
+
+
+def save(folder: Path, step: int) -> None:
+    training.Checkpoint(folder, RECIPE).save(step, *trained_a_step(step), [{"step": step}], 1.0)
+
+
+class Clock:
+    """Dies at the n-th change of the file system that a save makes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, moment: int) -> None:
+        self.left = moment
+        patch.setattr(training.os, "rename", self.wrap(os.rename))
+        patch.setattr(training, "save_file", self.wrap(training.save_file))
+        for name in ("unlink", "rmdir", "mkdir", "write_text"):
+            patch.setattr(Path, name, self.wrap(getattr(Path, name)))
+
+    def wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return real(*args, **kwargs)
+
+        return call
+
+
+def saves_killed_everywhere(folder: Path, step: int) -> Iterator[int]:
+    """A save of `step` killed at its first, second, … change of the file system, each from the state `folder` was in."""
+    before = folder.with_name(f"before-{step}")
+    shutil.copytree(folder, before)
+    for moment in range(60):
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            Clock(patch, moment)
+            try:
+                save(folder, step)
+            except Killed:
+                pass
+            else:
+                shutil.rmtree(before)
+                return
+        yield moment
+    pytest.fail("a save with sixty changes of the file system")
+
+
+def test_a_save_killed_at_any_moment_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    save(folder, 50)
+    found = [loaded(folder) for _ in saves_killed_everywhere(folder, 100)]
+    assert set(found) == {50, 100}
+    assert found == sorted(found)
+    assert loaded(folder) == 100
+
+
+def test_a_save_killed_twice_keeps_it_too(tmp_path: Path) -> None:
+    """Killed between the two renames, resumed, and the next save killed anywhere: there must be a checkpoint to go on from."""
+    folder = tmp_path / "tiny"
+    save(folder, 50)
+    for _ in saves_killed_everywhere(folder, 100):
+        if not (folder / "latest").exists():
+            break
+    assert loaded(folder) in (50, 100)
+    found = [loaded(folder) for _ in saves_killed_everywhere(folder, 150)]
+    assert 0 not in found
+    assert loaded(folder) == 150
+
+
+def test_a_checkpoint_leaves_nothing_beside_itself(tmp_path: Path) -> None:
+    for step in (50, 100):
+        save(tmp_path / "tiny", step)
+        assert [p.name for p in (tmp_path / "tiny").iterdir()] == ["latest"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"width": 24}, {"lr_muon": 0.5, "seed": 7}, {"family": "llama"}, {"mixture": (0.2, 0.2, 0.6)}, {"batch_tokens": 128}],
+    ids=lambda change: "-".join(change),
+)
+def test_a_checkpoint_of_another_configuration_names_what_differs_and_is_left_alone(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    save(tmp_path / "tiny", 50)
+    before = snapshot(tmp_path)
+    other = dataclasses.replace(RECIPE, **change)
+    model, optims = model_and_optimizers(other)
+    fresh = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(SystemExit) as refused:
+        training.Checkpoint(tmp_path / "tiny", other).load(model, optims)
+    message = str(refused.value)
+    assert "another configuration" in message
+    for key, value in change.items():
+        assert f"{key}: checkpoint {getattr(RECIPE, key)}, now {value}" in message
+    assert message.count("checkpoint ") == len(change)  # and nothing that is equal
+    assert "--work" in message  # where checkpoints are; --out is where the finished model goes
+    assert "Nothing was changed" in message
+    assert snapshot(tmp_path) == before
+    assert all(torch.equal(p, fresh[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["key missing", "unknown key"])
+def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path: Path, missing: bool) -> None:
+    """A recipe that has gained or lost a field since."""
+    save(tmp_path / "tiny", 50)
+    path = tmp_path / "tiny" / "latest" / "meta.json"
+    meta = json.loads(path.read_text())
+    if missing:
+        del meta["recipe"]["mlp_width"]
+    else:
+        meta["recipe"]["dropout"] = 0.1
+    path.write_text(json.dumps(meta))
+    with pytest.raises(SystemExit, match="mlp_width" if missing else "dropout"):
+        loaded(tmp_path / "tiny")
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "tiny", 50)
+    before = snapshot(tmp_path / "tiny")
+    monkeypatch.setattr(training, "step_loss", lambda model, *rest: next(model.parameters()).sum() * torch.nan)
+    with pytest.raises(SystemExit, match=r"loss became nan at step 51.*last good checkpoint is kept in .*latest"):
+        train(tmp_path, data)
+    assert snapshot(tmp_path / "tiny") == before
+
+
+# -- the schedule ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, *training.RECIPES.values()], ids=["tiny", *training.RECIPES])
+def test_the_schedule_warms_up_stays_and_falls_to_the_end(recipe: training.Recipe) -> None:
+    scales = [recipe.lr_scale(step) for step in range(recipe.steps)]
+    assert max(scales) == 1.0
+    assert all(0 < scale <= 1 for scale in scales)
+    top = scales.index(1.0)
+    assert scales[:top] == sorted(scales[:top])
+    assert scales[top:] == sorted(scales[top:], reverse=True)
+    assert scales[recipe.decay_start - 1] == 1.0 > scales[recipe.decay_start + 1]
+    assert scales[-1] <= 1 / (recipe.steps - recipe.decay_start)
+    assert recipe.context_at(recipe.decay_start - 1) == recipe.stable_context_tokens
+    assert recipe.context_at(recipe.decay_start) == recipe.context_tokens
+
+
+def test_a_batch_is_a_function_of_seed_and_step(tmp_path: Path, data: Path) -> None:
+    corpus.prepare(data, tmp_path, RECIPE.vocab_size)
+
+    def batch(step: int, **changes: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(training.Batches(tmp_path, dataclasses.replace(RECIPE, **changes)).micro_batches(step))
+
+    for step in (0, 7, RECIPE.decay_start):
+        length = RECIPE.context_at(step)
+        one, again = batch(step), batch(step)
+        assert all(torch.equal(a, b) for pair in zip(one, again, strict=True) for a, b in zip(*pair, strict=True))
+        assert sum(ids.numel() for ids, _ in one) == RECIPE.batch_tokens
+        for ids, positions in one:
+            assert ids.shape == (RECIPE.micro_batch_tokens // length, length)
+            assert int(ids.max()) < RECIPE.vocab_size
+            assert int(positions.max()) < RECIPE.context_tokens
+    assert not torch.equal(batch(0)[0][0], batch(1)[0][0])
+    assert not torch.equal(batch(0)[0][0], batch(0, seed=1)[0][0])
+
+
+# -- the corpus --------------------------------------------------------------------------------------------------------------------
+
+
+def text(*words: int) -> str:
+    return " ".join(f"w{word}" for word in words)
+
+
+def test_a_document_that_shares_thirteen_words_with_held_out_text_goes_and_one_that_shares_twelve_stays() -> None:
+    held = {"valid": text(*range(100)), "test": text(*range(500, 530))}
+    documents = {
+        "wiki": [
+            text(*range(900, 930)),
+            text(*range(900, 905), *range(20, 33), *range(905, 910)),  # thirteen of them
+            text(*range(900, 905), *range(20, 32), *range(905, 910)),  # twelve
+        ],
+        "books": [
+            text(*range(10, 25)).upper().replace(" ", ",  "),
+            text(*range(515, 530)),
+        ],  # case and punctuation do not hide it
+        "docstrings": ["short", ""],
+    }
+    kept, report = corpus.remove_overlap(documents, held)
+    assert kept == {"wiki": [documents["wiki"][0], documents["wiki"][2]], "books": [], "docstrings": ["short", ""]}
+    wiki, books = report["wiki"], report["books"]
+    assert (wiki.documents, wiki.removed, wiki.shared_before, wiki.shared_after) == (3, 1, 1, 0)
+    assert wiki.by_held_out == {"valid": 1, "test": 0}
+    assert (books.documents, books.removed, books.shared_before, books.shared_after) == (2, 2, 6, 0)
+    assert books.by_held_out == {"valid": 3, "test": 3}
+    assert wiki.ngrams == 18 + 11 + 10
+    assert (report["docstrings"].documents, report["docstrings"].ngrams) == (2, 0)
+
+
+def test_what_is_left_is_counted_again_and_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal that forgot to remove would be reported."""
+
+    class Sticky(list):
+        """Keeps what it is told to keep, and the first document as well."""
+
+        def __init__(self) -> None:
+            super().__init__([text(*range(20))])
+
+    held, documents = {"valid": text(*range(100))}, {"wiki": [text(*range(20))]}
+    source = Path(corpus.__file__).read_text(encoding="utf-8")
+    broken = source.replace("kept[source] = []", "kept[source] = Sticky()")
+    assert broken != source
+    module: dict[str, Any] = {"Sticky": Sticky, "__name__": "broken"}
+    sys.modules["broken"] = corpus  # dataclasses look their module up
+    try:
+        exec(compile(broken, "broken", "exec"), module)
+    finally:
+        del sys.modules["broken"]
+    _, report = module["remove_overlap"](documents, held)
+    assert report["wiki"].shared_after == 8
+
+
+def test_the_corpus_reports_the_overlap_it_found(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stolen = " ".join((data / "wikitext-103/wiki.test.tokens").read_text().split()[:20])
+    monkeypatch.setattr(corpus, "docstrings", lambda roots: iter([*sentences(8, 60).split("\n"), f"Quoting: {stolen}"]))
+    manifest = corpus.prepare(data, tmp_path, RECIPE.vocab_size)
+    overlap = manifest["sources"]["docstrings"]["overlap"]
+    assert overlap["removed"] == 1
+    assert overlap["by_held_out"]["wikitext-103-test"] == overlap["shared_before"] > 0
+    assert overlap["shared_after"] == 0
+    assert json.loads((tmp_path / "corpus.json").read_text()) == manifest
+    tokenizer = training.load_tokenizer(tmp_path)
+    stream = torch.from_numpy(corpus.np.fromfile(tmp_path / "docstrings.bin", dtype="uint16").astype("int64"))
+    assert len(stream) == manifest["sources"]["docstrings"]["tokens"]
+    assert tokenizer.decode(stream).replace(corpus.END_OF_TEXT, "\n").strip() == sentences(8, 60)
+
+
+def test_a_missing_data_folder_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"train_article_order_shuffled\.txt is missing.*--data-root.*QUICKSILVER_DATA"):
+        corpus.prepare(tmp_path / "nowhere", tmp_path / "corpus", 300)
+
+
+def test_the_command_says_so_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [f"--{name}={tmp_path / name}" for name in ("data-root", "work", "out")]
+    monkeypatch.setattr(sys, "argv", ["train_reference.py", "reference-gpt2", "--threads=1", "--device=cpu", *folders])
+    with pytest.raises(SystemExit, match="is missing") as refused:
+        training.main()
+    assert isinstance(refused.value.code, str)  # printed, and the exit code is 1
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+def test_docstrings_are_collected_once_and_the_held_out_ones_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real collector
+    long = "A docstring that is long enough to be worth reading, with some words in it, and some more of them."
+    (tmp_path / "pydoc_data").mkdir()
+    (tmp_path / "pydoc_data" / "topics.py").write_text(f'"""Held out: {long}"""')
+    (tmp_path / "a.py").write_text(f'"""{long}"""\ndef f():\n    """{long}"""\nclass C:\n    """Short."""\n')
+    (tmp_path / "b.py").write_text(f'def g():\n    r"""\\d {long}\n\n        Indented.\n    """\n')
+    (tmp_path / "c.py").write_text("this is no python (")
+    assert list(corpus.docstrings([tmp_path])) == [long, f"\\d {long}\n\nIndented."]
+
+
+# -- what is shipped ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, LLAMA], ids=["gpt2", "llama"])
+def test_the_exported_folder_is_a_plain_hugging_face_one(tmp_path: Path, data: Path, recipe: training.Recipe) -> None:
+    short = dataclasses.replace(recipe, total_tokens=2 * 64)
+    folder = train(tmp_path, data, short)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    for name, tensor in weights(tmp_path).items():
+        assert torch.equal(model.state_dict()[name], tensor.to(torch.bfloat16)), name
+    ids = tokenizer("the cat sat on a mat", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(ids[0]) == "the cat sat on a mat"
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()
+    described = json.loads((folder / "training.json").read_text())
+    assert described["recipe"] == json.loads(json.dumps(dataclasses.asdict(short)))
+    assert set(described["corpus"]["sources"]) == set(corpus.SOURCES)
+    assert (folder / "loss_curve.png").is_file()
+
+
+@pytest.mark.parametrize("name", training.RECIPES)
+def test_the_real_recipes_keep_within_their_limits(name: str) -> None:
+    recipe = training.RECIPES[name]
+    model = training.build_model(recipe)
+    tensors = {p.data_ptr(): p.numel() for p in model.parameters()}
+    assert 2 * sum(tensors.values()) / 1e6 < LIMIT_MB - 1.5  # in bfloat16; the tokenizer and the card need room too
+    assert recipe.layers >= 16
+    assert recipe.context_tokens == model.config.max_position_embeddings == 512
+    assert 4096 <= recipe.vocab_size <= 8192
+    assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    if recipe.family == "llama":
+        assert model.config.num_key_value_heads < model.config.num_attention_heads
+    matrices, rest = (
+        sum(p.numel() for group in optim.param_groups for p in group["params"]) for optim in training.optimizers(model, recipe)
+    )
+    assert matrices + rest == sum(tensors.values())
+    assert matrices > rest
+
+
+@pytest.fixture(params=list(training.RECIPES))
+def reference(request: pytest.FixtureRequest) -> Path:
+    folder = training.ROOT / "quicksilver" / "models" / "reference" / request.param
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"{request.param} has not been trained yet: make train-reference")
+    return folder
+
+
+def test_a_shipped_model_loads_and_is_what_its_name_says(reference: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(reference).eval(), AutoTokenizer.from_pretrained(reference)
+    assert model.config.model_type == reference.name.removeprefix("reference-")
+    assert model.config.num_hidden_layers >= 16
+    assert model.config.max_position_embeddings == 512
+    assert 4096 <= len(tokenizer) <= 8192
+    assert len(tokenizer) <= model.config.vocab_size
+    assert sum(p.stat().st_size for p in reference.rglob("*") if p.is_file()) <= LIMIT_MB * 1e6
+    text = "The return statement leaves the current function call with the expression list as return value."
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(ids[0]) == text
+    with torch.no_grad():
+        loss = model.float()(ids, labels=ids).loss
+    bits_per_byte = float(loss) * (ids.shape[1] - 1) / 0.6931 / len(text.encode())
+    assert bits_per_byte < 2.6  # it was really trained: one that guesses letters needs more than 4
+
+
+def test_a_shipped_model_has_a_card(reference: Path) -> None:
+    card = (reference / "README.md").read_text(encoding="utf-8").lower()
+    for word in ("licen", "wikitext", "books", "docstrings", "overlap", "bits per byte", "hours", "train_reference.py", "limit"):
+        assert word in card, word
+
+
+def test_the_shipped_models_share_one_tokenizer() -> None:
+    folders = [training.ROOT / "quicksilver" / "models" / "reference" / name for name in training.RECIPES]
+    if not all((folder / "tokenizer.json").is_file() for folder in folders):
+        pytest.skip("the reference models have not both been trained yet: make train-reference")
+    one, other = (json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) for folder in folders)
+    assert one["model"] == other["model"]
+
+
+def test_a_shipped_model_runs_under_the_runtime(reference: Path) -> None:
+    """Deep and trained: half of its prompt halted, both executions agree."""
+    model = AutoModelForCausalLM.from_pretrained(reference).float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    row = tuple(tokenizer("Statements are executed in order; expressions are evaluated from left to right.")["input_ids"])
+    batch = tiny.Batch((row, row[: len(row) // 2]))
+    policy = tiny.Hashed(0.05, 0.05, "project", 4)
+    compact, masked = (tiny.forward(model, batch, [policy], execution=e) for e in ("compact", "masked"))
+    tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits), atol=1e-4)
+    assert compact.trace.active_counts()[10] < compact.trace.active_counts()[0]

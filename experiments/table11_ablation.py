@@ -21,12 +21,16 @@ PANELS = {
     "all": "Protocol all: every position scored, causal modules only",
     "continuation": "Protocol continuation: anything goes inside the prompt, the tokens after it are scored",
 }
-# module in conf/modules -> what the paper calls it; in the paper's order, which is also that of adding
+# claim in reported.yaml -> module in conf/modules, what the paper calls it; in the paper's order, which is also that of adding
 TECHNIQUES = {
-    "halting": "Token halting",
-    "kv_skipping": "KV skipping",
-    "fusion": "Token fusion",
-    "quantization": "Quantization",
+    "halting": ("halting", "Token halting"),
+    "kv_skipping": ("kv_skipping", "KV skipping"),
+    "fusion": ("token_fusion", "Token fusion"),
+    "quantization": ("adaptive_quantization", "Quantization"),
+}
+# Fusion at a fixed share of each prompt, so that its null (random neighbours) has the same budget.
+ALWAYS = {
+    "fusion": ("modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null"),
 }
 # Alone, KV skipping cannot follow halting (2.2): it skips the half of the tokens that gets least attention (C.2).
 ALONE = {
@@ -54,12 +58,15 @@ def rows() -> list[Row]:
 def _panel_rows(panel: str) -> Iterator[Row]:
     protocol = f"protocol={panel}"
     yield Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline")
-    for module, technique in TECHNIQUES.items():
-        key, overrides = f"isolated.{module}", (protocol, f"modules=[{module}]", *ALONE.get(module, ()))
+    for claim, (module, technique) in TECHNIQUES.items():
+        key = f"isolated.{claim}"
+        overrides = (protocol, f"modules=[{module}]", *ALWAYS.get(claim, ()), *ALONE.get(claim, ()))
         yield Row(panel, "Isolated", key, technique, overrides, (module,), f"table11.{key}")
-    for count, (module, technique) in enumerate(TECHNIQUES.items(), start=1):
-        key, together = f"cumulative.{module}", tuple(TECHNIQUES)[:count]
-        overrides = (protocol, f"modules=[{','.join(together)}]")
+    for count, (claim, (_, technique)) in enumerate(TECHNIQUES.items(), start=1):
+        key, claims = f"cumulative.{claim}", tuple(TECHNIQUES)[:count]
+        together = tuple(TECHNIQUES[one][0] for one in claims)
+        always = tuple(word for one in claims for word in ALWAYS.get(one, ()))
+        overrides = (protocol, f"modules=[{','.join(together)}]", *always)
         yield Row(panel, "Cumulative", key, f"+ {technique}", overrides, together, f"table11.{key}")
     if panel == "continuation":
         section = "Halting about 40% of the prompt's work away, by which tokens halt"

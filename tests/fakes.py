@@ -80,6 +80,7 @@ def make(
         "latency_ms": {"median": DENSE_MS * (1 - faster)},
         "latency_ratio": {"median": 1 - faster, "low": 0.99 - faster, "high": 1.01 - faster},
         "noise_floor_pct": noise_pct,
+        "batch_windows": 4,
     }
     for ledger, share in flops.items():
         data[f"{ledger}_flops"] = int(DENSE_FLOPS * share * (1 - saved))

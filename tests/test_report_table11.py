@@ -150,6 +150,7 @@ def test_the_notes_name_everything_the_numbers_depend_on(table):
             "compact",
             "A Processor",
             "2 threads",
+            "timed on 4 windows",
             "torch 2.13.0",
             fakes.fingerprint(f"dense {panel}")[:12],
         ]

@@ -276,7 +276,7 @@ class Attention(RuntimeModule):
 
     def __init__(self, last_queries: int | None, reduce: str, inner: RuntimeModule | None = None) -> None:
         self.last_queries, self.reduce, self.inner = last_queries, reduce, inner
-        self.found: dict[int, torch.Tensor] = {}
+        self.found: dict[tuple[int, int], torch.Tensor] = {}  # by pass and layer
 
     @property
     def copies_kv(self) -> bool:
@@ -288,7 +288,7 @@ class Attention(RuntimeModule):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         received = torch.where(tokens.active, view.attention_received(self.last_queries, self.reduce), 0.0)
         by_slot = torch.zeros(view.slots.shape[0], tiny.POSITIONS)
-        self.found[view.layer] = by_slot.scatter_add(1, view.slots.clamp(min=0), received)
+        self.found[view.pass_index, view.layer] = by_slot.scatter_add(1, view.slots.clamp(min=0), received)
         if self.inner is not None:
             self.inner.decide(view, tokens)
 
@@ -313,7 +313,7 @@ def test_attention_received_is_the_models_own(
             n = len(row)
             own = attentions[layer][i, :, -n:, -n:][:, -(last_queries or n) :]
             expected = own.mean((0, 1)) if reduce == "mean" else own.amax((0, 1))
-            torch.testing.assert_close(module.found[layer][i, :n], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(module.found[0, layer][i, :n], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -329,8 +329,18 @@ def test_attention_received_is_the_same_packed_and_masked(
         module = Attention(last_queries, reduce, inner)
         tiny.forward(tiny.load(name), batch, [module], chunks=chunks, execution=execution)
         found.append(module.found)
-    for layer in found[0]:
-        torch.testing.assert_close(found[0][layer], found[1][layer], atol=1e-5, rtol=1e-4)
+    for where, masked in found[1].items():  # compact asks nobody where nobody is active
+        torch.testing.assert_close(found[0].get(where, torch.zeros_like(masked)), masked, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_nobody_receives_attention_where_no_key_is_left(execution: str, reduce: str) -> None:
+    module = Attention(None, reduce, SkipAll(at=1))
+    tiny.forward(tiny.load("llama"), Batch((tuple(range(1, 9)), (4, 5, 6))), [module], execution=execution)
+    assert (module.found[0, 1].sum(1) > 0).all()
+    assert (module.found[0, 2] == 0).all()
+    assert (module.found[0, 3] == 0).all()
 
 
 class Watching(RuntimeModule):

@@ -211,6 +211,34 @@ def test_crop_and_go_on_is_never_having_seen_the_rest(
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
+@torch.no_grad()
+def test_a_cache_cropped_to_nothing_is_a_new_one(execution: str) -> None:
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
+    with apply(model, [Hashed(0.4, 0.2)], execution=execution) as run:
+        output = model(batch.ids, use_cache=True)
+        cache, full = output.past_key_values, run.kv_bytes
+        cache.crop(0)
+        assert run.kv_bytes == full
+        cache.crop(-16)
+        assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
+        again = model(batch.ids, past_key_values=cache).logits
+        assert run.kv_bytes == full
+    torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@torch.no_grad()
+def test_crop_takes_the_number_of_tokens_to_remove_and_nothing_else(execution: str) -> None:
+    """A positive number once meant the length to keep: transformers refuses it, and so must we rather than remove as many."""
+    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
+    with apply(model, [Hashed(0.4, 0.2)], execution=execution):
+        cache = model(batch.ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="negative"):
+            cache.crop(5)
+        assert cache.get_seq_length() == 16
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
 @given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
 @settings(max_examples=10)
 @torch.no_grad()

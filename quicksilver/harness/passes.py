@@ -89,10 +89,10 @@ def measure(
     scalars["null"] = None
     if modules and options.null_control == "shuffle":
         report("null", 0.0)
-        replay = [Replay(shuffled(scores.trace, seed))]
-        null = score(model, windows.ids, protocol, windows.token_bytes, modules=replay, progress=batches("null"), **how)
+        kind, chance = by_chance(modules, scores.trace, seed)
+        null = score(model, windows.ids, protocol, windows.token_bytes, modules=chance, progress=batches("null"), **how)
         kept = totals(null)
-        scalars["null"] = {"kind": "shuffle", **{k: kept[k] for k in ("ppl", "nll_nats", "executed_flops", "nominal_flops")}}
+        scalars["null"] = {"kind": kind, **{k: kept[k] for k in ("ppl", "nll_nats", "executed_flops", "nominal_flops")}}
         frame = frame.assign(null_nll_nats=null.windows["nll_nats"])
 
     rows = min(options.batch_windows, len(windows.ids))
@@ -116,6 +116,14 @@ def measure(
         report("memory", 0.0)
         scalars |= _memory(model, batch, protocol, modules, execution)
     return Measured(scalars, frame, scores.trace)
+
+
+def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tuple[str, list[RuntimeModule]]:
+    """The null of a run, and what kind it is: `shuffle` deals its decisions to random tokens. Who is fused with whom is not one
+    token's decision, so a run that fused is repeated with its fusing module's own null, `random neighbours`, the rest as it was."""
+    if not any(one.fusions for one in trace.passes):
+        return "shuffle", [Replay(shuffled(trace, seed), like=modules)]
+    return "random neighbours", [module.null(seed) or module for module in modules]
 
 
 def totals(scores: Scores) -> dict[str, Any]:

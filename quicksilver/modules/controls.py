@@ -273,9 +273,12 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         draw = torch.rand(free.shape, generator=generator).masked_fill(~free, 2.0)
         source = draw.argsort(dim=1, stable=True)
         target = (~free).to(torch.uint8).argsort(dim=1, stable=True)
+        taken = torch.empty_like(source).scatter(1, target, source)  # (B, N): from which token each has its decisions
+        if p.fusions:
+            taken = _last_goes_on(p, free, taken)
 
-        def permuted(x: torch.Tensor, source: torch.Tensor = source, target: torch.Tensor = target) -> torch.Tensor:
-            return x.scatter(1, target, x.gather(1, source))
+        def permuted(x: torch.Tensor, taken: torch.Tensor = taken) -> torch.Tensor:
+            return x.gather(1, taken)
 
         moved: dict[str, Any] = {
             name: permuted(getattr(p, name)) for name in ("halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
@@ -283,6 +286,17 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         precisions = tuple(Precision(event.layer, permuted(event.bits)) for event in p.precisions)
         passes.append(_fused_again(dataclasses.replace(p, **moved, precisions=precisions)))
     return Trace(trace.n_layers, passes)
+
+
+def _last_goes_on(p: PassTrace, free: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """`taken`, with the last free token of each row going as deep as any: whoever is to be merged away has a token to go into."""
+    columns = torch.arange(free.shape[1]).expand(free.shape)
+    depth = torch.where(free & (p.fused_layer == p.n_layers - 1).gather(1, taken), p.halt_layer.gather(1, taken), -1)
+    deepest = torch.where(depth == depth.amax(1, keepdim=True), columns, -1).amax(1, keepdim=True)
+    last = torch.where(free, columns, -1).amax(1, keepdim=True)
+    last = torch.where(last < 0, deepest, last)
+    swapped = taken.scatter(1, last, taken.gather(1, deepest))
+    return swapped.scatter(1, deepest, taken.gather(1, last))
 
 
 def _fused_again(p: PassTrace) -> PassTrace:

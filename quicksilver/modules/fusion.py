@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -224,6 +224,18 @@ class TokenFusion(RuntimeModule):
         """Halting is at 10 and KV skipping, which asks what has just halted, at 20."""
         return 30 if self.first == "halting" else 5
 
+    def null(self, seed: int) -> RuntimeModule:
+        """Random neighbours, as many.
+
+        Raises:
+            ConfigError: a rule other than `capacity`: how many fuse would not be the same.
+        """
+        if self.rule != "capacity":
+            raise ConfigError(
+                f"TokenFusion(rule={self.rule!r}) has no null at the same budget: give rule=capacity, or measure.null_control=none."
+            )
+        return replace(self, criterion="random", seed=seed)
+
     @property
     def causal(self) -> bool:
         return False
@@ -432,6 +444,7 @@ def group_closest(
     """
     order, active = _packed(active)
     distance = distance.gather(1, order).masked_fill(~active, math.inf)
+    distance = F.pad(distance[:, 1:], (1, 0), value=math.inf)  # there is none before the first
     joined = distance.isfinite() if max_group is None else _grow(distance, size.gather(1, order) * active, max_group)
     if k is not None:
         joined = lowest(distance, joined, k)

@@ -28,7 +28,7 @@ LEGEND = (
     "same decisions dealt to random tokens, so at exactly the same budget. vs null: whether the interval of their difference "
     "lies below 0 (better), above 0 (worse) or around it (no diff.). What is not better than its null did not choose its "
     "tokens well.",
-    "audit: largest movement of a logit when the tokens after it are replaced (0: nothing looks ahead).",
+    "audit: largest movement of a logit when the tokens after it are replaced: 0, or rounding, where nothing looks ahead.",
     "The paper measured GPT-2 774M on an A100: its numbers stand here for comparison, as no target for another model or machine.",
 )
 LOOKAHEAD = "† looks ahead: its perplexity knows tokens that it is asked to predict (the paper's variant, lookahead=true)."

@@ -60,7 +60,8 @@ def _machine(record: Record) -> str:
     environment = record["environment"]
     processor = environment["gpu"] if record["model"]["device"].startswith("cuda") else environment["cpu"]
     threads = f"{environment['threads']} thread{'s' if environment['threads'] > 1 else ''}"
-    return f"{processor}, {threads}, torch {environment['torch']}, transformers {environment['transformers']}"
+    timed = f"; timed on {record['batch_windows']} windows at once" if record.get("latency_ms") else ""
+    return f"{processor}, {threads}, torch {environment['torch']}, transformers {environment['transformers']}{timed}"
 
 
 def _record_names(outcomes: Sequence[Outcome]) -> list[str]:

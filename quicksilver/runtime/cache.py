@@ -300,7 +300,7 @@ class RaggedLayer(DynamicLayer):
         if n == 0 or self.entries is None:
             return
         self._retreat(n)
-        self.real_seen = self.real_seen - n  # type: ignore[operator]  (the last columns of a sequence are never padding)
+        self.real_seen = self.real_seen - n  # the last columns of a sequence are never padding
         keys, values = self.padded()  # type: ignore[misc]
         valid = self.entries["slots"] < self.real_seen
         if self.valid is not None:

@@ -48,6 +48,11 @@ class RuntimeModule(ABC):
         """Who executes the widths this module decides; None for a module that decides none."""
         return None
 
+    def null(self, seed: int) -> RuntimeModule | None:
+        """The same mechanism at the same budget with the choice left to chance, where replaying its decisions on other tokens would
+        make no sense; None: it would."""
+        return None
+
     def bind(self, architecture: Architecture) -> None:  # noqa: B027  (optional)
         """Called once by `apply`: check the options against the model and resolve fractions of depth. Raises ConfigError."""
 

@@ -1,0 +1,657 @@
+"""Fusion: who is joined with whom, what the super-token is, that nothing else is touched, and that it leaks where it may not be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from looking import LAYERS, Pass, architecture
+
+from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
+from quicksilver.modules import Halting, KVSkipping, RandomHalting, Replay, TokenFusion, calibrate, shuffled
+from quicksilver.modules.fusion import ContextDivergence, NeighbourDistance, group_closest, occurrences
+from quicksilver.runtime import ConfigError, RuntimeModule, Trace, UnsupportedModelError, apply
+from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
+
+BATCH = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
+HALTING: tuple[list[RuntimeModule], ...] = (
+    [],
+    [Halting(signal="attention", halted_share=0.4, missing_kv="project")],
+    [RandomHalting(rate=0.2, missing_kv="drop", resume_layers=1)],
+    [RandomHalting(rate=0.2, missing_kv="copy"), KVSkipping()],
+    [KVSkipping(criterion="attention", skipped_share=0.3, last_queries=4)],
+)
+
+
+def fuse(fusion: TokenFusion, one: Pass, layer: int = 4, halted: list[list[bool]] | None = None, **seen: torch.Tensor) -> Any:
+    """Ask `fusion` after `layer`, once `halted` have; the state of the pass, and the states (B, N, D) it leaves behind."""
+    fusion.bind(architecture(one.n_layers))
+    view, tokens = one.look(layer, **seen)
+    if halted is not None:
+        tokens.halt(torch.tensor(halted), missing_kv="project")
+    if fusion.acts_at(layer):
+        fusion.decide(view, tokens)
+    return one.state, view.after
+
+
+def merged(state: Any) -> torch.Tensor:
+    """(B, N) bool: tokens that another one carries."""
+    return state.representatives() != torch.arange(state.valid.shape[1])
+
+
+def touched(state: Any) -> torch.Tensor:
+    """(B, N) bool: tokens that are part of a super-token."""
+    return merged(state) | (state.size > 1)
+
+
+# -- who is joined with whom -----------------------------------------------------------------------------------------------------
+
+
+def one_by_one(distance: list[float], size: list[float], max_group: int | None, k: int | None) -> set[int]:
+    """The same choice without vectors: closest first, as long as the group fits. Who joins the token before it."""
+    joined: set[int] = set()
+    group = list(range(len(distance)))
+    for j in sorted((j for j, d in enumerate(distance) if math.isfinite(d)), key=lambda j: (distance[j], j)):
+        if k is not None and len(joined) == k:
+            break
+        both = sum(s for s, g in zip(size, group, strict=True) if g in (group[j], group[j - 1]))
+        if max_group is None or both <= max_group:
+            joined.add(j)
+            group = [group[j] if g == group[j - 1] else g for g in group]
+    return joined
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 40), st.integers(0, 999), st.sampled_from([None, 2, 3, 5]), st.none() | st.integers(0, 12), st.floats(0, 0.4)
+)
+def test_the_closest_are_joined_first_as_if_one_by_one(
+    n: int, seed: int, max_group: int | None, k: int | None, holes: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    distance = torch.rand(2, n, generator=generator)
+    active = torch.rand(2, n, generator=generator) >= holes / 2
+    distance[torch.rand(2, n, generator=generator) < holes] = math.inf
+    into = group_closest(distance, active, torch.ones(2, n), max_group, None if k is None else torch.tensor([[k], [k]]))
+    for row in range(2):
+        columns = active[row].nonzero().flatten().tolist()
+        if not columns:
+            assert into[row].tolist() == list(range(n))
+            continue
+        d = [math.inf, *distance[row, columns[1:]].tolist()]
+        expected = one_by_one(d, [1.0] * len(columns), max_group, k)
+        for place, column in enumerate(columns):
+            last = place
+            while last + 1 in expected:
+                last += 1
+            assert int(into[row, column]) == columns[last]
+        assert (into[row, ~active[row]] == torch.arange(n)[~active[row]]).all()
+
+
+@given(st.integers(2, 300), st.sampled_from([2, 3, 7]), st.booleans())
+def test_text_that_converges_step_by_step_still_gives_its_share(n: int, max_group: int, rising: bool) -> None:
+    """Each neighbour closer than the next: no join is a local minimum but one. Pairs alone allow a third of all joins in any case."""
+    distance = torch.arange(1.0, n + 1).expand(1, n).clone()
+    distance = distance if rising else distance.flip(1)
+    distance[:, 0] = math.inf
+    k = (n - 1) // 3
+    into = group_closest(distance, torch.ones(1, n, dtype=torch.bool), torch.ones(1, n), max_group, torch.tensor([[k]]))
+    assert int((into != torch.arange(n)).sum()) == k
+    assert int(torch.bincount(into[0]).max()) <= max_group
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=3), st.integers(0, 2), st.sampled_from([0.1, 0.3, 0.5]),
+    st.sampled_from([0, 1, 2]), st.sampled_from([None, 4]), st.sampled_from(["l2", "cosine", "relative", "random"]),
+)  # fmt: skip
+def test_capacity_merges_exactly_its_share_of_each_row(
+    lengths: list[int], extra: int, share: float, every: int, max_group: int | None, criterion: str
+) -> None:
+    if max_group is not None and max_group > max(lengths):
+        return
+    one = Pass(lengths, extra=extra)
+    fusion = TokenFusion(
+        fused_share=share, every=every, max_group=max_group, criterion=criterion, protect_first=0, protect_last=0, start=0.5
+    )
+    assert not fusion.causal
+    state = one.run(fusion)
+    for row, n in enumerate(lengths):
+        possible = n - 1 if max_group is None else n - math.ceil(n / max_group)
+        k = math.floor(share * n + 0.5)
+        fused = int(merged(state)[row].sum())
+        assert fused == k or (k > possible * 0.6 and fused <= k)
+        assert int(state.size[row][state.valid[row] & ~merged(state)[row]].sum()) == n
+    if max_group is not None:
+        assert float(state.size.max()) <= max_group
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_halted_token_is_not_fused_and_separates_those_beside_it(data: st.DataObject) -> None:
+    n = data.draw(st.integers(2, 20))
+    flags = st.lists(st.booleans(), min_size=n, max_size=n)
+    halted = [data.draw(flags), data.draw(flags)]
+    fusion = TokenFusion(start=0.5, every=1, tau_fuse=data.draw(st.floats(2, 6)), protect_first=0, protect_last=0)
+    one = Pass([n, n])
+    state, _ = fuse(fusion, one, 4, halted)
+    state, _ = fuse(fusion, one, 5)
+    into = state.representatives()
+    for row in range(2):
+        for t in range(n):
+            if into[row, t] != t:
+                assert not any(halted[row][t : int(into[row, t]) + 1])
+    # Where nothing halted every pair below the threshold goes into the last of its run.
+    free = Pass([n])
+    state, _ = fuse(fusion, free, 4)
+    view, _ = Pass([n]).look(4)
+    close = (view.after[0, 1:] - view.after[0, :-1]).norm(dim=-1) < fusion.tau_fuse
+    assert merged(state)[0].tolist() == [*close.tolist(), False]
+
+
+def test_super_tokens_fuse_again_and_weigh_what_they_stand_for() -> None:
+    """Chains: the state is the mean of all originals, however many steps it took; `mean` halves at every step."""
+    states = torch.tensor([[[0.0], [1.0], [2.0], [9.0]]]).expand(1, 4, 8) * 1.0
+    for merge, expected in (("size", (0 + 1 + 2 + 9) / 4), ("mean", ((0 + 1 + 2) / 3 + 9) / 2)):
+        one = Pass([4])
+        fusion = TokenFusion(start=0.5, every=1, tau_fuse=3.0, merge=merge, protect_first=0, protect_last=0)
+        state, after = fuse(fusion, one, 4, before=states, after=states)
+        assert state.representatives().tolist() == [[2, 2, 2, 3]]
+        fusion.tau_fuse = 100.0
+        state, after = fuse(fusion, one, 5, before=after, after=after)
+        assert state.representatives().tolist() == [[3, 3, 3, 3]]
+        assert state.size[0, 3] == 4
+        torch.testing.assert_close(after[0, 3], torch.full((8,), expected))
+    three = torch.tensor([[[0.0], [0.0], [3.0]]]).expand(1, 3, 8) * 1.0
+    for merge, expected in (("size", 1.0), ("attention", 1.5)):
+        fusion = TokenFusion(start=0.5, tau_fuse=100.0, merge=merge, protect_first=0, protect_last=0)
+        _, after = fuse(fusion, Pass([3]), 4, before=three, after=three, attention=torch.tensor([[0.2, 0.0, 0.2]]))
+        torch.testing.assert_close(after[0, 2], torch.full((8,), expected))
+        assert [fusion.wants_attention(layer) for layer in (3, 4)] == [False, merge == "attention"]
+
+
+@given(st.data())
+def test_exempt_tokens_are_never_fused(data: st.DataObject) -> None:
+    n = data.draw(st.integers(2, 24))
+    ids = torch.tensor([data.draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))])
+    slots = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    first, last = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    one = Pass([n], ids=ids)
+    fusion = TokenFusion(
+        start=0.5, fused_share=0.9, exempt_ids=[3], exempt_mask=slots, protect_first=first, protect_last=last, criterion="random"
+    )
+    state, _ = fuse(fusion, one)
+    exempt = (ids[0] == 3) | slots | (torch.arange(n) < first) | (torch.arange(n) >= n - last)
+    assert not (touched(state)[0] & exempt).any()
+
+
+def test_anchors_and_rare_tokens_are_never_fused_even_after_part_of_an_anchor_halted() -> None:
+    counts = [100] * tiny.VOCABULARY
+    counts[7] = 3
+    row = (1, 2, 3, 10, 11, 12, 4, 7, 5, 6, 10, 11, 20, 21, 22, 23)
+    batch = tiny.Batch((row, row[:10]), extra=2)
+    fusion = TokenFusion(
+        start=0.4,
+        tau_fuse=1e9,
+        anchors=[[10, 11, 12], [20, 21]],
+        token_counts=counts,
+        rare_below=4,
+        protect_first=0,
+        protect_last=0,
+    )
+    drop_11 = RandomHalting(rate=0.0, window=(0, 0.2), forced_ids=[11], missing_kv="drop")
+    for modules in ([fusion], [drop_11, fusion]):
+        trace = tiny.forward(tiny.load("gpt2"), batch, modules).trace
+        (one,) = trace.passes
+        for i, sizes in enumerate(batch.real(one.fusions[0].into - torch.arange(batch.width))):
+            fused = {t for t in range(len(batch.rows[i])) if sizes[t] > 0}
+            parts = fused | {t + int(sizes[t]) for t in fused}
+            assert parts
+            assert not parts & ({3, 4, 5, 7} | ({12, 13} if i == 0 else set()))  # 10, 11 without 12 is no anchor
+    assert occurrences(torch.tensor([[1, 1, 1, 2]]), [(1, 1)]).tolist() == [[True, True, True, False]]
+    assert not occurrences(torch.tensor([[1, 1]]), [(1, 1, 1)]).any()
+
+
+def test_the_null_is_as_many_random_neighbours() -> None:
+    ids = torch.arange(100).expand(2, 100)
+    options: dict[str, Any] = dict(start=0.5, fused_share=0.3)
+    states = [fuse(TokenFusion(criterion=c, seed=s, **options), Pass([100, 80], ids=ids))[0] for c, s in
+              (("l2", 0), ("random", 0), ("random", 1), ("random", 0))]  # fmt: skip
+    assert all(merged(state).sum(1).tolist() == [30, 24] for state in states)
+    assert torch.equal(merged(states[1]), merged(states[3]))
+    assert not torch.equal(merged(states[1]), merged(states[2]))
+    assert not torch.equal(merged(states[0]), merged(states[1]))
+    rate = TokenFusion(criterion="random", tau_fuse=0.25, start=0.5, protect_first=0)
+    state, _ = fuse(rate, Pass([1000] * 4, ids=torch.arange(1000).expand(4, 1000)))
+    assert abs(int(merged(state).sum()) - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75)
+
+
+def test_fusion_may_choose_before_halting() -> None:
+    """Table 6: with `first="fusion"` a token that is about to halt may be merged instead."""
+    halting = RandomHalting(rate=0.0, window=(0.2, 0.8), forced_ids=list(range(3, 20)), missing_kv="drop")
+    for first, fused in (("halting", 0), ("fusion", 14)):
+        fusion = TokenFusion(start=0.2, tau_fuse=1e9, first=first, protect_first=2, protect_last=1)
+        run = tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(range(3, 20)),)), [halting, fusion])
+        assert int((run.trace.passes[0].fused_layer < tiny.LAYERS - 1).sum()) == max(0, fused - 1)
+
+
+# -- pairs that are no neighbours, contexts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gpt_neox"])
+def test_tokens_apart_fuse_where_query_and_key_agree(family: str) -> None:
+    model = tiny.load(family)
+    options: dict[str, Any] = dict(start=0.4, tau_fuse=1e9, exempt_ids=[2, 4], protect_first=0, protect_last=0, max_group=2)
+    batch = tiny.Batch(((1, 2, 1, 4, 1, 2, 3, 2), (5, 2, 6, 2, 7)))
+    alone = tiny.forward(model, batch, [TokenFusion(**options)]).trace.passes[0]
+    assert not alone.fusions  # exempt tokens separate the others
+    run = tiny.forward(model, batch, [TokenFusion(tau_attention=-1.0, **options)])
+    (event,) = run.trace.passes[0].fusions
+    moves = event.into != torch.arange(batch.width)
+    assert 1 <= int(moves.sum()) <= 3
+    assert (event.into >= torch.arange(batch.width)).all()
+    assert not torch.isin(batch.ids[moves], torch.tensor([2, 4])).any()
+    assert run.run.flops.signals > 0
+    assert not tiny.forward(model, batch, [TokenFusion(tau_attention=1.0, **options)]).trace.passes[0].fusions
+    masked = tiny.forward(model, batch, [TokenFusion(tau_attention=-1.0, **options)], execution="masked")
+    tiny.assert_close(batch.real(run.logits), batch.real(masked.logits))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(0, 2), st.integers(1, 9))
+def test_a_context_is_the_mean_of_the_active_tokens_around(lengths: list[int], extra: int, window: int) -> None:
+    one = Pass(lengths, extra=extra)
+    view, tokens = one.look(3)
+    tokens.halt(view.slots % 5 == 3, missing_kv="drop")
+    contexts = ContextDivergence(window=window).states(view, tokens)
+    for row in range(len(lengths)):
+        columns = tokens.active[row].nonzero().flatten().tolist()
+        for place, column in enumerate(columns):
+            around = columns[max(0, place - window // 2) : max(0, place - window // 2) + window]
+            torch.testing.assert_close(contexts[row, column], view.after[row, around].mean(0), atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_of_diverging_contexts_stay_apart() -> None:
+    fused = [
+        int(merged(fuse(TokenFusion(start=0.5, tau_fuse=100.0, tau_context=tau, context_window=4), Pass([40]))[0]).sum())
+        for tau in (0.0, 1.0, 100.0)
+    ]
+    assert 0 == fused[0] < fused[1] < fused[2] == 34
+
+
+# -- execution -------------------------------------------------------------------------------------------------------------------
+
+
+def fusions() -> st.SearchStrategy[TokenFusion]:
+    return st.builds(
+        TokenFusion,
+        criterion=st.sampled_from(["l2", "cosine", "random"]),
+        tau_fuse=st.none() | st.just(0.5),
+        fused_share=st.sampled_from([0.2, 0.5]),
+        start=st.sampled_from([0.2, 0.4]),
+        every=st.sampled_from([0, 1]),
+        merge=st.sampled_from(["size", "mean", "attention"]),
+        proportional=st.booleans(),
+        first=st.sampled_from(["halting", "fusion"]),
+        protect_first=st.just(1),
+    )
+
+
+def different_tokens() -> st.SearchStrategy[tiny.Batch]:
+    """Rows without a token twice: which of two equal distances is the lower is for rounding to say, and that depends on shapes."""
+    row = st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=4, max_size=16, unique=True).map(tuple)
+    return st.builds(tiny.Batch, st.lists(row, min_size=1, max_size=3).map(tuple), st.integers(0, 2))
+
+
+@settings(max_examples=25)
+@given(different_tokens(), fusions(), st.sampled_from(HALTING), st.sampled_from(["gpt2", "llama", "qwen2-mixed", "gpt_neox"]))
+def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(
+    batch: tiny.Batch, fusion: TokenFusion, others: list[RuntimeModule], family: str
+) -> None:
+    modules, model = [*others, fusion], tiny.load(family)
+    compact = tiny.forward(model, batch, modules)
+    masked = tiny.forward(model, batch, modules, execution="masked")
+    again = tiny.forward(model, batch, [Replay(compact.trace, like=modules)])
+    for other in (masked, again):
+        tiny.assert_close(batch.real(compact.logits), batch.real(other.logits), atol=2e-5)
+        left, right = compact.trace.passes[0], other.trace.passes[0]
+        for name in ("halt_layer", "kv_layer", "fused_layer"):
+            assert torch.equal(getattr(left, name)[left.valid], getattr(right, name)[right.valid])
+    for i in range(len(batch.rows)):
+        alone = tiny.forward(model, batch.alone(i), modules)
+        tiny.assert_close(alone.logits, batch.real(compact.logits)[i][None], atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+@pytest.mark.parametrize("others", HALTING[:4], ids=["alone", "capacity", "resumed", "skipping"])
+def test_a_prompt_and_its_continuation(family: str, others: list[RuntimeModule]) -> None:
+    """A sliding window counts slots, not entries: with fewer entries than its width it may still end among them."""
+    fusion = TokenFusion(start=0.2, fused_share=0.4, protect_first=1)
+    batch, model = tiny.Batch((BATCH.rows[0],)), tiny.load(family)
+    for chunks in ([16, 12], [16, *[1] * 12]):
+        compact, masked = (
+            tiny.forward(model, batch, [fusion, *others], chunks=chunks, execution=execution)
+            for execution in ("compact", "masked")
+        )
+        tiny.assert_close(compact.logits, masked.logits, atol=2e-5)
+        prompt, *rest = compact.trace.passes
+        assert int((prompt.fused_layer < tiny.LAYERS - 1).sum()) > 2
+        assert not any(p.fusions for p in rest)
+        assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
+
+
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}])
+@pytest.mark.parametrize("decode_every", [0, 5])
+def test_generation(how: dict[str, Any], decode_every: int, tmp_path: Path) -> None:
+    """Left-padded batches, greedy, sampling and beams; what is merged while decoding shows in resident bytes and in a replay."""
+    fusion = TokenFusion(start=0.4, fused_share=0.4, decode_every=decode_every, proportional=True, protect_first=1)
+    modules: list[RuntimeModule] = [RandomHalting(rate=0.15, missing_kv="drop", protect_first=2), fusion]
+    model, batch = tiny.load("llama"), BATCH
+    inputs = {"input_ids": batch.ids, "attention_mask": batch.mask}
+
+    def generate(modules: list[RuntimeModule], execution: str) -> tuple[torch.Tensor, Any]:
+        torch.manual_seed(1)
+        with torch.no_grad(), apply(model, modules, execution=execution) as run:
+            return model.generate(**inputs, max_new_tokens=18, min_new_tokens=18, pad_token_id=0, **how), run
+
+    (compact, run), (masked, _) = (generate(modules, execution) for execution in ("compact", "masked"))
+    assert torch.equal(compact, masked)
+    assert run.kv_bytes.billed == run.kv_bytes.resident
+    merges = [merge for p in run.trace.passes for merge in p.merges]
+    assert bool(merges) == bool(decode_every)
+    assert all(merge.layer > fusion.layers[0] for merge in merges)
+    run.trace.save(tmp_path / "trace.safetensors")
+    trace = Trace.load(tmp_path / "trace.safetensors")
+    for execution in ("compact", "masked"):
+        replayed, again = generate([Replay(trace, like=modules)], execution)
+        assert torch.equal(replayed, compact)
+        assert again.kv_bytes.billed == run.kv_bytes.billed
+    if decode_every and how == {"do_sample": False}:
+        fusion.decode_every = 0
+        _, without = generate(modules, "compact")
+        assert run.kv_bytes.resident < without.kv_bytes.resident
+        with pytest.raises(ConfigError, match=r"merged while decoding cannot be shuffled.*decode_every=0"):
+            shuffled(trace, 0)
+
+
+def test_decoding_merges_exactly_its_share_whatever_the_batch() -> None:
+    """17 tokens follow the prompt: of every 8, 4 of the entries that are neither the newest nor alone go."""
+    fusion = TokenFusion(start=0.4, fused_share=0.5, decode_every=8, protect_first=0)
+    model = tiny.load("gpt2")
+
+    def decode(batch: tiny.Batch) -> tuple[tiny.Outcome, list[int]]:
+        outcome = tiny.forward(model, batch, [fusion], chunks=[batch.width - 17, *[1] * 17])
+        cache: Any = outcome.run._cache
+        return outcome, [layer.lengths.tolist()[0] for layer in cache.layers]
+
+    together, _ = decode(tiny.Batch((tuple(range(1, 28)), tuple(range(30, 50)))))
+    alone, lengths = decode(tiny.Batch((tuple(range(1, 28)),)))
+    first = fusion.layers[0]
+    assert lengths == [27] * (first + 1) + [27 - 5 - 4 - 4] * (tiny.LAYERS - first - 1)
+    tiny.assert_close(alone.logits[0], together.logits[0], atol=2e-5)
+
+
+@given(st.integers(0, 99), st.integers(2, 12))
+def test_merged_entries_are_means_by_size_in_both_caches(seed: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(2, 3, n, 4, generator=generator) for _ in range(2))
+    entries = {"slots": torch.arange(n).expand(2, n), "size": torch.randint(1, 4, (2, n), generator=generator).float()}
+    joined = torch.rand(2, n, generator=generator) < 0.5
+    into = group_closest(torch.where(joined, 0.0, math.inf), torch.ones(2, n, dtype=torch.bool), entries["size"], None, None)
+    ragged, masked = RaggedLayer(), MaskedLayer()
+    ragged.write(ragged.plan(entries, None), keys, values)
+    masked.append(keys, values, entries, torch.ones(2, n, dtype=torch.bool))
+    for layer in (ragged, masked):
+        layer.advance(n, torch.full((2, 1), n))
+        layer.merge(into)
+        k, v = layer.padded()  # type: ignore[misc]
+        for row in range(2):
+            kept = layer.is_entry[row].nonzero().flatten().tolist()
+            assert layer.slots[row, kept].tolist() == into[row].unique().tolist()  # type: ignore[index]
+            for column, slot in zip(kept, into[row].unique().tolist(), strict=True):
+                parts = into[row] == slot
+                share = entries["size"][row, parts] / entries["size"][row, parts].sum()
+                for got, states in ((k, keys), (v, values)):
+                    torch.testing.assert_close(got[row, :, column], (states[row, :, parts] * share[:, None]).sum(1))
+    if bool((into != torch.arange(n)).any()):
+        with pytest.raises(UnsupportedModelError, match=r"last 1 cached columns reach into.*decode_every=0"):
+            ragged.crop(-1)
+
+
+def test_deciding_alone_executes_nothing_and_fuses_no_token_twice() -> None:
+    fusion = TokenFusion(start=0.2, every=1, fused_share=0.6, proportional=True, protect_first=0, decode_every=1)
+    model = tiny.load("llama")
+    for batch in (BATCH, tiny.Batch((BATCH.rows[0],))):
+        plain = tiny.forward(model, batch, [])
+        run = tiny.forward(model, batch, [fusion], execution="decide")
+        tiny.assert_close(batch.real(run.logits), batch.real(plain.logits))
+        (one,) = run.trace.passes
+        for i, row in enumerate(batch.rows):
+            assert int((batch.real(one.fused_layer)[i] < tiny.LAYERS - 1).sum()) == math.floor(0.6 * len(row) + 0.5)
+
+
+# -- proportional attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_proportional_attention_is_attention_to_the_duplicates(attention: str) -> None:
+    """Without positions, and where the layers before have done nothing, equal tokens are equal states: one that counts three is
+    three."""
+    model = tiny.build("llama", num_hidden_layers=3)
+    model.set_attn_implementation(attention)
+    model.model.rotary_emb.inv_freq.zero_()
+    with torch.no_grad():
+        for layer in model.model.layers[:2]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    batch = tiny.Batch(((1, 2, 9, 9, 9, 3, 4, 5, 5, 6), (8, 8, 1, 2, 3)))
+    fusion = TokenFusion(start=0.7, tau_fuse=1e-4, proportional=True, protect_first=0, protect_last=0)
+    plain = batch.real(tiny.forward(model, batch, []).logits)
+    for execution, proportional in itertools.product(("compact", "masked"), (True, False)):
+        fusion.proportional = proportional
+        run = tiny.forward(model, batch, [fusion], execution=execution)
+        gone = batch.real(run.trace.passes[0].fused_layer < 2)
+        assert [row.nonzero().flatten().tolist() for row in gone] == [[2, 3, 7], [0]]
+        pairs = [(a[~row], b[~row]) for a, b, row in zip(plain, batch.real(run.logits), gone, strict=True)]
+        if proportional:
+            for a, b in pairs:
+                torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        else:
+            assert all((a - b).abs().max() > 1e-2 for a, b in pairs)
+
+
+# -- nulls, calibration ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", HALTING[:4])
+def test_a_shuffled_run_fuses_as_many(others: list[RuntimeModule]) -> None:
+    modules = [*others, TokenFusion(start=0.2, every=1, fused_share=0.4)]
+    run = tiny.forward(tiny.load("gpt2"), BATCH, modules)
+    null = tiny.forward(tiny.load("gpt2"), BATCH, [Replay(shuffled(run.trace, 0), like=modules)])
+    assert null.trace.active_counts().tolist() == run.trace.active_counts().tolist()
+    assert null.run.flops.nominal == pytest.approx(run.run.flops.nominal, rel=0.01)  # the same tokens see other numbers of keys
+    gone = [p.fused_layer < tiny.LAYERS - 1 for p in (run.trace.passes[0], null.trace.passes[0])]
+    assert gone[0].sum() == gone[1].sum() > 0
+    assert not torch.equal(*gone)
+
+
+def test_a_percentile_fuses_that_share_of_the_pairs() -> None:
+    model = tiny.load("gpt2")
+    windows = torch.randint(0, tiny.VOCABULARY, (12, 64), generator=torch.Generator().manual_seed(0))
+    fusion = TokenFusion(tau_fuse="p15", tau_context="p80", context_window=8, start=0.4, protect_first=0, protect_last=0)
+    assert [s.key for s in fusion.calibration_signals] == ["context-l2-8", "neighbour-l2"]
+    fusion.calibration = calibrate(model, windows, signals=fusion.calibration_signals)
+    assert not fusion.calibration_signals
+    with torch.no_grad(), apply(model, [fusion]) as run:
+        model(windows)
+    share = int((run.trace.passes[0].fused_layer < tiny.LAYERS - 1).sum()) / (12 * 63)
+    assert 0.5 * 0.15 * 0.8 < share < 0.16
+    assert NeighbourDistance("cosine").key != NeighbourDistance("l2").key
+
+
+# -- the leak --------------------------------------------------------------------------------------------------------------------
+
+
+def copying_model() -> Any:
+    """A model whose layers do nothing and whose head is its embedding: it predicts the token it was given."""
+    model = tiny.build("gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for projection in (block.attn.c_proj, block.mlp.c_proj):
+                projection.weight.zero_()
+                projection.bias.zero_()
+        model.transformer.wpe.weight.zero_()
+        model.transformer.wte.weight.copy_(F.normalize(model.transformer.wte.weight, dim=-1))
+        model.transformer.ln_f.weight.fill_(0.6)
+        model.transformer.ln_f.bias.zero_()
+    return model
+
+
+def test_fusing_with_the_next_token_tells_it() -> None:
+    """Of random tokens nobody can say the next one better than by chance. A model that is let fuse t with t + 1 does."""
+    model = copying_model()
+    windows = torch.randint(0, tiny.VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(0))
+    fusion = TokenFusion(
+        criterion="random", fused_share=0.45, max_group=2, start=0.2, protect_first=0, protect_last=0, lookahead=True
+    )
+    with torch.no_grad(), apply(model, [fusion]) as run:
+        logits = model(windows).logits
+    saw = (run.trace.passes[0].fused_layer < tiny.LAYERS - 1)[:, :-1]
+    nll = F.cross_entropy(logits[:, :-1].transpose(1, 2), windows[:, 1:], reduction="none")
+    assert float(nll[saw].mean()) < 0.6 * math.log(tiny.VOCABULARY) < math.log(tiny.VOCABULARY) < float(nll[~saw].mean())
+
+
+def test_the_leak_is_refused_or_marked_and_the_audit_sees_it() -> None:
+    model = tiny.load(tiny.STORIES)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        windows = model.generate(torch.ones(6, 1, dtype=torch.long), do_sample=True, max_new_tokens=63, min_new_tokens=63,
+                                 suppress_tokens=[1, 2], pad_token_id=0, attention_mask=torch.ones(6, 1))  # fmt: skip
+    everywhere, continuation = Protocol("all", 64, 48, 3), Protocol("continuation", 64, 48, 3)
+    fusion = TokenFusion(start=0.4, fused_share=0.3)
+    with pytest.raises(ConfigError, match=r"TokenFusion looks ahead.*protocol=continuation.*lookahead=true"):
+        check_allowed([fusion], everywhere)
+    dense = score(model, windows, everywhere).ppl
+    leaking = TokenFusion(start=0.4, fused_share=0.3, lookahead=True)
+    assert abs(score(model, windows, everywhere, modules=[leaking]).ppl / dense - 1) > 0.05
+    assert audit(model, windows, everywhere, [leaking]).max_abs_logit_difference > 0.5
+    honest = audit(model, windows, continuation, [fusion])
+    assert honest.max_abs_logit_difference < 1e-4 * max(1.0, honest.max_abs_logit)
+    assert audit(model, windows, continuation, [leaking]).max_abs_logit_difference > 0.5
+
+
+@pytest.mark.slow
+def test_who_reads_the_fused_states_beats_the_model() -> None:
+    """docs/fusion-and-causality.md: a linear readout, trained on other windows, of stories260K's states where t saw t + 1."""
+    model = tiny.load(tiny.STORIES)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ids = model.generate(torch.ones(48, 1, dtype=torch.long), do_sample=True, max_new_tokens=255, min_new_tokens=255,
+                             suppress_tokens=[1, 2], pad_token_id=0, attention_mask=torch.ones(48, 1))  # fmt: skip
+    states: dict[str, list[torch.Tensor]] = {"dense": [], "fused": [], "answers": [], "window": []}
+    for seed in range(3):
+        fusion = TokenFusion(start=0.6, fused_share=0.3, criterion="random", seed=seed, max_group=2, lookahead=True)
+        for name, execution in (("dense", "decide"), ("fused", "compact")):
+            with torch.no_grad(), apply(model, [fusion], execution=execution) as run:
+                last = model.model(ids, use_cache=False).last_hidden_state
+            saw = (run.trace.passes[0].fused_layer < model.config.num_hidden_layers - 1)[:, :-1]
+            states[name].append(last[:, :-1][saw])
+        states["answers"].append(ids[:, 1:][saw])
+        states["window"].append(saw.nonzero()[:, 0])
+    dense, fused, answers, window = (torch.cat(states[name]) for name in ("dense", "fused", "answers", "window"))
+    train = window < 36
+    readout = trained_readout(model.lm_head.weight, fused[train], answers[train])
+    with torch.no_grad():
+        logits = {"dense": model.lm_head(dense), "fused": model.lm_head(fused), "read out": readout(fused)}
+    ppl = {name: math.exp(F.cross_entropy(x[~train], answers[~train])) for name, x in logits.items()}
+    print(ppl)
+    assert ppl["read out"] < 0.85 * ppl["dense"] < ppl["dense"] < ppl["fused"]
+
+
+def trained_readout(head: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.nn.Linear:
+    """A linear layer from states x (K, D) to tokens y (K,): the model's own head, trained for 20 epochs."""
+    readout = torch.nn.Linear(head.shape[1], head.shape[0])
+    with torch.no_grad():
+        readout.weight.copy_(head)
+        readout.bias.zero_()
+    optimizer = torch.optim.AdamW(readout.parameters(), lr=3e-3, weight_decay=0.1)
+    for _ in range(20):
+        for part in torch.randperm(len(x)).split(512):
+            loss = F.cross_entropy(readout(x[part]), y[part])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return readout
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rule": "treshold"}, "rule='treshold' is not one of threshold, capacity. Did you mean 'threshold'?"),
+        ({"rule": "threshold"}, "rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'"),
+        ({"tau_fuse": -1.0}, "tau_fuse=-1.0 is out of range"),
+        ({"tau_fuse": "15%"}, "tau_fuse='15%' is not a number"),
+        ({"criterion": "l1"}, "criterion='l1' is not one of l2, relative, cosine, random"),
+        ({"criterion": "random", "tau_fuse": "p15"}, "give the probability as a number, or rule='capacity'"),
+        ({"fused_share": 1.5}, "fused_share=1.5 is out of range; give a number from 0 to 1"),
+        ({"fused_share": 0.6, "max_group": 2}, "fused_share=0.6 cannot be reached in groups of at most max_group=2"),
+        ({"max_group": 1}, "max_group=1 must be a whole number of at least 2"),
+        ({"merge": "max"}, "merge='max' is not one of size, mean, attention"),
+        ({"first": "skipping"}, "first='skipping' is not one of halting, fusion"),
+        ({"tau_attention": 0.5}, "give rule='threshold' and a distance, or leave it out"),
+        ({"tau_attention": 2.0, "tau_fuse": 1.0}, "tau_attention=2.0 is out of range; give a number from -1 to 1"),
+        ({"context_window": 0}, "context_window=0 must be a whole number of at least 1"),
+        ({"decode_every": -4}, "decode_every=-4 must be a whole number of at least 0"),
+        ({"anchors": "Question:"}, "anchors='Question:' must be a list of sequences of token ids, such as [[24361, 25]]"),
+        ({"anchors": [3]}, "anchors=[3] must be a list of sequences"),
+        ({"rare_below": 5}, "rare_below=5 and token_counts=null: rare tokens need both"),
+        ({"token_counts": "/nowhere.json", "rare_below": 5}, "token_counts='/nowhere.json' cannot be read"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        TokenFusion(**options)
+    assert said in str(error.value)
+
+
+def test_options_that_do_not_fit_model_or_prompt_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"start=1.0 leaves no layer.*10 layers. Give a smaller fraction"):
+        TokenFusion(start=1.0).bind(architecture())
+    with pytest.raises(ConfigError, match=r"tau_fuse has 3 values and the model 10 layers"):
+        TokenFusion(tau_fuse=[1.0, 2.0, 3.0]).bind(architecture())
+    with pytest.raises(ConfigError, match=r"tau_fuse='p15' is a calibrated percentile and there is no calibration"):
+        TokenFusion(tau_fuse="p15").bind(architecture())
+    with pytest.raises(ConfigError, match=r"max_group=40 is larger than the prompt of 28 tokens: give at most 28"):
+        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(max_group=40)])
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps([5, 5, 5]))
+    with pytest.raises(ConfigError, match=r"token_counts has 3 numbers and the vocabulary 61 tokens"):
+        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(token_counts=path, rare_below=2)])
+    model = tiny.load("gpt2")
+    with (
+        pytest.raises(ConfigError, match="anchors and token_counts select by token id.*exempt_mask"),
+        apply(model, [TokenFusion(anchors=[[1, 2]])]),
+    ):
+        model(inputs_embeds=torch.randn(1, 8, tiny.WIDTH))
+
+
+def test_it_acts_from_its_start_on() -> None:
+    def layers(**options: Any) -> list[int]:
+        fusion = TokenFusion(**options)
+        fusion.bind(architecture(30))
+        return [layer for layer in range(30) if fusion.acts_at(layer)]
+
+    assert layers() == [11]  # 0.4 of 30: after the twelfth (G.3)
+    assert layers(every=6) == [11, 17, 23]
+    assert layers(start=0.9, every=1) == [26, 27, 28]
+    assert LAYERS == 10

@@ -89,6 +89,11 @@ class Recipe:
     @classmethod
     def from_saved(cls, saved: dict) -> Recipe:
         """A recipe as JSON keeps it: tuples come back as lists, fields of a later version are missing."""
+        unknown = saved.keys() - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise SystemExit(
+                f"The checkpoint's recipe has {', '.join(sorted(unknown))}, which this version does not know. Nothing was changed."
+            )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
 
@@ -204,8 +209,8 @@ class Checkpoint:
         meta = {"step": step, "seconds": seconds, "recipe": dataclasses.asdict(self.recipe), "history": history}
         (new / "meta.json").write_text(json.dumps(meta))
         # Two renames: a kill between them leaves `old`, which load() takes up.
-        _remove(old)
-        if latest.exists():
+        if latest.exists():  # else `old` is the last good one, after a kill between the renames
+            _remove(old)
             os.rename(latest, old)
         os.rename(new, latest)
         _remove(old)
@@ -241,7 +246,7 @@ class Checkpoint:
         if wrong:
             lines = "\n".join(f"  {k}: checkpoint {a}, now {b}" for k, (a, b) in wrong.items())
             raise SystemExit(
-                f"{source} was made by another configuration:\n{lines}\nGive the same values, or another --out. Nothing was changed."
+                f"{source} was made by another configuration:\n{lines}\nGive the same values, or another --work. Nothing was changed."
             )
 
 

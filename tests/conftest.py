@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from hypothesis import Phase, settings
 
@@ -28,6 +27,8 @@ settings.load_profile("quicksilver")
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """The data folder (`QUICKSILVER_DATA`, else ../shared/data); tests that need it are skipped where it is absent."""
+    import tiny  # and with it every model family: seconds that tests of tables and configs need not pay
+
     root = tiny.data_folder()
     if root is None:
         pytest.skip(tiny.NO_DATA)

@@ -229,6 +229,10 @@ def test_the_null_is_as_many_random_neighbours() -> None:
     assert torch.equal(merged(states[1]), merged(states[3]))
     assert not torch.equal(merged(states[1]), merged(states[2]))
     assert not torch.equal(merged(states[0]), merged(states[1]))
+    null = TokenFusion(**options).null(1)
+    assert null is not None
+    assert torch.equal(merged(fuse(null, Pass([100, 80], ids=ids))[0]), merged(states[2]))
+    assert TokenFusion(tau_fuse=1.0).null(1) is None  # its budget is the run's: `shuffled`
     rate = TokenFusion(criterion="random", tau_fuse=0.25, start=0.5, protect_first=0)
     state, _ = fuse(rate, Pass([1000] * 4, ids=torch.arange(1000).expand(4, 1000)))
     assert abs(int(merged(state).sum()) - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75)

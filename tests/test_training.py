@@ -643,7 +643,18 @@ def test_a_shipped_model_loads_and_is_what_its_name_says(reference: Path) -> Non
 
 def test_a_shipped_model_has_a_card(reference: Path) -> None:
     card = (reference / "README.md").read_text(encoding="utf-8").lower()
-    for word in ("licen", "wikitext", "books", "docstrings", "overlap", "bits per byte", "hours", "train_reference.py", "limit"):
+    required = [
+        "licen",
+        "wikitext",
+        "books",
+        "docstrings",
+        "13-grams",
+        "bits per byte",
+        "hours",
+        "train-reference",
+        "greedy sample",
+    ]
+    for word in [*required, "loss by position", "agreement with the last layer", "limits"]:
         assert word in card, word
 
 

@@ -120,10 +120,12 @@ def measure(
 
 def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tuple[str, list[RuntimeModule]]:
     """The null of a run, and what kind it is: `shuffle` deals its decisions to random tokens. Who is fused with whom is not one
-    token's decision, so a run that fused is repeated with its fusing module's own null, `random neighbours`, the rest as it was."""
-    if not any(one.fusions for one in trace.passes):
+    token's decision, so a run that fused is repeated with its fusing module's own null, `random neighbours`, the rest as it was;
+    where it has none, random tokens are merged into their right neighbours."""
+    nulls = [module.null(seed) for module in modules]
+    if not any(nulls) or not any(one.fusions for one in trace.passes):
         return "shuffle", [Replay(shuffled(trace, seed), like=modules)]
-    return "random neighbours", [module.null(seed) or module for module in modules]
+    return "random neighbours", [null or module for null, module in zip(nulls, modules, strict=True)]
 
 
 def totals(scores: Scores) -> dict[str, Any]:

@@ -65,8 +65,13 @@ def _added_matrix_vector(
     return 2 * matrix[0] * matrix[1]
 
 
+def _matrix_matrix(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
 FORMULAS: dict[Any, Callable[..., int]] = {
     **{operator: _attention_formula(operator) for operator in _FUSED_ATTENTION},
+    aten._int_mm: _matrix_matrix,  # a product of integers is as many operations as one of floats
     aten.mv: _matrix_vector,  # torch counts matrix-matrix products only
     aten.addmv: _added_matrix_vector,
     aten.dot: _dot,

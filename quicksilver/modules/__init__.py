@@ -5,10 +5,12 @@ from quicksilver.modules.controls import ExponentialDecay, RandomHalting, Replay
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
+from quicksilver.modules.quantization import AdaptiveQuantization, mix_of
 from quicksilver.modules.signals import Signal, make_signal
 from quicksilver.modules.thresholds import Calibration
 
 __all__ = [
-    "PRESETS", "Calibration", "ExponentialDecay", "Halting", "HaltingPolicy", "KVSkipping", "RandomHalting", "Replay", "Signal",
-    "StaticDepth", "TokenFusion", "calibrate", "calibrate_modules", "calibrated", "make_signal", "perfect_exit", "shuffled",
+    "PRESETS", "AdaptiveQuantization", "Calibration", "ExponentialDecay", "Halting", "HaltingPolicy", "KVSkipping",
+    "RandomHalting", "Replay", "Signal", "StaticDepth", "TokenFusion", "calibrate", "calibrate_modules", "calibrated", "make_signal",
+    "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

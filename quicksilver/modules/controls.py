@@ -173,7 +173,11 @@ class Replay(RuntimeModule):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         if self._loaded != view.pass_index:
             self._load(view)
-        # Fusion goes first, whatever came first in the run: who halts here was not fused here, but a target may halt right after.
+        # Only where there is something to skip: a layer without skipping needs no mask. Before the rest, for who is fused or halted
+        # at the layer that took its K/V away is active until then.
+        if view.layer in self._kv_layers:
+            tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
+        # Fusion goes next, whatever came first in the run: who halts here was not fused here, but a target may halt right after.
         for fusion in (f for f in self._pass.fusions if f.layer == view.layer):
             columns = torch.arange(view.index.shape[1], device=view.index.device).expand_as(view.index)
             in_view = torch.zeros_like(fusion.into).scatter(1, view.index, columns)  # (B, N): column of the pass -> of the view
@@ -183,7 +187,6 @@ class Replay(RuntimeModule):
         for code in self._codes:
             mode, resume_layers = divmod(code, self.trace.n_layers + 1)
             tokens.halt(here & (how == code), missing_kv=MISSING_KV[mode], resume_layers=resume_layers)
-        tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
         for precision in (p for p in self._pass.precisions if p.layer == view.layer):
             said = precision.bits.gather(1, view.index)
             for bits in set(precision.bits.unique().tolist()) - {0}:
@@ -224,6 +227,7 @@ class Replay(RuntimeModule):
         # How a token is held while halted, as one number: missing_kv and resume_layers.
         self._how = self._pass.halted_kv.long() * (p.n_layers + 1) + (p.n_layers - self._pass.resume_layer.long())
         self._codes = self._how[_halted(self._pass)].unique().tolist()
+        self._kv_layers = set(p.kv_layer[p.valid].unique().tolist()) - {p.n_layers - 1}
         self._loaded = view.pass_index
 
 

@@ -224,18 +224,6 @@ class TokenFusion(RuntimeModule):
         """Halting is at 10 and KV skipping, which asks what has just halted, at 20."""
         return 30 if self.first == "halting" else 5
 
-    def null(self, seed: int) -> RuntimeModule:
-        """Random neighbours, as many.
-
-        Raises:
-            ConfigError: a rule other than `capacity`: how many fuse would not be the same.
-        """
-        if self.rule != "capacity":
-            raise ConfigError(
-                f"TokenFusion(rule={self.rule!r}) has no null at the same budget: give rule=capacity, or measure.null_control=none."
-            )
-        return replace(self, criterion="random", seed=seed)
-
     @property
     def causal(self) -> bool:
         return False
@@ -247,6 +235,10 @@ class TokenFusion(RuntimeModule):
     @property
     def merges_cache(self) -> bool:
         return self.decode_every > 0
+
+    def null(self, seed: int) -> TokenFusion | None:
+        """Random neighbours at the same rate; None for `threshold`, whose rate is known of a run only: `shuffled` matches that."""
+        return replace(self, criterion="random", seed=seed) if self.rule == "capacity" else None
 
     @property
     def calibration_signals(self) -> list[Signal]:

@@ -196,7 +196,7 @@ class RaggedLayer(DynamicLayer):
     def _store(self, entries: Entries, valid: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.entries, self.valid = entries, valid
         if valid is None:
-            self.keys, self.values = keys, values
+            self.keys, self.values = _own(keys), _own(values)
         else:
             self.keys, self.values = keys.transpose(1, 2)[valid], values.transpose(1, 2)[valid]
 
@@ -296,7 +296,9 @@ class RaggedLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns (transformers gives a negative number)."""
-        n = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        n = -tokens_to_remove
         if n == 0 or self.entries is None:
             return
         self._retreat(n)
@@ -376,18 +378,25 @@ class MaskedLayer(RaggedLayer):
             self.real_seen = self.real_seen[rows]  # type: ignore[index]
 
     def crop(self, tokens_to_remove: int) -> None:
-        n = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        n = -tokens_to_remove
         if n == 0 or self.entries is None:
             return
         self._retreat(n)
         self.real_seen = self.real_seen - n  # type: ignore[operator]
-        self.keys, self.values = self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+        self.keys, self.values = _own(self.keys[:, :, : self.seen]), _own(self.values[:, :, : self.seen])
         self.present = self.present[:, : self.seen]  # type: ignore[index]
         self.entries = {name: fact[:, : self.seen] for name, fact in self.entries.items()}
 
     def reset(self) -> None:
         super().reset()
         self.present = None
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """x without what it is a view of: a fused q, k, v product, or a cache that was longer."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 def take_over(cache: Cache, layer: int, fresh: RaggedLayer, past_valid: torch.Tensor | None) -> RaggedLayer:

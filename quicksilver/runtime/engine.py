@@ -135,7 +135,9 @@ class _Pass:
                 past_real = self.past_valid.sum(1, keepdim=True)
         valid = mask[:, self.seen :] if self.padded else torch.ones(self.batch, self.n, dtype=torch.bool, device=device)  # type: ignore[index]
         slots = past_real + valid.long().cumsum(1) - 1
+        self.past_real = past_real[:, 0]
         self.state = PassState(valid, slots, run.arch.n_layers)
+        self.state.remembers_kv = run._copies_kv
         self.n_real = valid.sum(1, keepdim=True)
         self.pass_ids = ids.masked_fill(~valid, -1) if self.padded and ids is not None else ids
         self.is_prompt = self.seen == 0 and self.n > 1
@@ -278,9 +280,11 @@ class Run:
         if cache is not None:
             self._cache = cache
         if not self.modules:
-            keys = self._dense_keys(current)
-            current.work.layers = [LayerWork(current.batch, current.n, keys)] * self.arch.n_layers
-            current.past_lengths = [current.seen] * self.arch.n_layers
+            current.work.layers = [
+                LayerWork(current.batch, current.n, self._dense_keys(layer, current)) for layer in range(self.arch.n_layers)
+            ]
+            current.past_lengths = [current.past_real] * self.arch.n_layers
+        current.work.past_real = current.past_real
         current.work.past_lengths = current.past_lengths
         if self._merging and cache is not None:
             self._merge_cache(cache, current)
@@ -290,10 +294,15 @@ class Run:
         if not self._in_signal:
             self._head_tokens += hidden.numel() // self.arch.width
 
-    def _dense_keys(self, current: _Pass) -> int | None:
+    def _dense_keys(self, layer: int, current: _Pass) -> int | None:
         """Keys per query of the plain model's attention; None: its causal kernel, which skips the upper triangle."""
-        causal_kernel = self.arch.attention_implementation == "sdpa" and current.seen == 0 and not current.padded
-        return None if causal_kernel else current.seen + current.n
+        window = self.arch.attention_window(layer)
+        fits = window is None or current.n < window  # transformers gives a mask from n = window on
+        if self.arch.attention_implementation == "sdpa" and current.seen == 0 and not current.padded and fits:
+            return None
+        # The plain cache of a sliding window keeps what the next token can see; a ragged one keeps all.
+        seen = current.seen if window is None or self.modules else min(current.seen, window - 1)
+        return seen + current.n
 
     # -- one layer ---------------------------------------------------------------------------------------------------------------
 
@@ -320,7 +329,7 @@ class Run:
         hidden = call["hidden_states"]  # (B, N, D)
         if (current.all_run and (store is None or store.is_complete)) or (self.execution == "decide" and not current.padded):
             port = _PlainPort(store) if wants_attention or self._copies_kv else None
-            output = self._plain(original, call, current, port if port is not None else cache)
+            output = self._plain(layer, original, call, current, port if port is not None else cache)
             packing = Packing(None, None, current.n)
         elif self.execution == "compact" or self.execution == "decide":
             output, packing, port = self._compact(layer, original, call, current, store)
@@ -357,9 +366,11 @@ class Run:
             return original(**inputs)
         return self._precision.run_layer(self.arch.layers[layer], bits, lambda: original(**inputs))
 
-    def _plain(self, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, cache: Any) -> torch.Tensor:
+    def _plain(
+        self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, cache: Any
+    ) -> torch.Tensor:
         """The layer as the model called it: the model's own mask, every token."""
-        current.work.layers.append(LayerWork(current.batch, current.n, self._dense_keys(current)))
+        current.work.layers.append(LayerWork(current.batch, current.n, self._dense_keys(layer, current)))
         return original(**(call | {self.arch.cache_argument: cache}))
 
     def _compact(
@@ -385,8 +396,8 @@ class Run:
             # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
             bits = torch.where(packing.real, bits, bits[:, :1])
         if extra is not None:
-            if keep is not None or extra.real is not None:
-                keep = torch.cat([_or_all(keep, slots), _or_all(extra.real, extra.facts["slots"])], dim=1)
+            # Said even where all are kept: a cache is in slot order, and these come after tokens they stood before.
+            keep = torch.cat([_or_all(keep, slots), _or_all(extra.real, extra.facts["slots"])], dim=1)
             facts = join_entries(facts, extra.facts)
 
         if packing.width == 0:
@@ -857,7 +868,9 @@ def _attention_received(
     else:
         received = weights.sum(dim=(1, 2, 3)) / (arch.n_heads * is_query.sum(1, keepdim=True).clamp(min=1))
     # From the order of the keys to the order of the view, by slot.
-    by_slot = received.new_zeros(batch, int(max(key_slots.max(), slots.max())) + 1)
+    # There may be no key at all, or nothing but padding, whose slot is -1.
+    n_slots = 1 + max((int(s.max()) for s in (key_slots, slots) if s.numel()), default=0)
+    by_slot = received.new_zeros(batch, max(n_slots, 1))
     clean = received if key_valid is None else received * key_valid
     by_slot.scatter_add_(1, key_slots.clamp(min=0), clean)
     flops = batch * n_queries * 2 * (arch.query_params_per_layer + arch.n_heads * arch.head_dim * keys.shape[2])

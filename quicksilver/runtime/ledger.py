@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quicksilver.runtime.state import MISSING_KV
 from quicksilver.runtime.trace import PassTrace
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class PassWork:
 
     layers: list[LayerWork]
     signal_flops: int = 0
+    past_real: torch.Tensor | None = None  # (B,) long, real tokens before the pass; None: every column seen
     past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long
 
     def executed(self, arch: Architecture) -> int:
@@ -93,17 +95,18 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
     nominal = dense_nominal = 0
     paper = dense_paper = 0.0
     valid = trace.valid
-    dense_pairs = _visible_pairs(arch, 0, valid, valid, torch.full_like(valid.sum(1), trace.first_column))
+    past_real = torch.full_like(valid.sum(1), trace.first_column) if work.past_real is None else work.past_real
     for layer in range(arch.n_layers):
         active, present = trace.active(layer), trace.kv_present(layer)
         past = work.past_lengths[layer] if work.past_lengths else 0
         past = torch.as_tensor(past, device=valid.device).expand(valid.shape[0])
-        projected = present & ~active
+        projected = present & ~active & (trace.halted_kv == MISSING_KV.index("project"))
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
         nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch, layer, active, present, past)
+        dense_pairs = _visible_pairs(arch, layer, valid, valid, past_real)
         dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
         paper += _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
-        dense_paper += _paper_layer(arch, valid, torch.full_like(past, trace.first_column))
+        dense_paper += _paper_layer(arch, valid, past_real)
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
 
 

@@ -58,6 +58,7 @@ class PassState:
         # Host-side facts, so that the common cases need no look at the device.
         self.any_halted = False
         self.any_kv_skipped = False
+        self.remembers_kv = True
         self.kept_kv: set[str] = set()  # missing_kv modes other than drop that some token may be under
         self.resume_layers: set[int] = set()
 
@@ -186,6 +187,8 @@ class TokenState:
         state = self._state
         if missing_kv not in MISSING_KV:
             raise ConfigError(f"missing_kv={missing_kv!r} is not one of {', '.join(MISSING_KV)}.")
+        if missing_kv == "copy" and not state.remembers_kv:
+            raise ConfigError("missing_kv='copy' needs K/V that were not remembered: the module must return True from copies_kv.")
         if not 0 <= resume_layers <= state.n_layers:
             raise ConfigError(f"resume_layers={resume_layers} must lie between 0 and the model's {state.n_layers} layers.")
         if self._layer >= state.n_layers - 1:

@@ -131,7 +131,9 @@ class Trace:
                 firsts = json.loads(meta["first_columns"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
             passes = [_read_pass(tensors, i, n_layers, first) for i, first in enumerate(firsts)]
-        except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
+        except ConfigError:
+            raise
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
             raise ConfigError(f"{path} is not a readable trace: {error}") from error
         return cls(n_layers, passes)
 

@@ -1,0 +1,292 @@
+"""Adaptive Matryoshka Quantization: at how many bits a token is held from half depth on (paper 2.5, App. E, O, R.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+from quicksilver.modules.checks import choice, count, layer_after, number, token_ids
+from quicksilver.modules.halting import UNITS
+from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
+from quicksilver.modules.signals import Entropy, Random, Signal
+from quicksilver.modules.thresholds import Calibration, Thresholds, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.ledger import BETA, BETA_APP_J
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.quantized import UNTOUCHED, WIDTHS, IntegerExecutor, SimulatedExecutor
+from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.trace import Trace
+
+NORMALISATIONS = ("none", "log_vocab", "minmax")
+BETAS = {"bits_over_16": BETA, "app_j": BETA_APP_J}
+
+
+@dataclass(kw_only=True)
+class AdaptiveQuantization(RuntimeModule):
+    """Hold each token at 8, 4 or 2 bits by its entropy H at half depth (paper 2.5): from there on the inputs of its linear layers
+    and its K/V.
+
+    H < tau_low: the least of three `widths`; H > tau_high: the greatest; between them, bounds included: the middle one. Of two
+    widths, tokens above tau_high get the greater where that is 8 or 16 bits ("no 2-bit" in Table 3); of 2 and 4 bits, tokens
+    below tau_low get 2. Codes are nested (`runtime.quantized.encode`). Causal, unless entropies are normalised by `minmax`.
+
+    Args:
+        depth: fraction of the layers gone through when widths are decided (layer 15 of 30, G.4).
+        widths: one to three of 2, 4, 8, 16 (16 = untouched), ascending.
+        bits: one width for every token, whatever its entropy: the uniform rows of Table 3.
+        mix: the null: widths at random, with these shares of the tokens, one a width. `mix_of` says what a run's was.
+        seed: of `mix`; the draw is a hash of (seed, layer, slot, token id).
+        source: entropy of what, as `signals.Entropy` has it (conflicts.md #5): `logit_lens`, `latent` or `histogram`.
+        unit: of the thresholds where they are numbers and H is not normalised: nats or bits.
+        normalisation: `none`; `log_vocab`: over its greatest value, the logarithm of the number of outcomes (App. O); `minmax`:
+            between the least and the greatest H of the batch's tokens (E.1). With `minmax` a token's width depends on later
+            tokens and on batch mates: not causal, so it acts in prompts only.
+        tau_low, tau_high: a number, one a layer, or a percentile of `calibration` such as "p30". The paper has (1.0, 2.3),
+            (0.3, 0.6) and (0.25, 0.65): conflicts.md #18.
+        calibration: a `Calibration` or the path of one; percentiles need it.
+        protected_ids, protected_mask: tokens that get at least `protected_bits` (R.2: names, numbers, rare words), by id, or by
+            slot: a bool tensor (S,) or (B, S).
+        protected_bits: 8 (R.2) or 16.
+        protect_first: so do the first tokens of a sequence, the attention sinks.
+        reassign: decide again after every later layer (the paper's future work) instead of once.
+        execution: `simulate`: float products of dequantised values, groups of `group_size`. `int8`: integer products, one scale a
+            token; tokens of 16 bits in float. How a product was really done is in `kernel`.
+        scope: `linear`: the inputs of every linear layer. `residual`: the hidden state once, when widths are decided
+            (conflicts.md #19); the paper's ledger charges widths all the same.
+        weights: `float`: the model's own; `int8`: quantised tokens meet 8-bit weights, one scale an output channel; `token`: they
+            meet the leading bits of those, as many as they have. None: float for `simulate`, int8 for `int8`.
+        group_size: values that share a scale under `simulate`; None: all of a token's.
+        kv: hold K/V at the token's width as well, packed in the cache.
+        kv_group_size: values of a head that share a scale there.
+        beta: what the paper's ledger charges a width: `bits_over_16`, or App. J's `app_j` (conflicts.md #22).
+        lookahead: act outside prompts too, although `minmax` looks ahead; every number it touches is marked.
+
+    Raises:
+        ConfigError: widths other than 2, 4, 8, 16; thresholds that are not finite or out of order; options that exclude one
+            another.
+    """
+
+    depth: float = 0.5
+    widths: Sequence[int] = (2, 4, 8)
+    bits: int | None = None
+    mix: Sequence[float] | None = None
+    seed: int = 0
+    source: Literal["logit_lens", "latent", "histogram"] = "logit_lens"
+    unit: Literal["nats", "bits"] = "nats"
+    normalisation: Literal["none", "log_vocab", "minmax"] = "none"
+    tau_low: Thresholds = 1.0
+    tau_high: Thresholds = 2.3
+    calibration: Calibration | Path | str | None = None
+    protected_ids: Sequence[int] = ()
+    protected_mask: torch.Tensor | None = None
+    protected_bits: int = 8
+    protect_first: int = 0
+    reassign: bool = False
+    execution: Literal["simulate", "int8"] = "simulate"
+    scope: Literal["linear", "residual"] = "linear"
+    weights: Literal["float", "int8", "token"] | None = None
+    group_size: int | None = 32
+    kv: bool = True
+    kv_group_size: int = 32
+    beta: Literal["bits_over_16", "app_j"] = "bits_over_16"
+    lookahead: bool = False
+    priority: ClassVar[int] = 40
+
+    def __post_init__(self) -> None:
+        number("depth", self.depth, 0.0, 1.0)
+        count("seed", self.seed)
+        self.widths = _widths(self.widths)
+        if self.bits is not None:
+            _width("bits", self.bits)
+        if self.mix is not None:
+            self.mix = _shares(self.mix, self.widths)
+            if self.bits is not None:
+                raise ConfigError(f"bits={self.bits} gives all tokens one width and mix={list(self.mix)} draws them: give one.")
+        self._check_entropy()
+        self.protected_ids = token_ids("protected_ids", self.protected_ids)
+        check_mask("protected_mask", self.protected_mask)
+        if self.protected_bits not in (8, 16):
+            raise ConfigError(f"protected_bits={self.protected_bits!r} protects nothing: give 8 (R.2) or 16.")
+        count("protect_first", self.protect_first)
+        choice("beta", self.beta, BETAS)
+        self._executor = self._make_executor()
+        self._random = Random(self.seed)
+
+    def _check_entropy(self) -> None:
+        choice("unit", self.unit, UNITS)
+        choice("normalisation", self.normalisation, NORMALISATIONS)
+        self._entropy = Entropy(self.source)
+        normalised = self.normalisation != "none"
+        if normalised and self.unit != "nats":
+            raise ConfigError(
+                f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares of it then."
+            )
+        for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
+            check_thresholds(name, tau, 0.0, math.inf)
+            if is_percentile(tau) and self.normalisation == "minmax":
+                raise ConfigError(
+                    f"{name}={tau!r}: percentiles are of raw entropies, and normalisation='minmax' scales each batch anew: "
+                    "give a number."
+                )
+        if not any(isinstance(tau, (str, Sequence)) for tau in (self.tau_low, self.tau_high)):
+            _in_order([self.tau_low], [self.tau_high])  # type: ignore[list-item]
+
+    def _make_executor(self) -> SimulatedExecutor:
+        choice("execution", self.execution, ("simulate", "int8"))
+        choice("scope", self.scope, ("linear", "residual"))
+        integers = self.execution == "int8"
+        weights = ("int8" if integers else "float") if self.weights is None else self.weights
+        choice("weights", weights, ("float", "int8", "token"))
+        if integers and weights == "float":
+            raise ConfigError(
+                "execution='int8' multiplies integers, and weights='float' are none: give weights='int8' or 'token', or simulate."
+            )
+        if self.scope == "residual" and (integers or weights != "float"):
+            raise ConfigError(
+                f"scope='residual' holds the hidden state alone, so execution={self.execution!r} with weights={weights!r} has "
+                "nothing to multiply: give scope='linear', or execution='simulate' with weights='float'."
+            )
+        if self.group_size is not None:
+            count("group_size", self.group_size, 1)
+        count("kv_group_size", self.kv_group_size, 1)
+        return (IntegerExecutor if integers else SimulatedExecutor)(
+            scope=self.scope, weights=weights, group_size=self.group_size, kv=self.kv, kv_group_size=self.kv_group_size,
+            beta=BETAS[self.beta],
+        )  # fmt: skip
+
+    @property
+    def rule(self) -> Literal["uniform", "random", "entropy"]:
+        """How widths are given: by `bits`, by `mix`, else by entropy."""
+        return "uniform" if self.bits is not None else "random" if self.mix is not None else "entropy"
+
+    @property
+    def causal(self) -> bool:
+        return self.rule != "entropy" or self.normalisation != "minmax"
+
+    @property
+    def precision(self) -> SimulatedExecutor:
+        return self._executor
+
+    @property
+    def kernel(self) -> str:
+        """What computed the products of quantised tokens so far."""
+        return self._executor.kernel
+
+    @property
+    def calibration_signals(self) -> list[Signal]:
+        """What a percentile is asked of while there is no calibration."""
+        asked = is_percentile(self.tau_low) or is_percentile(self.tau_high)
+        return [self._entropy] if asked and self.rule == "entropy" and self.calibration is None else []
+
+    def bind(self, architecture: Architecture) -> None:
+        n_layers = architecture.n_layers
+        self.first_layer = layer_after(self.depth, n_layers)
+        if self.first_layer >= n_layers - 1:
+            raise ConfigError(
+                f"depth={self.depth!r} leaves no layer to hold tokens at fewer bits in: the model has {n_layers} layers. "
+                "Give a smaller fraction."
+            )
+        self._executor.forget()
+        if self.rule != "entropy":
+            return
+        self._divisor = UNITS[self.unit]  # nats to what the thresholds are in
+        if self.normalisation == "log_vocab":
+            histogram, latent = self.source == "histogram", self.source == "latent"
+            self._divisor = math.log(
+                self._entropy.bins if histogram else architecture.width if latent else architecture.vocab_size
+            )
+
+        def resolve(name: str, tau: Thresholds) -> list[float]:
+            values = resolve_thresholds(name, tau, architecture, self.calibration, self._entropy.key)
+            return [value / self._divisor for value in values] if is_percentile(tau) else values
+
+        self._tau_low, self._tau_high = resolve("tau_low", self.tau_low), resolve("tau_high", self.tau_high)
+        _in_order(self._tau_low, self._tau_high)
+
+    def acts_at(self, layer: int) -> bool:
+        return layer >= self.first_layer if self.reassign else layer == self.first_layer
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        assigned = self._assigned(view, tokens)
+        protected = by_place(view, self.protect_first, 0) | by_id("protected_ids", view, self.protected_ids)
+        protected |= by_slot("protected_mask", view, self.protected_mask)
+        assigned = torch.where(protected, assigned.clamp(min=self.protected_bits), assigned)
+        possible = {*((self.bits,) if self.bits is not None else self.widths), self.protected_bits}
+        for width in sorted(possible):
+            if width != UNTOUCHED or view.layer > self.first_layer:  # at first, whoever gets no width is untouched
+                tokens.set_bits(assigned == width, width)
+
+    def _assigned(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        """The width of each token, (B, M) uint8; of inactive ones anything."""
+        if self.bits is not None:
+            return torch.full_like(view.slots, self.bits, dtype=torch.uint8)
+        widths = torch.tensor(self.widths, dtype=torch.uint8, device=view.slots.device)
+        if self.mix is not None:
+            draw = self._random(view, tokens)
+            bounds = torch.tensor(self.mix, device=draw.device).cumsum(0)[:-1]
+            return widths[torch.bucketize(draw, bounds, right=True)]
+        entropy = self._entropy(view, tokens) / self._divisor
+        if self.normalisation == "minmax":
+            low = entropy.amin()
+            span = entropy.masked_fill(~tokens.active, -math.inf).amax() - low
+            # One token alone has neither a least nor a greatest: it keeps most.
+            entropy = torch.where(span > 0, (entropy - low) / span, 1.0)
+        above_low, above_high = entropy >= self._tau_low[view.layer], entropy > self._tau_high[view.layer]
+        if len(self.widths) == 3:
+            return widths[above_low.long() + above_high.long()]
+        return widths[(above_high if self.widths[-1] >= 8 else above_low).long().clamp(max=len(self.widths) - 1)]
+
+
+def mix_of(trace: Trace) -> dict[int, float]:
+    """What the null needs: the share of each width among the active tokens of the layers after the first decision on widths.
+
+    Raises:
+        ConfigError: no token was given a width.
+    """
+    counts = dict.fromkeys(WIDTHS, 0)
+    for p in trace.passes:
+        for layer in range(min((q.layer for q in p.precisions), default=trace.n_layers) + 1, trace.n_layers):
+            bits = p.bits(layer)[p.active(layer)]
+            for width in WIDTHS:
+                counts[width] += int((bits == width).sum())
+    total = sum(counts.values())
+    if not total:
+        raise ConfigError("No token of this trace was given a width: run the model under AdaptiveQuantization.")
+    return {width: n / total for width, n in counts.items()}
+
+
+def _width(name: str, value: object) -> None:
+    if isinstance(value, bool) or value not in WIDTHS:
+        raise ConfigError(f"{name}={value!r} is not one of 2, 4, 8, 16 (16 = untouched).")
+
+
+def _widths(value: object) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not 1 <= len(value) <= 3:
+        raise ConfigError(f"widths={value!r} must be one to three of 2, 4, 8, 16, such as [2, 4, 8].")
+    for i, width in enumerate(value):
+        _width(f"widths[{i}]", width)
+    if list(value) != sorted(set(value)):
+        raise ConfigError(f"widths={list(value)!r} must ascend, such as {sorted(set(value))}.")
+    return tuple(value)
+
+
+def _shares(value: object, widths: Sequence[int]) -> tuple[float, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != len(widths):
+        raise ConfigError(f"mix={value!r} must have one share for each of widths={list(widths)}.")
+    shares = tuple(number(f"mix[{i}]", share, 0.0, 1.0) for i, share in enumerate(value))
+    if not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
+        raise ConfigError(f"mix={list(shares)} adds up to {sum(shares):g}, not to 1.")
+    return shares
+
+
+def _in_order(low: Sequence[float], high: Sequence[float]) -> None:
+    for layer, (a, b) in enumerate(zip(low, high, strict=True)):
+        if a > b:
+            where = f" at layer {layer}" if len(low) > 1 else ""
+            raise ConfigError(f"tau_low={a:g} is above tau_high={b:g}{where}: swap them, or make them equal for no middle width.")

@@ -1,0 +1,642 @@
+"""Adaptive quantization: who gets how many bits; and that held tokens obey every invariant of the runtime, alone and with the others.
+
+Models are in float64 where two executions are compared: rounding to a code is not continuous, so a difference of 1e-7 between two
+float32 executions may move one value to its neighbouring code, and that is no error of either.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from looking import LAYERS, Pass, architecture
+from tiny import Batch, Hashed
+from transformers import PreTrainedModel
+
+from quicksilver.measure.flops import count_executed
+from quicksilver.measure.perplexity import Protocol, audit, check_allowed
+from quicksilver.modules import (
+    AdaptiveQuantization,
+    Halting,
+    KVSkipping,
+    RandomHalting,
+    Replay,
+    TokenFusion,
+    calibrate,
+    mix_of,
+    shuffled,
+)
+from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
+from quicksilver.runtime.quantized import PackedLayer, hold
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
+
+BATCH = Batch((tuple(range(1, 21)), tuple(range(30, 45))))
+
+
+@functools.cache
+def precise(name: str, attention: str = "sdpa") -> PreTrainedModel:
+    """The tiny model of that family, in float64."""
+    model = copy.deepcopy(tiny.load(name, attention)).double()
+    model.set_attn_implementation(attention)
+    return model
+
+
+# -- who gets how many bits ------------------------------------------------------------------------------------------------------
+
+# Logits (a, 0, 0, 0) for states (a, …): entropies fall from ln 4 as a grows.
+HEAD = torch.zeros(8, 4)
+HEAD[0, 0] = 1.0
+
+
+def entropy_of(a: float) -> float:
+    log_p = torch.tensor([a, 0, 0, 0], dtype=torch.float64).log_softmax(0)
+    return float(-(log_p.exp() * log_p).sum())
+
+
+STATES = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0]
+ENTROPIES = [entropy_of(a) for a in STATES]  # 1.386, 1.268, 0.915, 0.519, 0.250, 0.046
+
+
+def assigned(module: AdaptiveQuantization, one: Pass | None = None, layer: int = 4, states: list[float] = STATES) -> list[int]:
+    """The bits of the first row's tokens after `module` decided after `layer`."""
+    one = Pass([len(states)], logits=HEAD) if one is None else one
+    after = torch.zeros(*one.shape, 8)
+    after[..., one.shape[1] - len(states) :, 0] = torch.tensor(states)
+    fake = architecture(one.n_layers)
+    fake.vocab_size, fake.width = 4, 8
+    module.bind(fake)
+    assert module.acts_at(layer)
+    module.decide(*one.look(layer, after=after))
+    return one.state.bits[0][one.state.valid[0]].tolist()
+
+
+def test_three_widths_by_two_thresholds() -> None:
+    assert assigned(AdaptiveQuantization(tau_low=0.3, tau_high=1.0)) == [8, 8, 4, 4, 2, 2]
+    assert assigned(AdaptiveQuantization(tau_low=0.3, tau_high=1.0, widths=(4, 8, 16))) == [16, 16, 8, 8, 4, 4]
+
+
+@pytest.mark.parametrize(("widths", "expected"), [((4, 8), [8, 8, 4, 4, 4, 4]), ((2, 4), [4, 4, 4, 4, 2, 2]), ((2, 8), [8, 8, 2, 2, 2, 2]),
+                                                  ((8, 16), [16, 16, 8, 8, 8, 8]), ((4,), [4] * 6)])  # fmt: skip
+def test_fewer_widths_use_one_threshold(widths: tuple[int, ...], expected: list[int]) -> None:
+    assert assigned(AdaptiveQuantization(tau_low=0.3, tau_high=1.0, widths=widths)) == expected
+
+
+def test_a_token_on_a_threshold_gets_the_middle_width() -> None:
+    one = Pass([1], logits=HEAD)
+    view, tokens = one.look(4, after=torch.tensor(STATES[3:4] + [0.0] * 7)[None, None])
+    exact = float(view.logit_entropy_nats(tokens.active)[0])
+    assert assigned(AdaptiveQuantization(tau_low=exact, tau_high=9), states=STATES[3:4]) == [4]
+    assert assigned(AdaptiveQuantization(tau_low=0, tau_high=exact), states=STATES[3:4]) == [4]
+
+
+def test_thresholds_may_be_in_bits_or_shares_of_the_greatest_entropy() -> None:
+    in_nats = assigned(AdaptiveQuantization(tau_low=0.3, tau_high=1.0))
+    in_bits = AdaptiveQuantization(tau_low=0.3 / math.log(2), tau_high=1.0 / math.log(2), unit="bits")
+    shares = AdaptiveQuantization(tau_low=0.3 / math.log(4), tau_high=1.0 / math.log(4), normalisation="log_vocab")
+    assert assigned(in_bits) == assigned(shares) == in_nats
+
+
+@pytest.mark.parametrize(("source", "outcomes"), [("latent", 8), ("histogram", 64)])
+def test_other_sources_do_not_ask_the_head(source: Any, outcomes: int) -> None:
+    one = Pass([6], logits=HEAD)
+    module = AdaptiveQuantization(source=source, normalisation="log_vocab", tau_low=0.0, tau_high=0.9)
+    bits = assigned(module, one)
+    assert one.asked_logits == 0
+    assert module._divisor == pytest.approx(math.log(outcomes))
+    assert bits[0] == (8 if source == "latent" else 4)  # all states equal: the greatest latent entropy, one bin
+
+
+def test_minmax_is_over_the_batch_and_acts_in_prompts_only() -> None:
+    module = AdaptiveQuantization(normalisation="minmax", tau_low=0.3, tau_high=0.6)
+    low, high = min(ENTROPIES), max(ENTROPIES)
+    scaled = [(h - low) / (high - low) for h in ENTROPIES]
+    assert assigned(module) == [2 if h < 0.3 else 8 if h > 0.6 else 4 for h in scaled]
+    assert assigned(module, states=[2.0]) == [8]  # alone it is neither least nor greatest
+    assert not module.causal
+    with pytest.raises(ConfigError, match="protocol=continuation"):
+        check_allowed([module], Protocol("all"))
+    check_allowed([module], Protocol("continuation"))
+    # In decoding it is not asked.
+    with torch.no_grad(), apply(tiny.load("llama"), [module]) as run:
+        cache = tiny.load("llama")(BATCH.ids, use_cache=True).past_key_values
+        tiny.load("llama")(torch.tensor([[7], [8]]), past_key_values=cache)
+        prompt, following = run.trace.passes
+    assert (prompt.bits(4) < 16).all()
+    assert (following.bits(4) == 16).all()
+
+
+def test_named_tokens_keep_more_bits() -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    one = Pass([6], logits=HEAD, ids=ids)
+    mask = torch.zeros(20, dtype=torch.bool)
+    mask[3] = True
+    module = AdaptiveQuantization(tau_low=0.3, tau_high=1.0, protected_ids=[9], protected_mask=mask, protect_first=1)
+    assert assigned(module, one) == [8, 8, 4, 8, 8, 2]
+    whole = AdaptiveQuantization(tau_low=0.3, tau_high=1.0, protected_ids=[9, 5], protected_bits=16)
+    assert assigned(whole, Pass([6], logits=HEAD, ids=ids)) == [16, 8, 4, 4, 16, 2]
+    uniform = AdaptiveQuantization(bits=2, protected_ids=[6])
+    assert assigned(uniform, Pass([6], logits=HEAD, ids=ids)) == [2, 8, 2, 2, 2, 2]
+
+
+def test_halted_tokens_get_no_bits() -> None:
+    one = Pass([6])
+    view, tokens = one.look(4)
+    tokens.halt(torch.tensor([[False, True] * 3]), missing_kv="project")
+    AdaptiveQuantization(bits=4).decide(view, tokens)
+    assert one.state.bits[0].tolist() == [4, 16] * 3
+
+
+@pytest.mark.parametrize(("depth", "layer"), [(0.5, 4), (0.2, 1), (0.0, 0), (0.85, 8)])
+def test_widths_are_decided_once_at_their_depth_or_after_every_later_layer(depth: float, layer: int) -> None:
+    once, again = AdaptiveQuantization(bits=4, depth=depth), AdaptiveQuantization(bits=4, depth=depth, reassign=True)
+    for module in (once, again):
+        module.bind(architecture())
+    assert [once.acts_at(i) for i in range(LAYERS)] == [i == layer for i in range(LAYERS)]
+    assert [again.acts_at(i) for i in range(LAYERS)] == [i >= layer for i in range(LAYERS)]
+
+
+def test_reassigning_may_give_a_token_all_its_bits_back() -> None:
+    module = AdaptiveQuantization(tau_low=0.3, tau_high=1.0, widths=(4, 8, 16), reassign=True, depth=0.5)
+    one = Pass([2], logits=HEAD)
+    assert assigned(module, one, layer=4, states=[6.0, 0.0]) == [4, 16]
+    assert assigned(module, one, layer=5, states=[0.0, 6.0]) == [16, 4]
+    assert [(p.layer, p.bits.tolist()) for p in one.state.precisions] == [(4, [[4, 0]]), (5, [[16, 4]])]
+
+
+@given(st.tuples(st.floats(0, 1), st.floats(0, 1)), st.integers(0, 999))
+def test_the_null_draws_widths_with_the_shares_it_was_given(cuts: tuple[float, float], seed: int) -> None:
+    low, high = sorted(cuts)
+    mix = (low, high - low, 1 - high)
+    ids = torch.randint(0, 1000, (2, 2000), generator=torch.Generator().manual_seed(seed))
+    bits, others = (Pass([2000, 2000], ids=ids).run(AdaptiveQuantization(mix=mix, seed=s)).bits for s in (seed, seed + 1))
+    for width, share in zip((2, 4, 8), mix, strict=True):
+        assert float((bits == width).double().mean()) == pytest.approx(share, abs=0.04)
+    if max(mix) < 0.9:
+        assert not torch.equal(bits, others)
+    alone = Pass([1500], ids=ids[:1, -1500:], extra=0).run(AdaptiveQuantization(mix=mix, seed=seed)).bits
+    assert alone.shape == (1, 1500)  # other slots, other draws: the slot counts from the first real token
+    padded = Pass([2000], ids=ids[:1]).run(AdaptiveQuantization(mix=mix, seed=seed)).bits
+    assert torch.equal(padded, bits[:1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"widths": (2, 3)}, r"widths\[1\]=3 is not one of 2, 4, 8, 16"),
+        ({"widths": (8, 4)}, r"must ascend, such as \[4, 8\]"),
+        ({"widths": ()}, "one to three of 2, 4, 8, 16"),
+        ({"widths": "248"}, "one to three of 2, 4, 8, 16"),
+        ({"bits": 6}, "bits=6 is not one of 2, 4, 8, 16"),
+        ({"bits": True}, "bits=True is not one of 2, 4, 8, 16"),
+        ({"tau_low": 2.5}, r"tau_low=2.5 is above tau_high=2.3"),
+        ({"tau_high": float("nan")}, "tau_high=nan is not finite"),
+        ({"tau_low": float("-inf")}, "tau_low=-inf is not finite"),
+        ({"tau_low": "low"}, "tau_low='low' is not a number"),
+        ({"mix": (0.5, 0.5)}, r"one share for each of widths=\[2, 4, 8\]"),
+        ({"mix": (0.5, 0.5, 0.5)}, "adds up to 1.5, not to 1"),
+        ({"mix": (1, 0, 0), "bits": 4}, "give one"),
+        ({"source": "logits"}, "logit_lens, latent, histogram"),
+        ({"unit": "shannon"}, "nats, bits"),
+        ({"normalisation": "max"}, "none, log_vocab, minmax"),
+        ({"normalisation": "log_vocab", "unit": "bits"}, "has no effect"),
+        ({"normalisation": "minmax", "tau_high": "p50"}, "scales each batch anew"),
+        ({"protected_bits": 4}, "protects nothing"),
+        ({"execution": "int4"}, "simulate, int8"),
+        ({"execution": "int8", "weights": "float"}, "weights='int8' or 'token'"),
+        ({"execution": "int8", "scope": "residual"}, "nothing to multiply"),
+        ({"scope": "residual", "weights": "int8"}, "nothing to multiply"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"kv_group_size": 1.5}, "kv_group_size=1.5"),
+        ({"depth": 1.5}, "depth=1.5 is out of range"),
+        ({"beta": "half"}, "bits_over_16, app_j"),
+        ({"protected_ids": "the"}, "list of token ids"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AdaptiveQuantization(**options)
+
+
+def test_what_only_the_model_can_tell_is_refused_when_it_is_known() -> None:
+    for options, message in (
+        ({"depth": 1.0}, "leaves no layer"),
+        ({"tau_low": [1.0] * 3}, "tau_low has 3 values and the model 10 layers"),
+        ({"tau_low": [1.0] * 9 + [3.0]}, "tau_low=3 is above tau_high=2.3 at layer 9"),
+        ({"tau_low": "p30"}, "there is no calibration"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            AdaptiveQuantization(**options).bind(architecture())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("normalisation", ["none", "log_vocab"])
+def test_percentiles_are_calibrated(normalisation: Any) -> None:
+    model = tiny.load("llama")
+    windows = torch.randint(1, tiny.VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(0))
+    module = AdaptiveQuantization(tau_low="p30", tau_high="p70", normalisation=normalisation)
+    assert [signal.key for signal in module.calibration_signals] == ["entropy-logit_lens"]
+    module.calibration = calibrate(model, windows)
+    with torch.no_grad(), apply(model, [module]) as run:
+        model(windows, use_cache=False)
+    mix = mix_of(run.trace)
+    assert mix[2] == pytest.approx(0.3, abs=0.03)
+    assert mix[4] == pytest.approx(0.4, abs=0.03)
+    assert mix[8] == pytest.approx(0.3, abs=0.03)
+
+
+# -- the invariants --------------------------------------------------------------------------------------------------------------
+
+
+def quantizing(causal: bool = True) -> st.SearchStrategy[AdaptiveQuantization]:
+    """Entropies of the tiny models lie between 2.9 and 4.1 nats."""
+    rules = [{"tau_low": 3.5, "tau_high": 3.8}, {"mix": (0.3, 0.4, 0.3)}, {"bits": 4}, {"widths": (2, 8, 16), "mix": (0.3, 0.4, 0.3)},
+             {"source": "latent", "tau_low": 2.2, "tau_high": 2.8}]  # fmt: skip
+    if not causal:
+        rules = [*rules, {"normalisation": "minmax", "tau_low": 0.3, "tau_high": 0.6}]
+    executions: list[dict[str, Any]] = [{}, {"execution": "int8"}, {"execution": "int8", "weights": "token"}, {"weights": "token"},
+                                        {"scope": "residual"}, {"group_size": None}]  # fmt: skip
+    return st.builds(
+        lambda rule, execution, depth, **options: AdaptiveQuantization(**rule, **execution, depth=depth, **options),
+        st.sampled_from(rules), st.sampled_from(executions), st.sampled_from([0.2, 0.5]), reassign=st.booleans(), kv=st.booleans(),
+        kv_group_size=st.sampled_from([32, 3]),
+    )  # fmt: skip
+
+
+def companions() -> st.SearchStrategy[list[RuntimeModule]]:
+    """What else may run: nothing, what is causal."""
+    return st.one_of(
+        st.just([]),
+        tiny.hashed().map(lambda m: [m]),
+        st.builds(RandomHalting, rate=st.just(0.2), missing_kv=st.sampled_from(["drop", "project", "copy", "zero"]), window=st.just((0.0, 1.0)),
+                  resume_layers=st.sampled_from([0, 1])).map(lambda m: [m, KVSkipping(protect_first=1)]),
+    )  # fmt: skip
+
+
+def prompt_companions() -> st.SearchStrategy[list[RuntimeModule]]:
+    """What looks at the whole prompt: all the mechanisms of the paper at once, too."""
+    halting = st.builds(
+        Halting, signal=st.sampled_from(["drift", "attention"]), halted_share=st.just(0.4), window=st.just((0.0, 0.6)),
+        missing_kv=st.sampled_from(["drop", "project"]), resume_layers=st.sampled_from([0, 1]),
+    )  # fmt: skip
+    fusion = st.builds(
+        TokenFusion, rule=st.just("capacity"), fused_share=st.just(0.3), start=st.sampled_from([0.2, 0.6]), protect_first=st.just(1),
+        proportional=st.booleans(), decode_every=st.sampled_from([0, 2]),
+    )  # fmt: skip
+    skipping = st.builds(KVSkipping, criterion=st.just("attention"), skipped_share=st.just(0.3), protect_first=st.just(1))
+    return st.one_of(
+        fusion.map(lambda m: [m]),
+        st.tuples(halting, fusion).map(list),
+        st.tuples(halting, skipping).map(list),
+        st.tuples(halting, skipping, fusion).map(list),
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(data=st.data())
+@settings(max_examples=5)
+def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
+    model, batch = precise(name, attention), data.draw(tiny.batches(low=2))
+    quantization, others = data.draw(quantizing(causal=False)), data.draw(st.one_of(companions(), prompt_companions()))
+    if "mistral" in name or "mixed" in name:  # fusion refuses a sliding window
+        others = [m for m in others if not isinstance(m, TokenFusion)]
+    modules = [quantization, *others]
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    with tiny.unless_blind(model) as blind:
+        masked = tiny.forward(model, batch, modules, chunks=chunks, execution="masked")
+    if blind:
+        return
+    compact = tiny.forward(model, batch, modules, chunks=chunks)
+    tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, masked.trace))
+    assert_same_bits(batch, compact.trace, masked.trace)
+    tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
+    if chunks is not None:
+        assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
+
+
+def bits_of(batch: Batch, trace: Trace) -> list[torch.Tensor]:
+    """By row, (L, n): the width of its real tokens in every layer."""
+    joined = torch.stack([torch.cat([p.bits(layer) for p in trace.passes], dim=1) for layer in range(trace.n_layers)], dim=1)
+    return [row.T for row in batch.real(joined.transpose(1, 2))]
+
+
+def assert_same_bits(batch: Batch, one: Trace, other: Trace) -> None:
+    for a, b in zip(bits_of(batch, one), bits_of(batch, other), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
+@settings(max_examples=5)
+def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> None:
+    """Prefill = token by token = any other cut."""
+    model, batch = precise(name), data.draw(tiny.batches(low=2))
+    modules = [data.draw(quantizing()), *data.draw(companions())]
+    whole = tiny.forward(model, batch, modules, execution=execution)
+    for chunks in ([1] * batch.width, data.draw(tiny.chunkings(batch.width))):
+        cut = tiny.forward(model, batch, modules, chunks=chunks, execution=execution)
+        assert_same_bits(batch, cut.trace, whole.trace)
+        tiny.assert_close(batch.real(cut.logits), batch.real(whole.logits))
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@given(data=st.data())
+@settings(max_examples=5)
+def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(name: str, data: st.DataObject) -> None:
+    model, batch = precise(name), data.draw(tiny.batches(low=2))
+    modules = [data.draw(quantizing()), *data.draw(companions())]
+    together = tiny.forward(model, batch, modules)
+    bits = bits_of(batch, together.trace)
+    for i, logits in enumerate(batch.real(together.logits)):
+        alone = tiny.forward(model, batch.alone(i), modules)
+        assert torch.equal(bits_of(batch.alone(i), alone.trace)[0], bits[i])
+        tiny.assert_close([logits], alone.logits)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 0},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "several": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+}
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], execution: str, **options: Any
+) -> tuple[torch.Tensor, Run]:
+    torch.manual_seed(5)
+    with apply(model, modules, execution=execution) as run:  # type: ignore[arg-type]
+        ids = model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=6, min_new_tokens=6, **options)
+    return ids, run
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+@given(data=st.data())
+@settings(max_examples=3)
+def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
+    model, batch = precise(name), data.draw(tiny.batches(low=2, high=10))
+    modules = [data.draw(quantizing(causal=False)), *data.draw(st.one_of(companions(), prompt_companions()))]
+    compact, run = generate(model, batch, modules, "compact", **STRATEGIES[strategy])
+    masked, _ = generate(model, batch, modules, "masked", **STRATEGIES[strategy])
+    assert torch.equal(compact, masked)
+    assert run.kv_bytes.billed == run.kv_bytes.resident
+
+
+def test_candidates_that_are_rejected_leave_the_packed_cache() -> None:
+    """Assisted decoding crops: the packed entries of rejected tokens go, and greedy generation is what it was."""
+    model, batch = precise("llama"), Batch((tuple(range(1, 12)),))
+    modules: list[RuntimeModule] = [AdaptiveQuantization(tau_low=3.5, tau_high=3.8, depth=0.2)]
+    plain, _ = generate(model, batch, modules, "compact", do_sample=False)
+    looked_up, run = generate(model, batch, modules, "compact", do_sample=False, prompt_lookup_num_tokens=3)
+    assert torch.equal(plain, looked_up)
+    assert run.kv_bytes.billed == run.kv_bytes.resident
+
+
+@given(data=st.data(), name=st.sampled_from(["gpt2", "llama", "gpt_neox"]))
+@settings(max_examples=10)
+def test_a_replayed_trace_gives_the_run_again(data: st.DataObject, name: str) -> None:
+    model, batch = precise(name), data.draw(tiny.batches(low=2))
+    modules = [data.draw(quantizing(causal=False)), *data.draw(st.one_of(companions(), prompt_companions()))]
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    made = tiny.forward(model, batch, modules, chunks=chunks)
+    again = tiny.forward(model, batch, [Replay(made.trace, like=modules)], chunks=chunks)
+    tiny.assert_same_decisions(tiny.decisions(batch, again.trace), tiny.decisions(batch, made.trace))
+    assert_same_bits(batch, again.trace, made.trace)
+    tiny.assert_close(batch.real(again.logits), batch.real(made.logits))
+    assert again.run.flops.paper == made.run.flops.paper
+
+
+def test_a_trace_keeps_its_bits_in_a_file_and_its_null_has_the_same_mix(tmp_path: Any) -> None:
+    model = precise("llama")
+    modules = [AdaptiveQuantization(tau_low=3.4, tau_high=3.7, reassign=True, depth=0.2)]
+    made = tiny.forward(model, BATCH, modules)
+    made.trace.save(tmp_path / "trace.safetensors")
+    loaded = Trace.load(tmp_path / "trace.safetensors")
+    assert_same_bits(BATCH, loaded, made.trace)
+    assert len(set(torch.cat(bits_of(BATCH, loaded), dim=1).unique().tolist()) - {16}) > 1
+    null = shuffled(made.trace, 0)
+    by_chance = tiny.forward(model, BATCH, [Replay(null, like=modules)])
+    assert mix_of(by_chance.trace) == mix_of(made.trace)
+    assert by_chance.run.flops.paper == made.run.flops.paper
+    assert (by_chance.logits - made.logits).abs().max() > 1e-4
+    with pytest.raises(ConfigError, match="like=modules"), apply(model, [Replay(made.trace)]):
+        pass
+    drawn = tiny.forward(model, BATCH, [AdaptiveQuantization(mix=[mix_of(made.trace)[w] for w in (2, 4, 8)])])
+    assert mix_of(drawn.trace)[16] == 0
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_all_at_16_bits_is_the_plain_model_bit_for_bit(name: str) -> None:
+    model = tiny.load(name)
+    for batch in (Batch((tuple(range(1, 15)),) * 2), BATCH):
+        dense = tiny.forward(model, batch, [])
+        for options in ({}, {"execution": "int8"}, {"reassign": True}, {"scope": "residual"}):
+            found = tiny.forward(model, batch, [AdaptiveQuantization(bits=16, **options)])  # type: ignore[arg-type]
+            if batch.is_padded:
+                tiny.assert_close(batch.real(found.logits), batch.real(dense.logits))
+            else:
+                assert torch.equal(found.logits, dense.logits)
+            assert found.run.flops.paper == dense.run.flops.paper
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_fewer_bits_do_more(name: str) -> None:
+    model = precise(name)
+    dense = tiny.forward(model, BATCH, [])
+
+    def error(**options: Any) -> float:
+        found = tiny.forward(model, BATCH, [AdaptiveQuantization(**options)])
+        return float(
+            torch.cat(
+                [(a - b).square().flatten() for a, b in zip(BATCH.real(found.logits), BATCH.real(dense.logits), strict=True)]
+            ).mean()
+        )
+
+    for options in ({}, {"execution": "int8"}, {"scope": "residual"}, {"kv": False}):
+        assert 0 < error(bits=8, **options) < error(bits=4, **options) < error(bits=2, **options)
+    assert error(bits=4) > error(bits=4, depth=0.75)
+    assert error(bits=4, weights="token") > error(bits=4)
+    assert error(bits=4, group_size=None) > error(bits=4, group_size=4)
+
+
+@torch.no_grad()
+def test_the_residual_scope_holds_the_hidden_state_once() -> None:
+    model = precise("llama")
+    states: dict[int, torch.Tensor] = {}
+    layers = model.base_model.layers
+    with apply(model, [AdaptiveQuantization(bits=4, scope="residual", kv=False)]):
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, i=i: states.__setitem__(i, args[0].clone()))
+            for i, layer in enumerate(layers)
+        ]
+        after = layers[2].register_forward_hook(lambda _, args, output: states.__setitem__(-1, output.clone()))
+        model(BATCH.ids[:1], use_cache=False)
+        for hook in (*hooks, after):
+            hook.remove()
+    assert torch.equal(states[3], hold(states[-1].flatten(0, 1), 4, 32).view_as(states[3])) or torch.equal(states[3], states[-1])
+    untouched = {}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, i=i: untouched.__setitem__(i, args[0].clone()))
+        for i, layer in enumerate(layers)
+    ]
+    model(BATCH.ids[:1], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(untouched[2], states[2])
+    torch.testing.assert_close(states[3], hold(untouched[3].flatten(0, 1), 4, 32).view_as(states[3]))
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("weights", ["int8", "token"])
+def test_integers_are_close_to_what_they_are_simulated_as(name: str, weights: Any) -> None:
+    """One scale a token and the same weights: equal, up to the rounding of int8's float arithmetic."""
+    model = precise(name)
+    for rule in ({"bits": 8}, {"mix": (0.3, 0.3, 0.4)}, {"mix": (0.3, 0.3, 0.4), "widths": (4, 8, 16)}):
+        simulated, integers = (
+            tiny.forward(model, BATCH, [AdaptiveQuantization(execution=e, weights=weights, group_size=None, **rule)])  # type: ignore[arg-type]
+            for e in ("simulate", "int8")
+        )
+        tiny.assert_close(BATCH.real(integers.logits), BATCH.real(simulated.logits))
+
+
+def test_which_kernel_ran_can_be_read() -> None:
+    module = AdaptiveQuantization(bits=8, execution="int8")
+    assert module.kernel == "not run yet"
+    tiny.forward(tiny.load("gpt2"), BATCH, [module])
+    assert module.kernel in ("torch._int_mm on cpu", "float products of the codes on cpu")
+    assert AdaptiveQuantization().kernel == "float products of dequantised values"
+
+
+@given(
+    row=st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=5, max_size=14).map(tuple), data=st.data(), seed=st.integers(0, 99)
+)
+@settings(max_examples=10)
+def test_what_comes_later_changes_nothing_before(row: tuple[int, ...], data: st.DataObject, seed: int) -> None:
+    model, module = precise("llama"), data.draw(quantizing())
+    probe = data.draw(st.integers(0, len(row) - 2))
+    tail = torch.randint(1, tiny.VOCABULARY, (len(row) - probe - 1,), generator=torch.Generator().manual_seed(seed)).tolist()
+    found = [tiny.forward(model, Batch((ids,)), [module]) for ids in (row, (*row[: probe + 1], *tail))]
+    torch.testing.assert_close(found[0].logits[:, : probe + 1], found[1].logits[:, : probe + 1], atol=1e-9, rtol=1e-9)
+    bits = [bits_of(Batch((row,)), f.trace)[0][:, : probe + 1] for f in found]
+    assert torch.equal(*bits)
+
+
+def test_the_audit_sees_that_minmax_looks_ahead_and_the_others_do_not() -> None:
+    model = precise("gpt2")
+    windows = torch.randint(1, tiny.VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
+    protocol = Protocol("all", window_tokens=32)
+    causal = AdaptiveQuantization(tau_low=3.5, tau_high=3.8)
+    ahead = AdaptiveQuantization(normalisation="minmax", tau_low=0.3, tau_high=0.6, lookahead=True)
+    assert audit(model, windows, protocol, [causal], seed=0).max_abs_logit_difference < 1e-6
+    assert audit(model, windows, protocol, [ahead], seed=0).max_abs_logit_difference > 1e-3
+
+
+def test_deciding_alone_changes_no_logit() -> None:
+    model = tiny.load("llama")
+    for batch in (BATCH, Batch((tuple(range(1, 9)),) * 2)):
+        dense = tiny.forward(model, batch, [])
+        for scope in ("linear", "residual"):
+            decided = tiny.forward(model, batch, [AdaptiveQuantization(bits=2, depth=0.2, scope=scope)], execution="decide")  # type: ignore[arg-type]
+            tiny.assert_close(batch.real(decided.logits), batch.real(dense.logits))
+            assert (torch.cat(bits_of(batch, decided.trace), dim=1)[-1] == 2).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype) -> None:
+    """A value may fall to the neighbouring code in one execution: that moves a logit a little, not the decisions."""
+    model = copy.deepcopy(tiny.load(name)).to(dtype)
+    for execution in ("simulate", "int8"):
+        modules: list[RuntimeModule] = [
+            AdaptiveQuantization(widths=(4, 8), mix=(0.5, 0.5), execution=execution),
+            Hashed(0.2, 0.2),
+        ]  # type: ignore[arg-type]
+        compact, masked = (tiny.forward(model, BATCH, modules, execution=e) for e in ("compact", "masked"))
+        assert_same_bits(BATCH, compact.trace, masked.trace)
+        tiny.assert_close(
+            [r.float() for r in BATCH.real(compact.logits)], [r.float() for r in BATCH.real(masked.logits)], atol=0.15
+        )
+
+
+# -- ledgers, bytes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("execution", ["simulate", "int8"])
+def test_executed_is_what_is_counted_from_outside(name: str, execution: Any) -> None:
+    """Integer products are operations like others."""
+    model = tiny.load(name)
+    module = AdaptiveQuantization(tau_low=3.5, tau_high=3.8, widths=(4, 8, 16), execution=execution)
+    runs: list[Run] = []
+    counted = count_executed(lambda: runs.append(tiny.forward(model, BATCH, [module, Hashed(0.2)]).run))
+    assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
+    dense: list[Run] = []
+    counted_dense = count_executed(lambda: dense.append(tiny.forward(model, BATCH, []).run))
+    eight: list[Run] = []
+    counted_eight = count_executed(
+        lambda: eight.append(tiny.forward(model, BATCH, [AdaptiveQuantization(bits=8, execution=execution)]).run)
+    )
+    assert counted_eight == pytest.approx(eight[0].flops.executed, rel=0.01)
+    assert eight[0].flops.nominal == dense[0].flops.nominal
+    assert counted_dense == pytest.approx(dense[0].flops.executed, rel=0.01)
+
+
+@pytest.mark.parametrize(("options", "saved"), [({"bits": 8}, 0.25), ({"bits": 4}, 0.375), ({"bits": 8, "beta": "app_j"}, 0.0),
+                                                ({"bits": 2, "beta": "app_j"}, 0.375), ({"bits": 8, "depth": 0.25}, 0.375)])  # fmt: skip
+def test_the_paper_s_ledger_charges_by_width(options: dict[str, Any], saved: float) -> None:
+    """β = bits/16 in the layers after half depth: 25%, and Table 3's 26.4% where 19 of 36 layers are covered (conflicts.md #22)."""
+    model = tiny.build("gpt2", n_layer=8).eval()
+    flops = tiny.forward(model, Batch((tuple(range(1, 20)),)), [AdaptiveQuantization(**options)]).run.flops
+    assert 1 - flops.paper / flops.dense_paper == pytest.approx(saved, abs=1e-6)
+    assert flops.executed == flops.dense_nominal
+
+
+def test_table_3_s_share_of_uniform_8_bit() -> None:
+    model = tiny.build("gpt2", n_layer=36, n_embd=8, n_head=2).eval()
+    flops = tiny.forward(model, Batch((tuple(range(1, 20)),)), [AdaptiveQuantization(bits=8, depth=17 / 36)]).run.flops
+    assert 1 - flops.paper / flops.dense_paper == pytest.approx(0.264, abs=5e-4)
+
+
+@torch.no_grad()
+def test_the_packed_cache_is_small_in_the_layers_that_are_covered() -> None:
+    model = tiny.load("llama")
+    sizes = {}
+    for bits in (16, 8, 4, 2):
+        with apply(model, [AdaptiveQuantization(bits=bits, kv_group_size=8)]) as run:
+            cache = model(BATCH.ids, use_cache=True).past_key_values
+        assert run.kv_bytes.billed == run.kv_bytes.resident
+        sizes[bits] = [layer.resident_bytes() for layer in cache.layers]
+    float32 = sizes[16][0]
+    assert sizes[8][:3] == [float32] * 3
+    for bits in (8, 4, 2):
+        assert isinstance(cache.layers[4], PackedLayer)
+        assert sizes[bits][3:] == [float32 * (bits + 2 * 16 / 8) / 32] * 2
+
+
+def test_trained_weights_bear_8_and_4_bits_and_not_2() -> None:
+    """stories260K on a text of its own: real activations. Perplexity over dense, from half depth on (DESIGN §4: 4 bits cost little)."""
+    model = tiny.load(tiny.STORIES)
+    torch.manual_seed(0)
+    ids = model.generate(
+        torch.ones(4, 1, dtype=torch.long), do_sample=True, max_new_tokens=100, min_new_tokens=100, pad_token_id=0
+    )
+
+    def ppl(modules: list[RuntimeModule]) -> float:
+        with torch.no_grad(), apply(model, modules):
+            return float(model(ids, labels=ids, use_cache=False).loss.exp())
+
+    dense = ppl([])
+    ratio = {bits: ppl([AdaptiveQuantization(bits=bits)]) / dense for bits in (8, 4, 2)}
+    assert abs(ratio[8] - 1) < 0.005
+    assert 1 < ratio[4] < 1.1
+    assert ratio[2] > 1.5
+    assert abs(ppl([AdaptiveQuantization(bits=8, execution="int8")]) / dense - 1) < 0.01

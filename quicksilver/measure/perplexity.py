@@ -13,8 +13,8 @@ Negative log-likelihoods are in nats, summed in float64, and divided once, at th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pandas as pd
@@ -236,16 +236,9 @@ def _shares(total: int, parts: int) -> list[int]:
     return [share + (i < rest) for i in range(parts)]
 
 
-def _row_of(trace: PassTrace, row: int) -> PassTrace:
-    """One sequence of a pass."""
-    own: dict[str, Any] = {}
-    for field in fields(trace):
-        value = getattr(trace, field.name)
-        own[field.name] = value[row : row + 1] if isinstance(value, torch.Tensor) else value
-    return PassTrace(**own)
-
-
-def _ledger_by_window(arch: Architecture, passes: Sequence[PassTrace], head_tokens: int, total: Flops) -> list[Flops]:
+def _ledger_by_window(
+    arch: Architecture, passes: Sequence[PassTrace], head_tokens: int, total: Flops, beta: Mapping[int, float]
+) -> list[Flops]:
     """Ledgers of the last pass of a batch, window by window.
 
     What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same. The
@@ -255,14 +248,15 @@ def _ledger_by_window(arch: Architecture, passes: Sequence[PassTrace], head_toke
         passes: passes of this batch so far; the last is the one in question, those before it filled the cache it started from.
         head_tokens: rows of logits that the last pass computed for each window.
         total: ledgers of the last pass, all windows together.
+        beta: what the paper's ledger charges a token by its bit-width.
     """
     *earlier, last = passes
     rows = last.valid.shape[0]
     ledgers = []
     for row, executed, signals in zip(range(rows), _shares(total.executed, rows), _shares(total.signals, rows), strict=True):
-        cached = [_row_of(p, row) for p in earlier]
+        cached = [p.row(row) for p in earlier]
         past: list[torch.Tensor | int] = [sum(int(p.kv_present(layer).sum()) for p in cached) for layer in range(arch.n_layers)]
-        own = pass_flops(arch, PassWork(layers=[], past_lengths=past), _row_of(last, row)) + head_flops(arch, head_tokens)
+        own = pass_flops(arch, PassWork(layers=[], past_lengths=past), last.row(row), beta) + head_flops(arch, head_tokens)
         ledgers.append(replace(own, executed=executed, signals=signals))
     return ledgers
 
@@ -308,7 +302,7 @@ def score(
                 nll.append(call_nll)
                 finite.append(call_finite)
                 head_tokens = logits.shape[1] + (protocol.name == "all")
-                ledgers.append(_ledger_by_window(arch, run.trace.passes[first_pass:], head_tokens, run.flops - before))
+                ledgers.append(_ledger_by_window(arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta))
                 before = run.flops
                 del logits
             all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)

@@ -9,7 +9,7 @@ decide and everything is executed: the price of the policy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -217,9 +217,13 @@ class Run:
     def flops(self) -> Flops:
         """The ledgers since the start or the last `reset`."""
         for work, trace in self._passes[len(self._flops) :]:
-            beta = BETA if self._precision is None else self._precision.beta
-            self._flops.append(pass_flops(self.arch, work, trace, beta))
+            self._flops.append(pass_flops(self.arch, work, trace, self.beta))
         return sum(self._flops, head_flops(self.arch, self._head_tokens))
+
+    @property
+    def beta(self) -> Mapping[int, float]:
+        """What the paper's ledger charges a token by its width."""
+        return BETA if self._precision is None else self._precision.beta
 
     @property
     def kv_bytes(self) -> KVBytes:

@@ -67,6 +67,17 @@ class PassTrace:
         )
         return (active & (self.kv_layer >= layer)) | kept
 
+    def row(self, row: int) -> PassTrace:
+        """One sequence of the pass, as a batch of one."""
+        rows = slice(row, row + 1)
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in _TENSORS},
+            fusions=tuple(Fusion(f.layer, f.into[rows], f.weight[rows]) for f in self.fusions),
+            precisions=tuple(Precision(p.layer, p.bits[rows]) for p in self.precisions),
+            merges=tuple(CacheMerge(m.layer, m.into[rows]) for m in self.merges),
+        )
+
     def cpu(self) -> PassTrace:
         return dataclasses.replace(
             self,

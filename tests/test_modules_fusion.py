@@ -238,6 +238,26 @@ def test_the_null_is_as_many_random_neighbours() -> None:
     assert abs(int(merged(state).sum()) - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75)
 
 
+@given(st.lists(st.integers(6, 40), min_size=1, max_size=3), st.integers(0, 2), st.integers(1, 4))
+def test_the_least_attended_pairs_fuse_and_never_the_observers(lengths: list[int], extra: int, queries: int) -> None:
+    """A pair is attended as its more attended token; its null spares the observers, too."""
+    one = Pass(lengths, extra=extra, ids=torch.arange(max(lengths) + extra).expand(len(lengths), -1))
+    attention = torch.rand(one.shape, generator=torch.Generator().manual_seed(sum(lengths)))
+    fusion = TokenFusion(criterion="attention", attention_queries=queries, start=0.5, fused_share=0.3, protect_first=0)
+    state, _ = fuse(fusion, one, attention=attention)
+    null = fusion.null(0)
+    assert null is not None
+    by_chance, _ = fuse(null, Pass(lengths, extra=extra, ids=one.ids))
+    assert torch.equal(merged(state).sum(1), merged(by_chance).sum(1))
+    for row, n in enumerate(lengths):
+        columns = range(one.shape[1] - n, one.shape[1] - queries)
+        pairs = sorted(itertools.pairwise(columns), key=lambda pair: float(attention[row, list(pair)].max()))
+        k = math.floor(0.3 * n + 0.5)
+        assert merged(state)[row].nonzero().flatten().tolist() == sorted(t for t, _ in pairs[:k])
+        for which in (state, by_chance):
+            assert not touched(which)[row, one.shape[1] - queries :].any()
+
+
 def test_fusion_may_choose_before_halting() -> None:
     """Table 6: with `first="fusion"` a token that is about to halt may be merged instead."""
     halting = RandomHalting(rate=0.0, window=(0.2, 0.8), forced_ids=list(range(3, 20)), missing_kv="drop")
@@ -296,7 +316,8 @@ def test_tokens_of_diverging_contexts_stay_apart() -> None:
 def fusions() -> st.SearchStrategy[TokenFusion]:
     return st.builds(
         TokenFusion,
-        criterion=st.sampled_from(["l2", "cosine", "random"]),
+        criterion=st.sampled_from(["l2", "cosine", "attention", "random"]),
+        attention_queries=st.sampled_from([3, None]),
         tau_fuse=st.none() | st.just(0.5),
         fused_share=st.sampled_from([0.2, 0.5]),
         start=st.sampled_from([0.2, 0.4]),
@@ -605,8 +626,8 @@ def trained_readout(head: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tor
         ({"rule": "threshold"}, "rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'"),
         ({"tau_fuse": -1.0}, "tau_fuse=-1.0 is out of range"),
         ({"tau_fuse": "15%"}, "tau_fuse='15%' is not a number"),
-        ({"criterion": "l1"}, "criterion='l1' is not one of l2, relative, cosine, random"),
-        ({"criterion": "random", "tau_fuse": "p15"}, "give the probability as a number, or rule='capacity'"),
+        ({"criterion": "l1"}, "criterion='l1' is not one of l2, relative, cosine, attention, random"),
+        ({"criterion": "random", "tau_fuse": "p15"}, "give a number, or rule='capacity'"),
         ({"fused_share": 1.5}, "fused_share=1.5 is out of range; give a number from 0 to 1"),
         ({"fused_share": 0.6, "max_group": 2}, "fused_share=0.6 cannot be reached in groups of at most max_group=2"),
         ({"max_group": 1}, "max_group=1 must be a whole number of at least 2"),

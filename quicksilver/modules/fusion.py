@@ -109,15 +109,17 @@ class TokenFusion(RuntimeModule):
     Args:
         rule: None: `threshold` when `tau_fuse` is given, else `capacity`, which needs no calibration.
         tau_fuse: a number, one per layer, or a percentile of the distances between neighbours such as "p15" (D.3).
-        criterion: `l2`, `relative`, `cosine`: see `NeighbourDistance`. `random`: a hash of seed, layer, slot and token id in
-            [0, 1), so that under `threshold` each pair fuses with probability `tau_fuse`.
+        criterion: which pairs are closest. `l2`, `relative`, `cosine`: see `NeighbourDistance`. `attention`: those that get least
+            from the last `attention_queries` tokens, the more attended of the two; the observers themselves are not fused. Not
+            the paper's: at 30% it cost a tenth of what likeness cost (docs/fusion-and-causality.md). `random`: a hash of seed,
+            layer, slot and token id in [0, 1), so that under `threshold` each pair fuses with probability `tau_fuse`.
         fused_share: for `capacity`: share of a row's real tokens merged away, over all fusion layers together, in equal steps.
         start: fraction of the layers gone through before tokens fuse (conflicts.md #12).
         every: fuse again every so many layers from there on; 0: once.
         max_group: original tokens a super-token may stand for; None: any number.
         merge: a super-token's state is the mean of its parts, weighted by the original tokens in each (`size`), plain (`mean`,
-            D.2), or weighted by the attention each gets from the last `attention_queries` tokens (`attention`, I.3; None: from
-            all).
+            D.2), or weighted by the attention each gets from the last `attention_queries` tokens (`attention`, I.3).
+        attention_queries: the prompt's last so many tokens observe, for either `attention`; None: all, and all may be fused.
         proportional: a super-token draws attention as all its original tokens would: log size is added to its scores (ToMe,
             arXiv 2210.09461). Needs a mask, so that the causal kernel is no longer used.
         first: which mechanism chooses first at a layer (conflicts.md #16): `halting` (2.4), or `fusion` (Table 6).
@@ -133,8 +135,9 @@ class TokenFusion(RuntimeModule):
         tau_context: δ_ctx (D.8): only tokens whose contexts (see `ContextDivergence`) are closer than this fuse; as `tau_fuse`.
         context_window: tokens a context is the mean of.
         decode_every: after every so many tokens that follow the prompt, K/V entries that came since are merged in the layers
-            above `start`: the `fused_share` of neighbours whose keys are closest, into the mean by size. An entry has a slot and
-            no token id, so of the exemptions only `protect_first` and `protect_last` (the newest tokens) hold there. 0: never.
+            above `start`: the `fused_share` of neighbours whose keys are closest (by `l2` where the criterion is attention), into
+            the mean by size. An entry has a slot and no token id, so of the exemptions only `protect_first` and `protect_last`
+            (the newest tokens) hold there. 0: never.
         calibration: a `Calibration` or the path of one; percentiles need it.
         seed: of `random`.
         lookahead: fuse outside prompts too, the paper's variant, which leaks; every number it touches is marked.
@@ -146,7 +149,7 @@ class TokenFusion(RuntimeModule):
 
     rule: Literal["threshold", "capacity"] | None = None
     tau_fuse: Thresholds | None = None
-    criterion: Literal["l2", "relative", "cosine", "random"] = "l2"
+    criterion: Literal["l2", "relative", "cosine", "attention", "random"] = "l2"
     fused_share: float = 0.3
     start: float = 0.4
     every: int = 0
@@ -174,7 +177,7 @@ class TokenFusion(RuntimeModule):
         if self.rule is None:
             self.rule = "capacity" if self.tau_fuse is None else "threshold"
         choice("rule", self.rule, RULES)
-        choice("criterion", self.criterion, (*DISTANCES, "random"))
+        choice("criterion", self.criterion, (*DISTANCES, "attention", "random"))
         choice("merge", self.merge, ("size", "mean", "attention"))
         choice("first", self.first, ("halting", "fusion"))
         number("start", self.start, 0.0, 1.0)
@@ -188,7 +191,7 @@ class TokenFusion(RuntimeModule):
         self.anchors = _anchors(self.anchors)
         self._counts = _counts(self.token_counts, self.rare_below)
         self._check_rule()
-        kind = "l2" if self.criterion == "random" else self.criterion
+        kind: Any = self.criterion if self.criterion in DISTANCES else "l2"
         self._distance, self._context = NeighbourDistance(kind), ContextDivergence(kind, self.context_window)
         self._random = Random(self.seed)
 
@@ -199,14 +202,14 @@ class TokenFusion(RuntimeModule):
         if self.rule == "threshold":
             if self.tau_fuse is None:
                 raise ConfigError("rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'.")
-            if self.criterion == "random" and is_percentile(self.tau_fuse):
+            if self.criterion not in DISTANCES and is_percentile(self.tau_fuse):
                 raise ConfigError(
-                    f"criterion='random' draws numbers from 0 to 1, and tau_fuse={self.tau_fuse!r} is a percentile of measured "
-                    "distances: give the probability as a number, or rule='capacity'."
+                    f"criterion={self.criterion!r} gives numbers from 0 to 1, and tau_fuse={self.tau_fuse!r} is a percentile of "
+                    "measured distances: give a number, or rule='capacity'."
                 )
         if self.tau_attention is not None:
             number("tau_attention", self.tau_attention, -1.0, 1.0)
-            if self.rule == "capacity" or self.criterion == "random":
+            if self.rule == "capacity" or self.criterion not in DISTANCES:
                 raise ConfigError(
                     f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse, and has no meaning with "
                     f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
@@ -238,7 +241,11 @@ class TokenFusion(RuntimeModule):
 
     def null(self, seed: int) -> TokenFusion | None:
         """Random neighbours at the same rate; None for `threshold`, whose rate is known of a run only: `shuffled` matches that."""
-        return replace(self, criterion="random", seed=seed) if self.rule == "capacity" else None
+        if self.rule != "capacity":
+            return None
+        # Chance must spare the observers too, or it would lose for that alone.
+        observers = (self.attention_queries or 0) if self.criterion == "attention" else 0
+        return replace(self, criterion="random", seed=seed, protect_last=max(self.protect_last, observers))
 
     @property
     def calibration_signals(self) -> list[Signal]:
@@ -269,7 +276,7 @@ class TokenFusion(RuntimeModule):
         return layer in self.layers
 
     def wants_attention(self, layer: int) -> bool:
-        return self.merge == "attention" and self.acts_at(layer)
+        return "attention" in (self.merge, self.criterion) and self.acts_at(layer)
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         if view.slots.shape[1] < 2:
@@ -277,8 +284,9 @@ class TokenFusion(RuntimeModule):
         self._check_group(view)
         spared = self._exempt(view)
         neighbour = tokens.left_neighbour()
-        distance = self._distances(view, tokens)
-        eligible = (neighbour != _columns(neighbour)) & ~spared & ~spared.gather(1, neighbour)
+        received = view.attention_received(self.attention_queries) if self.wants_attention(view.layer) else None
+        distance = self._distances(view, tokens, received, neighbour)
+        eligible = (neighbour != _columns(neighbour)) & ~spared & ~spared.gather(1, neighbour) & distance.isfinite()
         if self._tau_context is not None:
             eligible &= self._context(view, tokens) < self._tau_context[view.layer]
         k = None
@@ -292,7 +300,7 @@ class TokenFusion(RuntimeModule):
         if self.tau_attention is not None:
             into = self._pair_by_attention(view, tokens, into, spared)
         if bool((into != _columns(into)).any()):
-            tokens.fuse(into, self._weights(view, tokens))
+            tokens.fuse(into, self._weights(tokens, received))
 
     def _check_group(self, view: LayerView) -> None:
         if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
@@ -301,13 +309,25 @@ class TokenFusion(RuntimeModule):
                 f"give at most {longest}, or null for groups of any size."
             )
 
-    def _distances(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+    def _distances(
+        self, view: LayerView, tokens: TokenState, received: torch.Tensor | None, neighbour: torch.Tensor
+    ) -> torch.Tensor:
         """Of each token and its left neighbour: (B, M)."""
-        return self._random(view, tokens) if self.criterion == "random" else self._distance(view, tokens)
+        if self.criterion == "random":
+            return self._random(view, tokens)
+        if self.criterion != "attention":
+            return self._distance(view, tokens)
+        assert received is not None
+        if self.attention_queries is not None:
+            # Fewer queries see the observers, so their low sums say nothing.
+            taking_part = tokens.active | tokens.newly_halted
+            from_end = taking_part.flip(1).cumsum(1).flip(1)  # 1 = the row's last token
+            received = received.masked_fill(taking_part & (from_end <= self.attention_queries), math.inf)
+        return torch.maximum(received, received.gather(1, neighbour))
 
-    def _weights(self, view: LayerView, tokens: TokenState) -> torch.Tensor | None:
+    def _weights(self, tokens: TokenState, received: torch.Tensor | None) -> torch.Tensor | None:
         if self.merge == "attention":
-            received = view.attention_received(self.attention_queries)
+            assert received is not None
             return received.clamp_min(torch.finfo(torch.float32).tiny ** 0.5)  # parts that nobody looks at share alike
         return torch.ones_like(tokens.size) if self.merge == "mean" else None
 
@@ -384,7 +404,7 @@ class TokenFusion(RuntimeModule):
             distance = (_mix(view.slots ^ _mix(_mix(self.seed) ^ view.layer)) >> 8).float()
         else:
             keys = view.keys.transpose(1, 2).flatten(2)  # (B, K, H_kv · head_dim)
-            distance = apart(keys, keys.gather(1, before[..., None].expand_as(keys)), self.criterion)
+            distance = apart(keys, keys.gather(1, before[..., None].expand_as(keys)), self._distance.kind)
         k = share_of(torch.full_like(view.n_seen, view.n_new), self.fused_share)
         into = group_closest(distance.masked_fill(~eligible, math.inf), view.present, view.size, self.max_group, k)
         return into

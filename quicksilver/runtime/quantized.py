@@ -386,7 +386,7 @@ class _IntegerInputs(NamedTuple):
     def of(cls, x: torch.Tensor, bits: int) -> _IntegerInputs:
         if bits < 8:
             codes = encode(x, bits, None)
-            return cls(codes.code.view(torch.int8), codes.scale[:, None], codes.offset[:, None], x.dtype)
+            return cls(codes.code.view(torch.int8), codes.scale, codes.offset, x.dtype)
         if x.numel() > 2 * PIECE:
             return cls.join([cls.of(piece, bits) for piece in x.split(_rows_a_piece(x))])
         # As `encode` has it, in fewer steps. 0 to 255 does not fit int8: moved down by half its range, and the offset up.

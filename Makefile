@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce-table reproduce-figure readme test test-all lint format train-reference calibrate benchmark environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure readme test test-all lint format train-reference calibrate benchmark environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -22,13 +22,16 @@ help: ## this list
 	@echo
 	@echo 'Variables: TABLE=11  FIGURE=n  MODEL=gpt2-large  DATASET=wikitext103  ARGS="measure.repeats=9 data.root=/folder"  PYTHON=python3.12'
 
+reproduce: $(STAMP) ## every table and figure: runs what has no record yet, goes on where it was stopped (MODEL, DATASET, ARGS)
+	@$(PY) -m quicksilver.reproduce all $(SELECTED)
+
 reproduce-table: $(STAMP) ## run what a table of the paper still needs, print and write it (TABLE, MODEL, DATASET, ARGS)
 	@$(PY) -m quicksilver.reproduce table $(TABLE) $(SELECTED)
 
 reproduce-figure: $(STAMP) ## the same for a figure (FIGURE, MODEL, DATASET, ARGS)
 	@$(PY) -m quicksilver.reproduce figure $(or $(FIGURE),$(error say which figure: make reproduce-figure FIGURE=8)) $(SELECTED)
 
-readme: $(STAMP) ## put the written tables into README.md
+readme: $(STAMP) ## put the written tables and figures into README.md
 	@$(PY) -m quicksilver.reproduce readme
 
 test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)

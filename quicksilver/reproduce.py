@@ -2,9 +2,11 @@
 
     python -m quicksilver.reproduce list
     python -m quicksilver.reproduce table 11 model=reference-gpt2 dataset=python-docs measure.repeats=9
+    python -m quicksilver.reproduce figure 8
+    python -m quicksilver.reproduce all
     python -m quicksilver.reproduce readme
 
-Exit code: 0 everything is there; 1 a run failed (what could be built was built); 2 the request makes no sense; 130 interrupted.
+Exit code: 0 everything is there; 1 something failed (what could be built was built); 2 the request makes no sense; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts, find
+from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts, find, listing
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
     from quicksilver.harness.record import Record
-    from quicksilver.harness.run import Planned, Progress
+    from quicksilver.harness.run import Planned, Progress, Workplace
+    from quicksilver.report.figures import Figure
+    from quicksilver.report.tables import Table
 
 NOT_YET = "not in this version"
 REFUSED = "refused under all: looks ahead"
@@ -42,12 +47,13 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words)
     try:
         if arguments.what == "list":
-            for artefact in artefacts():
-                print(f"{artefact.kind} {artefact.number}: {artefact.title}")
+            print(listing(artefacts()))
             return 0
         if arguments.what == "readme":
-            print(fill_readme(Path(__file__).resolve().parent.parent / "README.md", Path(arguments.tables)))
+            print(fill_readme(Path(__file__).resolve().parent.parent / "README.md", Path(arguments.results)))
             return 0
+        if arguments.what == "all":
+            return reproduce_all(arguments.overrides)
         return reproduce(find(arguments.what, arguments.number), arguments.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -61,17 +67,21 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m quicksilver.reproduce", description="Remake a table or figure of the paper.")
-    commands = parser.add_subparsers(dest="what", required=True, metavar="{table,figure,list,readme}")
-    for kind in ("table", "figure"):
-        command = commands.add_parser(kind, help=f"remake one {kind}: runs what has no record yet")
-        command.add_argument("number", help="its number in the paper (`list` says which there are)")
+    parser = argparse.ArgumentParser(
+        prog="python -m quicksilver.reproduce", description="Remake tables and figures of the paper."
+    )
+    commands = parser.add_subparsers(dest="what", required=True, metavar="{table,figure,all,list,readme}")
+    for what in ("table", "figure", "all"):
+        said = "remake every table and figure" if what == "all" else f"remake one {what}"
+        command = commands.add_parser(what, help=f"{said}: runs what has no record yet")
+        if what != "all":
+            command.add_argument("number", help="its number in the paper (`list` says which there are)")
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", help="model=…, dataset=…, measure.repeats=…, results_dir=…"
         )
     commands.add_parser("list", help="which tables and figures there are")
-    readme = commands.add_parser("readme", help="put the written tables into README.md")
-    readme.add_argument("tables", nargs="?", default="results/tables", help="folder of the written tables")
+    readme = commands.add_parser("readme", help="put the written tables and figures into README.md")
+    readme.add_argument("results", nargs="?", default="results", help="folder that holds tables/ and figures/")
     return parser
 
 
@@ -100,34 +110,58 @@ def reproduce(artefact: Artefact, overrides: Sequence[str]) -> int:
         ConfigError: overrides that no run of the artefact could have.
         QuickSilverError: the model or the text cannot be had.
     """
+    from quicksilver.harness.run import Workplace
+
+    plain = _plain(overrides)
+    jobs = [_job(row, overrides) for row in artefact.experiment.rows()]
+    _run_missing(jobs, Workplace())
+    failed = [job for job in jobs if job.error is not None]
+    if jobs and all(job.record is None for job in jobs):
+        _explain(failed)
+        print(f"Nothing could be measured, so there is no {artefact.kind}.", file=sys.stderr)
+        return 1
+    made = _build(artefact, jobs, plain, overrides)
+    print(made.product.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    print(made.distance)
+    print("Written: " + ", ".join(map(str, made.written)))
+    _explain(failed)
+    return 1 if failed else 0
+
+
+def _plain(overrides: Sequence[str]) -> RunConfig:
+    """The config that the words of the command line alone compose.
+
+    Raises:
+        ConfigError: words that no artefact takes.
+    """
     from quicksilver.harness.config import compose
     from quicksilver.harness.stats import MIN_WINDOWS
-    from quicksilver.harness.store import Store
-    from quicksilver.report.compare import committed, distance
 
     _check_words(overrides)
     plain = compose(list(overrides))
     if plain.dataset.windows is not None and plain.dataset.windows < MIN_WINDOWS:
         raise ConfigError(f"dataset.windows={plain.dataset.windows}: intervals need at least {MIN_WINDOWS} windows.")
-    jobs = [_job(row, overrides) for row in artefact.experiment.rows()]
-    _run_missing(jobs)
+    return plain
 
-    failed = [job for job in jobs if job.error is not None]
-    if all(job.record is None for job in jobs):
-        _explain(failed)
-        print(f"Nothing could be measured, so there is no {artefact.kind}.", file=sys.stderr)
-        return 1
+
+@dataclass(frozen=True)
+class _Made:
+    product: Table | Figure
+    distance: str  # from the committed one, in a sentence
+    written: list[Path]
+
+
+def _build(artefact: Artefact, jobs: Sequence[_Job], plain: RunConfig, overrides: Sequence[str]) -> _Made:
+    """Make the artefact from its records and write it into results/tables or results/figures."""
+    from quicksilver.harness.store import Store
+    from quicksilver.report.compare import committed, distance
+
     store = Store(plain.results_dir)
     outcomes = [Outcome(job.row, job.record, store.dense_of(job.record) if job.record else None, job.reason) for job in jobs]
-    table = artefact.experiment.table(outcomes, _name(artefact, plain, overrides))
-
-    folder = Path(plain.results_dir) / "tables"
-    reference = committed(folder / f"{table.name}.csv")
-    print(table.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-    print(distance(table.frame, reference, f"{table.name}.csv"))
-    print("Written: " + ", ".join(map(str, table.write(folder))))
-    _explain(failed)
-    return 1 if failed else 0
+    product = artefact.build(outcomes, _name(artefact, plain, overrides))
+    folder = Path(plain.results_dir) / f"{artefact.kind}s"
+    reference = committed(folder / f"{product.name}.csv")
+    return _Made(product, distance(product.frame, reference, f"{product.name}.csv"), product.write(folder))
 
 
 def _check_words(overrides: Sequence[str]) -> None:
@@ -176,15 +210,17 @@ def _job(row: Row, overrides: Sequence[str]) -> _Job:
     return job
 
 
-def _run_missing(jobs: Sequence[_Job]) -> None:
+def _run_missing(jobs: Sequence[_Job], workplace: Workplace, *, may_differ: bool = False) -> None:
     """Give every job with a config its record, or its error.
 
-    Raises:
-        QuickSilverError: what the first run needs (model, text) cannot be had; all others need it too.
-    """
-    from quicksilver.harness.run import Workplace, ensure, plan
+    Args:
+        may_differ: the jobs are of several artefacts, whose models and texts are their own.
 
-    workplace = Workplace()
+    Raises:
+        QuickSilverError: what the first run needs (model, text) cannot be had, and all others need it too.
+    """
+    from quicksilver.harness.run import ensure, plan
+
     waiting: list[_Job] = []
     for job in jobs:
         if job.config is None:
@@ -192,7 +228,7 @@ def _run_missing(jobs: Sequence[_Job]) -> None:
         try:
             plan([job.config], workplace)
         except QuickSilverError as error:
-            if not waiting:
+            if not waiting and not may_differ:
                 raise
             job.fail(error)
         else:
@@ -201,26 +237,26 @@ def _run_missing(jobs: Sequence[_Job]) -> None:
         configs = [job.config for job in waiting if job.config is not None]
         try:
             with _progress(plan(configs, workplace)) as report:
-                records = ensure(configs, progress=report)
+                records = ensure(configs, progress=report, workplace=workplace)
         except Exception as error:
             if not isinstance(error, QuickSilverError):
                 traceback.print_exc()  # a fault of ours or of a library: the one line of the summary would not do
-            waiting = _without_failed(waiting, error)
+            waiting = _without_failed(waiting, error, workplace)
             continue
         for job, record in zip(waiting, records, strict=True):
             job.record = record
         return
 
 
-def _without_failed(waiting: Sequence[_Job], error: Exception) -> list[_Job]:
+def _without_failed(waiting: Sequence[_Job], error: Exception, workplace: Workplace) -> list[_Job]:
     """Mark the jobs that the run which just failed stood for (rows may share one; all rows of a protocol need its dense run)."""
     from quicksilver.harness.run import plan
 
-    planned = {job.row: plan([job.config]) for job in waiting if job.config is not None}
-    broken = next(step.fingerprint for steps in planned.values() for step in steps if not step.done)
+    planned = [plan([job.config], workplace) if job.config is not None else [] for job in waiting]
+    broken = next(step.fingerprint for steps in planned for step in steps if not step.done)
     left = []
-    for job in waiting:
-        if any(step.fingerprint == broken for step in planned[job.row]):
+    for job, steps in zip(waiting, planned, strict=True):
+        if any(step.fingerprint == broken for step in steps):
             job.fail(error)
         else:
             left.append(job)
@@ -248,15 +284,80 @@ def _progress(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
             f"{len(steps)} runs behind this, {len(steps) - missing} with a record, {missing} to do.", file=sys.stderr, flush=True
         )
     announced: set[int] = set()
+    started = time.monotonic()
     with progress_bar() as bar:
 
         def show(progress: Progress) -> None:
             bar(progress)
             if not sys.stderr.isatty() and progress.run not in announced:
                 announced.add(progress.run)
-                print(f"[{progress.run + 1}/{progress.runs}] {progress.label}", file=sys.stderr, flush=True)
+                left = _time_left(time.monotonic() - started, progress.fraction)
+                print(f"[{progress.run + 1}/{progress.runs}] {progress.label}{left}", file=sys.stderr, flush=True)
 
         yield show
+
+
+def _time_left(seconds: float, fraction: float) -> str:
+    """`, about 12 min left`; nothing as long as nothing is done."""
+    if fraction <= 0:
+        return ""
+    left = seconds * (1 - fraction) / fraction
+    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------------------
+
+
+def reproduce_all(overrides: Sequence[str]) -> int:
+    """Every table and figure: run what is missing for any of them, then build one after another; returns the exit code.
+
+    What fails is named at the end; all others are built.
+
+    Raises:
+        ConfigError: overrides that no run could have.
+        QuickSilverError: the model or the text of the overrides cannot be had.
+    """
+    from quicksilver.harness.run import Workplace, plan
+
+    plain, workplace = _plain(overrides), Workplace()
+    plan([plain], workplace)
+    work: dict[Artefact, list[_Job]] = {}
+    troubles: dict[Artefact, str] = {}
+    for artefact in artefacts():
+        with _collected(troubles, artefact):
+            work[artefact] = [_job(row, overrides) for row in artefact.experiment.rows()]
+    _run_missing([job for jobs in work.values() for job in jobs], workplace, may_differ=True)
+    for artefact, jobs in work.items():
+        failed = [job for job in jobs if job.error is not None]
+        if failed:
+            troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
+        if jobs and all(job.record is None for job in jobs):
+            troubles[artefact] = "nothing could be measured"
+            continue
+        with _collected(troubles, artefact):
+            made = _build(artefact, jobs, plain, overrides)
+            print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
+    _explain([job for jobs in work.values() for job in jobs if job.error is not None])
+    for artefact, trouble in troubles.items():
+        print(f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {_command(artefact, overrides)}", file=sys.stderr)
+    total = len(artefacts())
+    print(f"{total - len(troubles)} of {total} tables and figures are complete, in {plain.results_dir}/tables and figures.")
+    return 1 if troubles else 0
+
+
+@contextmanager
+def _collected(troubles: dict[Artefact, str], artefact: Artefact) -> Iterator[None]:
+    """Keep what goes wrong with one artefact from the others."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, QuickSilverError):
+            traceback.print_exc()
+        troubles[artefact] = str(error) or repr(error)
+
+
+def _command(artefact: Artefact, overrides: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "quicksilver.reproduce", artefact.kind, artefact.numbers[0], *overrides])
 
 
 # --- README ---------------------------------------------------------------------------------------------------------------------
@@ -264,23 +365,28 @@ def _progress(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
 _MARKED = re.compile(r"(<!-- (\w+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
 
-def fill_readme(readme: Path, tables: Path) -> str:
-    """Put every written table between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; says what was done.
+def fill_readme(readme: Path, results: Path) -> str:
+    """Put every written table or figure between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; says what was done.
 
     Raises:
-        ConfigError: no README there, or a marked table that was not written yet.
+        ConfigError: no README there, or something marked that was not written yet.
     """
     if not readme.is_file():
         raise ConfigError(f"{readme} is not there: this command is for a clone of the repository.")
+    titles = {artefact.name: artefact.title for artefact in artefacts()}
     names = []
 
     def filled(match: re.Match[str]) -> str:
-        path = tables / f"{match[2]}.md"
+        name = match[2]
+        kind = "figure" if name.startswith("figure") else "table"
+        path = results / f"{kind}s" / f"{name}.{'png' if kind == 'figure' else 'md'}"
         if not path.is_file():
-            raise ConfigError(
-                f"{path} is not there: make it first, make reproduce-table TABLE={match[2].removeprefix('table').lstrip('0')}."
-            )
-        names.append(match[2])
+            number = name.removeprefix(kind).split("_")[0].lstrip("0")
+            raise ConfigError(f"{path} is not there: make it first, make reproduce-{kind} {kind.upper()}={number}.")
+        names.append(name)
+        if kind == "figure":
+            title = titles.get(name, name)
+            return f"{match[1]}![{title[:1].upper()}{title[1:]}]({path.as_posix()})\n{match[3]}"
         # One level deeper: the table is a part of the README.
         return match[1] + re.sub(r"^#", "##", path.read_text(encoding="utf-8"), flags=re.MULTILINE) + match[3]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 import quicksilver.harness.config as harness_config
 import quicksilver.harness.run as harness_run
+import quicksilver.report.artefacts as report_artefacts
 from quicksilver import reproduce
 from quicksilver.harness.config import RunConfig
 from quicksilver.harness.run import Planned
@@ -48,7 +50,7 @@ class Harness:
         self.names = {step.fingerprint: name for name, step in steps.items()}
         return list(steps.values())
 
-    def ensure(self, configs, *, progress=None):
+    def ensure(self, configs, *, progress=None, workplace=None):
         missing = [step for step in self.plan(configs) if not step.done]
         for number, step in enumerate(missing):
             name = self.names[step.fingerprint]
@@ -97,7 +99,8 @@ def test_the_list_names_what_there_is(capsys):
 
 def test_files_are_found_by_their_names(tmp_path):
     for name in (
-        "figure08_speed.py",
+        "figure08_15_speed.py",
+        "figure02_mechanisms.py",
         "table02_pos.py",
         "table11_ablation.py",
         "figure02b_kv.py",
@@ -110,17 +113,40 @@ def test_files_are_found_by_their_names(tmp_path):
     assert found == [
         ("table", "2", "table02"),
         ("table", "11", "table11"),
-        ("figure", "2b", "figure2b"),
-        ("figure", "8", "figure08"),
+        ("figure", "2", "figure02"),
+        ("figure", "2b", "figure02b"),
+        ("figure", "8/15", "figure08_15"),
     ]
-    assert artefacts(tmp_path)[0].title == "a title"
+    assert {artefact.title for artefact in artefacts(tmp_path)} == {"a title"}
+
+
+def test_a_file_answers_all_its_numbers_and_their_parts(tmp_path, monkeypatch):
+    for name in ("figure08_15_speed.py", "figure02_mechanisms.py", "figure02b_kv.py", "table02_pos.py"):
+        (tmp_path / name).write_text('"""Figures 8 and 15: a title."""\n')
+    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: tmp_path)
+    answers = {number: find("figure", number).name for number in ("8", "15", "08", "8/15", "2", "2a", "2B", "2d")}
+    assert answers == {
+        **dict.fromkeys(("8", "15", "08", "8/15"), "figure08_15"),
+        **dict.fromkeys(("2", "2a", "2d"), "figure02"),
+        "2B": "figure02b",
+    }
+    for number in ("1", "5", "8/2", "b", ""):
+        with pytest.raises(ConfigError, match=r"There is:\n  table 2: a title\n  figure 2: "):
+            find("figure", number)
+
+
+def test_a_figure_without_its_library_says_what_to_install(tmp_path):
+    (tmp_path / "figure08_speed.py").write_text('"""Figure 8: a title."""\nimport matplotlib_of_another_world\n')
+    (artefact,) = artefacts(tmp_path)
+    with pytest.raises(ConfigError, match="figure 8 needs matplotlib_of_another_world.*pip install"):
+        _ = artefact.experiment
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["table", "99"], ["no table 99", "table 11"]),
-        (["figure", "11"], ["no figure 11", "table 11"]),
+        (["figure", "99"], ["no figure 99", "table 11"]),
         (["table", "11", "model=gpt5"], ["model=gpt5", "reference-gpt2", "llama2-7b"]),
         (["table", "11", "dataset=python-doc"], ["dataset=python-doc", "python-docs"]),
         (["table", "11", "protocol=all"], ["protocol=all", "quicksilver.run"]),
@@ -198,7 +224,7 @@ def test_a_model_that_cannot_be_had_is_one_message(harness, monkeypatch, capsys)
 
 
 def test_an_interruption_says_how_to_go_on(harness, monkeypatch, capsys):
-    def interrupted(configs, *, progress=None):
+    def interrupted(configs, *, progress=None, workplace=None):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(harness_run, "ensure", interrupted)
@@ -290,16 +316,121 @@ def test_the_committed_version_is_that_of_head(made, harness):
 # --- README ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_takes_the_written_table(tmp_path):
-    readme, tables = tmp_path / "README.md", tmp_path / "tables"
-    readme.write_text("before\n<!-- table11:begin -->\nold\n<!-- table11:end -->\nafter\n")
+def test_the_readme_takes_written_tables_and_figures(tmp_path):
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text(
+        "before\n<!-- table11:begin -->\nold\n<!-- table11:end -->\n<!-- figure08_15:begin -->\n<!-- figure08_15:end -->\n"
+    )
     with pytest.raises(ConfigError, match="TABLE=11"):
-        reproduce.fill_readme(readme, tables)
-    tables.mkdir()
-    (tables / "table11.md").write_text("## Title\n\n| a |\n")
+        reproduce.fill_readme(readme, results)
+    (results / "tables").mkdir(parents=True)
+    (results / "tables" / "table11.md").write_text("## Title\n\n| a |\n")
+    with pytest.raises(ConfigError, match="FIGURE=8"):
+        reproduce.fill_readme(readme, results)
+    (results / "figures").mkdir()
+    (results / "figures" / "figure08_15.png").write_bytes(b"")
     for _ in range(2):
-        assert "table11" in reproduce.fill_readme(readme, tables)
-        assert readme.read_text() == "before\n<!-- table11:begin -->\n### Title\n\n| a |\n<!-- table11:end -->\nafter\n"
+        assert "table11, figure08_15" in reproduce.fill_readme(readme, results)
+        table, figure = readme.read_text().split("<!-- table11:end -->\n")
+        assert table == "before\n<!-- table11:begin -->\n### Title\n\n| a |\n"
+        assert figure.splitlines()[1].endswith(f"]({results}/figures/figure08_15.png)")
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------------
+
+EXPERIMENTS = {
+    "table01_data.py": """
+import pandas as pd
+from quicksilver.report.tables import Column, Panel, Table
+def rows():
+    return ()
+def table(outcomes, name):
+    frame = pd.DataFrame({"panel": ["p"], "section": [""], "a": [1.5]})
+    return Table(name, "Data alone", frame, (Panel("p", "P", (Column("", "a", lambda row: (f"{row['a']}",)),)),))
+""",
+    "figure04_curve.py": """
+import pandas as pd
+from quicksilver.report.artefacts import Row
+from quicksilver.report.figures import Figure, panels, style
+def rows():
+    return [Row("", "", m, m, ("protocol=all", f"modules=[{m}]")) for m in ("halting", "adaptive_quantization")]
+def figure(outcomes, name):
+    frame = pd.DataFrame([{"key": o.row.key, "ppl": o.record["ppl"] if o.record else None} for o in outcomes])
+    with style():
+        drawing, axes = panels()
+        axes[0, 0].bar(frame["key"], frame["ppl"])
+    return Figure(name, "Perplexity", frame, drawing, ("Nothing more.",))
+""",
+    "table09_broken.py": """
+from quicksilver.report.artefacts import Row
+def rows():
+    return [Row("", "", "k", "k", ("protocol=all", "modules=[kv_skipping]", "modules.kv_skipping.criterion=attention", "modules.kv_skipping.tau_kv=0.1"))]
+def table(outcomes, name):
+    raise ZeroDivisionError("a fault in this file")
+""",
+}
+
+
+@pytest.fixture
+def experiments(tmp_path, monkeypatch):
+    folder = tmp_path / "experiments"
+    folder.mkdir()
+    for name, code in EXPERIMENTS.items():
+        (folder / name).write_text(f'"""Table 1: a title."""\n{code}')
+    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: folder)
+    return folder
+
+
+def files(harness: Harness) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for kind in ("tables", "figures") for p in (harness.results / kind).glob("*")}
+
+
+def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, capsys):
+    assert reproduce.main(["all", f"results_dir={harness.results}"]) == 1
+    said = capsys.readouterr()
+    assert set(files(harness)) == {f"table01.{s}" for s in ("md", "csv", "tex")} | {
+        f"figure04.{s}" for s in ("svg", "png", "csv")
+    }
+    assert "table 9: nothing could be measured" in said.err  # refused under all
+    assert "quicksilver.reproduce table 9" in said.err
+    assert "2 of 3" in said.out
+
+    (experiments / "table09_broken.py").write_text(
+        EXPERIMENTS["table09_broken.py"].replace("criterion=attention", "criterion=halted")
+    )
+    harness.broken = {"adaptive_quantization all"}
+    before = files(harness)
+    harness.made.clear()
+    shutil.rmtree(Store(harness.results).path(fakes.fingerprint("adaptive_quantization all")))
+    assert reproduce.main(["all", f"results_dir={harness.results}"]) == 1
+    said = capsys.readouterr()
+    assert harness.made == ["kv_skipping all"]  # the rest has its records
+    assert "ZeroDivisionError" in said.err
+    assert "table 9: a fault in this file" in said.err
+    assert "figure 4: 1 of 2 rows have no record" in said.err
+    assert files(harness)["figure04.csv"] != before["figure04.csv"]
+
+    harness.broken = set()
+    (experiments / "table09_broken.py").unlink()
+    assert reproduce.main(["all", f"results_dir={harness.results}"]) == 0
+    assert files(harness) == before
+    assert "2 of 2" in capsys.readouterr().out
+
+
+def test_all_of_a_model_that_cannot_be_had_is_one_message(harness, experiments, monkeypatch, capsys):
+    def refuse(configs, workplace=None):
+        raise ConfigError("gpt2-large: the hub cannot be reached.")
+
+    monkeypatch.setattr(harness_run, "plan", refuse)
+    assert reproduce.main(["all", "model=gpt2-large"]) == 2
+    assert capsys.readouterr().err.count("cannot be reached") == 1
+
+
+def test_a_figure_is_made_like_a_table(harness, experiments, capsys):
+    assert reproduce.main(["figure", "4", f"results_dir={harness.results}"]) == 0
+    said = capsys.readouterr().out
+    assert "Drawn: 2 rows of key, ppl." in said
+    assert str(harness.results / "figures" / "figure04.svg") in said
 
 
 def test_a_name_without_a_table_cannot_be_found():

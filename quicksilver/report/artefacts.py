@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from quicksilver.harness.record import Record
 from quicksilver.report.tables import Table
 from quicksilver.runtime.errors import ConfigError
 
-_FILE_NAME = re.compile(r"(table|figure)(\d+[a-z]?)_\w+\.py")
+if TYPE_CHECKING:  # matplotlib is for who draws
+    from quicksilver.report.figures import Figure
+
+_FILE_NAME = re.compile(r"(table|figure)(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*\.py")
 
 
 @dataclass(frozen=True)
@@ -52,44 +55,83 @@ class Outcome:
 
 
 class Experiment(Protocol):
-    """What a file of `experiments/` provides."""
+    """What a file of `experiments/` provides: the runs, and `table` or `figure`, as its name says."""
 
     def rows(self) -> Sequence[Row]:
-        """The rows, in printed order."""
+        """The rows, in printed order; none for what is data alone."""
         ...
 
     def table(self, outcomes: Sequence[Outcome], name: str) -> Table:
         """The table called `name`, from one outcome a row."""
         ...
 
+    def figure(self, outcomes: Sequence[Outcome], name: str) -> Figure:
+        """The figure called `name`, from one outcome a row."""
+        ...
+
 
 @dataclass(frozen=True)
 class Artefact:
-    """One table or figure of the paper and the file that makes it."""
+    """One table or figure of the paper, or several that one picture answers, and the file that makes it.
+
+    Attributes:
+        kind: table or figure.
+        numbers: its numbers in the paper, without leading zeros: `("8", "15")`, `("2b",)`.
+        path: the file.
+    """
 
     kind: str
-    number: str
+    numbers: tuple[str, ...]
     path: Path
 
     @property
+    def number(self) -> str:
+        """`8/15`: for people."""
+        return "/".join(self.numbers)
+
+    @property
     def name(self) -> str:
-        """`table11`: base name of what is written."""
-        return f"{self.kind}{int(self.number):02d}" if self.number.isdecimal() else f"{self.kind}{self.number}"
+        """`table11`, `figure08_15`: base name of what is written."""
+        return self.kind + "_".join(_two_digits(number) for number in self.numbers)
+
+    @property
+    def order(self) -> tuple[bool, int, str]:
+        """Tables first, then by number."""
+        return self.kind != "table", _digits(self.numbers[0]), self.numbers[0]
+
+    def answers(self, number: str) -> bool:
+        """Whether it is asked for by `number`: one of its own, or a part of one (`2b` of figure 2)."""
+        return number in self.numbers or (number[-1:].isalpha() and number[:-1] in self.numbers)
+
+    def build(self, outcomes: Sequence[Outcome], name: str) -> Table | Figure:
+        """The table or figure called `name`."""
+        return self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
 
     @cached_property
     def title(self) -> str:
         """First line of the file's docstring, without `Table 11:`."""
         docstring = ast.get_docstring(ast.parse(self.path.read_text(encoding="utf-8"))) or self.path.stem
-        return re.sub(r"^(Table|Figure) \w+: ", "", docstring.splitlines()[0]).rstrip(".")
+        return re.sub(r"^(Table|Figure)s? [^:]+: ", "", docstring.splitlines()[0]).rstrip(".")
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The file, imported."""
+        """The file, imported.
+
+        Raises:
+            ConfigError: it needs a library that is not installed.
+        """
         spec = importlib.util.spec_from_file_location(f"quicksilver_{self.path.stem}", self.path)
         assert spec is not None  # a .py file always has a loader
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] == "quicksilver":
+                raise
+            raise ConfigError(
+                f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver[plots]'."
+            ) from error
         return cast(Experiment, module)
 
 
@@ -106,21 +148,37 @@ def artefacts(folder: Path | None = None) -> list[Artefact]:
     for path in sorted((folder or experiments_folder()).iterdir()):
         match = _FILE_NAME.fullmatch(path.name)
         if match:
-            found.append(Artefact(match[1], match[2].lstrip("0") or "0", path))
-    return sorted(
-        found, key=lambda artefact: (artefact.kind != "table", int(re.sub(r"\D", "", artefact.number)), artefact.number)
-    )
+            found.append(Artefact(match[1], tuple(map(_plain, match[2].split("_"))), path))
+    return sorted(found, key=lambda artefact: artefact.order)
 
 
 def find(kind: str, number: str) -> Artefact:
-    """The artefact `kind` `number`.
+    """The artefact `kind` `number`; `2`, `02` and `2b` find figure 2, `8`, `15` and `8/15` figure 8/15.
 
     Raises:
         ConfigError: there is none; names those that there are.
     """
     there = artefacts()
-    for artefact in there:
-        if (artefact.kind, artefact.number) == (kind, number.strip().lower().lstrip("0")):
+    asked = [_plain(part) for part in re.split(r"[/_,]", number.strip().lower())]
+    # A file of its own for `2b` comes before the one of all of figure 2.
+    for artefact in sorted(there, key=lambda artefact: not set(asked) <= set(artefact.numbers)):
+        if artefact.kind == kind and all(map(artefact.answers, asked)):
             return artefact
-    listing = "\n".join(f"  {artefact.kind} {artefact.number}: {artefact.title}" for artefact in there)
-    raise ConfigError(f"There is no {kind} {number} in this version. There is:\n{listing}")
+    raise ConfigError(f"There is no {kind} {number} in this version. There is:\n{listing(there)}")
+
+
+def listing(there: Sequence[Artefact]) -> str:
+    """One line an artefact."""
+    return "\n".join(f"  {artefact.kind} {artefact.number}: {artefact.title}" for artefact in there)
+
+
+def _plain(number: str) -> str:
+    return number.lstrip("0") or "0"
+
+
+def _digits(number: str) -> int:
+    return int(re.sub(r"\D", "", number))
+
+
+def _two_digits(number: str) -> str:
+    return f"{_digits(number):02d}{number.lstrip('0123456789')}"

@@ -18,6 +18,8 @@ _COMPARED = (
     ("perplexity", "ppl", ""),
     ("executed FLOPs saved", "executed_flops_saved_pct", " points"),
 )
+# Names of quantities that belong to the machine and the moment.
+_OF_THE_MACHINE = ("_ms", "_j", "speedup", "latency", "seconds", "gco2", "noise_floor", "load_average", "memory_bytes", "record")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,35 @@ def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
     """One sentence: how far apart, over how many rows, or why there is nothing to compare."""
     if reference is None:
         return f"There is no committed {name} to compare with."
+    if {"panel", "key", "status", *_SAME, *(column for _, column, _ in _COMPARED)} <= set(made.columns):
+        return _effects_distance(made, reference)
+    # As text and back, because that is how the committed one was kept.
+    return _free_distance(pd.read_csv(io.StringIO(made.to_csv(index=False, float_format="%.8g"))), reference)
+
+
+def _free_distance(made: pd.DataFrame, reference: Committed) -> str:
+    """Frames of any columns: the largest difference, quantities of this machine's clock left out."""
+    there = reference.frame
+    if list(made.columns) != list(there.columns) or len(made) != len(there):
+        return f"Against {reference.origin}: not comparable, other rows or columns ({len(made)} rows here, {len(there)} there)."
+    apart: dict[str, float] = {}
+    for column in made.columns:
+        if any(word in column for word in _OF_THE_MACHINE):
+            continue
+        here, other = made[column], there[column]
+        if pd.api.types.is_numeric_dtype(here) and pd.api.types.is_numeric_dtype(other):
+            apart[column] = float((here.astype(float) - other.astype(float)).abs().max())
+        elif not here.astype(str).equals(other.astype(str)):
+            return f"Against {reference.origin}: {column} has other entries."
+    worst = max(apart, key=lambda column: apart[column], default=None)
+    if worst is None or not apart[worst] > 0:
+        return f"Against {reference.origin}: {len(made)} rows compared, no difference."
+    return f"Against {reference.origin}: {len(made)} rows compared, at most {apart[worst]:.2g} apart ({worst})."
+
+
+def _effects_distance(made: pd.DataFrame, reference: Committed) -> str:
+    if not {"panel", "key", "status", *_SAME} <= set(reference.frame.columns):
+        return f"Against {reference.origin}: not comparable, other columns."
     here, there = (frame[frame["status"] == MEASURED].set_index(["panel", "key"]) for frame in (made, reference.frame))
     both = here.merge(there, left_index=True, right_index=True, suffixes=("", "_committed"))
     if both.empty:

@@ -5,9 +5,7 @@ The frame is the result; everything printed is derived from it. The same frame g
 
 from __future__ import annotations
 
-import os
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+
+from quicksilver.report.writing import wrapped, write_files
 
 Lines = tuple[str, ...]
 
@@ -68,8 +68,8 @@ class Table:
         parts = [self.title, "=" * len(self.title)]
         for panel in self.panels:
             parts += ["", panel.title, "-" * len(panel.title), "", *_panel_text(panel, self._sections(panel), width), ""]
-            parts += _wrapped(panel.notes, width)
-        return "\n".join([*parts, "", *_wrapped(self.legend, width)]) + "\n"
+            parts += wrapped(panel.notes, width)
+        return "\n".join([*parts, "", *wrapped(self.legend, width)]) + "\n"
 
     def markdown(self) -> str:
         """GitHub-flavoured Markdown; the lines of a cell are joined by `<br>`, sections are rows in bold."""
@@ -99,15 +99,8 @@ class Table:
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<name>.md`, `.csv` and `.tex` into `folder`; each file appears whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        for suffix, content in (("md", self.markdown()), ("csv", self.csv()), ("tex", self.latex())):
-            path = folder / f"{self.name}.{suffix}"
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
-            partial.write_text(content, encoding="utf-8", newline="\n")
-            partial.replace(path)
-            written.append(path)
-        return written
+        contents = {"md": self.markdown(), "csv": self.csv(), "tex": self.latex()}
+        return write_files(folder, {f"{self.name}.{suffix}": content.encode() for suffix, content in contents.items()})
 
     def _sections(self, panel: Panel) -> list[tuple[str, list[list[Lines]]]]:
         """(section, rows of cells) in the frame's order."""
@@ -162,7 +155,7 @@ def _panel_text(panel: Panel, sections: list[tuple[str, list[list[Lines]]]], wid
     hidden = [column for i, column in enumerate(panel.columns) if i not in shown]
     if hidden:
         names = ", ".join(" ".join(filter(None, (column.group, column.header))) for column in hidden)
-        yield from _wrapped([f"Narrow terminal: left out {names}. The written files have every column."], width)
+        yield from wrapped([f"Narrow terminal: left out {names}. The written files have every column."], width)
 
 
 def _widths(columns: Sequence[Column], sections: list[tuple[str, list[list[Lines]]]]) -> list[int]:
@@ -179,15 +172,6 @@ def _widths(columns: Sequence[Column], sections: list[tuple[str, list[list[Lines
 
 def _total(members: Sequence[int], widths: Sequence[int]) -> int:
     return sum(widths[i] for i in members) + len(_GAP) * (len(members) - 1)
-
-
-def _wrapped(lines: Sequence[str], width: int | None) -> list[str]:
-    """Wrap at `width` (150 where there is none) with a hanging indent; never inside a word, so that a command can be copied."""
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, width or 150, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    ]
 
 
 def _md(text: str) -> str:

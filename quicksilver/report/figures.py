@@ -1,0 +1,145 @@
+"""A figure that is written the same way everywhere: SVG and PNG to look at, CSV with what was drawn.
+
+The picture carries its title and its caption, so that it says what it is wherever it is copied to. The same drawing gives the same
+bytes: no dates, no software names, no random ids.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import seaborn
+from cycler import cycler
+from matplotlib.figure import Figure as Drawing
+
+from quicksilver.report.writing import wrapped, write_files
+
+# Ordered from dark to light, so that neighbours differ when printed in grey; lines and bars differ by dash, marker and hatch as well.
+PALETTE = ("#14213d", "#9b2226", "#1f7a8c", "#ca6702", "#83b692", "#e9c46a")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
+HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "++++")
+SEQUENTIAL = "viridis"  # lightness rises all the way: heatmaps stay readable in grey
+GREY = "#8a8a8a"
+
+_CAPTION_SIZE = 6.5  # points
+_CHARACTERS_AN_INCH = 20  # of the caption's font, with a little room to spare
+_DPI = 160
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with what it shows.
+
+    Attributes:
+        name: base name of the files, for example `figure08_15`.
+        title: one line above the picture.
+        frame: what is drawn, in pandas; written as CSV.
+        drawing: made inside `style()`, see `panels`.
+        caption: sentences below the picture; they say model, data, protocol, execution and records (`report.provenance.notes`).
+        extras: further files by their suffix, for example `{"gif": …}`.
+    """
+
+    name: str
+    title: str
+    frame: pd.DataFrame
+    drawing: Drawing
+    caption: tuple[str, ...]
+    extras: Mapping[str, bytes] = field(default_factory=dict)
+
+    def text(self, width: int | None = None) -> str:
+        """For a terminal of `width` columns: the title, the caption, and which data were drawn."""
+        data = f"Drawn: {len(self.frame)} rows of {', '.join(map(str, self.frame.columns))}."
+        return "\n".join([self.title, "=" * len(self.title), "", *wrapped((*self.caption, data), width)]) + "\n"
+
+    def svg(self) -> bytes:
+        """The picture with title and caption; text as paths, so that it looks the same without the font."""
+        return self._picture("svg", {"Date": None, "Creator": None})
+
+    def png(self) -> bytes:
+        """The picture with title and caption, 160 dots an inch."""
+        return self._picture("png", {"Software": None})
+
+    def csv(self) -> str:
+        """The drawn data, 8 significant digits."""
+        return self.frame.to_csv(index=False, float_format="%.8g", lineterminator="\n")
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write `<name>.svg`, `.png`, `.csv` and the extras into `folder`; each file appears whole or not at all."""
+        contents = {"svg": self.svg(), "png": self.png(), "csv": self.csv().encode(), **self.extras}
+        return write_files(folder, {f"{self.name}.{suffix}": content for suffix, content in contents.items()})
+
+    def _picture(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
+        inches = self.drawing.get_figwidth()
+        lines = [line for part in self.caption for line in textwrap.wrap(part, int(inches * _CHARACTERS_AN_INCH))]
+        height = self.drawing.get_figheight()
+        # Outside the canvas, where no layout engine moves them; the tight bounding box takes them in.
+        texts = [
+            self.drawing.text(0, 1 + 0.08 / height, self.title, va="bottom", ha="left", weight="bold", size=10),
+            self.drawing.text(
+                0, -0.08 / height, "\n".join(lines), va="top", ha="left", size=_CAPTION_SIZE, color="#333333", linespacing=1.3
+            ),
+        ]
+        content = io.BytesIO()
+        try:
+            with style():
+                self.drawing.savefig(
+                    content, format=kind, dpi=_DPI, metadata=dict(metadata), bbox_inches="tight", pad_inches=0.12
+                )
+        finally:
+            for text in texts:
+                text.remove()
+        return content.getvalue()
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The look of every figure, inside the block: draw in it."""
+    cycle = cycler(color=PALETTE) + cycler(linestyle=DASHES) + cycler(marker=MARKERS)
+    settings: dict[str, Any] = {
+        **seaborn.plotting_context("paper"),
+        **seaborn.axes_style("ticks"),
+        "font.family": ["DejaVu Sans"],  # comes with matplotlib: the same letters everywhere
+        "axes.prop_cycle": cycle,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "axes.titlelocation": "left",
+        "axes.labelsize": 8,
+        "axes.grid": True,
+        "grid.color": "#e4e4e4",
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+        "legend.fontsize": 7,
+        "legend.title_fontsize": 7,
+        "legend.frameon": True,
+        "legend.framealpha": 0.9,
+        "legend.edgecolor": "none",
+        "lines.linewidth": 1.4,
+        "lines.markersize": 3.5,
+        "hatch.linewidth": 0.6,
+        "image.cmap": SEQUENTIAL,
+        "figure.facecolor": "white",
+        "savefig.facecolor": "white",
+        "svg.fonttype": "path",
+        "svg.hashsalt": "quicksilver",
+    }
+    with matplotlib.rc_context(settings):  # type: ignore[arg-type]  # it lists the names one by one
+        yield
+
+
+def panels(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 3.6), **options: Any) -> tuple[Drawing, np.ndarray]:
+    """An empty drawing of `size` inches and its axes (rows, columns); `options` go to `Figure.subplots`. Call it inside `style()`."""
+    drawing = Drawing(figsize=size, layout="constrained")
+    return drawing, drawing.subplots(rows, columns, squeeze=False, **options)

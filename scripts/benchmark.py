@@ -6,6 +6,7 @@ callables that take turns in one run; the first of them is timed twice a round, 
     none       no module: equal logits, and no slower than the plain model
     decay      exponential decay of active tokens, alpha = 0.07 over 36 layers: realization ratio, the share of time saved over
                the share of executed FLOPs saved; 1 means that every operation not executed is time not spent
+    fusion     30% of the prompt fused away at a third of the depth: the same ratio, and the price of choosing the pairs
     decide     the price of deciding alone: modules decide, everything is executed
     generate   greedy decoding: tokens per second without a module; time per token when every token stops at half depth
 
@@ -33,11 +34,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsPro
 
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate
 from quicksilver.modules.controls import ExponentialDecay, StaticDepth
+from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("none", "decay", "decide", "generate")
+SECTIONS = ("none", "decay", "fusion", "decide", "generate")
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
 
 
@@ -177,6 +179,28 @@ def decay(bench: Bench) -> None:
         )  # fmt: skip
 
 
+def fusion(bench: Bench) -> None:
+    model, ids = bench.model(bench.options.decay_layers), bench.input_ids()
+    policies = {
+        "closest states": TokenFusion(rule="capacity", fused_share=0.3, start=1 / 3),
+        "least attended": TokenFusion(rule="capacity", criterion="attention", fused_share=0.3, start=1 / 3),
+    }
+    plain = forward(model, ids, None)
+    fns = {"plain": plain} | {name: forward(model, ids, [policy]) for name, policy in policies.items()}
+    fns |= {f"{name}, decide": forward(model, ids, [policy], "decide") for name, policy in policies.items()}
+    dense = executed_flops(model, [], plain)
+    saved = {name: 1 - executed_flops(model, [policy], plain) / dense for name, policy in policies.items()}
+    times = bench.alternate(fns)
+    for name, flops_saved in saved.items():
+        ratio = times.ratio(name, "plain")
+        bench.found(
+            "fusion", f"realization ratio, {name} ({100 * flops_saved:.1f}% of FLOPs saved)", realized(ratio, flops_saved), times,
+            ("at least", 0.95), executed_flops_saved=flops_saved, time_saved=1 - ratio.median, layers=bench.options.decay_layers,
+        )  # fmt: skip
+        overhead = transformed(times.ratio(f"{name}, decide", "plain"), lambda r: 100 * (r - 1))
+        bench.found("fusion", f"deciding costs: {name}", overhead, times, ("at most", 2.0), "%")
+
+
 def decide(bench: Bench) -> None:
     model, ids = bench.model(bench.options.layers), bench.input_ids()
     whole_depth = (0.0, 1.0)
@@ -281,7 +305,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=512, help="tokens of a row")
     parser.add_argument("--layers", type=int, default=4, help="of none, decide and generate")
-    parser.add_argument("--decay-layers", type=int, default=PAPER_LAYERS, help="of decay; fewer scale alpha to the same curve")
+    parser.add_argument("--decay-layers", type=int, default=PAPER_LAYERS, help="of decay and fusion; fewer scale alpha to the same curve")
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--heads", type=int, default=20)
     parser.add_argument("--vocabulary", type=int, default=1024)
@@ -341,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(
             f"[bold]The machine is busy[/bold] (load {load:.2f}): the ratios below carry its noise; see the noise floor."
         )
-    runs = {"none": no_module, "decay": decay, "decide": decide, "generate": generate}
+    runs = {"none": no_module, "decay": decay, "fusion": fusion, "decide": decide, "generate": generate}
     findings: list[Finding] = []
     for name in options.only:
         for dtype in options.dtypes:

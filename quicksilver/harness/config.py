@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +26,13 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from quicksilver.data.spec import FORMS, READERS, DatasetConfig
+from quicksilver.data.spec import FORMS, PARTS, READERS, DatasetConfig
 from quicksilver.models.spec import ATTENTION, DTYPES, ModelConfig
 from quicksilver.runtime.errors import ConfigError
 
 EXECUTIONS = ("compact", "masked", "decide")
 NULLS = ("shuffle", "none")
-GROUPS = ("model", "dataset", "modules", "protocol", "measure", "tracker")
+GROUPS = ("model", "dataset", "modules", "protocol", "measure", "tracker", "experiment")
 
 # OmegaConf 2.3 reads `Optional[int]`, not every spelling of `int | None` inside containers; the fields keep the older form.
 # ruff: noqa: UP045
@@ -117,7 +118,8 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """What of the config can change a result: the part that is hashed into the fingerprint.
 
-        Left out: where results and data lie, trackers, and the places a model or text comes from (their digests are hashed).
+        Left out: where results and data lie, trackers, and the places a model or text comes from (their digests are hashed;
+        that of the scored text differs from part to part).
         """
         model, dataset = dataclasses.asdict(self.model), dataclasses.asdict(self.dataset)
         protocol, measure = dataclasses.asdict(self.protocol), dataclasses.asdict(self.measure)
@@ -128,6 +130,7 @@ class RunConfig:
             (dataset, "hub"),
             (dataset, "reader"),
             (measure, "name"),
+            (dataset, "part"),
         ]
         if not self.modules:
             idle.append((dataset, "calibration_windows"))
@@ -174,6 +177,29 @@ def config_dir() -> Path:
 def choices(group: str, extra_dirs: Sequence[Path] = ()) -> list[str]:
     """Names that may follow `group=`, sorted: the yaml files of that group."""
     return sorted({path.stem for root in (config_dir(), *extra_dirs) for path in (root / group).glob("*.yaml")})
+
+
+def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
+    """The jobs of `quicksilver.run -m experiment=NAME`, each as words of a command line, in Hydra's order.
+
+    Raises:
+        ConfigError: there is no such experiment, or it sweeps nothing.
+    """
+    path = config_dir() / "experiment" / f"{experiment}.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"experiment={experiment}: there is no such experiment. {_suggest(experiment, choices('experiment'), 'Choices')}"
+        )
+    params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params") or {}
+    parser = OverridesParser.create()
+    axes = []
+    for key, values in params.items():
+        override = parser.parse_override(f"{key}={values}")
+        swept = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+        axes.append([f"{key}={value}" for value in swept])
+    if not axes:
+        raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
+    return [(f"experiment={experiment}", *job) for job in itertools.product(*axes)]
 
 
 # --- composing ------------------------------------------------------------------------------------------------------------------
@@ -239,6 +265,7 @@ def check(config: RunConfig) -> None:
     _choice("model.attn_implementation", config.model.attn_implementation, ATTENTION)
     _choice("dataset.reader", config.dataset.reader, READERS)
     _choice("dataset.form", config.dataset.form, FORMS)
+    _choice("dataset.part", config.dataset.part, PARTS)
     _choice("protocol.name", config.protocol.name, ("all", "continuation"))
     _choice("measure.null_control", config.measure.null_control, NULLS)
     _choice("execution", config.execution, EXECUTIONS)

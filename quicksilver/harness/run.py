@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quicksilver import __version__
 from quicksilver.data.spec import DatasetConfig, Part
@@ -81,6 +81,8 @@ class Workplace:
         self._fingerprints: dict[str, str] = {}
 
     def text(self, config: RunConfig, part: Part) -> Text:
+        """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
+        part = cast(Part, config.dataset.part) if part == "test" else part
         key = _key(config.dataset, config.data.root, part)
         if key not in self._texts:
             cache = Path(config.results_dir) / "cache" / "text"
@@ -110,6 +112,7 @@ class Workplace:
         return self._loaded[1]
 
     def windows(self, config: RunConfig, part: Part) -> Windows:
+        """Windows of `text`, as many as the config scores or calibrates on."""
         from quicksilver.data.windows import encode
 
         text = self.text(config, part)
@@ -411,6 +414,7 @@ def _describe(
         "data": {
             "name": config.dataset.name,
             "source": text.source,
+            "part": config.dataset.part,
             "form": config.dataset.form,
             "digest": text.digest,
             "token_digest": windows.token_digest,

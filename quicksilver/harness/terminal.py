@@ -50,6 +50,7 @@ def summary(record: Record) -> str:
     lines.append(
         f"  audit        logits moved by {audit['max_abs_logit_difference']:.2g} of {audit['max_abs_logit']:.3g} at "
         f"{audit['probes']} probes"
+        + (f" ({masked:.2g} under masked execution, free of rounding)" if (masked := audit.get("masked_max_abs_logit_difference")) is not None else "")
     )
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)

@@ -37,6 +37,7 @@ def effects(record: Record, dense: Record) -> dict[str, Any]:
         "bits_per_byte": record.get("bits_per_byte"),
         "dense_ppl": dense["ppl"],
         "audit_max_abs_logit_difference": (record.get("audit") or {}).get("max_abs_logit_difference"),
+        "audit_masked_max_abs_logit_difference": (record.get("audit") or {}).get("masked_max_abs_logit_difference"),
     }
     if record.fingerprint != dense.fingerprint:
         row |= _interval("delta_ppl", paired_records(record, dense))
@@ -138,4 +139,8 @@ def versus_null_cell(row: Mapping[str, Any]) -> Lines:
 def audit_cell(row: Mapping[str, Any]) -> Lines:
     """Largest logit movement when the tokens after a probe are replaced."""
     value = number(row, "audit_max_abs_logit_difference")
-    return (NO_VALUE,) if value is None else ("0",) if value == 0 else (f"{value:.0e}",)
+    masked = number(row, "audit_masked_max_abs_logit_difference")
+    if value is None:
+        return (NO_VALUE,)
+    shown = f"{value:.0e}" if value else "0"
+    return (shown,) if masked is None else (f"{masked:.0e}" if masked else "0", f"compact {shown}")

@@ -1,15 +1,42 @@
-"""Ground floor: executes what modules decide, on frozen decoder layers. Imports torch and transformers, nothing else."""
+"""Ground floor: executes what modules decide, on frozen decoder layers. Imports torch and transformers, nothing else.
 
-from quicksilver.runtime.architecture import Architecture, architecture_of
-from quicksilver.runtime.engine import EXECUTIONS, KVBytes, Run, apply
-from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
-from quicksilver.runtime.ledger import Flops
-from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.precision import PrecisionExecutor
-from quicksilver.runtime.state import MISSING_KV, CacheMerge, CacheView, Fusion, LayerView, PassState, Precision, TokenState
-from quicksilver.runtime.trace import PassTrace, Trace
+Names are imported when they are first used: who only needs an error message does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture, architecture_of
+    from quicksilver.runtime.engine import EXECUTIONS, KVBytes, Run, apply
+    from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
+    from quicksilver.runtime.ledger import Flops
+    from quicksilver.runtime.module import RuntimeModule
+    from quicksilver.runtime.precision import PrecisionExecutor
+    from quicksilver.runtime.state import MISSING_KV, CacheMerge, CacheView, Fusion, LayerView, PassState, Precision, TokenState
+    from quicksilver.runtime.trace import PassTrace, Trace
+
+_HOME = {
+    "architecture": ("Architecture", "architecture_of"),
+    "engine": ("EXECUTIONS", "KVBytes", "Run", "apply"),
+    "errors": ("ConfigError", "QuickSilverError", "UnsupportedModelError"),
+    "ledger": ("Flops",),
+    "module": ("RuntimeModule",),
+    "precision": ("PrecisionExecutor",),
+    "state": ("MISSING_KV", "CacheMerge", "CacheView", "Fusion", "LayerView", "PassState", "Precision", "TokenState"),
+    "trace": ("PassTrace", "Trace"),
+}
 
 __all__ = [
     "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Flops", "Fusion", "KVBytes", "LayerView", "PassState", "PassTrace", "Precision", "PrecisionExecutor", "QuickSilverError",
     "Run", "RuntimeModule", "TokenState", "Trace", "UnsupportedModelError", "apply", "architecture_of",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

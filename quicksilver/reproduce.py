@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         said = "remake every table and figure" if what == "all" else f"remake one {what}"
         command = commands.add_parser(what, help=f"{said}: runs what has no record yet")
         if what != "all":
-            command.add_argument("number", help="its number in the paper (`list` says which there are)")
+            command.add_argument("number", help="its number in the paper, or its name (`list` says which there are)")
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", help="model=…, dataset=…, measure.repeats=…, results_dir=…"
         )
@@ -381,7 +381,9 @@ def fill_readme(readme: Path, results: Path) -> str:
         kind = "figure" if name.startswith("figure") else "table"
         path = results / f"{kind}s" / f"{name}.{'png' if kind == 'figure' else 'md'}"
         if not path.is_file():
-            number = name.removeprefix(kind).split("_")[0].lstrip("0")
+            number = (
+                name.removeprefix(f"{kind}_") if name[len(kind)] == "_" else name.removeprefix(kind).split("_")[0].lstrip("0")
+            )
             raise ConfigError(f"{path} is not there: make it first, make reproduce-{kind} {kind.upper()}={number}.")
         names.append(name)
         if kind == "figure":

@@ -8,8 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from quicksilver.harness.config import GROUPS, RunConfig, build_modules, choices, compose, config_dir
+from quicksilver.harness.config import GROUPS, RunConfig, build_modules, choices, compose, config_dir, sweep_jobs
 from quicksilver.measure import Protocol
 from quicksilver.modules import PRESETS, Halting
 from quicksilver.runtime import RuntimeModule
@@ -174,6 +177,30 @@ def test_lists_of_a_yaml_reach_a_module_as_plain_lists():
     (halting,) = build_modules(compose(["modules=[halting]", "modules.halting.full_ids=[3,5]"]).modules)
     assert isinstance(halting, Halting)
     assert list(halting.full_ids) == [3, 5]
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_a_sweep_here_is_the_sweep_that_hydra_runs(experiment):
+    jobs = sweep_jobs(experiment)
+    cfg = OmegaConf.load(config_dir() / "experiment" / f"{experiment}.yaml")
+    words = [f"{key}={values}" for key, values in cfg.hydra.sweeper.params.items()]
+    (theirs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
+    assert [list(job[1:]) for job in jobs] == theirs
+    assert cfg.hydra.mode == "MULTIRUN"
+    identities = [compose(job).identity() for job in jobs]
+    assert len({repr(identity) for identity in identities}) == len(jobs) > 1
+    assert len({repr({**identity, "modules": None}) for identity in identities}) == 1  # one dense run serves them all
+
+
+def test_a_sweep_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="no such experiment. Did you mean e9_grid"):
+        sweep_jobs("e9_gird")
+
+
+def test_what_is_scored_may_be_the_calibrating_part():
+    assert compose([]).identity() == compose(["dataset.part=calibration"]).identity()  # the text's own digest tells them apart
+    with pytest.raises(ConfigError, match="dataset.part=validation"):
+        compose(["dataset.part=validation"])
 
 
 def test_what_identifies_a_run_leaves_out_where_things_lie():

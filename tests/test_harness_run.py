@@ -127,6 +127,16 @@ def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
     assert records["continuation"]["calibration"] is None
 
 
+def test_the_calibrating_part_can_be_scored(finished, words):
+    _, records = finished
+    (record,) = ensure([compose([*words, "dataset.part=calibration"])])
+    assert record["data"]["part"] == "calibration"
+    assert record["data"]["digest"] == records["all"]["calibration"]["text_digest"]
+    assert record["data"]["windows"] == 10  # dataset.windows, not calibration_windows
+    assert is_done(compose([*words, "dataset.part=calibration"]))
+    assert not is_done(compose(words))
+
+
 def test_records_pair_with_their_dense_run_and_their_null(finished):
     results, records = finished
     record = records["all"]

@@ -135,6 +135,19 @@ def test_a_file_answers_all_its_numbers_and_their_parts(tmp_path, monkeypatch):
             find("figure", number)
 
 
+def test_what_has_no_number_is_found_by_its_name(tmp_path, monkeypatch):
+    for name in ("table_factorial.py", "figure_factorial.py", "table11_ablation.py", "figure_.py", "table_2x.txt"):
+        (tmp_path / name).write_text('"""Table factorial: a title."""\n')
+    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: tmp_path)
+    names = [artefact.name for artefact in artefacts(tmp_path)]
+    assert names == ["table11", "table_factorial", "figure_factorial"]
+    assert find("figure", "factorial").name == "figure_factorial"
+    assert find("table", "Factorial").title == "a title"
+    for number in ("factoria", "factorials", "11_factorial"):
+        with pytest.raises(ConfigError, match="table factorial: a title"):
+            find("table", number)
+
+
 def test_a_figure_without_its_library_says_what_to_install(tmp_path):
     (tmp_path / "figure08_speed.py").write_text('"""Figure 8: a title."""\nimport matplotlib_of_another_world\n')
     (artefact,) = artefacts(tmp_path)

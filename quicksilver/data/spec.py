@@ -13,6 +13,7 @@ from omegaconf import MISSING
 READERS = ("pydoc", "text", "lines", "documents")
 FORMS = ("raw", "tokenised")
 Part = Literal["test", "calibration"]
+PARTS = ("test", "calibration")
 
 
 @dataclass
@@ -45,6 +46,7 @@ class DatasetConfig:
         form: `raw` or `tokenised` text, for the record: their perplexities do not compare.
         files, hub: where it is; files win where they exist.
         documents, calibration_documents: how many documents are scored, and how many after them calibrate (`documents` reader).
+        part: what is scored: `test`, or `calibration` where thresholds are being chosen.
         windows: at most this many windows, spread evenly over the text; null: all.
         calibration_windows: the same for the calibration part.
     """
@@ -56,5 +58,6 @@ class DatasetConfig:
     hub: HubDatasetConfig = field(default_factory=HubDatasetConfig)
     documents: Optional[int] = None
     calibration_documents: Optional[int] = None
+    part: str = "test"
     windows: Optional[int] = None
     calibration_windows: int = 16

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # matplotlib is for who draws
     from quicksilver.report.figures import Figure
 
 _FILE_NAME = re.compile(r"(table|figure)(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*\.py")
+_NAMED_FILE = re.compile(r"(table|figure)_([a-z]\w*)\.py")  # what has no number in the paper: asked for by its name
+_AFTER_THE_NUMBERED = 1000
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Artefact:
 
     Attributes:
         kind: table or figure.
-        numbers: its numbers in the paper, without leading zeros: `("8", "15")`, `("2b",)`.
+        numbers: its numbers in the paper, without leading zeros: `("8", "15")`, `("2b",)`; or the one name it has instead.
         path: the file.
     """
 
@@ -91,17 +93,24 @@ class Artefact:
 
     @property
     def name(self) -> str:
-        """`table11`, `figure08_15`: base name of what is written."""
-        return self.kind + "_".join(_two_digits(number) for number in self.numbers)
+        """`table11`, `figure08_15`, `table_factorial`: base name of what is written."""
+        parts = [_two_digits(number) for number in self.numbers] if self.is_numbered else ["", *self.numbers]
+        return self.kind + "_".join(parts)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the paper has it."""
+        return self.numbers[0][0].isdecimal()
 
     @property
     def order(self) -> tuple[bool, int, str]:
-        """Tables first, then by number."""
-        return self.kind != "table", _digits(self.numbers[0]), self.numbers[0]
+        """Tables first, then by number, then by name."""
+        first = self.numbers[0]
+        return self.kind != "table", _digits(first) if self.is_numbered else _AFTER_THE_NUMBERED, first
 
     def answers(self, number: str) -> bool:
         """Whether it is asked for by `number`: one of its own, or a part of one (`2b` of figure 2)."""
-        return number in self.numbers or (number[-1:].isalpha() and number[:-1] in self.numbers)
+        return number in self.numbers or (self.is_numbered and number[-1:].isalpha() and number[:-1] in self.numbers)
 
     def build(self, outcomes: Sequence[Outcome], name: str) -> Table | Figure:
         """The table or figure called `name`."""
@@ -146,20 +155,22 @@ def artefacts(folder: Path | None = None) -> list[Artefact]:
     """Every table and figure that there is, tables first, by number."""
     found = []
     for path in sorted((folder or experiments_folder()).iterdir()):
-        match = _FILE_NAME.fullmatch(path.name)
-        if match:
+        if match := _FILE_NAME.fullmatch(path.name):
             found.append(Artefact(match[1], tuple(map(_plain, match[2].split("_"))), path))
+        elif match := _NAMED_FILE.fullmatch(path.name):
+            found.append(Artefact(match[1], (match[2],), path))
     return sorted(found, key=lambda artefact: artefact.order)
 
 
 def find(kind: str, number: str) -> Artefact:
-    """The artefact `kind` `number`; `2`, `02` and `2b` find figure 2, `8`, `15` and `8/15` figure 8/15.
+    """The artefact `kind` `number`; `2`, `02` and `2b` find figure 2, `8`, `15` and `8/15` figure 8/15, a name what has that name.
 
     Raises:
         ConfigError: there is none; names those that there are.
     """
     there = artefacts()
-    asked = [_plain(part) for part in re.split(r"[/_,]", number.strip().lower())]
+    number = number.strip().lower()
+    asked = [_plain(part) for part in re.split(r"[/_,]", number)] if number[:1].isdecimal() else [number.replace("-", "_")]
     # A file of its own for `2b` comes before the one of all of figure 2.
     for artefact in sorted(there, key=lambda artefact: not set(asked) <= set(artefact.numbers)):
         if artefact.kind == kind and all(map(artefact.answers, asked)):

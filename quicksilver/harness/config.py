@@ -59,6 +59,9 @@ class MeasureConfig:
         latency: wall clock of one batch, alternated with the dense model: `warmup` untimed rounds, then `repeats`.
         memory: peak memory of one batch.
         batch_windows: windows in the batch that is audited, counted, timed and weighed.
+        signals: look inside a few texts: drift, entropy, attention, decisions of every token in every layer. The texts are `sentences`, each a
+            prompt of its own, and the first `signal_windows` windows (of each its prompt, under `continuation`).
+        attribution: gradients of the loss in these texts as well.
     """
 
     name: str = MISSING
@@ -70,6 +73,10 @@ class MeasureConfig:
     repeats: int = 5
     memory: bool = True
     batch_windows: int = 4
+    signals: bool = False
+    sentences: list[str] = field(default_factory=list)
+    signal_windows: int = 0
+    attribution: bool = False
 
 
 @dataclass
@@ -112,6 +119,8 @@ class RunConfig:
     def dense(self) -> RunConfig:
         """The same run without modules: what every difference of this one is against."""
         measure = dataclasses.replace(self.measure, null_control="none")
+        if self.modules:  # a look inside shows the dense model as well
+            measure = dataclasses.replace(measure, signals=False, sentences=[], signal_windows=0, attribution=False)
         # The seed draws nulls and probes; a dense run must be found again whatever the seed of the run that needs it.
         return dataclasses.replace(self, modules={}, execution="compact", seed=0, measure=measure)
 
@@ -138,6 +147,8 @@ class RunConfig:
             idle.append((protocol, "prompt_tokens"))
         if not self.measure.latency:
             idle += [(measure, "warmup"), (measure, "repeats")]
+        if not self.measure.signals:
+            idle += [(measure, key) for key in ("signals", "sentences", "signal_windows", "attribution")]
         for section, key in idle:
             del section[key]
         return {
@@ -279,6 +290,11 @@ def check(config: RunConfig) -> None:
     _at_least("measure.batch_windows", config.measure.batch_windows, 1)
     _at_least("measure.warmup", config.measure.warmup, 0)
     _at_least("measure.repeats", config.measure.repeats, 3)
+    _at_least("measure.signal_windows", config.measure.signal_windows, 0)
+    if config.measure.signals and not (config.measure.sentences or config.measure.signal_windows):
+        raise ConfigError(
+            "measure.signals=true has no text to look into: give measure.sentences=['A sentence.'] or measure.signal_windows=1."
+        )
     _at_least("threads", config.threads, 1)
     _at_least("seed", config.seed, 0)
     if config.dataset.reader != "pydoc" and config.dataset.files.test is None and config.dataset.hub.id is None:

@@ -1,5 +1,5 @@
-"""The separate passes of one run: quality, null, audit, executed FLOPs, wall clock, memory. What is timed is never also traced
-or counted.
+"""The separate passes of one run: quality, null, audit, executed FLOPs, wall clock, memory, a look inside. What is timed is never also
+traced or counted.
 
 This file and what it imports decide every number of a record; `fingerprint.py` hashes exactly that.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from quicksilver.data.windows import Windows
 from quicksilver.measure.flops import count_executed
+from quicksilver.measure.inside import Inside, look_inside
 from quicksilver.measure.latency import Alternation, alternate
 from quicksilver.measure.memory import peak_memory
 from quicksilver.measure.perplexity import Protocol, Scores, audit, score
@@ -26,12 +27,13 @@ from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.trace import Trace
 
 PHASES = {
-    "quality": 0.35,
+    "quality": 0.3,
     "null": 0.2,
     "audit": 0.1,
     "flops": 0.05,
     "latency": 0.25,
     "memory": 0.05,
+    "signals": 0.05,
 }  # rough shares of a run's time
 
 ROUNDING = 1e-4  # of the largest logit: more than this is no rounding of one sum
@@ -51,15 +53,17 @@ class Options:
     repeats: int
     memory: bool
     batch_windows: int
+    attribution: bool = False
 
 
 @dataclass
 class Measured:
-    """What the passes gave: scalars for record.json, one row per window, every decision."""
+    """What the passes gave: scalars for record.json, one row per window, every decision, and the signals of `texts`."""
 
     scalars: dict[str, Any]
     windows: pd.DataFrame
     trace: Trace
+    inside: list[Inside] = field(default_factory=list)
 
 
 def measure(
@@ -69,11 +73,15 @@ def measure(
     modules: Sequence[RuntimeModule],
     options: Options,
     *,
+    texts: Sequence[torch.Tensor] = (),
     execution: str = "compact",
     seed: int = 0,
     report: Report = lambda phase, share: None,
 ) -> Measured:
     """Run every pass that `options` ask for.
+
+    Args:
+        texts: (N,) long each, to look inside.
 
     Raises:
         ConfigError: windows or modules that do not fit model or protocol.
@@ -122,7 +130,11 @@ def measure(
     if options.memory:
         report("memory", 0.0)
         scalars |= _memory(model, batch, protocol, modules, execution)
-    return Measured(scalars, frame, scores.trace)
+    inside = []
+    for number, ids in enumerate(texts):
+        report("signals", number / len(texts))
+        inside.append(look_inside(model, ids, modules, execution=execution, attribution=options.attribution))  # type: ignore[arg-type]
+    return Measured(scalars, frame, scores.trace, inside)
 
 
 def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tuple[str, list[RuntimeModule]]:

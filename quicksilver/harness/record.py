@@ -4,6 +4,7 @@ results/runs/<fingerprint>/
     record.json         config, environment, protocol, all scalars with their units in the names
     windows.parquet     per window: tokens, bytes, nll_nats, FLOPs …
     trace.safetensors   every decision (absent in a dense record)
+    signals.safetensors what happened to each token of a few texts, layer by layer (with measure.signals)
     events.jsonl        what happened when
 """
 
@@ -17,12 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from quicksilver.runtime.errors import ConfigError
 
 SCHEMA_VERSION = 1
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
+SIGNALS = "signals.safetensors"
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,46 @@ class Record:
         if hashlib.sha256(content).hexdigest() != self.data["files"][WINDOWS]["sha256"]:
             raise _corrupt(self.path, f"{WINDOWS} is not the file that was recorded")
         return pd.read_parquet(path)
+
+    def signals(self, text: int = 0) -> pd.DataFrame:
+        """What happened inside one of the record's texts (`record["texts"]`): a row a layer and token.
+
+        Columns: `layer` (0: before the first), `slot`, `token`, then the signals of `measure.inside.Inside`: those of the run under their
+        own names, those of the dense model as `dense_…`, the components as `pca_0` …; of a dense record, its own. `active` and `kv` are
+        booleans, `bits` and `carrier` whole numbers. `nll_nats` and `dense_nll_nats` repeat in every layer.
+
+        Raises:
+            ConfigError: the run looked into no text, not into that many, or the file is damaged.
+        """
+        from safetensors.numpy import load_file
+
+        texts = self.get("texts") or []
+        if not texts:
+            raise ConfigError(f"{self.path} has no signals: make the run with measure=signals.")
+        if not 0 <= text < len(texts):
+            raise ConfigError(f"{self.path} looked into {len(texts)} texts; there is no text {text}.")
+        path = self.path / SIGNALS
+        if hashlib.sha256(path.read_bytes()).hexdigest() != self.data["files"][SIGNALS]["sha256"]:
+            raise _corrupt(self.path, f"{SIGNALS} is not the file that was recorded")
+        prefix = f"{text}."
+        arrays = {name.removeprefix(prefix): array for name, array in load_file(path).items() if name.startswith(prefix)}
+        tokens = texts[text]["tokens"]
+        rows = next(len(array) for array in arrays.values() if array.ndim == 2)
+        columns: dict[str, Any] = {
+            "layer": np.repeat(np.arange(rows), len(tokens)),
+            "slot": np.tile(np.arange(len(tokens)), rows),
+            "token": np.tile(np.array(tokens, dtype=object), rows),
+        }
+        of_run = any(name.startswith("run.") for name in arrays)
+        for name, array in sorted(arrays.items()):
+            variant, signal = name.split(".")
+            column = signal if variant == "run" or not of_run else f"dense_{signal}"
+            if array.ndim == 3:
+                columns |= {f"{column}_{i}": array[..., i].reshape(-1) for i in range(array.shape[-1])}
+            else:
+                columns[column] = np.broadcast_to(array, (rows, len(tokens))).reshape(-1)
+        kinds = {"active": bool, "kv": bool, "bits": int, "carrier": int}
+        return pd.DataFrame(columns).astype({name: kind for name, kind in kinds.items() if name in columns})
 
 
 def load_record(folder: Path | str) -> Record:

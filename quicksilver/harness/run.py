@@ -23,7 +23,7 @@ from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.text import Text, read_text
 from quicksilver.harness.config import RunConfig, build_modules, module_class
 from quicksilver.harness.fingerprint import fingerprint, source_digest
-from quicksilver.harness.record import SCHEMA_VERSION, TRACE, WINDOWS, Record
+from quicksilver.harness.record import SCHEMA_VERSION, SIGNALS, TRACE, WINDOWS, Record
 from quicksilver.harness.store import Draft, Store
 from quicksilver.harness.tracker import check_tracker, mirror
 from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
@@ -31,6 +31,8 @@ from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from quicksilver.data.windows import Windows
     from quicksilver.harness.passes import Measured
 
@@ -45,7 +47,7 @@ class Progress:
     Attributes:
         run, runs: number of the present run, from 0, and how many really run.
         label: what it is.
-        phase: load, calibration, quality, null, audit, flops, latency, memory, write, or wait: another process makes this record.
+        phase: load, calibration, quality, null, audit, flops, latency, memory, signals, write, or wait: another process makes this record.
         fraction: share of all runs that is done, 0 to 1; never falls.
     """
 
@@ -296,7 +298,8 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
         modules, calibration = _calibrated_modules(config, workplace, store)
         if calibration is not None:
             draft.event("calibrated", signals=calibration["signals"])
-        measured = _measure(config, loaded, windows, modules, draft, report)
+        texts = _texts(config, loaded, windows)
+        measured = _measure(config, loaded, windows, modules, [ids for _, ids in texts], draft, report)
         dense = store.get(step.dense) if step.dense is not None else None
         if dense is not None:
             _put_dense_beside(measured, dense)
@@ -305,8 +308,11 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
         draft.write(WINDOWS, lambda path: measured.windows.to_parquet(path, index=False))
         if modules:
             draft.write(TRACE, measured.trace.save)
+        if texts:
+            draft.write(SIGNALS, lambda path: _save_signals(measured, path))
         draft.event("finished")
         described = _describe(step, workplace, loaded, windows, modules, calibration)
+        described["texts"] = _describe_texts(loaded, texts, measured)
         finished = {"started": started, "finished": _now(), "seconds": round(time.monotonic() - clock, 3)}
         return store.publish(draft, described | finished | measured.scalars)
     finally:
@@ -318,7 +324,13 @@ def _now() -> str:
 
 
 def _measure(
-    config: RunConfig, loaded: Loaded, windows: Windows, modules: Sequence[Any], draft: Draft, report: _Reporter
+    config: RunConfig,
+    loaded: Loaded,
+    windows: Windows,
+    modules: Sequence[Any],
+    texts: Sequence[torch.Tensor],
+    draft: Draft,
+    report: _Reporter,
 ) -> Measured:
     from quicksilver.harness.passes import PHASES, Options, measure
 
@@ -337,9 +349,50 @@ def _measure(
             draft.event(phase)
         report(phase, before + (1 - before) * (starts[phase] + PHASES[phase] * share))
 
-    return measure(
-        loaded.model, windows, _protocol(config), modules, options, execution=config.execution, seed=config.seed, report=tell
-    )
+    how: dict[str, Any] = {"texts": texts, "execution": config.execution, "seed": config.seed, "report": tell}
+    return measure(loaded.model, windows, _protocol(config), modules, options, **how)
+
+
+def _texts(config: RunConfig, loaded: Loaded, windows: Windows) -> list[tuple[str, torch.Tensor]]:
+    """What is looked into, by name: (N,) long each. Under `continuation` a window is looked into up to the end of its prompt.
+
+    Raises:
+        ConfigError: more windows than there are, or a sentence of a single token.
+    """
+    import torch
+
+    if not config.measure.signals:
+        return []
+    if config.measure.signal_windows > len(windows.ids):
+        raise ConfigError(
+            f"measure.signal_windows={config.measure.signal_windows}: the run has {len(windows.ids)} windows (dataset.windows)."
+        )
+    encoded = [loaded.tokenizer(text, add_special_tokens=False)["input_ids"] for text in config.measure.sentences]
+    for text, ids in zip(config.measure.sentences, encoded, strict=True):
+        if len(ids) < 2:
+            raise ConfigError(f"measure.sentences: {text!r} has {len(ids)} token for this model; at least 2 are needed.")
+    end = config.protocol.prompt_tokens if config.protocol.name == "continuation" else None
+    named = [(f"sentence {i}", torch.tensor(ids)) for i, ids in enumerate(encoded)]
+    return named + [(f"window {i}", windows.ids[i, :end]) for i in range(config.measure.signal_windows)]
+
+
+def _save_signals(measured: Measured, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    arrays = {f"{i}.{name}": array for i, one in enumerate(measured.inside) for name, array in one.arrays.items()}
+    save_file(arrays, str(path))
+
+
+def _describe_texts(loaded: Loaded, texts: Sequence[tuple[str, torch.Tensor]], measured: Measured) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "tokens": [loaded.tokenizer.decode([number]) for number in ids.tolist()],
+            "ids": ids.tolist(),
+            "pca_explained": list(one.explained),
+        }
+        for (name, ids), one in zip(texts, measured.inside, strict=True)
+    ]
 
 
 def _put_dense_beside(measured: Measured, dense: Record) -> None:

@@ -1,0 +1,244 @@
+"""A look inside one text: what the model and the modules do with each of its tokens, layer by layer.
+
+A pass of its own: nothing here is timed or scored. The text is given to the model as a prompt of its own, once as the dense model and
+once under the modules. Row ℓ of an array is layer ℓ counted from 1; row 0 is before the first layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from quicksilver.modules.signals import AttentionReceived, Drift
+from quicksilver.runtime.architecture import Architecture, architecture_of
+from quicksilver.runtime.engine import Execution, apply
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.trace import PassTrace
+
+COMPONENTS = 3
+_ROWS_AT_A_TIME = 1024
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Signals of one text of N tokens in a model of L layers.
+
+    Attributes:
+        arrays: float32, NaN where there is nothing. Measured on the dense model (`dense.NAME`) and, where there are modules, on the run
+            (`run.NAME`), (L+1, N): `drift_relative` and `drift_l2` (row ℓ: from ℓ-1 to ℓ), `entropy_nats` of the logit lens,
+            `attention_received` from all active tokens of the text (mean over heads and queries; not in the last layer), `state_norm`, `pca` (L+1, N, 3);
+            and (N,) `nll_nats` of each token given those before it. A token that a neighbour carries has the carrier's state.
+            Of the run alone, (L+1, N): `active`, `kv` (has an entry), `bits`, `carrier` (column that carries it, its own where nothing was
+            fused), `sdi_l2`, the Semantic Drift Index ‖h_dense − h_run‖₂ (paper R.3).
+            With attribution, (L+1, N): `dense.gradient_norm` ‖∂L/∂h‖₂ and `dense.gradient_x_state` ∂L/∂h · h with L the summed nats of the
+            dense model, and `run.attributed_nats` ∂L/∂h · (h_run − h_dense): to first order, what this token's deviation in that layer adds
+            to L.
+        explained: share of the variance behind each component of `pca`.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    explained: tuple[float, ...]
+
+
+def look_inside(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    modules: Sequence[RuntimeModule] = (),
+    *,
+    execution: Execution = "compact",
+    attribution: bool = False,
+) -> Inside:
+    """Signals of the text `ids` (N,) long.
+
+    The components are those of the dense states of all layers, without the first token: its state is an attention sink, tens of times
+    longer than all others in many models, and would be the only thing that the components show.
+
+    Raises:
+        ConfigError: fewer than 2 tokens, more than the model's context takes, or a module that does not fit the model.
+    """
+    context = getattr(model.config, "max_position_embeddings", None) or len(ids)
+    if not 2 <= len(ids) <= context:
+        raise ConfigError(
+            f"A text of {len(ids)} tokens cannot be looked into: at least 2, and at most the model's context of {context}."
+        )
+    arch = architecture_of(model)
+    ids = ids.to(model.device)
+    with torch.no_grad():
+        dense = _observe(model, arch, ids, (), execution)
+    basis, explained = _components(dense.states)
+    arrays = {f"dense.{name}": value for name, value in _signals(arch, dense, ids, basis).items()}
+    gradient = _gradient(model, arch, ids) if attribution else None
+    if gradient is not None:
+        arrays["dense.gradient_norm"] = gradient.norm(dim=-1)
+        arrays["dense.gradient_x_state"] = (gradient * dense.states).sum(-1)
+    if modules:
+        with torch.no_grad():
+            run = _observe(model, arch, ids, modules, execution)
+        apart = run.states - dense.states
+        arrays |= {f"run.{name}": value for name, value in _signals(arch, run, ids, basis).items()}
+        arrays |= {f"run.{name}": value for name, value in _decisions(run.trace).items()}
+        arrays["run.sdi_l2"] = apart.norm(dim=-1)
+        if gradient is not None:
+            arrays["run.attributed_nats"] = (gradient * apart).sum(-1)
+    return Inside({name: value.to("cpu", torch.float32).contiguous() for name, value in arrays.items()}, explained)
+
+
+@dataclass
+class _Attention(RuntimeModule):
+    """Decides nothing: keeps the attention that the active tokens of a row of N receive, by layer."""
+
+    n: int
+    priority = 90
+
+    def __post_init__(self) -> None:
+        self.received: dict[int, torch.Tensor] = {}
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    def wants_attention(self, layer: int) -> bool:
+        return True
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        where = tokens.active | tokens.newly_halted
+        received = AttentionReceived(last_queries=None)(view, tokens, where)[0]
+        row = torch.full((self.n,), torch.nan, device=received.device)
+        row[view.index[0][where[0]]] = received[where[0]]
+        self.received[view.layer] = row
+
+
+@dataclass(frozen=True)
+class _Observed:
+    states: torch.Tensor  # (L+1, N, D) float32
+    attention: torch.Tensor  # (L+1, N)
+    logits: torch.Tensor  # (N, V)
+    trace: PassTrace
+
+
+def _observe(
+    model: PreTrainedModel, arch: Architecture, ids: torch.Tensor, modules: Sequence[RuntimeModule], execution: Execution
+) -> _Observed:
+    """One forward of ids (N,), watched."""
+    attention = _Attention(len(ids))
+    with _captured(arch) as captured, apply(model, [*modules, attention], execution=execution) as run:
+        logits = model(ids[None], use_cache=False).logits[0]
+        trace = run.trace.passes[0]
+    states = torch.stack([state[0].detach().float().to(logits.device) for state in captured])
+    for row in range(1, arch.n_layers + 1):
+        states[row] = states[row, _carriers(trace, row).to(states.device)]
+    nothing = torch.full((len(ids),), torch.nan, device=logits.device)
+    received = torch.stack([nothing, *(attention.received.get(i, nothing).to(logits.device) for i in range(arch.n_layers))])
+    return _Observed(states, received, logits, trace)
+
+
+@contextmanager
+def _captured(arch: Architecture) -> Iterator[list[torch.Tensor]]:
+    """The state entering the first layer and those leaving each layer, (B, N, D), as the model sees them."""
+    states: list[torch.Tensor] = []
+
+    def entering(_: Any, args: tuple, kwargs: dict) -> None:
+        states.append(args[0] if args else kwargs["hidden_states"])
+
+    handles = [arch.layers[0].register_forward_pre_hook(entering, with_kwargs=True)]
+    handles += [layer.register_forward_hook(lambda _, args, output: states.append(output)) for layer in arch.layers]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _carriers(trace: PassTrace, row: int) -> torch.Tensor:
+    """(N,) long: the column that carries each token after layer `row`, counted from 1."""
+    columns = torch.arange(trace.valid.shape[1])
+    for fusion in trace.fusions:
+        if fusion.layer < row:
+            columns = fusion.into[0][columns]
+    return columns
+
+
+def _signals(
+    arch: Architecture, seen: _Observed, ids: torch.Tensor, basis: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    states = seen.states
+    nothing = torch.full_like(states[:1, :, 0], torch.nan)
+    mean, directions = basis
+    nll = F.cross_entropy(seen.logits[:-1].float(), ids[1:], reduction="none")
+    return {
+        **{f"drift_{kind}": torch.cat([nothing, _drift(states, kind)]) for kind in ("relative", "l2")},
+        "entropy_nats": _entropy_nats(arch, states),
+        "attention_received": seen.attention,
+        "state_norm": states.norm(dim=-1),
+        "pca": (states - mean) @ directions,
+        "nll_nats": torch.cat([nothing[0, :1], nll]),
+    }
+
+
+def _drift(states: torch.Tensor, kind: Any) -> torch.Tensor:
+    """The signal that modules use, of states (L+1, N, D): (L, N)."""
+    view: Any = _Steps(states[:-1], states[1:])
+    return Drift(kind).score(view, view, view.after[..., 0] == 0)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+def _entropy_nats(arch: Architecture, states: torch.Tensor) -> torch.Tensor:
+    """Entropy of the logit lens, (L+1, N, D) -> (L+1, N)."""
+    pieces = []
+    dtype = arch.model.dtype
+    with torch.no_grad():
+        for piece in states.flatten(0, 1).split(_ROWS_AT_A_TIME):
+            log_p = arch.logits(piece.to(dtype)).float().log_softmax(-1)
+            pieces.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(pieces).view(states.shape[:2])
+
+
+def _components(states: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[float, ...]]:
+    """Mean (D,) and first principal directions (D, 3) of dense states (L+1, N, D), and the variance they explain."""
+    rows = states[:, 1:].flatten(0, 1)
+    mean = rows.mean(0)
+    values, vectors = torch.linalg.eigh((rows - mean).T.double() @ (rows - mean).double())  # ascending
+    count = min(COMPONENTS, len(values))
+    directions = vectors[:, -count:].flip(1)
+    # An eigenvector has no sign of its own.
+    largest = directions.abs().argmax(0)
+    directions = directions * directions[largest, torch.arange(count, device=directions.device)].sign()
+    total = values.clamp(min=0).sum()
+    explained = tuple(float(v / total) if total > 0 else 0.0 for v in values[-count:].flip(0))
+    return (mean, directions.to(states.dtype)), explained
+
+
+def _gradient(model: PreTrainedModel, arch: Architecture, ids: torch.Tensor) -> torch.Tensor:
+    """∂L/∂h of the dense model, L the summed nats of ids (N,) from the second token on: (L+1, N, D)."""
+    with torch.enable_grad(), _captured(arch) as states:
+        embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()  # or a frozen model would have no graph
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
+        loss = F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
+        gradients = torch.autograd.grad(loss, states)
+    return torch.stack([gradient[0].float().to(ids.device) for gradient in gradients])
+
+
+def _decisions(trace: PassTrace) -> dict[str, torch.Tensor]:
+    """Who takes part in each layer, at which width, carried by whom; row 0 is before anything was decided."""
+    trace = trace.row(0)
+    layers = range(trace.n_layers)
+    columns = torch.arange(trace.valid.shape[1])
+    return {
+        "active": torch.stack([trace.valid[0], *(trace.active(layer)[0] for layer in layers)]),
+        "kv": torch.stack([trace.valid[0], *(trace.kv_present(layer)[0] for layer in layers)]),
+        "bits": torch.stack([torch.full_like(columns, 16), *(trace.bits(layer)[0] for layer in layers)]),
+        "carrier": torch.stack([columns, *(_carriers(trace, layer) for layer in layers)]),
+    }

@@ -1,0 +1,225 @@
+"""A look inside one text: what it shows is what the model computed and what the modules decided, and nothing is left behind."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from harness_world import LAYERS, PROMPT, WINDOW, make_world
+
+from quicksilver.harness.config import compose
+from quicksilver.harness.record import SIGNALS
+from quicksilver.harness.run import ensure
+from quicksilver.measure.inside import look_inside
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
+from quicksilver.runtime.errors import ConfigError
+
+IDS = torch.tensor([5, 9, 33, 2, 7, 7, 41, 18, 3, 12])
+
+
+def modules() -> list:
+    return [
+        Halting(rule="capacity", tau_drift=None, tau_entropy=None, halted_share=0.4, window=(0.2, 0.9), resume_layers=1),
+        KVSkipping(),
+        TokenFusion(rule="capacity", tau_fuse=None, fused_share=0.4, start=0.4),
+        AdaptiveQuantization(depth=0.4, tau_low=3.6, tau_high=3.9),
+    ]
+
+
+@pytest.fixture(params=["gpt2", "llama", "gpt_neox"])
+def model(request):
+    return tiny.load(request.param)
+
+
+def test_dense_signals_are_those_of_the_plain_model(model):
+    with torch.no_grad():
+        plain = model(IDS[None], output_hidden_states=True, use_cache=False)
+    seen = look_inside(model, IDS).arrays
+    assert not any(name.startswith("run.") for name in seen)
+    states = torch.stack(plain.hidden_states[:-1]).squeeze(1)  # the last one is normed
+    torch.testing.assert_close(seen["dense.state_norm"][:-1], states.norm(dim=-1))
+    moved = (states[1:] - states[:-1]).norm(dim=-1)
+    torch.testing.assert_close(seen["dense.drift_l2"][1:-1], moved)
+    torch.testing.assert_close(seen["dense.drift_relative"][1:-1], moved / states[1:].norm(dim=-1))
+    log_p = plain.logits[0].log_softmax(-1)
+    torch.testing.assert_close(seen["dense.entropy_nats"][-1], -(log_p.exp() * log_p).sum(-1))
+    torch.testing.assert_close(seen["dense.nll_nats"][1:], F.cross_entropy(plain.logits[0, :-1], IDS[1:], reduction="none"))
+    assert seen["dense.nll_nats"][0].isnan()
+
+
+def test_attention_received_is_the_column_mean_of_the_attention_matrix():
+    model = tiny.build("llama")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        matrices = torch.stack(model(IDS[None], output_attentions=True, use_cache=False).attentions)[:, 0]  # (L, H, N, N)
+    received = look_inside(model, IDS).arrays["dense.attention_received"]
+    torch.testing.assert_close(received[1:-1], matrices.mean(1).mean(1)[:-1])
+    assert received[[0, -1]].isnan().all()
+
+
+def test_the_components_keep_what_they_say_of_the_variance(model):
+    seen = look_inside(model, IDS)
+    assert list(seen.explained) == sorted(seen.explained, reverse=True)
+    assert 0 < sum(seen.explained) <= 1
+    projected = seen.arrays["dense.pca"][:, 1:].flatten(0, 1)
+    variances = projected.var(0)
+    torch.testing.assert_close(variances / variances[0], torch.tensor(seen.explained) / seen.explained[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(projected.mean(0), torch.zeros(3), atol=1e-3, rtol=0)
+
+
+def test_a_run_shows_its_decisions(model):
+    run = {k.removeprefix("run."): v for k, v in look_inside(model, IDS, modules()).arrays.items() if k.startswith("run.")}
+    idle = run["active"] == 0
+    assert idle.any()
+    assert not idle[0].any()
+    carried = run["carrier"] != torch.arange(len(IDS))
+    assert carried.any()
+    frozen = idle[1:-1] & ~carried[1:-1]
+    assert frozen.any()
+    assert (run["drift_l2"][1:-1][frozen] == 0).all()
+    assert {2.0, 4.0, 8.0, 16.0} >= set(run["bits"].unique().tolist())
+    assert (run["bits"][0] == 16).all()
+    assert len(run["bits"].unique()) > 1
+    # Whoever is carried has the state of its carrier.
+    into = run["carrier"][-1].long()
+    for name in ("state_norm", "entropy_nats"):
+        torch.testing.assert_close(run[name][-1], run[name][-1][into])
+    # Nothing is apart before anything was decided, something after.
+    first = int((idle | carried | (run["bits"] != 16)).any(1).nonzero()[0])
+    assert (run["sdi_l2"][: first - 1] == 0).all()
+    assert run["sdi_l2"][-1].max() > 0
+
+
+def test_compact_and_masked_show_the_same(model):
+    compact, masked = (look_inside(model, IDS, modules()[:2], execution=how).arrays for how in ("compact", "masked"))
+    for name in compact:
+        if name != "run.attention_received":  # under masked, whoever was halted is asked about as well
+            torch.testing.assert_close(compact[name], masked[name], atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_gradient_times_state_is_the_slope_of_the_loss(model, row):
+    token, step = 4, 1e-3
+    slope = look_inside(model, IDS, attribution=True).arrays["dense.gradient_x_state"][row, token]
+    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+
+    def loss(factor: float) -> float:
+        def scale(_, args):
+            states = args[0].clone()
+            states[:, token] *= factor
+            return (states, *args[1:])
+
+        handle = layers[row].register_forward_pre_hook(scale)
+        try:
+            with torch.no_grad():
+                logits = model(IDS[None], use_cache=False).logits[0]
+        finally:
+            handle.remove()
+        return float(F.cross_entropy(logits[:-1].double(), IDS[1:], reduction="sum"))
+
+    numeric = (loss(1 + step) - loss(1 - step)) / (2 * step)
+    assert float(slope) == pytest.approx(numeric, rel=0.05, abs=0.02)
+
+
+def test_what_a_small_deviation_is_said_to_cost_is_what_it_costs():
+    """At 8 bits the states hardly move: there the first-order estimate at the last layer must be the change of the loss."""
+    model = tiny.load("llama")
+    seen = look_inside(model, IDS, [AdaptiveQuantization(bits=8, depth=0.4)], attribution=True).arrays
+    costs = (seen["run.nll_nats"] - seen["dense.nll_nats"])[1:].sum()
+    assert costs != 0
+    assert float(seen["run.attributed_nats"][-1].sum()) == pytest.approx(float(costs), rel=0.1, abs=2e-3)
+
+
+def test_nothing_is_left_on_the_model(model):
+    hooks = {name: (len(one._forward_hooks), len(one._forward_pre_hooks)) for name, one in model.named_modules()}
+    with torch.no_grad():
+        before = model(IDS[None]).logits
+        look_inside(model, IDS, modules(), attribution=True)
+        assert torch.equal(model(IDS[None]).logits, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {name: (len(one._forward_hooks), len(one._forward_pre_hooks)) for name, one in model.named_modules()} == hooks
+
+
+@pytest.mark.parametrize("length", [1, tiny.POSITIONS + 1])
+def test_texts_that_do_not_fit_are_refused(length):
+    with pytest.raises(ConfigError, match=f"{length} tokens"):
+        look_inside(tiny.load("gpt2"), torch.zeros(length, dtype=torch.long))
+
+
+# --- in a record ----------------------------------------------------------------------------------------------------------------
+
+SENTENCES = ["abc defg", "hgf"]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inside")
+    words = [*make_world(folder), f"results_dir={folder / 'results'}", "modules=[halting]", "protocol=continuation"]
+    words += [
+        "measure.signals=true",
+        f"measure.sentences=[{','.join(SENTENCES)}]",
+        "measure.signal_windows=1",
+        "measure.attribution=true",
+    ]
+    words += ["modules.halting.tau_drift=p60", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0"]
+    return ensure([compose(words)])[0]
+
+
+def test_a_record_holds_the_signals_of_its_texts(record):
+    texts = record["texts"]
+    assert [text["name"] for text in texts] == ["sentence 0", "sentence 1", "window 0"]
+    assert ["".join(text["tokens"]) for text in texts[:2]] == SENTENCES
+    assert [len(text["tokens"]) for text in texts] == [8, 3, PROMPT]
+    assert PROMPT < WINDOW
+    for number, text in enumerate(texts):
+        frame = record.signals(number)
+        assert len(frame) == (LAYERS + 1) * len(text["tokens"])
+        assert frame[frame["layer"] == 3]["token"].tolist() == text["tokens"]
+        assert {"drift_relative", "dense_drift_relative", "entropy_nats", "dense_pca_2", "sdi_l2", "attributed_nats"} <= set(
+            frame
+        )
+        assert frame["active"].dtype == bool
+        halted = frame[~frame["active"]]
+        assert (halted["drift_l2"] == 0).all()
+        by_token = frame.pivot(index="layer", columns="slot", values="active")
+        assert (by_token.astype(int).diff().dropna() <= 0).all(axis=None)  # resume_layers=0: once halted, always halted
+    assert not all(record.signals(i)["active"].all() for i in range(3))
+    pd.testing.assert_frame_equal(record.signals(1), record.signals(1))
+
+
+def test_its_dense_record_looks_into_nothing(record):
+    dense = type(record)(record.path.parent / record.dense_fingerprint, {**record.data, "texts": []})
+    assert not (dense.path / SIGNALS).exists()
+    with pytest.raises(ConfigError, match="measure=signals"):
+        dense.signals()
+
+
+def test_a_text_that_is_not_there_and_a_damaged_file_are_named(record, tmp_path):
+    with pytest.raises(ConfigError, match="no text 3"):
+        record.signals(3)
+    copied = type(record)(tmp_path, record.data)
+    (tmp_path / SIGNALS).write_bytes((record.path / SIGNALS).read_bytes()[:-1] + b"x")
+    with pytest.raises(ConfigError, match=SIGNALS):
+        copied.signals(0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["measure.signals=true"], "measure.sentences"),
+        (["measure.signals=true", "measure.signal_windows=-1"], "measure.signal_windows=-1"),
+    ],
+)
+def test_options_that_show_nothing_are_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        compose(words)
+
+
+def test_the_preset_has_the_papers_sentences():
+    measure = compose(["measure=signals"]).measure
+    assert measure.signals
+    assert measure.sentences[1] == "The quick brown fox jumps over the lazy dog."
+    assert "dynamic token halting" in measure.sentences[0]
+    assert "not" in measure.sentences[2]

@@ -341,12 +341,15 @@ def module_class(name: str, entry: Any) -> type:
     return found
 
 
-def build_modules(entries: Mapping[str, Any]) -> list[Any]:
+def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:
     """The runtime modules of a config, by name.
 
+    Args:
+        tokenizer: makes token ids of the words in options called `…_ids`; None leaves words out, which is enough to check the rest.
+
     Raises:
-        ConfigError: an argument that the class does not have (with a suggestion), a value of the wrong type, or whatever the
-            class refuses.
+        ConfigError: an argument that the class does not have (with a suggestion), a value of the wrong type, a word that is no token,
+            or whatever the class refuses.
     """
     built = []
     for name, entry in sorted(entries.items()):  # whatever order they were selected in: it must not decide anything
@@ -356,6 +359,8 @@ def build_modules(entries: Mapping[str, Any]) -> list[Any]:
         for key in arguments:
             if key not in known:
                 raise ConfigError(f"modules.{name}.{key}: {cls.__name__} has no such option. {_suggest(key, known, 'Options')}")
+            if key.endswith("_ids") and isinstance(arguments[key], list):
+                arguments[key] = _token_ids(f"modules.{name}.{key}", arguments[key], tokenizer)
         try:
             built.append(cls(**arguments))
         except ConfigError as error:
@@ -364,6 +369,19 @@ def build_modules(entries: Mapping[str, Any]) -> list[Any]:
             shown = ", ".join(f"{k}={v!r}" for k, v in arguments.items())
             raise ConfigError(f"modules.{name} cannot be built from {shown}: {error}") from error
     return built
+
+
+def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
+    """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around."""
+    words = {entry.strip() for entry in value if isinstance(entry, str)}
+    ids = [entry for entry in value if not isinstance(entry, str)]
+    if not words or tokenizer is None:
+        return ids
+    found = [(number, tokenizer.decode([number]).strip()) for number in range(len(tokenizer))]
+    missing = sorted(words - {text for _, text in found})
+    if missing:
+        raise ConfigError(f"{key}: {missing[0]!r} is no single token of this model. Give words that are, or token ids.")
+    return ids + [number for number, text in found if text in words]
 
 
 # --- what to tell a person ------------------------------------------------------------------------------------------------------

@@ -411,7 +411,7 @@ def _calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) -
     """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
     from quicksilver.modules.calibration import calibrate_modules
 
-    modules = build_modules(config.modules)
+    modules = build_modules(config.modules, workplace.model(config).tokenizer)
     if not any(_asks_for_calibration(module) for module in modules):
         return modules, None
     windows, text = workplace.windows(config, "calibration"), workplace.text(config, "calibration")
@@ -441,6 +441,8 @@ def _describe(
     calibration: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Everything in record.json that is not a measurement."""
+    from quicksilver.modules.thresholds import thresholds_of
+
     config, model = step.config, loaded.model
     text = workplace.text(config, "test")
     return {
@@ -478,6 +480,7 @@ def _describe(
             "no_bytes_because": windows.why_no_bytes,
         },
         "calibration": calibration,
+        "thresholds": {name: thresholds_of(module) for name, module in zip(sorted(config.modules), modules, strict=True)},
         "config": dataclasses.asdict(config),
         "package": {"version": __version__, "source_digest": source_digest(type(m) for m in modules)},
         "environment": environment(),

@@ -158,6 +158,12 @@ def resolve_thresholds(
     return calibration.thresholds(key, float(value[1:]))
 
 
+def thresholds_of(module: object) -> dict[str, list[float]]:
+    """What a bound module compares with in each layer, length L each: its attributes `_tau_…`, for the record."""
+    found = {name.lstrip("_"): value for name, value in vars(module).items() if name.startswith("_tau_")}
+    return {name: value for name, value in found.items() if isinstance(value, list)}
+
+
 def model_digest(model: PreTrainedModel) -> str:
     """Digest of the architecture and of 1024 values of every parameter, evenly spread: tells models apart in milliseconds.
 

@@ -56,6 +56,18 @@ def test_a_misspelt_execution_lists_the_right_ones() -> None:
         apply(tiny.load("gpt2"), [], execution="compct")  # type: ignore[arg-type]
 
 
+def test_a_module_that_would_never_be_asked_says_where_it_acts() -> None:
+    class AfterOne(RuntimeModule):
+        def acts_at(self, layer: int) -> bool:
+            return layer == 1
+
+        def decide(self, view: LayerView, tokens: TokenState) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"decision_layers=\[0, 2\]: AfterOne would never be asked, it acts after layer 1"):
+        apply(tiny.load("gpt2"), [AfterOne()], decision_layers=[0, 2])
+    apply(tiny.load("gpt2"), [AfterOne()], decision_layers=[1, 2])
+
+
 @pytest.mark.parametrize("layers", [[5], [-1, 2], [0, 1, 77]])
 def test_decision_layers_that_do_not_exist_are_named(layers: list[int]) -> None:
     wrong = [layer for layer in layers if not 0 <= layer < tiny.LAYERS]

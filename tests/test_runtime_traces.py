@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,14 @@ def test_a_torn_trace_is_no_trace(tmp_path: Path) -> None:
             Trace.load(path)
 
 
+def test_the_same_trace_is_the_same_bytes(tmp_path: Path) -> None:
+    written = []
+    for name in ("a", "b", "c"):
+        some_trace().save(tmp_path / name)
+        written.append((tmp_path / name).read_bytes())
+    assert len(set(written)) == 1
+
+
 def test_a_missing_trace_and_a_folder_are_named(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere.safetensors", tmp_path):
         with pytest.raises(ConfigError, match=path.name):
@@ -179,26 +188,26 @@ def test_a_missing_trace_and_a_folder_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "metadata", [None, {"format": "pt"}, {"schema": "quicksilver-trace-0", "n_layers": "5", "first_columns": "[]"}]
+    "metadata", [None, {"format": "pt"}, {"quicksilver": '{"schema": "quicksilver-trace-0", "n_layers": 5, "first_columns": []}'}]
 )
 def test_a_file_of_another_schema_is_refused_and_both_schemas_are_named(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     path = tmp_path / "foreign.safetensors"
     save_file({"weight": torch.zeros(3)}, path, metadata=metadata)
-    found = (metadata or {}).get("schema")
+    found = json.loads((metadata or {}).get("quicksilver", "{}")).get("schema")
     with pytest.raises(ConfigError, match=rf"foreign\.safetensors has schema {found!r}.*reads 'quicksilver-trace-\d+'"):
         Trace.load(path)
 
 
 @pytest.mark.parametrize(
-    "change", [{"n_layers": "many"}, {"n_layers": None}, {"first_columns": "[0, 8]"}, {"first_columns": "{"}]
+    "change", [{"n_layers": "many"}, {"n_layers": None}, {"first_columns": [0, 8]}, {"first_columns": "{"}]
 )
-def test_a_trace_with_broken_metadata_is_no_trace(tmp_path: Path, change: dict[str, str | None]) -> None:
+def test_a_trace_with_broken_metadata_is_no_trace(tmp_path: Path, change: dict[str, object]) -> None:
     from safetensors import safe_open
 
     path = tmp_path / "broken.safetensors"
     some_trace().save(path)
     with safe_open(str(path), framework="pt") as file:
-        metadata = {k: v for k, v in (file.metadata() | change).items() if v is not None}
-    save_file(load_file(path), path, metadata=metadata)
+        about = {k: v for k, v in (json.loads(file.metadata()["quicksilver"]) | change).items() if v is not None}
+    save_file(load_file(path), path, metadata={"quicksilver": json.dumps(about)})
     with pytest.raises(ConfigError, match=r"broken\.safetensors is not a readable trace"):
         Trace.load(path)

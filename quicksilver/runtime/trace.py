@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import MISSING_KV, CacheMerge, Fusion, PassState, Precision, active_tokens
+from quicksilver.runtime.state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, active_tokens
 
-SCHEMA = "quicksilver-trace-1"
+SCHEMA = "quicksilver-trace-2"
+_ABOUT = "quicksilver"  # key of the one entry of metadata, a JSON object
 _TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
 
 
@@ -37,11 +38,13 @@ class PassTrace:
     fusions: tuple[Fusion, ...] = ()
     precisions: tuple[Precision, ...] = ()
     merges: tuple[CacheMerge, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
 
     @classmethod
     def of(cls, state: PassState, first_column: int) -> PassTrace:
         tensors = (getattr(state, name) for name in _TENSORS)
-        return cls(state.n_layers, first_column, *tensors, tuple(state.fusions), tuple(state.precisions), tuple(state.merges))
+        events = (tuple(of) for of in (state.fusions, state.precisions, state.merges, state.evictions))
+        return cls(state.n_layers, first_column, *tensors, *events)
 
     def bits(self, layer: int) -> torch.Tensor:
         """(B, N) uint8: the width tokens were held at in `layer`."""
@@ -67,6 +70,11 @@ class PassTrace:
         )
         return (active & (self.kv_layer >= layer)) | kept
 
+    def evicted(self, layer: int) -> torch.Tensor:
+        """(B,) long: entries that left the cache of `layer` after the pass, whichever pass they came from."""
+        counts = [e.gone.sum(1) for e in self.evictions if e.layer == layer]
+        return sum(counts, self.valid.new_zeros(self.valid.shape[0], dtype=torch.long))
+
     def row(self, row: int) -> PassTrace:
         """One sequence of the pass, as a batch of one."""
         rows = slice(row, row + 1)
@@ -76,6 +84,7 @@ class PassTrace:
             fusions=tuple(Fusion(f.layer, f.into[rows], f.weight[rows]) for f in self.fusions),
             precisions=tuple(Precision(p.layer, p.bits[rows]) for p in self.precisions),
             merges=tuple(CacheMerge(m.layer, m.into[rows]) for m in self.merges),
+            evictions=tuple(Eviction(e.layer, e.gone[rows]) for e in self.evictions),
         )
 
     def cpu(self) -> PassTrace:
@@ -85,6 +94,7 @@ class PassTrace:
             fusions=tuple(Fusion(f.layer, f.into.cpu(), f.weight.cpu()) for f in self.fusions),
             precisions=tuple(Precision(p.layer, p.bits.cpu()) for p in self.precisions),
             merges=tuple(CacheMerge(m.layer, m.into.cpu()) for m in self.merges),
+            evictions=tuple(Eviction(e.layer, e.gone.cpu()) for e in self.evictions),
         )
 
 
@@ -122,36 +132,34 @@ class Trace:
                 tensors[f"{i:06d}.precision.{k}.{precision.layer}.bits"] = precision.bits.cpu().contiguous()
             for k, merge in enumerate(one.merges):
                 tensors[f"{i:06d}.merge.{k}.{merge.layer}.into"] = merge.into.to("cpu", torch.int32).contiguous()
-        meta = {
-            "schema": SCHEMA,
-            "n_layers": str(self.n_layers),
-            "first_columns": json.dumps([p.first_column for p in self.passes]),
-        }
-        save_file(tensors, str(path), metadata=meta)
+            for k, eviction in enumerate(one.evictions):
+                tensors[f"{i:06d}.eviction.{k}.{eviction.layer}.gone"] = eviction.gone.cpu().contiguous()
+        about = {"schema": SCHEMA, "n_layers": self.n_layers, "first_columns": [p.first_column for p in self.passes]}
+        # One entry: safetensors writes several in an order of its own, and the same trace shall be the same bytes.
+        save_file(tensors, str(path), metadata={_ABOUT: json.dumps(about)})
 
     @classmethod
     def load(cls, path: Path | str) -> Trace:
         try:
             with safe_open(str(path), framework="pt") as file:
-                meta = file.metadata() or {}
-                if meta.get("schema") != SCHEMA:
+                about = json.loads((file.metadata() or {}).get(_ABOUT, "{}"))
+                if about.get("schema") != SCHEMA:
                     raise ConfigError(
-                        f"{path} has schema {meta.get('schema')!r}; this version reads {SCHEMA!r}. Make the trace again."
+                        f"{path} has schema {about.get('schema')!r}; this version reads {SCHEMA!r}. Make the trace again."
                     )
-                n_layers = int(meta["n_layers"])
-                firsts = json.loads(meta["first_columns"])
+                n_layers, firsts = int(about["n_layers"]), [int(first) for first in about["first_columns"]]
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
             passes = [_read_pass(tensors, i, n_layers, first) for i, first in enumerate(firsts)]
         except ConfigError:
             raise
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
+        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             raise ConfigError(f"{path} is not a readable trace: {error}") from error
         return cls(n_layers, passes)
 
 
 def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_column: int) -> PassTrace:
     prefix = f"{i:06d}."
-    events: dict[str, list[tuple[int, int]]] = {"fusion": [], "precision": [], "merge": []}
+    events: dict[str, list[tuple[int, int]]] = {"fusion": [], "precision": [], "merge": [], "eviction": []}
     for name in tensors:
         parts = name.split(".")
         if name.startswith(prefix) and len(parts) == 5 and parts[4] != "weight":
@@ -164,4 +172,6 @@ def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_co
         Precision(layer, tensors[f"{prefix}precision.{k}.{layer}.bits"]) for k, layer in sorted(events["precision"])
     )
     merges = tuple(CacheMerge(layer, tensors[f"{prefix}merge.{k}.{layer}.into"].long()) for k, layer in sorted(events["merge"]))
-    return PassTrace(n_layers, first_column, *(tensors[prefix + name] for name in _TENSORS), fusions, precisions, merges)
+    evictions = tuple(Eviction(layer, tensors[f"{prefix}eviction.{k}.{layer}.gone"]) for k, layer in sorted(events["eviction"]))
+    own = (tensors[prefix + name] for name in _TENSORS)
+    return PassTrace(n_layers, first_column, *own, fusions, precisions, merges, evictions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
     from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.precision import PrecisionExecutor
-    from quicksilver.runtime.state import CacheView, LayerView, TokenState
+    from quicksilver.runtime.state import CacheView, LayerView, Span, TokenState
 
 
 class RuntimeModule(ABC):
@@ -44,6 +45,20 @@ class RuntimeModule(ABC):
         return False
 
     @property
+    def evicts_cache(self) -> bool:
+        """True when `evict` may do something: it is asked after every pass."""
+        return False
+
+    def sums_attention(self, layer: int) -> bool:
+        """True where `evict` will ask for `view.attention`: the runtime then adds up what each entry receives, pass by pass. That takes
+        the q·k product of all queries once more; its cost is in the ledger."""
+        return False
+
+    def span(self, layer: int) -> Span | None:
+        """How far back the queries of a layer see; None: as far as the model has it. No decision about a token, so in no trace."""
+        return None
+
+    @property
     def precision(self) -> PrecisionExecutor | None:
         """Who executes the widths this module decides; None for a module that decides none."""
         return None
@@ -61,7 +76,7 @@ class RuntimeModule(ABC):
         return True
 
     def wants_attention(self, layer: int) -> bool:
-        """True where `decide` will ask for `view.attention_received`."""
+        """True where `decide` will ask for `view.attention_received`, `view.keys` or `view.attention_output`."""
         return False
 
     @abstractmethod
@@ -72,3 +87,22 @@ class RuntimeModule(ABC):
         """Which K/V entries of a layer become one: (B, K) long, the column that carries each from now on, its own where nothing
         happens. A group goes into its own last present entry, K and V as the mean weighted by size. None: nothing happens."""
         return None
+
+    def evict(self, view: CacheView) -> torch.Tensor | None:
+        """Which K/V entries of a layer leave the cache for good: (B, K) bool. None: nothing happens."""
+        return None
+
+
+class Transform(RuntimeModule):
+    """Changes the model itself for the length of `apply` (its weights, its settings) and decides nothing about tokens.
+
+    For what is compared with the mechanisms: another number format, another way to generate. It stands in the list of modules like
+    one, so that it is configured, measured and compared with the dense model in the same way.
+    """
+
+    @abstractmethod
+    def applied(self, architecture: Architecture) -> AbstractContextManager[None]:
+        """Change the model, and leave nothing of it behind."""
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        """Nothing: it is never asked."""

@@ -35,7 +35,7 @@ class PassState:
         size: (B, N) float32, original tokens it stands for.
         bits: (B, N) uint8, width its activations and K/V are held at from the next layer on; 16 = untouched.
         fusions, precisions: what was decided, in order.
-        merges: what was merged in the cache after the pass.
+        merges, evictions: what was merged in the cache, and what left it, after the pass.
     """
 
     def __init__(self, valid: torch.Tensor, slots: torch.Tensor, n_layers: int) -> None:
@@ -55,6 +55,7 @@ class PassState:
         self.fusions: list[Fusion] = []
         self.precisions: list[Precision] = []
         self.merges: list[CacheMerge] = []
+        self.evictions: list[Eviction] = []
         # Host-side facts, so that the common cases need no look at the device.
         self.any_halted = False
         self.any_kv_skipped = False
@@ -113,6 +114,31 @@ class CacheMerge:
 
     layer: int
     into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """After the pass, K/V entries of `layer` left the cache: `gone` (B, S) bool, by slot; True only where there was an entry."""
+
+    layer: int
+    gone: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """How far back the queries of a layer see: the last `window` slots, their own included, and the first `sinks` of the sequence."""
+
+    window: int
+    sinks: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a sequence up to which nothing is out of sight."""
+        return self.window + self.sinks
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Slots of queries (B, Q) and keys (B, K) -> (B, Q, K) bool, apart from causality."""
+        return (keys[:, None, :] > queries[:, :, None] - self.window) | (keys < self.sinks)[:, None, :]
 
 
 def active_tokens(
@@ -311,6 +337,8 @@ class LayerView:
         attention: Callable[[int | None, str], torch.Tensor] | None,
         count_flops: Callable[[int], None],
         pass_ids: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
+        attention_output: torch.Tensor | None = None,
     ) -> None:
         self.layer, self.n_layers, self.pass_index, self.is_prompt = layer, n_layers, pass_index, is_prompt
         self.before, self.after, self.slots, self.index, self.input_ids, self.n_tokens = (
@@ -322,6 +350,7 @@ class LayerView:
             n_tokens,
         )
         self.pass_ids = pass_ids
+        self._keys, self._attention_output = keys, attention_output
         self._logits, self._attention = logits, attention
         self.add_signal_flops = count_flops
 
@@ -331,15 +360,29 @@ class LayerView:
 
     def logit_entropy_nats(self, mask: torch.Tensor) -> torch.Tensor:
         """Entropy of the logit lens of the K tokens in mask (B, M): (K,) float32, in nats (paper 2.1)."""
+
+        def entropy_nats(logits: torch.Tensor) -> torch.Tensor:
+            log_p = logits.log_softmax(-1)
+            return -(log_p.exp() * log_p).sum(-1)
+
+        return self._of_logits(mask, entropy_nats)
+
+    def logit_margin(self, mask: torch.Tensor) -> torch.Tensor:
+        """By how much the logit lens of the K tokens in mask (B, M) prefers its first choice: (K,) float32, the difference of the two
+        largest probabilities, 0 to 1 (CALM, arXiv 2207.07061)."""
+
+        def margin(logits: torch.Tensor) -> torch.Tensor:
+            first, second = logits.softmax(-1).topk(2, dim=-1).values.unbind(-1)
+            return first - second
+
+        return self._of_logits(mask, margin)
+
+    def _of_logits(self, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         selected = self.after[mask]
         if selected.shape[0] == 0:
             return selected.new_zeros(0, dtype=torch.float32)
         # In pieces: K x V logits of a long prompt and a large vocabulary would be gigabytes.
-        pieces = []
-        for piece in selected.split(1024):
-            log_p = self._logits(piece).float().log_softmax(-1)
-            pieces.append(-(log_p.exp() * log_p).sum(-1))
-        return torch.cat(pieces)
+        return torch.cat([reduce(self._logits(piece).float()) for piece in selected.split(1024)])
 
     def attention_received(self, last_queries: int | None = 16, reduce: str = "mean") -> torch.Tensor:
         """Attention each token of the view gets in this layer from the last `last_queries` active tokens of its row: (B, M) float32.
@@ -357,10 +400,28 @@ class LayerView:
             )
         return self._attention(last_queries, reduce)
 
+    @property
+    def keys(self) -> torch.Tensor:
+        """The tokens' own keys of this layer, as they are attended to: (B, H_kv, M, head_dim). Raises ConfigError as
+        `attention_received`."""
+        return self._watched(self._keys, "keys")
+
+    @property
+    def attention_output(self) -> torch.Tensor:
+        """What the layer's attention adds to the residual stream: (B, M, D). Raises ConfigError as `attention_received`."""
+        return self._watched(self._attention_output, "attention_output")
+
+    def _watched(self, value: torch.Tensor | None, name: str) -> torch.Tensor:
+        if value is None:
+            raise ConfigError(
+                f"view.{name} was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
+            )
+        return value
+
 
 @dataclass(frozen=True)
 class CacheView:
-    """The K/V entries of one layer between two passes: what a module that merges them may look at.
+    """The K/V entries of one layer between two passes: what a module that merges or evicts them may look at.
 
     Attributes:
         layer, n_layers, pass_index: as in `LayerView`; the pass is the one that has just gone by.
@@ -368,6 +429,8 @@ class CacheView:
         size: (B, K) float32, original tokens that each entry stands for.
         n_seen: (B, 1) long, real tokens seen so far.
         n_new: columns since the prompt, or since entries were last merged.
+        attention: (B, K) float32, attention each entry has received so far, summed over queries and averaged over heads; None unless
+            a module's `sums_attention` asked for it.
         read_keys: gives `keys`.
     """
 
@@ -380,6 +443,7 @@ class CacheView:
     n_seen: torch.Tensor
     n_new: int
     read_keys: Callable[[], torch.Tensor]
+    attention: torch.Tensor | None = None
 
     @property
     def keys(self) -> torch.Tensor:

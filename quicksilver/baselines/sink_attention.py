@@ -1,0 +1,54 @@
+"""Sink attention: the first tokens and the most recent ones, nothing between (StreamingLLM)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quicksilver.modules.checks import count
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.state import CacheView, LayerView, Span, TokenState
+
+
+@dataclass(kw_only=True)
+class SinkAttention(RuntimeModule):
+    """Every query attends to the last `window` tokens, itself included, and to the first `sinks`; the K/V of the others leaves. Causal.
+
+    Source: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., arXiv 2309.17453).
+
+    What differs: StreamingLLM gives the keys in its cache positions of the cache; here they keep those of the text, which comes to
+    the same as long as the text fits the model's context. In a prompt the pattern is a mask over the usual attention, so nothing
+    is saved there, and the causal kernel can no longer skip the upper triangle: what is saved is K/V, and time in decoding.
+
+    Args:
+        window: recent tokens a query sees; a prompt of at most window + sinks tokens is the dense model's.
+        sinks: first tokens of the sequence that are always seen.
+
+    Raises:
+        ConfigError: an option out of range.
+    """
+
+    window: int = 86
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        count("window", self.window, 1)
+        count("sinks", self.sinks)
+
+    def span(self, layer: int) -> Span:
+        return Span(self.window, self.sinks)
+
+    @property
+    def evicts_cache(self) -> bool:
+        return True
+
+    def acts_at(self, layer: int) -> bool:
+        return False
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        """Nothing: what a query sees follows from its slot."""
+
+    def evict(self, view: CacheView) -> torch.Tensor | None:
+        # The next query stands at slot n_seen: beside itself it sees window - 1 of those here.
+        return (view.slots <= view.n_seen - self.window) & (view.slots >= self.sinks)

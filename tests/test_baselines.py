@@ -1,0 +1,557 @@
+"""The peers: each has the property that defines it, all keep the invariants of the runtime, and none leaves anything behind."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from looking import Pass, architecture
+
+from quicksilver.baselines.bfloat16 import BFloat16
+from quicksilver.baselines.confidence_exit import ConfidenceExit
+from quicksilver.baselines.heavy_hitter import HeavyHitter
+from quicksilver.baselines.int8_dynamic import Int8Dynamic
+from quicksilver.baselines.one_shot_halting import OneShotHalting
+from quicksilver.baselines.prompt_lookup import PromptLookup
+from quicksilver.baselines.prompt_pruning import PromptPruning
+from quicksilver.baselines.sink_attention import SinkAttention
+from quicksilver.baselines.sliding_window import SlidingWindow
+from quicksilver.baselines.static_exit import StaticExit
+from quicksilver.baselines.token_merging import TokenMerging, match
+from quicksilver.harness.passes import by_chance
+from quicksilver.measure.flops import count_by_operator, count_executed
+from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion, shuffled
+from quicksilver.runtime import ConfigError, RuntimeModule, Trace, Transform, UnsupportedModelError, apply
+from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
+
+LONG = tiny.Batch((tuple(range(1, 33)),))
+RAGGED = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
+EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))
+
+CAUSAL: dict[str, Callable[[], RuntimeModule]] = {
+    "static_exit": lambda: StaticExit(depth=0.6),
+    "confidence_state": lambda: ConfidenceExit(threshold=0.8),
+    "confidence_softmax": lambda: ConfidenceExit(measure="softmax", threshold=0.05, temperature=2.0, horizon=20),
+    "sliding_window": lambda: SlidingWindow(window=5),
+    "sink_attention": lambda: SinkAttention(window=6, sinks=2),
+}
+IN_PROMPTS: dict[str, Callable[[], RuntimeModule]] = {
+    "token_merging": lambda: TokenMerging(r=0.1),
+    "token_merging_states": lambda: TokenMerging(r=0.2, metric="states", proportional=False, start=0.5),
+    "prompt_pruning": lambda: PromptPruning(),
+    "one_shot_halting": lambda: OneShotHalting(protect_first=1),
+    "heavy_hitter": lambda: HeavyHitter(heavy=3, recent=4),
+}
+PEERS = CAUSAL | IN_PROMPTS
+TRANSFORMS: dict[str, Callable[[], Transform]] = {
+    "int8_dynamic": Int8Dynamic,
+    "bfloat16": BFloat16,
+    "prompt_lookup": PromptLookup,
+}
+# Each with the dial where nothing is left to do.
+DENSE: dict[str, RuntimeModule] = {
+    "static_exit at the last layer": StaticExit(depth=1.0),
+    "confidence_exit that is never confident (state)": ConfidenceExit(threshold=1.0),
+    "confidence_exit that is never confident (softmax)": ConfidenceExit(measure="softmax", threshold=1.0),
+    "token_merging with r = 0": TokenMerging(r=0.0),
+    "prompt_pruning of 0%": PromptPruning(layers=(0.25, 0.5), kept=(1.0, 1.0)),
+    "one_shot_halting of 0%": OneShotHalting(halted_share=0.0),
+    "sliding_window as long as the text": SlidingWindow(window=32),
+    "sink_attention with window and sinks as long as the text": SinkAttention(window=28, sinks=4),
+    "heavy_hitter with room for all": HeavyHitter(heavy=16, recent=16),
+}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("name", DENSE)
+def test_where_its_dial_stands_at_nothing_a_peer_is_the_dense_model(name: str, family: str) -> None:
+    model = tiny.load(family)
+    dense = tiny.forward(model, LONG, [], chunks=[24, 7, 1])
+    peer = tiny.forward(model, LONG, [DENSE[name]], chunks=[24, 7, 1])
+    tiny.assert_close(peer.logits, dense.logits)
+    assert torch.equal(peer.logits[:, :24], dense.logits[:, :24]) or "confidence" in name  # a cosine or a lens is not a decision
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_no_no_op_and_compact_is_masked(name: str, family: str) -> None:
+    model = tiny.load(family)
+    chunks = [20, 7, 1]
+    dense, compact, masked = (
+        tiny.forward(model, RAGGED, modules, chunks=chunks, execution=execution)
+        for modules, execution in (([], "compact"), ([PEERS[name]()], "compact"), ([PEERS[name]()], "masked"))
+    )
+    tiny.assert_close(RAGGED.real(compact.logits), RAGGED.real(masked.logits))
+    assert (
+        max(float((a - b).abs().max()) for a, b in zip(RAGGED.real(compact.logits), RAGGED.real(dense.logits), strict=True))
+        > 0.01
+    )
+    billed, resident = compact.run.kv_bytes.billed, compact.run.kv_bytes.resident
+    assert billed == resident == masked.run.kv_bytes.billed
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_batch_mates_and_padding_do_not_matter(name: str) -> None:
+    for family in ("gpt2", "llama"):
+        together = tiny.forward(tiny.load(family), RAGGED, [PEERS[name]()], chunks=[28])
+        kept = together.run._cache.layers[-2]
+        for i in range(2):
+            alone = tiny.forward(tiny.load(family), RAGGED.alone(i), [PEERS[name]()], chunks=[len(RAGGED.rows[i])])
+            tiny.assert_close(RAGGED.real(together.logits)[i], alone.logits[0])
+            store = alone.run._cache.layers[-2]
+            if store.entries is not None:
+                assert kept.slots[i][kept.is_entry[i]].tolist() == store.slots[0].tolist()
+
+
+@settings(max_examples=10)
+@given(st.data())
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_peer_decides_the_same_in_prefill_in_chunks_and_token_by_token(name: str, data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(["gpt2", "llama", "qwen2-mixed"]))
+    batch = data.draw(tiny.batches(low=2, high=14))
+    module = CAUSAL[name]()
+    assert module.causal
+    whole = tiny.forward(tiny.load(family), batch, [module])
+    chunked = tiny.forward(tiny.load(family), batch, [module], chunks=data.draw(tiny.chunkings(batch.width)))
+    tiny.assert_close(batch.real(whole.logits), batch.real(chunked.logits))
+    tiny.assert_same_decisions(tiny.decisions(batch, whole.trace), tiny.decisions(batch, chunked.trace))
+
+
+@pytest.mark.parametrize("name", [*PEERS, *TRANSFORMS])
+def test_no_peer_lets_a_later_token_through(name: str) -> None:
+    module = (PEERS | TRANSFORMS)[name]()
+    protocols = [Protocol("continuation", 24, 16, 2)] + ([Protocol("all", 24, 16, 2)] if module.causal else [])
+    for protocol in protocols:
+        found = audit(tiny.load("llama"), EVEN.ids, protocol, [module], n_probes=4)
+        assert found.max_abs_logit_difference <= 1e-5 * found.max_abs_logit
+
+
+@pytest.mark.parametrize("name", IN_PROMPTS)
+def test_what_looks_ahead_is_refused_where_every_position_is_scored(name: str) -> None:
+    with pytest.raises(ConfigError, match="looks ahead"):
+        check_allowed([IN_PROMPTS[name]()], Protocol("all", 24))
+
+
+def test_tome_as_it_is_leaks_and_is_marked() -> None:
+    plain = TokenMerging(r=0.1, lookahead=True)
+    check_allowed([plain], Protocol("all", 24))
+    assert plain.lookahead
+    assert not plain.causal
+    assert audit(tiny.load("gpt2"), EVEN.ids, Protocol("all", 24, 16, 2), [plain], n_probes=6).max_abs_logit_difference > 0.01
+
+
+@pytest.mark.parametrize("name", [*PEERS, "int8_dynamic"])
+def test_executed_flops_are_what_is_interposed(name: str) -> None:
+    # Wide enough that what no ledger counts (norms, codes) does not matter.
+    model = tiny.build("gpt2", n_embd=64)
+    for batch, chunks in ((EVEN, [20, 4]), (RAGGED, [28])):
+        with torch.no_grad(), apply(model, [(PEERS | TRANSFORMS)[name]()]) as run:
+            interposed = count_executed(lambda batch=batch, chunks=chunks: tiny.passes(model, batch.inputs(), chunks))
+            assert run.flops.executed == pytest.approx(interposed, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_nominal_flops_by_window_add_up_to_the_run_s(name: str) -> None:
+    protocol = Protocol("continuation", 24, 16, 2)
+    model = tiny.load("gpt2")
+    frame = score(model, EVEN.ids, protocol, modules=[PEERS[name]()]).windows
+    with torch.no_grad(), apply(model, [PEERS[name]()]) as run:
+        cache = model(EVEN.ids[:, :16], use_cache=True, logits_to_keep=1).past_key_values
+        model(EVEN.ids[:, 16:-1], use_cache=True, past_key_values=cache)
+        assert int(frame["nominal_flops"].sum()) == run.flops.nominal
+        assert int(frame["executed_flops"].sum()) == run.flops.executed
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_replay_is_the_run_and_a_trace_goes_through_a_file(name: str, tmp_path: Path) -> None:
+    module = PEERS[name]()
+    run = tiny.forward(tiny.load("llama"), RAGGED, [module], chunks=[20, 7, 1])
+    run.trace.save(tmp_path / "trace.safetensors")
+    trace = Trace.load(tmp_path / "trace.safetensors")
+    for execution in ("compact", "masked"):
+        again = tiny.forward(tiny.load("llama"), RAGGED, [Replay(trace, like=[module])], chunks=[20, 7, 1], execution=execution)
+        tiny.assert_close(RAGGED.real(run.logits), RAGGED.real(again.logits), atol=2e-5)
+        assert again.run.kv_bytes.billed == run.run.kv_bytes.billed
+
+
+def state_of(model: torch.nn.Module) -> list:
+    modules = list(model.named_modules())
+    return [
+        [(name, id(module), module.__dict__.get("forward")) for name, module in modules],
+        [(name, id(p), p.dtype) for name, p in model.named_parameters(remove_duplicate=False)],
+        [len(module._forward_hooks) + len(module._forward_pre_hooks) for _, module in modules],
+        model.generation_config.to_dict(),
+    ]
+
+
+@pytest.mark.parametrize("name", [*PEERS, *TRANSFORMS])
+def test_nothing_is_left_on_the_model(name: str) -> None:
+    model = tiny.load("llama")
+    before, logits = state_of(model), tiny.forward(model, EVEN, []).logits
+    tiny.forward(model, EVEN, [(PEERS | TRANSFORMS)[name]()], chunks=[20, 4])
+    with pytest.raises(RuntimeError, match="a mishap"), apply(model, [(PEERS | TRANSFORMS)[name]()]):
+        raise RuntimeError("a mishap")
+    assert state_of(model) == before
+    assert torch.equal(tiny.forward(model, EVEN, []).logits, logits)
+
+
+# -- exits -----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def states_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """States (B, N, D) before the first layer and after each but the last."""
+    return model(ids, output_hidden_states=True).hidden_states[:-1]
+
+
+@torch.no_grad()
+def test_a_static_exit_reads_the_head_at_its_layer_and_runs_nothing_above() -> None:
+    model = tiny.load("llama")
+    peer = tiny.forward(model, EVEN, [StaticExit(depth=0.6)], chunks=[24])
+    expected = model.lm_head(model.model.norm(states_of(model, EVEN.ids)[3]))
+    tiny.assert_close(peer.logits, expected)
+    assert peer.trace.active_counts().tolist() == [48, 48, 48, 0, 0]
+    assert [layer.entries is None for layer in peer.run._cache.layers] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("measure", ["state", "softmax"])
+def test_a_token_leaves_when_its_confidence_exceeds_the_threshold(measure: str) -> None:
+    model = tiny.load("llama")
+    before, after = states_of(model, EVEN.ids)[:2]
+    if measure == "state":
+        confidence = torch.cosine_similarity(before, after, dim=-1)
+    else:
+        with torch.no_grad():
+            best = model.lm_head(model.model.norm(after)).softmax(-1).topk(2).values
+        confidence = best[..., 0] - best[..., 1]
+    threshold = float(confidence.median())
+    peer = tiny.forward(model, EVEN, [ConfidenceExit(measure=measure, threshold=threshold)])
+    assert torch.equal(peer.trace.passes[0].halt_layer == 0, confidence > threshold)
+    assert 0.3 < float((confidence > threshold).float().mean()) < 0.7
+
+
+def test_the_threshold_of_a_confidence_decays_with_the_slot() -> None:
+    exit_ = ConfidenceExit(threshold=0.8, temperature=3.0, horizon=10)
+    view, _ = Pass([12]).look(2)
+    thresholds = exit_._thresholds(view)
+    assert isinstance(thresholds, torch.Tensor)
+    assert thresholds[0].tolist() == pytest.approx([0.72 + 0.1 * math.exp(-0.3 * t) for t in range(12)])
+
+
+# -- merging ---------------------------------------------------------------------------------------------------------------------
+
+
+def matched_one_by_one(metric: torch.Tensor, free: list[int], k: int) -> set[frozenset[int]]:
+    """The groups of ToMe, without vectors."""
+    a, b = free[0::2], free[1::2]
+    if not a or not b:
+        return set()
+    unit = torch.nn.functional.normalize(metric, dim=-1)
+    edges = [(max((float(unit[i] @ unit[j]), -n) for n, j in enumerate(b)), i) for i in a]
+    groups: dict[int, set[int]] = {}
+    for (_, n), i in sorted(edges, key=lambda edge: (-edge[0][0], edge[1]))[:k]:
+        groups.setdefault(b[-n], {b[-n]}).add(i)
+    return {frozenset(group) for group in groups.values()}
+
+
+@given(st.integers(1, 30), st.integers(0, 999), st.integers(0, 10))
+def test_the_matching_is_tome_s(n: int, seed: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    metric = torch.randn(2, n, 6, generator=generator)
+    free = torch.rand(2, n, generator=generator) < 0.8
+    into = match(metric, free, torch.tensor([[k], [k]]))
+    for row in range(2):
+        groups: dict[int, set[int]] = {}
+        for column, target in enumerate(into[row].tolist()):
+            groups.setdefault(target, set()).add(column)
+        merged = {frozenset(group) for group in groups.values() if len(group) > 1}
+        assert merged == matched_one_by_one(metric[row], free[row].nonzero().flatten().tolist(), k)
+        assert all(target == max(group) for target, group in groups.items())  # in the last of them: nothing flows backward
+
+
+@given(st.integers(12, 60), st.sampled_from([0.03, 0.08]))
+def test_merging_takes_its_share_after_every_layer_until_none_is_left_to_match(n: int, r: float) -> None:
+    ids = torch.arange(1, n + 1)[None] % tiny.VOCABULARY
+    peer = tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(ids[0].tolist()),)), [TokenMerging(r=r, protect_first=1)])
+    active = peer.trace.active_counts().tolist()
+    assert active == [n - math.floor(r * n * layer + 0.5) for layer in range(tiny.LAYERS)]
+    state = peer.trace.passes[0]
+    assert int(state.fused_layer[0, 0]) == int(state.fused_layer[0, -1]) == tiny.LAYERS - 1
+
+
+# -- pruning and one-shot halting ------------------------------------------------------------------------------------------------
+
+
+def test_pruning_keeps_what_the_last_token_attends_to() -> None:
+    model = tiny.load("llama", "eager")
+    with torch.no_grad():
+        attention = model(LONG.ids, output_attentions=True).attentions[1].mean(1)[0, -1]  # (N,) from the last token
+    pruning = PromptPruning(layers=(0.4,), kept=(0.5,), protect_first=0)
+    peer = tiny.forward(tiny.load("llama"), LONG, [pruning])
+    kept = peer.trace.passes[0].halt_layer[0] == tiny.LAYERS - 1
+    assert kept[-1]
+    order = attention[:-1].argsort(descending=True)
+    assert kept[:-1].nonzero().flatten().tolist() == sorted(order[:15].tolist())
+
+
+@given(st.integers(8, 40))
+def test_pruning_is_progressive_and_what_was_dropped_has_no_kv_above(n: int) -> None:
+    batch = tiny.Batch((tuple(i % 60 + 1 for i in range(n)),))
+    pruning = PromptPruning(layers=(0.2, 0.6), kept=(0.7, 0.4), protect_first=1)
+    peer = tiny.forward(tiny.load("gpt2"), batch, [pruning], chunks=[n])
+    shares = [1.0, 0.7, 0.7, 0.4, 0.4]
+    left = [max(2, n - math.floor((1 - share) * n + 0.5)) for share in shares]
+    assert peer.trace.active_counts().tolist() == left
+    assert [int(layer.lengths[0]) for layer in peer.run._cache.layers] == left
+
+
+def test_one_shot_halting_halts_the_smallest_attention_outputs_once() -> None:
+    model = tiny.load("llama")
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    tiny.forward(model, LONG, [])
+    handle.remove()
+    norm = seen[0].norm(dim=-1)[0, :-1]  # the last token is spared
+    peer = tiny.forward(model, LONG, [OneShotHalting(start=0.4, halted_share=0.5, protect_first=0)], chunks=[24, 8])
+    whole = tiny.forward(model, LONG, [OneShotHalting(start=0.4, halted_share=0.5, protect_first=0)])
+    halted = whole.trace.passes[0].halt_layer[0] < tiny.LAYERS - 1
+    assert halted[:-1].nonzero().flatten().tolist() == sorted(norm.argsort()[:16].tolist())
+    assert set(whole.trace.passes[0].halt_layer[0].tolist()) == {1, tiny.LAYERS - 1}
+    assert (peer.trace.passes[1].halt_layer == tiny.LAYERS - 1).all()  # what follows the prompt is left alone
+
+
+# -- attention spans and eviction ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("window", "sinks"), [(5, 0), (5, 2), (1, 3)])
+def test_sinks_and_window_keep_exactly_those_slots(window: int, sinks: int, masked: bool) -> None:
+    module = SinkAttention(window=window, sinks=sinks)
+    execution = "masked" if masked else "compact"
+    with torch.no_grad(), apply(tiny.load("llama"), [module], execution=execution) as run:
+        tiny.passes(tiny.load("llama"), RAGGED.inputs(), [24, 3, 1])
+        assert run._cache is not None
+        for store in run._cache.layers:
+            assert isinstance(store, (MaskedLayer, RaggedLayer))
+            for row, n in enumerate((28, 18)):
+                expected = sorted({*range(sinks), *range(n - window + 1, n)})
+                assert store.slots[row][store.is_entry[row]].tolist() == expected
+
+
+@torch.no_grad()
+def test_a_window_is_the_model_s_own_sliding_window() -> None:
+    ours, theirs = tiny.build("mistral", sliding_window=None), tiny.build("mistral", sliding_window=6)
+    windowed = tiny.forward(ours, LONG, [SlidingWindow(window=6)], chunks=[20, 11, 1])
+    tiny.assert_close(windowed.logits, tiny.forward(theirs, LONG, [], chunks=[20, 11, 1]).logits)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize("chunks", [[32], [20, 11, 1], [16, *[1] * 16]])
+def test_heavy_hitters_are_those_that_received_most(family: str, chunks: list[int]) -> None:
+    """Room for all: the sums are those of the model's own attention matrices. Eager, because sdpa keeps no weights."""
+    with torch.no_grad():
+        attentions = tiny.load(family, "eager")(LONG.ids, output_attentions=True).attentions
+    model = tiny.load(family, "sdpa")
+    received = tiny.forward(model, LONG, [HeavyHitter(heavy=32, recent=1)], chunks=chunks).run._cache.layers
+    for layer, weights in zip(received, attentions, strict=True):
+        torch.testing.assert_close(layer.entries["attention"], weights.mean(1).sum(1), atol=1e-4, rtol=1e-4)
+    # and with less room those leave that received least
+    kept = tiny.forward(model, LONG, [HeavyHitter(heavy=6, recent=4)], chunks=[32]).run._cache.layers[0]
+    total = attentions[0].mean(1).sum(1)[0]
+    assert kept.slots[0].tolist() == sorted([*total[:28].argsort(descending=True)[:6].tolist(), 28, 29, 30, 31])
+
+
+@pytest.mark.parametrize("criterion", ["attention", "random"])
+def test_h2o_keeps_its_budget_at_every_step_of_decoding(criterion: str) -> None:
+    model = tiny.load("llama")
+    inputs = {name: x for name, x in RAGGED.inputs().items() if name != "position_ids"}
+    with apply(model, [HeavyHitter(heavy=5, recent=4, criterion=criterion)]) as run:
+        output = model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        assert output.shape[1] == 40
+        assert run.pass_index == 12
+        assert run._cache is not None
+        for store in run._cache.layers:
+            assert store.lengths.tolist() == [9, 9]
+            for row, n in enumerate((39, 29)):  # the last token was never fed back
+                slots = store.slots[row].tolist()
+                assert slots[-4:] == list(range(n - 4, n))
+        for number, one in enumerate(run.trace.passes):
+            for layer in range(tiny.LAYERS):
+                left = one.evicted(layer).tolist()
+                assert left == ([28 - 9, 18 - 9] if number == 0 else [1, 1])
+        assert (
+            run.kv_bytes.billed == 2 * 9 * tiny.LAYERS * 2 * 2 * 8 * 4
+        )  # rows, entries, layers, K and V, heads, head_dim, bytes
+
+
+def test_h2o_decodes_with_beams_as_under_masked() -> None:
+    model, options = tiny.load("gpt2"), {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    outputs = []
+    for execution in ("compact", "masked"):
+        with apply(model, [HeavyHitter(heavy=4, recent=4)], execution=execution):  # type: ignore[arg-type]
+            outputs.append(model.generate(EVEN.ids, attention_mask=EVEN.mask, **options))
+    assert torch.equal(*outputs)
+
+
+def test_an_evicted_entry_cannot_be_taken_back() -> None:
+    model = tiny.load("llama")
+    with torch.no_grad(), apply(model, [SlidingWindow(window=5)]):
+        cache = model(LONG.ids, use_cache=True).past_key_values
+        with pytest.raises(UnsupportedModelError, match="left the cache.*without speculation"):
+            cache.crop(-2)
+
+
+def test_eviction_goes_with_halting_quantization_and_fusion() -> None:
+    evicting = HeavyHitter(heavy=4, recent=4)
+    for others in (
+        [Halting(halted_share=0.4, missing_kv="project"), KVSkipping()],
+        [AdaptiveQuantization(bits=8)],
+        [TokenFusion(fused_share=0.2, decode_every=2)],
+    ):
+        modules = [*others, evicting]
+        compact, masked = (
+            tiny.forward(tiny.load("gpt2"), RAGGED, modules, chunks=[22, *[1] * 6], execution=execution)
+            for execution in ("compact", "masked")
+        )
+        tiny.assert_close(RAGGED.real(compact.logits), RAGGED.real(masked.logits), atol=2e-5)
+        assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
+        assert all(int(store.lengths.max()) <= 8 for store in compact.run._cache.layers)
+
+
+# -- nulls -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_null_of_evictions_is_chance_at_the_same_budget() -> None:
+    modules = [HeavyHitter(heavy=3, recent=4)]
+    run = tiny.forward(tiny.load("gpt2"), EVEN, modules, chunks=[20, 4])
+    kind, (chance,) = by_chance(modules, run.trace, seed=3)  # type: ignore[misc]
+    assert kind == "random entries"
+    null = tiny.forward(tiny.load("gpt2"), EVEN, [chance], chunks=[20, 4])
+    assert null.run.kv_bytes == run.run.kv_bytes
+    assert null.run._cache.layers[1].slots.tolist() != run.run._cache.layers[1].slots.tolist()
+    with pytest.raises(ConfigError, match="evicted cannot be shuffled"):
+        shuffled(run.trace, 0)
+
+
+def test_where_nothing_is_chosen_there_is_no_null() -> None:
+    for modules in ([SlidingWindow(window=5)], [Int8Dynamic()], [BFloat16(), PromptLookup()]):
+        run = tiny.forward(tiny.load("gpt2"), EVEN, modules, chunks=[20, 4])
+        assert by_chance(modules, run.trace, seed=3) is None
+    modules = [Halting(halted_share=0.5), Int8Dynamic()]
+    run = tiny.forward(tiny.load("gpt2"), EVEN, modules)
+    kind, (transform, replay) = by_chance(modules, run.trace, seed=3)  # type: ignore[misc]
+    assert kind == "shuffle"
+    assert transform is modules[1]
+    assert isinstance(replay, Replay)
+
+
+# -- what changes the model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_int8_changes_logits_within_a_bound_and_its_layers_are_integer(family: str) -> None:
+    model = tiny.load(family)
+    dense = tiny.forward(model, EVEN, []).logits
+    quantised = tiny.forward(model, EVEN, [Int8Dynamic()]).logits
+    moved = (quantised - dense).norm() / dense.norm()
+    assert 1e-4 < float(moved) < 0.1
+    with torch.no_grad(), apply(model, [Int8Dynamic()]) as run:
+        linears = [m for layer in run.arch.layers for m in layer.modules() if hasattr(m, "weight") and m.weight.ndim == 2]
+        assert linears
+        assert all(m.code.dtype == torch.int8 for m in linears)
+        counted = count_by_operator(lambda: model(EVEN.ids))
+        integer = 2 * 48 * run.arch.linear_params_per_layer * run.arch.n_layers
+        assert counted["aten._int_mm"] == integer
+        assert sum(n for name, n in counted.items() if name in ("aten.mm", "aten.addmm")) == 2 * 48 * tiny.WIDTH * tiny.VOCABULARY
+
+
+def test_int8_goes_with_halting_that_projects_kv() -> None:
+    for family in ("gpt2", "llama", "gpt_neox"):
+        modules = [Int8Dynamic(), Halting(halted_share=0.5, missing_kv="project")]
+        outcomes = [tiny.forward(tiny.load(family), EVEN, modules, execution=execution) for execution in ("compact", "masked")]
+        # Rounding to codes magnifies the last digits of a sum.
+        assert float((outcomes[0].logits - outcomes[1].logits).norm() / outcomes[1].logits.norm()) < 0.02
+    with pytest.raises(ConfigError, match="Int8Dynamic and AdaptiveQuantization"):
+        apply(tiny.load("gpt2"), [Int8Dynamic(), AdaptiveQuantization()])
+    with pytest.raises(ConfigError, match="Int8Dynamic and BFloat16"):
+        apply(tiny.load("gpt2"), [Int8Dynamic(), BFloat16()])
+
+
+def test_torchao_is_asked_for_by_name_or_gives_the_same() -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match=r"needs torchao.*quicksilver\[peers\].*backend='torch'"):
+            Int8Dynamic(backend="torchao")
+        return
+    ours, theirs = (
+        tiny.forward(tiny.load("llama"), EVEN, [Int8Dynamic(backend=backend)]).logits for backend in ("torch", "torchao")
+    )
+    assert float((ours - theirs).norm() / ours.norm()) < 0.02
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_bfloat16_is_the_model_loaded_in_bfloat16(family: str) -> None:
+    model, converted = tiny.build(family), tiny.build(family).to(torch.bfloat16)
+    for name, buffer in tiny.build(family).named_buffers():  # transformers keeps them in float32 when it loads
+        converted.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+    ours = tiny.forward(model, EVEN, [BFloat16()], chunks=[20, 4])
+    assert ours.logits.dtype == torch.bfloat16
+    assert torch.equal(ours.logits, tiny.forward(converted, EVEN, [], chunks=[20, 4]).logits)
+    assert 2 * ours.run.kv_bytes.billed == tiny.forward(model, EVEN, [], chunks=[20, 4]).run.kv_bytes.billed
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_prompt_lookup_decodes_what_greedy_decoding_does_in_fewer_passes(family: str) -> None:
+    model = tiny.load(family)
+    prompt = torch.tensor([[5, 6, 7, 8] * 6])
+    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    greedy = model.generate(prompt, **options)
+    with apply(model, [PromptLookup()]) as run:
+        assert torch.equal(model.generate(prompt, **options), greedy)
+        assert run.pass_index < 24
+    with apply(model, [Halting(tau_drift=0.5)]):
+        halted = model.generate(prompt, **options)
+    with apply(model, [Halting(tau_drift=0.5), PromptLookup()]):
+        assert torch.equal(model.generate(prompt, **options), halted)
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: StaticExit(depth=1.5), r"depth=1\.5"),
+        (lambda: ConfidenceExit(measure="entropy"), r"measure='entropy'.*softmax, state"),
+        (lambda: ConfidenceExit(threshold=2), "threshold=2"),
+        (lambda: TokenMerging(r=0.7), r"r=0\.7.*0 to 0\.5"),
+        (lambda: TokenMerging(metric="values"), r"metric='values'"),
+        (lambda: PromptPruning(layers=(0.5, 0.2), kept=(0.7, 0.4)), "must rise"),
+        (lambda: PromptPruning(layers=(0.2, 0.5), kept=(0.4, 0.7)), "must fall"),
+        (lambda: PromptPruning(layers=(0.2,), kept=(0.4, 0.2)), "one share for each"),
+        (lambda: PromptPruning(layers=0.2), "must be a list"),
+        (lambda: PromptPruning(layers=(0.5, 0.52), kept=(0.5, 0.4)).bind(architecture()), "layers of their own"),
+        (lambda: OneShotHalting(halted_share=-1), "halted_share=-1"),
+        (lambda: OneShotHalting(start=1.0).bind(architecture()), "Nothing would ever halt"),
+        (lambda: SinkAttention(window=0), "window=0"),
+        (lambda: HeavyHitter(recent=0), "recent=0"),
+        (lambda: HeavyHitter(criterion="values"), "criterion='values'"),
+        (lambda: Int8Dynamic(backend="jax"), "backend='jax'"),
+        (lambda: PromptLookup(tokens=0), "tokens=0"),
+        (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),
+    ],
+)
+def test_a_mistake_names_the_option_and_the_value(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()

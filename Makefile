@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure readme test test-all lint format train-reference calibrate benchmark environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure claims readme test test-all lint format train-reference calibrate benchmark environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -30,6 +30,9 @@ reproduce-table: $(STAMP) ## run what a table of the paper still needs, print an
 
 reproduce-figure: $(STAMP) ## the same for a figure (FIGURE, MODEL, DATASET, ARGS)
 	@$(PY) -m quicksilver.reproduce figure $(or $(FIGURE),$(error say which figure: make reproduce-figure FIGURE=8)) $(SELECTED)
+
+claims: $(STAMP) ## every number the paper claims beside what the records at hand say; runs nothing (MODEL, DATASET, ARGS)
+	@$(PY) -m quicksilver.reproduce claims $(SELECTED)
 
 readme: $(STAMP) ## put the written tables and figures into README.md
 	@$(PY) -m quicksilver.reproduce readme

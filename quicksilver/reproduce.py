@@ -4,6 +4,7 @@
     python -m quicksilver.reproduce table 11 model=reference-gpt2 dataset=python-docs measure.repeats=9
     python -m quicksilver.reproduce figure 8
     python -m quicksilver.reproduce all
+    python -m quicksilver.reproduce claims
     python -m quicksilver.reproduce readme
 
 Exit code: 0 everything is there; 1 something failed (what could be built was built); 2 the request makes no sense; 130 interrupted.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
     from quicksilver.harness.record import Record
     from quicksilver.harness.run import Planned, Progress, Workplace
+    from quicksilver.harness.store import Store
     from quicksilver.report.figures import Figure
     from quicksilver.report.tables import Table
 
@@ -54,6 +56,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         if arguments.what == "all":
             return reproduce_all(arguments.overrides)
+        if arguments.what == "claims":
+            return claims(arguments.overrides)
         return reproduce(find(arguments.what, arguments.number), arguments.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -70,11 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quicksilver.reproduce", description="Remake tables and figures of the paper."
     )
-    commands = parser.add_subparsers(dest="what", required=True, metavar="{table,figure,all,list,readme}")
-    for what in ("table", "figure", "all"):
-        said = "remake every table and figure" if what == "all" else f"remake one {what}"
-        command = commands.add_parser(what, help=f"{said}: runs what has no record yet")
-        if what != "all":
+    commands = parser.add_subparsers(dest="what", required=True, metavar="{table,figure,all,claims,list,readme}")
+    missing = "runs what has no record yet"
+    for what, said in {
+        "table": f"remake one table: {missing}",
+        "figure": f"remake one figure: {missing}",
+        "all": f"remake every table and figure: {missing}",
+        "claims": "judge the paper's claims by the records that are there: runs nothing",
+    }.items():
+        command = commands.add_parser(what, help=said)
+        if what in ("table", "figure"):
             command.add_argument("number", help="its number in the paper, or its name (`list` says which there are)")
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", help="model=…, dataset=…, measure.repeats=…, results_dir=…"
@@ -158,7 +167,7 @@ def _build(artefact: Artefact, jobs: Sequence[_Job], plain: RunConfig, overrides
 
     store = Store(plain.results_dir)
     outcomes = [Outcome(job.row, job.record, store.dense_of(job.record) if job.record else None, job.reason) for job in jobs]
-    product = artefact.build(outcomes, _name(artefact, plain, overrides))
+    product = artefact.build(outcomes, _name(artefact.name, plain, overrides))
     folder = Path(plain.results_dir) / f"{artefact.kind}s"
     reference = committed(folder / f"{product.name}.csv")
     return _Made(product, distance(product.frame, reference, f"{product.name}.csv"), product.write(folder))
@@ -174,13 +183,13 @@ def _check_words(overrides: Sequence[str]) -> None:
             )
 
 
-def _name(artefact: Artefact, plain: RunConfig, overrides: Sequence[str]) -> str:
+def _name(name: str, plain: RunConfig, overrides: Sequence[str]) -> str:
     """`table11` for the embedded default; model and dataset in the name of others, and a digest where more was changed."""
     from quicksilver.harness.config import compose
 
     default = compose([])
     more = sorted(word for word in overrides if word.split("=")[0] not in ("model", "dataset", *_NEUTRAL))
-    parts = [artefact.name]
+    parts = [name]
     if more or (plain.model.name, plain.dataset.name) != (default.model.name, default.dataset.name):
         parts += [plain.model.name, plain.dataset.name]
     if more:
@@ -358,6 +367,65 @@ def _collected(troubles: dict[Artefact, str], artefact: Artefact) -> Iterator[No
 
 def _command(artefact: Artefact, overrides: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "quicksilver.reproduce", artefact.kind, artefact.numbers[0], *overrides])
+
+
+# --- the claims -----------------------------------------------------------------------------------------------------------------
+
+
+def claims(overrides: Sequence[str]) -> int:
+    """Print and write the claims ledger, from the records that are there; returns the exit code. Runs nothing.
+
+    Raises:
+        ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
+        QuickSilverError: the model or the text of the overrides cannot be had.
+    """
+    from quicksilver.harness.run import Workplace, plan
+    from quicksilver.harness.store import Store
+    from quicksilver.report.claims import Source, ledger
+    from quicksilver.report.writing import write_files
+
+    plain, workplace = _plain(overrides), Workplace()
+    plan([plain], workplace)
+    store, sources, failed = Store(plain.results_dir), [], []
+    troubles: dict[Artefact, str] = {}
+    for artefact in artefacts():
+        with _collected(troubles, artefact):
+            jobs = [_job(row, overrides) for row in artefact.experiment.rows()]
+            outcomes = [_recorded(job, store, workplace) for job in jobs]
+            sources.append(Source(artefact, outcomes, _make(artefact, overrides)))
+            failed += [job for job in jobs if job.error is not None]
+    table = ledger(sources, _name("claims", plain, overrides))
+    print(table.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    contents = {f"{table.name}.md": table.markdown().encode(), f"{table.name}.csv": table.csv().encode()}
+    print("Written: " + ", ".join(map(str, write_files(store.root, contents))))
+    _explain(failed)
+    for artefact, trouble in troubles.items():
+        print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)
+    return 1 if failed or troubles else 0
+
+
+def _make(artefact: Artefact, overrides: Sequence[str]) -> str:
+    """`make reproduce-table TABLE=11 MODEL=gpt2-large`, with the words of the command line."""
+    parts = ["make", f"reproduce-{artefact.kind}", f"{artefact.kind.upper()}={artefact.numbers[0]}"]
+    selected = [word for word in overrides if word.split("=")[0] in ("model", "dataset")]
+    parts += [f"{key.upper()}={value}" for key, value in (word.split("=", 1) for word in selected)]
+    more = [word for word in overrides if word not in selected]
+    return shlex.join(parts) + (f" ARGS={shlex.quote(shlex.join(more))}" if more else "")
+
+
+def _recorded(job: _Job, store: Store, workplace: Workplace) -> Outcome:
+    """The job's outcome as far as it is on disk; a record that is damaged makes it fail."""
+    from quicksilver.harness.run import plan
+
+    if job.config is not None:
+        try:
+            job.record = store.get(plan([job.config], workplace)[-1].fingerprint)
+            dense = store.dense_of(job.record) if job.record else None
+            return Outcome(job.row, job.record, dense, job.reason)
+        except QuickSilverError as error:
+            job.record = None
+            job.fail(error)
+    return Outcome(job.row, reason=job.reason)
 
 
 # --- README ---------------------------------------------------------------------------------------------------------------------

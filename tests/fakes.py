@@ -55,6 +55,8 @@ def make(
     if null_per_token is not None:
         windows["null_nll_nats"] = nats + null_per_token * tokens + noise[1]
     flops = {"executed": 1.0, "nominal": 1.0, "paper": 0.5} | ({"prompt_executed": 0.8} if protocol == "continuation" else {})
+    for ledger, share in flops.items():
+        windows[f"{ledger}_flops"] = DENSE_FLOPS * share * (1 - saved) / WINDOW_COUNT
     data = {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint(name),

@@ -23,7 +23,7 @@ from quicksilver.measure.memory import peak_memory
 from quicksilver.measure.perplexity import Protocol, Scores, audit, score
 from quicksilver.modules.controls import Replay, shuffled
 from quicksilver.runtime.engine import apply
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import RuntimeModule, Transform
 from quicksilver.runtime.trace import Trace
 
 PHASES = {
@@ -97,9 +97,10 @@ def measure(
     scalars, frame = totals(scores), scores.windows
 
     scalars["null"] = None
-    if modules and options.null_control == "shuffle":
+    chosen = by_chance(modules, scores.trace, seed) if options.null_control == "shuffle" else None
+    if chosen is not None:
         report("null", 0.0)
-        kind, chance = by_chance(modules, scores.trace, seed)
+        kind, chance = chosen
         null = score(model, windows.ids, protocol, windows.token_bytes, modules=chance, progress=batches("null"), **how)
         kept = totals(null)
         scalars["null"] = {"kind": kind, **{k: kept[k] for k in ("ppl", "nll_nats", "executed_flops", "nominal_flops")}}
@@ -137,14 +138,22 @@ def measure(
     return Measured(scalars, frame, scores.trace, inside)
 
 
-def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tuple[str, list[RuntimeModule]]:
+def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tuple[str, list[RuntimeModule]] | None:
     """The null of a run, and what kind it is: `shuffle` deals its decisions to random tokens. Who is fused with whom is not one
     token's decision, so a run that fused is repeated with its fusing module's own null, `random neighbours`, the rest as it was;
-    where it has none, random tokens are merged into their right neighbours."""
+    where it has none, random tokens are merged into their right neighbours. Nor can evictions be dealt: `random entries` is the
+    evicting module's own null. None: nothing was decided about tokens, or they left by rule and there is nothing to draw."""
+    transforms = [module for module in modules if isinstance(module, Transform)]
+    if len(transforms) == len(modules):
+        return None
     nulls = [module.null(seed) for module in modules]
-    if not any(nulls) or not any(one.fusions for one in trace.passes):
-        return "shuffle", [Replay(shuffled(trace, seed), like=modules)]
-    return "random neighbours", [null or module for null, module in zip(nulls, modules, strict=True)]
+    fused, evicted = (any(getattr(one, events) for one in trace.passes) for events in ("fusions", "evictions"))
+    if evicted and not any(nulls):
+        return None
+    if not any(nulls) or not (fused or evicted):
+        return "shuffle", [*transforms, Replay(shuffled(trace, seed), like=modules)]
+    kind = "random neighbours" if fused else "random entries"
+    return kind, [null or module for null, module in zip(nulls, modules, strict=True)]
 
 
 def totals(scores: Scores) -> dict[str, Any]:

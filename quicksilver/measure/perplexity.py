@@ -255,7 +255,9 @@ def _ledger_by_window(
     ledgers = []
     for row, executed, signals in zip(range(rows), _shares(total.executed, rows), _shares(total.signals, rows), strict=True):
         cached = [p.row(row) for p in earlier]
-        past: list[torch.Tensor | int] = [sum(int(p.kv_present(layer).sum()) for p in cached) for layer in range(arch.n_layers)]
+        past: list[torch.Tensor | int] = [
+            sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached) for layer in range(arch.n_layers)
+        ]
         own = pass_flops(arch, PassWork(layers=[], past_lengths=past), last.row(row), beta) + head_flops(arch, head_tokens)
         ledgers.append(replace(own, executed=executed, signals=signals))
     return ledgers
@@ -288,7 +290,6 @@ def score(
     """
     check_allowed(modules, protocol)
     check_windows(model, windows, protocol)
-    arch = architecture_of(model)
     rows: list[dict[str, Any]] = []
     billed = resident = 0
     # One context for all batches: a replayed trace is looked up by the pass's number since the context was entered.
@@ -302,7 +303,9 @@ def score(
                 nll.append(call_nll)
                 finite.append(call_finite)
                 head_tokens = logits.shape[1] + (protocol.name == "all")
-                ledgers.append(_ledger_by_window(arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta))
+                ledgers.append(
+                    _ledger_by_window(run.arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta)
+                )
                 before = run.flops
                 del logits
             all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)

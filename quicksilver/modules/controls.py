@@ -23,7 +23,7 @@ from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.precision import PrecisionExecutor
-from quicksilver.runtime.state import MISSING_KV, CacheView, Fusion, LayerView, MissingKV, Precision, TokenState
+from quicksilver.runtime.state import MISSING_KV, CacheView, Fusion, LayerView, MissingKV, Precision, Span, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
 
@@ -118,8 +118,8 @@ class Replay(RuntimeModule):
     Args:
         trace: what to repeat.
         first_pass: the trace's pass that stands for the run's first.
-        like: the modules that made the trace, for what a trace does not hold: who executes bit-widths, and whether super-tokens
-            draw attention in proportion to their size. They are not asked to decide.
+        like: the modules that made the trace, for what a trace does not hold: who executes bit-widths, whether super-tokens
+            draw attention in proportion to their size, how far back queries see. They are not asked to decide.
 
     Raises:
         ConfigError: a trace of a model with other depth, or with bit-widths that nobody in `like` executes; in a pass that the
@@ -152,6 +152,13 @@ class Replay(RuntimeModule):
     @property
     def merges_cache(self) -> bool:
         return any(p.merges for p in self.trace.passes)
+
+    @property
+    def evicts_cache(self) -> bool:
+        return any(p.evictions for p in self.trace.passes)
+
+    def span(self, layer: int) -> Span | None:
+        return next((span for module in self.like if (span := module.span(layer)) is not None), None)
 
     @property
     def precision(self) -> PrecisionExecutor | None:
@@ -206,6 +213,13 @@ class Replay(RuntimeModule):
         target = column_of.gather(1, into.gather(1, view.slots.clamp(0, into.shape[1] - 1)))
         return torch.where(view.present, target, columns)
 
+    def evict(self, view: CacheView) -> torch.Tensor | None:
+        here = [eviction.gone for eviction in self._find(view.pass_index).evictions if eviction.layer == view.layer]
+        if not here:
+            return None
+        gone = torch.stack(here).any(0).to(view.slots.device)
+        return gone.gather(1, view.slots.clamp(0, gone.shape[1] - 1)) & view.present
+
     def _find(self, pass_index: int) -> PassTrace:
         number_in_trace = self.first_pass + pass_index
         if number_in_trace >= len(self.trace.passes):
@@ -257,7 +271,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         protect_last: the last tokens of a prompt, of which `Halting` spares one when it looks at the whole prompt.
 
     Raises:
-        ConfigError: a trace in which K/V entries were merged while decoding.
+        ConfigError: a trace in which K/V entries were merged while decoding, or evicted.
     """
     count("protect_first", protect_first)
     count("protect_last", protect_last)
@@ -268,6 +282,10 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
             raise ConfigError(
                 "A trace in which K/V entries were merged while decoding cannot be shuffled: run with decode_every=0, or compare "
                 "with criterion='random'."
+            )
+        if p.evictions:
+            raise ConfigError(
+                "A trace in which K/V entries were evicted cannot be shuffled: compare with a module that evicts at random."
             )
         nth = p.valid.long().cumsum(1)  # 1 = the row's first token of this pass
         protected = p.first_column + nth <= protect_first

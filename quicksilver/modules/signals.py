@@ -188,10 +188,15 @@ class Random(Signal):
         count("seed", self.seed)
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
-        bits = _mix(view.slots ^ _mix(_mix(self.seed) ^ view.layer))
-        if view.input_ids is not None:
-            bits = _mix(bits ^ _mix(view.input_ids.long() + 1))
-        return (bits >> 8).float() / 2**24  # 24 bits: exact in float32, and never 1.0
+        return slot_draw(self.seed, view.layer, view.slots, view.input_ids)
+
+
+def slot_draw(seed: int, layer: int, slots: torch.Tensor, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Uniform in [0, 1): the hash that `Random` scores by; slots and ids (B, M) long -> (B, M) float32."""
+    bits = _mix(slots ^ _mix(_mix(seed) ^ layer))
+    if input_ids is not None:
+        bits = _mix(bits ^ _mix(input_ids.long() + 1))
+    return (bits >> 8).float() / 2**24  # 24 bits: exact in float32, and never 1.0
 
 
 _MASK = 0xFFFFFFFF

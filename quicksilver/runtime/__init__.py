@@ -13,9 +13,20 @@ if TYPE_CHECKING:
     from quicksilver.runtime.engine import EXECUTIONS, KVBytes, Run, apply
     from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
     from quicksilver.runtime.ledger import Flops
-    from quicksilver.runtime.module import RuntimeModule
+    from quicksilver.runtime.module import RuntimeModule, Transform
     from quicksilver.runtime.precision import PrecisionExecutor
-    from quicksilver.runtime.state import MISSING_KV, CacheMerge, CacheView, Fusion, LayerView, PassState, Precision, TokenState
+    from quicksilver.runtime.state import (
+        MISSING_KV,
+        CacheMerge,
+        CacheView,
+        Eviction,
+        Fusion,
+        LayerView,
+        PassState,
+        Precision,
+        Span,
+        TokenState,
+    )  # fmt: skip
     from quicksilver.runtime.trace import PassTrace, Trace
 
 _HOME = {
@@ -23,15 +34,26 @@ _HOME = {
     "engine": ("EXECUTIONS", "KVBytes", "Run", "apply"),
     "errors": ("ConfigError", "QuickSilverError", "UnsupportedModelError"),
     "ledger": ("Flops",),
-    "module": ("RuntimeModule",),
+    "module": ("RuntimeModule", "Transform"),
     "precision": ("PrecisionExecutor",),
-    "state": ("MISSING_KV", "CacheMerge", "CacheView", "Fusion", "LayerView", "PassState", "Precision", "TokenState"),
+    "state": (
+        "MISSING_KV",
+        "CacheMerge",
+        "CacheView",
+        "Eviction",
+        "Fusion",
+        "LayerView",
+        "PassState",
+        "Precision",
+        "Span",
+        "TokenState",
+    ),
     "trace": ("PassTrace", "Trace"),
 }
 
 __all__ = [
-    "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Flops", "Fusion", "KVBytes", "LayerView", "PassState", "PassTrace", "Precision", "PrecisionExecutor", "QuickSilverError",
-    "Run", "RuntimeModule", "TokenState", "Trace", "UnsupportedModelError", "apply", "architecture_of",
+    "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Eviction", "Flops", "Fusion", "KVBytes", "LayerView", "PassState", "PassTrace", "Precision", "PrecisionExecutor", "QuickSilverError",
+    "Run", "RuntimeModule", "Span", "TokenState", "Trace", "Transform", "UnsupportedModelError", "apply", "architecture_of",
 ]  # fmt: skip
 
 

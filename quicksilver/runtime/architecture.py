@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as app
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime.errors import UnsupportedModelError
+from quicksilver.runtime.state import Span
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin), each (B, M, rotary_dim)
 
@@ -44,6 +45,7 @@ class Architecture(ABC):
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.n_heads
         self.output_head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self.output_head.weight.shape[0]
+        self.spans: list[Span | None] = [None] * self.n_layers  # what modules leave in sight, set for the length of a run
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
         # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
         self.linear_params_per_layer = sum(

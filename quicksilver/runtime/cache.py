@@ -16,9 +16,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 from quicksilver.runtime.errors import UnsupportedModelError
 
 Entries = dict[str, torch.Tensor]
-"""Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `size` float32 (super-tokens), `bits` uint8."""
+"""Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `size` float32 (super-tokens), `bits` uint8,
+`attention` float32 (received so far)."""
 
-_DEFAULTS: dict[str, tuple[float, torch.dtype]] = {"size": (1.0, torch.float32), "bits": (16, torch.uint8)}
+_DEFAULTS: dict[str, tuple[float, torch.dtype]] = {
+    "size": (1.0, torch.float32),
+    "bits": (16, torch.uint8),
+    "attention": (0.0, torch.float32),
+}
 
 
 def join_entries(past: Entries | None, new: Entries) -> Entries:
@@ -72,7 +77,11 @@ def merge_entries(
         if hold is not None and "bits" in entries:
             mean = hold(mean.transpose(0, 1)[None], entries["bits"][is_target][None])[0].transpose(0, 1)
         merged.append(by_entry.masked_scatter(is_target[..., None, None], mean).transpose(1, 2))
-    return entries | {"size": grown}, present & ~moves, merged[0], merged[1]
+    summed = {"size": grown}
+    if "attention" in entries:
+        received = entries["attention"]
+        summed["attention"] = received.index_put((rows, targets), received[rows, sources], accumulate=True)
+    return entries | summed, present & ~moves, merged[0], merged[1]
 
 
 @dataclass
@@ -111,6 +120,7 @@ class RaggedLayer(DynamicLayer):
         self.real_seen: torch.Tensor | None = None  # (B, 1) long, real tokens seen
         self.settled = 0  # columns seen when the prompt ended, or when entries were last merged
         self.merged = False
+        self.evicted = 0  # columns seen when entries last left
 
     @property
     def slots(self) -> torch.Tensor | None:
@@ -249,12 +259,22 @@ class RaggedLayer(DynamicLayer):
     def merge(self, into: torch.Tensor, hold: Hold | None = None) -> None:
         """Merge entries, as `merge_entries` says; into: (B, K) long, columns of `padded`."""
         keys, values = self.padded()  # type: ignore[misc]
-        entries, present, keys, values = merge_entries(self.entries, self.is_entry, keys, values, into, hold)  # type: ignore[arg-type]
+        self._store_present(*merge_entries(self.entries, self.is_entry, keys, values, into, hold))  # type: ignore[arg-type]
+        self.settled, self.merged = self.seen, True
+
+    def evict(self, gone: torch.Tensor) -> None:
+        """Let entries go for good; gone: (B, K) bool, columns of `padded`."""
+        self._keep_only(self.is_entry & ~gone)
+        self.evicted = self.seen
+
+    def _keep_only(self, present: torch.Tensor) -> None:
+        self._store_present(self.entries, present, *self.padded())  # type: ignore[arg-type, misc]
+
+    def _store_present(self, entries: Entries, present: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
         index = order[:, None, :, None].expand_as(keys)
         entries = {name: fact.gather(1, order) for name, fact in entries.items()}
         self._store_trimmed(entries, present.gather(1, order), keys.gather(2, index), values.gather(2, index))
-        self.settled, self.merged = self.seen, True
 
     def _select_rows(self, rows: torch.Tensor) -> None:
         if self.entries is None:
@@ -285,11 +305,15 @@ class RaggedLayer(DynamicLayer):
             self._select_rows(torch.arange(self.slots.shape[0], device=self.slots.device).repeat_interleave(repeats))
 
     def _retreat(self, n: int) -> None:
-        """Raises UnsupportedModelError when entries to be forgotten were merged with others."""
+        """Raises UnsupportedModelError when entries to be forgotten were merged with others, or others made way for them."""
         if self.merged and self.seen - n < self.settled:
             raise UnsupportedModelError(
                 f"The last {n} cached columns reach into K/V entries that were merged, and cannot be taken back: decode without "
                 "speculation, or set decode_every=0."
+            )
+        if self.seen - n < self.evicted:
+            raise UnsupportedModelError(
+                f"The last {n} cached columns cannot be taken back: K/V entries left the cache after them. Decode without speculation."
             )
         self.seen -= n
         self.settled = min(self.settled, self.seen)
@@ -312,7 +336,7 @@ class RaggedLayer(DynamicLayer):
     def reset(self) -> None:
         self.keys = self.values = None
         self.entries = self.valid = self.real_seen = None
-        self.seen = self.settled = 0
+        self.seen = self.settled = self.evicted = 0
         self.merged = self.is_initialized = False
 
 
@@ -348,6 +372,9 @@ class MaskedLayer(RaggedLayer):
             hold,  # type: ignore[arg-type]
         )
         self.settled, self.merged = self.seen, True
+
+    def _keep_only(self, present: torch.Tensor) -> None:
+        self.present = present
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, entries: Entries, present: torch.Tensor

@@ -9,7 +9,8 @@ decide and everything is executed: the price of the policy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -23,8 +24,8 @@ from quicksilver.runtime.architecture import Architecture, Rotary, architecture_
 from quicksilver.runtime.cache import Entries, KVLayout, MaskedLayer, RaggedLayer, join_entries, take_over
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
-from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.state import CacheMerge, CacheView, LayerView, PassState, TokenState
+from quicksilver.runtime.module import RuntimeModule, Transform
+from quicksilver.runtime.state import CacheMerge, CacheView, Eviction, LayerView, PassState, Span, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
 Execution = Literal["compact", "masked", "decide"]
@@ -160,7 +161,8 @@ class Run:
 
     Attributes:
         arch: the model's adapter.
-        modules: the modules, in the order they are asked.
+        modules: the modules that decide, in the order they are asked.
+        transforms: what changes the model for the length of the context.
     """
 
     def __init__(
@@ -177,8 +179,11 @@ class Run:
             if wrong:
                 raise ConfigError(f"decision_layers={wrong} do not exist: the model has layers 0 to {self.arch.n_layers - 1}.")
         self.decision_layers = None if decision_layers is None else frozenset(decision_layers)
-        self.modules = sorted(modules, key=lambda module: module.priority)
-        for module in self.modules:
+        self.transforms = [module for module in modules if isinstance(module, Transform)]
+        self.modules = sorted(
+            (module for module in modules if not isinstance(module, Transform)), key=lambda module: module.priority
+        )
+        for module in (*self.transforms, *self.modules):
             module.bind(self.arch)
         if self.modules and self.arch.attention_implementation not in ("sdpa", "eager"):
             raise UnsupportedModelError(
@@ -186,13 +191,22 @@ class Run:
             )
         self._copies_kv = any(module.copies_kv for module in self.modules)
         self._proportional = any(module.proportional_attention for module in self.modules)
-        self._merging = [module for module in self.modules if module.merges_cache and execution != "decide"]
+        executing = [] if execution == "decide" else self.modules
+        self._merging = [module for module in executing if module.merges_cache]
+        self._evicting = [module for module in executing if module.evicts_cache]
+        for layer in range(self.arch.n_layers):
+            self.arch.spans[layer] = _the_span(layer, executing)
         executors = [module.precision for module in self.modules if module.precision is not None]
         if len(executors) > 1:
             raise ConfigError(f"{len(executors)} modules set precision; give one.")
         self._precision = executors[0] if executors else None
+        changed = [type(transform).__name__ for transform in self.transforms if transform.changes_weights]
+        if len(changed) > 1 or (changed and self._precision is not None):
+            others = [] if self._precision is None else [type(m).__name__ for m in self.modules if m.precision is not None]
+            raise ConfigError(f"{' and '.join([*changed, *others])} all change what the weights are multiplied as; give one.")
         self._handles: list[Any] = []
         self._previous: list[Any] = []
+        self._transformed = ExitStack()
         self._in_signal = False
         self.reset()
 
@@ -243,6 +257,10 @@ class Run:
             raise ConfigError(
                 "This model is already under quicksilver.apply; leave that context first, or give all modules at once."
             )
+        with ExitStack() as transformed:
+            for transform in self.transforms:
+                transformed.enter_context(transform.applied(self.arch))
+            self._transformed = transformed.pop_all()
         self.arch.base._quicksilver_run = self
         base_signature = inspect.signature(self.arch.base.forward)
 
@@ -272,6 +290,7 @@ class Run:
                     layer.forward = previous
         self._handles, self._previous = [], []
         del self.arch.base._quicksilver_run
+        self._transformed.close()
         self._current = None
 
     def _begin(self, arguments: dict[str, Any]) -> None:
@@ -290,8 +309,8 @@ class Run:
             current.past_lengths = [current.past_real] * self.arch.n_layers
         current.work.past_real = current.past_real
         current.work.past_lengths = current.past_lengths
-        if self._merging and cache is not None:
-            self._merge_cache(cache, current)
+        if (self._merging or self._evicting) and cache is not None:
+            self._settle(cache, current)
         self._passes.append((current.work, PassTrace.of(current.state, current.seen)))
 
     def _count_head(self, hidden: torch.Tensor) -> None:
@@ -330,24 +349,57 @@ class Run:
 
         deciding = self._deciders(layer, current)
         wants_attention = any(module.wants_attention(layer) for module in deciding)
+        sums_attention = store is not None and any(module.sums_attention(layer) for module in self.modules)
         hidden = call["hidden_states"]  # (B, N, D)
-        if (current.all_run and (store is None or store.is_complete)) or (self.execution == "decide" and not current.padded):
-            port = _PlainPort(store) if wants_attention or self._copies_kv else None
-            output = self._plain(layer, original, call, current, port if port is not None else cache)
-            packing = Packing(None, None, current.n)
-        elif self.execution == "compact" or self.execution == "decide":
-            output, packing, port = self._compact(layer, original, call, current, store)
-        else:
-            output, port = self._masked(layer, original, call, current, store)
-            packing = Packing(None, None, current.n)
+        port: _PlainPort | _CompactPort | _MaskedPort | None
+        plain = current.all_run and (store is None or store.is_complete) and self._in_sight(layer, current)
+        with self._watched(layer, wants_attention) as attention_output:
+            if plain or (self.execution == "decide" and not current.padded):
+                port = _PlainPort(store) if wants_attention or sums_attention or self._copies_kv else None
+                output = self._plain(layer, original, call, current, port if port is not None else cache)
+                packing = Packing(None, None, current.n)
+            elif self.execution == "compact" or self.execution == "decide":
+                output, packing, port = self._compact(layer, original, call, current, store)
+            else:
+                output, port = self._masked(layer, original, call, current, store)
+                packing = Packing(None, None, current.n)
         if self._copies_kv and port is not None:
             self._remember_kv(layer, current, packing, port)
+        if sums_attention and port is not None:
+            assert store is not None
+            assert store.entries is not None
+            received = self._received(layer, call, current, packing, packing.take(hidden), port, None, "sum")
+            entries = store.entries
+            own = received.gather(1, entries["slots"].clamp(0, received.shape[1] - 1))
+            entries["attention"] = entries.get("attention", torch.zeros_like(own)) + own * store.is_entry
         if deciding:
-            output = self._decide(layer, deciding, call, current, packing, hidden, output, port if wants_attention else None)
+            watched = port if wants_attention else None
+            attended = attention_output[0] if attention_output else None
+            output = self._decide(layer, deciding, call, current, packing, hidden, output, watched, attended)
         if layer == self.arch.n_layers - 1 and current.state.fusions and self.execution != "decide":
             # What was merged away reads as the super-token that carried it (ToMe's unmerge): the model gets N states back.
             output = output.gather(1, current.state.representatives()[..., None].expand_as(output))
         return output
+
+    @contextmanager
+    def _watched(self, layer: int, wanted: bool) -> Iterator[list[torch.Tensor]]:
+        """What the layer's attention returns while the context is open, if it is wanted."""
+        outputs: list[torch.Tensor] = []
+        if not wanted:
+            yield outputs
+            return
+        handle = self.arch.attention(layer).register_forward_hook(
+            lambda module, args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
+        try:
+            yield outputs
+        finally:
+            handle.remove()
+
+    def _in_sight(self, layer: int, current: _Pass) -> bool:
+        """Whether every query of the pass reaches back to the first token, as far as the modules' spans go."""
+        span = self.arch.spans[layer]
+        return span is None or current.seen + current.n <= span.reach
 
     def _new_store(self) -> RaggedLayer:
         if self.execution == "masked":
@@ -426,7 +478,7 @@ class Run:
             layout = target.plan(facts, keep)
         if layout is not None and not own_keys_only:
             # By columns seen, not by entries: fewer entries than the window may still reach further back than it does.
-            one_new = current.n == 1 and (window is None or current.seen < window)
+            one_new = current.n == 1 and (window is None or current.seen < window) and self._in_sight(layer, current)
             mask = self._mask(layer, slots, packing.real, layout.entries, layout.valid, one_new)
         port = _CompactPort(target, layout, extra, slots, packing.real, own_keys_only, self._holder(bits))
         before = packing.take(hidden)
@@ -515,7 +567,8 @@ class Run:
 
     def _causal_kernel_fits(self, layer: int, current: _Pass) -> bool:
         window = self.arch.attention_window(layer)
-        return self.arch.attention_implementation == "sdpa" and (window is None or current.n <= window)
+        in_window = window is None or current.n <= window
+        return self.arch.attention_implementation == "sdpa" and in_window and self._in_sight(layer, current)
 
     def _mask(
         self,
@@ -541,12 +594,7 @@ class Run:
         log_size = entries["size"].log() if self._proportional and "size" in entries else None
         if sdpa and one_new and valid is None and log_size is None:
             return None  # one new token after its past
-        visible = keys[:, None, :] <= queries[:, :, None]
-        if window is not None:
-            visible &= keys[:, None, :] > queries[:, :, None] - window
-        if valid is not None:
-            visible &= valid[:, None, :]
-        visible = visible[:, None]
+        visible = _visible(self.arch, layer, queries, keys, valid)[:, None]
         dtype = self.arch.model.dtype
         if sdpa:
             if log_size is None:
@@ -581,32 +629,42 @@ class Run:
 
     # -- between two passes ------------------------------------------------------------------------------------------------------
 
-    def _merge_cache(self, cache: Cache, current: _Pass) -> None:
-        """Ask the modules which entries of the cache become one, after every pass but the first."""
+    def _settle(self, cache: Cache, current: _Pass) -> None:
+        """Ask the modules which entries of the cache become one, after every pass but the first, and which leave it, after every pass."""
         for layer, store in enumerate(cache.layers):
+            if not (self._merging or self._evicting):
+                return
             assert isinstance(store, RaggedLayer)
             if current.seen == 0:
                 store.settled = store.seen
-                continue
-            for module in self._merging:
+            for module in self._merging if current.seen else ():
                 if store.entries is None:
                     break
-                slots, present = store.entries["slots"], store.is_entry
-                assert store.real_seen is not None
-                view = CacheView(
-                    layer=layer, n_layers=self.arch.n_layers, pass_index=current.index, slots=slots, present=present,
-                    size=store.entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=store.real_seen,
-                    n_new=store.seen - store.settled, read_keys=lambda store=store: store.padded()[0],
-                )  # fmt: skip
-                into = module.merge_cache(view)
-                if into is None:
-                    continue
-                # By slot, because the columns of an entry depend on the execution.
-                by_slot = torch.arange(store.seen + 1, device=slots.device).repeat(current.batch, 1)
-                at = torch.where(present, slots, store.seen)  # what is no entry is written to a column of its own
-                by_slot = by_slot.scatter(1, at, slots.gather(1, into))[:, : store.seen]
-                current.state.merges.append(CacheMerge(layer, by_slot))
-                store.merge(into, None if self._precision is None else self._precision.hold_kv)
+                into = module.merge_cache(self._cache_view(layer, store, current))
+                if into is not None:
+                    slots = store.entries["slots"]
+                    by_slot = torch.arange(store.seen, device=slots.device).repeat(current.batch, 1)
+                    current.state.merges.append(CacheMerge(layer, _by_slot(store, slots.gather(1, into), by_slot)))
+                    store.merge(into, None if self._precision is None else self._precision.hold_kv)
+            for module in self._evicting:
+                if store.entries is None:
+                    break
+                gone = module.evict(self._cache_view(layer, store, current))
+                if gone is not None and bool((gone := gone & store.is_entry).any()):
+                    by_slot = gone.new_zeros(current.batch, store.seen)
+                    current.state.evictions.append(Eviction(layer, _by_slot(store, gone, by_slot)))
+                    store.evict(gone)
+
+    def _cache_view(self, layer: int, store: RaggedLayer, current: _Pass) -> CacheView:
+        assert store.entries is not None
+        assert store.real_seen is not None
+        slots = store.entries["slots"]
+        return CacheView(
+            layer=layer, n_layers=self.arch.n_layers, pass_index=current.index, slots=slots, present=store.is_entry,
+            size=store.entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=store.real_seen,
+            n_new=store.seen - store.settled, read_keys=lambda: store.padded()[0],  # type: ignore[index]
+            attention=store.entries.get("attention"),
+        )  # fmt: skip
 
     # -- deciding ----------------------------------------------------------------------------------------------------------------
 
@@ -626,6 +684,7 @@ class Run:
         before: torch.Tensor,
         after: torch.Tensor,
         port: _PlainPort | _CompactPort | _MaskedPort | None,
+        attention_output: torch.Tensor | None,
     ) -> torch.Tensor:
         """Ask the modules; returns the layer's output, with merged states where tokens were fused."""
         if packing.width == 0:
@@ -652,31 +711,15 @@ class Run:
 
         def attention(last_queries: int | None, reduce: str) -> torch.Tensor:
             assert port is not None
-            rotary = call.get("position_embeddings")
-            packed_rotary = tuple(packing.take(_rows(part, current.batch)) for part in rotary) if rotary is not None else None
-            slots = packing.take(state.slots)
-            received, flops = _attention_received(
-                self.arch,
-                layer,
-                packed_before,
-                packed_rotary,
-                slots,
-                real,
-                port.keys,
-                port.key_slots,
-                port.key_valid,
-                last_queries,
-                reduce,
-            )
-            count(flops)
-            return received
+            received = self._received(layer, call, current, packing, packed_before, port, last_queries, reduce)
+            return received.gather(1, packing.take(state.slots).clamp(min=0))
 
         view = LayerView(
             layer=layer, n_layers=self.arch.n_layers, pass_index=current.index, is_prompt=current.is_prompt,
             before=packed_before, after=packed_after, slots=packing.take(state.slots), index=index,
             input_ids=None if current.input_ids is None else packing.take(current.input_ids),
             n_tokens=current.n_real, logits=logits, attention=attention if port is not None else None, count_flops=count,
-            pass_ids=current.pass_ids,
+            pass_ids=current.pass_ids, keys=None if port is None else port.new_keys, attention_output=attention_output,
         )  # fmt: skip
         tokens = TokenState(state, view, packing.order, real)
         decided = (state.halt_layer, len(state.fusions))
@@ -693,6 +736,59 @@ class Run:
         if view.after is packed_after or self.execution == "decide":
             return after
         return packing.put(after, packed_after, view.after)
+
+    def _received(
+        self,
+        layer: int,
+        call: dict[str, Any],
+        current: _Pass,
+        packing: Packing,
+        packed_before: torch.Tensor,
+        port: _PlainPort | _CompactPort | _MaskedPort,
+        last_queries: int | None,
+        reduce: str,
+    ) -> torch.Tensor:
+        """Attention received from tokens of the pass, by slot: (B, S) float32. Its cost goes into the ledger."""
+        rotary = call.get("position_embeddings")
+        packed_rotary = tuple(packing.take(_rows(part, current.batch)) for part in rotary) if rotary is not None else None
+        slots = packing.take(current.state.slots)
+        real = current.state.active(layer) if packing.order is None else _or_all(packing.real, slots)
+        received, flops = _attention_received(
+            self.arch, layer, packed_before, packed_rotary, slots, real, port.keys, port.key_slots, port.key_valid, last_queries,
+            reduce,
+        )  # fmt: skip
+        current.work.signal_flops += flops
+        return received
+
+
+def _the_span(layer: int, modules: Sequence[RuntimeModule]) -> Span | None:
+    spans = [span for module in modules if (span := module.span(layer)) is not None]
+    if len(spans) > 1:
+        raise ConfigError(f"{len(spans)} modules limit how far back the queries of layer {layer} see; give one.")
+    return spans[0] if spans else None
+
+
+def _visible(
+    arch: Architecture, layer: int, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None
+) -> torch.Tensor:
+    """Which keys a query may attend to, by slot: queries (B, Q), keys, valid (B, K) -> (B, Q, K) bool."""
+    visible = keys[:, None, :] <= queries[:, :, None]
+    window, span = arch.attention_window(layer), arch.spans[layer]
+    if window is not None:
+        visible &= keys[:, None, :] > queries[:, :, None] - window
+    if span is not None:
+        visible &= span.sees(queries, keys)
+    if valid is not None:
+        visible &= valid[:, None, :]
+    return visible
+
+
+def _by_slot(store: RaggedLayer, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """values (B, K) of the entries of `store`, by slot, because columns depend on the execution: `others` (B, S) where there is none."""
+    assert store.entries is not None
+    spare = others[:, :1]  # what is no entry is written to a column of its own
+    at = torch.where(store.is_entry, store.entries["slots"], others.shape[1])
+    return torch.cat([others, spare], dim=1).scatter(1, at, values)[:, :-1]
 
 
 @dataclass
@@ -841,9 +937,10 @@ def _attention_received(
     last_queries: int | None,
     reduce: str,
 ) -> tuple[torch.Tensor, int]:
-    """Attention the tokens of a view receive from its last active tokens: a small q·k product, not the full matrix.
+    """Attention that keys receive from the last active tokens of a view: a small q·k product, not the full matrix.
 
-    before (B, M, D), slots, real (B, M), keys (B, H_kv, K, head_dim), key_slots, key_valid (B, K) -> (B, M) float32 and the FLOPs it took.
+    before (B, M, D), slots, real (B, M), keys (B, H_kv, K, head_dim), key_slots, key_valid (B, K) -> (B, S) float32 by slot, S beyond
+    every slot of the view and of the keys, and the FLOPs it took. `sum`: over queries, the mean over heads.
     """
     batch, m = slots.shape
     n_queries = m if last_queries is None else min(last_queries, m)
@@ -858,24 +955,19 @@ def _attention_received(
     queries = queries.reshape(batch, arch.n_kv_heads, groups * n_queries, arch.head_dim)
     scores = (queries @ keys.transpose(-1, -2)).float() * arch.scaling(layer)
     scores = scores.view(batch, arch.n_kv_heads, groups, n_queries, -1)
-    query_slots = slots.gather(1, chosen)
-    visible = key_slots[:, None, :] <= query_slots[:, :, None]
-    window = arch.attention_window(layer)
-    if window is not None:
-        visible &= key_slots[:, None, :] > query_slots[:, :, None] - window
-    if key_valid is not None:
-        visible &= key_valid[:, None, :]
+    visible = _visible(arch, layer, slots.gather(1, chosen), key_slots, key_valid)
     weights = scores.masked_fill(~visible[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
     weights = weights * (visible & is_query[..., None])[:, None, None]
     if reduce == "max":
         received = weights.amax(dim=(1, 2, 3))
     else:
-        received = weights.sum(dim=(1, 2, 3)) / (arch.n_heads * is_query.sum(1, keepdim=True).clamp(min=1))
-    # From the order of the keys to the order of the view, by slot.
+        received = weights.sum(dim=(1, 2, 3)) / arch.n_heads
+        if reduce == "mean":
+            received = received / is_query.sum(1, keepdim=True).clamp(min=1)
     # There may be no key at all, or nothing but padding, whose slot is -1.
     n_slots = 1 + max((int(s.max()) for s in (key_slots, slots) if s.numel()), default=0)
     by_slot = received.new_zeros(batch, max(n_slots, 1))
     clean = received if key_valid is None else received * key_valid
     by_slot.scatter_add_(1, key_slots.clamp(min=0), clean)
     flops = batch * n_queries * 2 * (arch.query_params_per_layer + arch.n_heads * arch.head_dim * keys.shape[2])
-    return by_slot.gather(1, slots.clamp(min=0)), flops
+    return by_slot, flops

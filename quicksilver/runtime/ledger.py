@@ -102,20 +102,22 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         past = torch.as_tensor(past, device=valid.device).expand(valid.shape[0])
         projected = present & ~active & (trace.halted_kv == MISSING_KV.index("project"))
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
-        nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch, layer, active, present, past)
-        dense_pairs = _visible_pairs(arch, layer, valid, valid, past_real)
+        window, span = arch.attention_window(layer), arch.spans[layer]
+        nearest = min((limit for limit in (window, span and span.reach) if limit is not None), default=None)
+        nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(nearest, active, present, past)
+        dense_pairs = _visible_pairs(window, valid, valid, past_real)
         dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
         paper += _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
         dense_paper += _paper_layer(arch, valid, past_real)
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
 
 
-def _visible_pairs(arch: Architecture, layer: int, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:
-    """Query-key pairs a causal attention must evaluate: queries, keys (B, N) bool, past (B,) entries before the pass."""
+def _visible_pairs(nearest: int | None, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:
+    """Query-key pairs a causal attention must evaluate where a query sees so many keys at most: queries, keys (B, N) bool, past (B,)
+    entries before the pass."""
     visible = keys.long().cumsum(1) + past[:, None]
-    window = arch.attention_window(layer)
-    if window is not None:
-        visible = visible.clamp(max=window)
+    if nearest is not None:
+        visible = visible.clamp(max=nearest)
     return int(visible[queries].sum())
 
 

@@ -98,7 +98,11 @@ class Transform(RuntimeModule):
 
     For what is compared with the mechanisms: another number format, another way to generate. It stands in the list of modules like
     one, so that it is configured, measured and compared with the dense model in the same way.
+
+    `changes_weights`: it does not go with a module that quantises them.
     """
+
+    changes_weights: ClassVar[bool] = True
 
     @abstractmethod
     def applied(self, architecture: Architecture) -> AbstractContextManager[None]:

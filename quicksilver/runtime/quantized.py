@@ -483,7 +483,7 @@ class IntegerExecutor(SimulatedExecutor):
 
 def _affine_product(inputs: _IntegerInputs, weight: _IntegerWeight) -> torch.Tensor:
     """(offset + scale · code) · W + bias: (R, N)."""
-    products = _multiply(inputs.code, weight.code).to(weight.scale.dtype)
+    products = multiply(inputs.code, weight.code).to(weight.scale.dtype)
     out = torch.addcmul(weight.bias, inputs.offset, weight.channel_sum)
     return out.addcmul_(products.mul_(inputs.scale), weight.scale).to(inputs.dtype)
 
@@ -513,7 +513,7 @@ def _int_mm_is_exact(device: str) -> bool:
         return False
 
 
-def _multiply(code: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def multiply(code: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """code (R, K) int8, weight (K, N) -> (R, N): int32 by int8 weights, else float."""
     if weight.dtype != torch.int8:
         return code.to(weight.dtype) @ weight
@@ -621,6 +621,14 @@ class PackedLayer(RaggedLayer):
         entries = {name: fact.gather(1, order) for name, fact in entries.items()}
         self._settle_trimmed(entries, present.gather(1, order), at.gather(1, order), pools)
         self.settled, self.merged = self.seen, True
+
+    def _keep_only(self, present: torch.Tensor) -> None:
+        if not self.is_packed:
+            return super()._keep_only(present)
+        assert self.entries is not None
+        order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
+        entries = {name: fact.gather(1, order) for name, fact in self.entries.items()}
+        self._settle_trimmed(entries, present.gather(1, order), self._places().gather(1, order), self._pools)
 
     def crop(self, tokens_to_remove: int) -> None:
         n = abs(tokens_to_remove)

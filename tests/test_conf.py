@@ -114,7 +114,7 @@ MISTAKES = {
     "dataset=wikitext": ["there is no such dataset", "wikitext103"],
     "modules=[haltin]": ["there is no such module", "Did you mean halting"],
     "protocol=al": ["there is no such protocol", "all, continuation"],
-    "measure=": ["measure= names nothing", "default, paper, quick"],
+    "measure=": ["measure= names nothing", "Choices: ", "default, "],
     "modle=gpt2": ["modle: there is no such key", "model"],
     "protocol.window_token=3": ["Did you mean protocol.window_tokens"],
     "protocol.window_tokens=abc": ["protocol.window_tokens=abc: needs a whole number"],

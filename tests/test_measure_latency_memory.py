@@ -6,12 +6,15 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import Batch, Hashed, load
 
 from quicksilver.measure import Alternation, LatencySamples, alternate, memory, peak_memory
 from quicksilver.measure import latency as stopwatch
-from quicksilver.runtime import ConfigError
+from quicksilver.measure.memory import paper_kv_delta_bytes, peak_tensor_bytes
+from quicksilver.runtime import ConfigError, QuickSilverError, apply
 
 MIB = 1 << 20
 
@@ -108,3 +111,83 @@ def test_a_peak_that_is_gone_afterwards_is_seen(method: str, monkeypatch: pytest
     assert result.process_bytes - result.before_bytes > 48 * MIB
     again = peak_memory(lambda: None)
     assert again.process_bytes - again.before_bytes < 16 * MIB  # the earlier peak does not linger
+
+
+def some_times(**around: float) -> Alternation:
+    return Alternation({"a": LatencySamples([1.0, 1.0, 1.0])}, **({"load_before": 0.0, "load_after": 0.0} | around))  # type: ignore[arg-type]
+
+
+def test_another_load_and_a_clock_that_jumps_are_said() -> None:
+    ours = torch.get_num_threads()
+    assert some_times().warnings == []
+    assert some_times(load_before=ours + 0.4, seconds=100, clock_gap_s=0.15).warnings == []  # ours; a clock being adjusted
+    (busy,) = some_times(load_before=ours + 2.0).warnings
+    assert f"load average {ours + 2.0:.1f}" in busy
+    for gap in (3600.0, -5.0):
+        (jumped,) = some_times(seconds=100, clock_gap_s=gap).warnings
+        assert f"jumped by {gap:+.1f} s" in jumped
+
+
+def test_a_machine_that_sleeps_while_it_is_timed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, on_wall = [0.0], [1e9]
+
+    def takes_a_second() -> None:
+        now[0] += 1
+        on_wall[0] += 1
+
+    def sleeps() -> None:  # the clock that times stands still meanwhile, the one on the wall does not
+        takes_a_second()
+        on_wall[0] += 60
+
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(stopwatch.time, "time", lambda: on_wall[0])
+    assert alternate({"a": takes_a_second}, warmup=0, repeats=3).clock_gap_s == 0
+    assert "jumped by +180.0 s" in alternate({"a": takes_a_second, "b": sleeps}, warmup=0, repeats=3).warnings[-1]
+
+
+def test_a_clock_that_runs_backwards_gives_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+    for seconds in (-1.0, 0.0):
+        with pytest.raises(QuickSilverError, match="b: the clock stood still or ran backwards"):
+            alternate({"a": lambda: takes(1.0), "b": lambda seconds=seconds: takes(seconds)}, warmup=0, repeats=3)
+
+
+def test_a_peak_of_tensors_is_exact_and_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    kept: list[torch.Tensor] = [torch.zeros(MIB, dtype=torch.uint8)]
+
+    def two_at_a_time() -> None:
+        kept.clear()  # older than the measurement: its end is no allocation
+        first = torch.empty(3 * MIB, dtype=torch.uint8)
+        second = torch.empty(5 * MIB, dtype=torch.uint8)
+        del first
+        torch.empty(MIB, dtype=torch.uint8)
+        kept.append(second)
+
+    assert peak_tensor_bytes(two_at_a_time) == 8 * MIB
+    assert peak_tensor_bytes(lambda: None) == 0
+    assert capfd.readouterr().err == ""
+
+
+@torch.no_grad()
+def test_cache_bytes_of_the_layers_add_up_and_the_papers_formula_is_evaluated_on_the_trace() -> None:
+    model = load("llama")
+    batch = Batch(((5, 9, 2, 33, 7, 8, 21, 4), (7, 7, 31, 5, 1, 2, 40, 8)))
+    with apply(model, []) as run:
+        assert run.kv_bytes_by_layer == []
+        model(**batch.inputs(), use_cache=True)
+        dense = run.kv_bytes_by_layer
+        assert paper_kv_delta_bytes(run.trace, run.arch, 4) == [0] * run.arch.n_layers
+    with apply(model, [Hashed(halt=0.4, missing_kv="drop")]) as run:
+        model(**batch.inputs(), use_cache=True)
+        layers = run.kv_bytes_by_layer
+        assert sum(layer.billed for layer in layers) == run.kv_bytes.billed
+        assert sum(layer.resident for layer in layers) == run.kv_bytes.resident < sum(layer.resident for layer in dense)
+        # Halted tokens that leave nothing behind: here the formula of App. J is what is really saved.
+        saved = [plain.resident - layer.resident for plain, layer in zip(dense, layers, strict=True)]
+        assert paper_kv_delta_bytes(run.trace, run.arch, 4) == saved
+        assert saved[-1] > 0

@@ -73,6 +73,15 @@ class MeasureConfig:
     repeats: int = 5
     memory: bool = True
     batch_windows: int = 4
+    components: bool = False
+    energy: bool = False
+    energy_window_s: float = 3.0
+    energy_rounds: int = 3
+    country_iso_code: Optional[str] = None
+    deployment: bool = False
+    deployment_prompt_tokens: int = 256
+    deployment_new_tokens: int = 64
+    budget_ms: float = 50.0
     signals: bool = False
     sentences: list[str] = field(default_factory=list)
     signal_windows: int = 0
@@ -145,10 +154,12 @@ class RunConfig:
             idle.append((dataset, "calibration_windows"))
         if self.protocol.name == "all":
             idle.append((protocol, "prompt_tokens"))
-        if not self.measure.latency:
+        # A pass that is off leaves no trace here: whoever measures without it finds the same record whatever it would have done.
+        if not (self.measure.latency or self.measure.components or self.measure.deployment):
             idle += [(measure, "warmup"), (measure, "repeats")]
-        if not self.measure.signals:
-            idle += [(measure, key) for key in ("signals", "sentences", "signal_windows", "attribution")]
+        for on, keys in _PASS_KEYS.items():
+            if not getattr(self.measure, on):
+                idle += [(measure, key) for key in (on, *keys)]
         for section, key in idle:
             del section[key]
         return {
@@ -161,6 +172,14 @@ class RunConfig:
             "seed": self.seed,
             "threads": self.threads,
         }
+
+
+_PASS_KEYS = {  # a pass that may be off, and the keys that only it reads
+    "components": (),
+    "energy": ("energy_window_s", "energy_rounds", "country_iso_code"),
+    "deployment": ("deployment_prompt_tokens", "deployment_new_tokens", "budget_ms"),
+    "signals": ("sentences", "signal_windows", "attribution"),
+}
 
 
 ConfigStore.instance().store("run_schema", RunConfig)
@@ -301,12 +320,37 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"dataset.files.test has no value: dataset={config.dataset.name} needs dataset.files.test=/path/of/a/text."
         )
-    if config.measure.latency and config.execution == "masked":
+    timed = [name for name in ("latency", "components", "energy", "deployment") if getattr(config.measure, name)]
+    if timed and config.execution == "masked":
+        off = " ".join(f"measure.{name}=false" for name in timed)
         raise ConfigError(
-            "execution=masked computes everything and undoes it, so it has no latency worth a record: add measure.latency=false."
+            f"execution=masked computes everything and undoes it, so it has no {timed[0]} worth a record: add {off}."
         )
+    _check_passes(config)
     if not config.results_dir.strip():
         raise ConfigError("results_dir is empty: give the folder that holds the records, for instance results_dir=results.")
+
+
+def _check_passes(config: RunConfig) -> None:
+    measure = config.measure
+    if measure.energy:
+        if measure.country_iso_code is None:
+            raise ConfigError(
+                "measure.country_iso_code has no value: energy needs the country whose electricity it is, such as DEU."
+            )
+        _at_least("measure.energy_rounds", measure.energy_rounds, 2)
+        if measure.energy_window_s < 1:
+            raise ConfigError(
+                f"measure.energy_window_s={measure.energy_window_s:g} is out of range: counters need at least 1 second."
+            )
+    if measure.deployment:
+        _at_least("measure.deployment_prompt_tokens", measure.deployment_prompt_tokens, 2)
+        _at_least("measure.deployment_new_tokens", measure.deployment_new_tokens, 2)
+        if measure.deployment_prompt_tokens > config.protocol.window_tokens:
+            raise ConfigError(
+                f"measure.deployment_prompt_tokens={measure.deployment_prompt_tokens}: the prompt is the beginning of a window, and a "
+                f"window has protocol.window_tokens={config.protocol.window_tokens}."
+            )
 
 
 def _choice(key: str, value: str, allowed: Sequence[str]) -> None:

@@ -7,7 +7,9 @@ This file and what it imports decide every number of a record; `fingerprint.py` 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,23 +18,31 @@ import torch
 from transformers import PreTrainedModel
 
 from quicksilver.data.windows import Windows
+from quicksilver.measure.components import Subject, component_latency
+from quicksilver.measure.deployment import Served, deployment, serve
+from quicksilver.measure.energy import energy, meter_of
 from quicksilver.measure.flops import count_executed
 from quicksilver.measure.inside import Inside, look_inside
 from quicksilver.measure.latency import Alternation, alternate
-from quicksilver.measure.memory import peak_memory
+from quicksilver.measure.memory import paper_kv_delta_bytes, peak_memory, peak_tensor_bytes
 from quicksilver.measure.perplexity import Protocol, Scores, audit, score
 from quicksilver.modules.controls import Replay, shuffled
+from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.engine import apply
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule, Transform
 from quicksilver.runtime.trace import Trace
 
 PHASES = {
-    "quality": 0.3,
-    "null": 0.2,
-    "audit": 0.1,
-    "flops": 0.05,
-    "latency": 0.25,
+    "quality": 0.25,
+    "null": 0.15,
+    "audit": 0.08,
+    "flops": 0.04,
+    "latency": 0.18,
     "memory": 0.05,
+    "components": 0.07,
+    "energy": 0.08,
+    "deployment": 0.05,
     "signals": 0.05,
 }  # rough shares of a run's time
 
@@ -53,6 +63,15 @@ class Options:
     repeats: int
     memory: bool
     batch_windows: int
+    components: bool = False
+    energy: bool = False
+    energy_window_s: float = 3.0
+    energy_rounds: int = 3
+    country_iso_code: str | None = None
+    deployment: bool = False
+    deployment_prompt_tokens: int = 256
+    deployment_new_tokens: int = 64
+    budget_ms: float = 50.0
     attribution: bool = False
 
 
@@ -131,6 +150,15 @@ def measure(
     if options.memory:
         report("memory", 0.0)
         scalars |= _memory(model, batch, protocol, modules, execution)
+    if options.components:
+        report("components", 0.0)
+        scalars |= _components(model, batch, protocol, modules, options, execution)
+    if options.energy:
+        report("energy", 0.0)
+        scalars |= _energy(model, batch, protocol, modules, options, execution)
+    if options.deployment:
+        report("deployment", 0.0)
+        scalars |= _deployment(model, windows.ids[:1].to(model.device), modules, options, execution)
     inside = []
     for number, ids in enumerate(texts):
         report("signals", number / len(texts))
@@ -235,6 +263,7 @@ def _latency(
             ratio = times.ratio("run", to="dense")
             scalars[f"{prefix}latency_ratio"] = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
             scalars[f"{prefix}load_average"] = {"before": times.load_before, "after": times.load_after}
+            scalars[f"{prefix}timing_warnings"] = times.warnings
     return scalars
 
 
@@ -245,8 +274,8 @@ def _times(times: Alternation, name: str) -> dict[str, Any]:
 def _memory(
     model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, modules: Sequence[RuntimeModule], execution: str
 ) -> dict[str, Any]:
-    """Peak memory of one batch, after one run of it that pays for one-time allocations."""
-    peaks = {}
+    """Peak memory of one batch, after one run of it that pays for one-time allocations, and its KV cache by layer."""
+    peaks, tensors, caches, saved = {}, {}, {}, []
     for name, active in (("dense_", ()), ("", modules)):
         with torch.no_grad(), apply(model, active, execution=execution if active else "compact") as run:  # type: ignore[arg-type]
 
@@ -256,8 +285,131 @@ def _memory(
 
             one()
             peaks[name] = peak_memory(one, model.device)
+            run.reset()  # what the next pass would free was no allocation of its own
+            tensors[name] = peak_tensor_bytes(one) if model.device.type == "cpu" else None
+            caches[name] = run.kv_bytes_by_layer
+            saved = paper_kv_delta_bytes(run.trace, run.arch, model.dtype.itemsize)
     return {
         "peak_memory_bytes": peaks[""].bytes,
         "dense_peak_memory_bytes": peaks["dense_"].bytes,
         "peak_memory_method": peaks[""].method if peaks[""].device_bytes is None else "cuda allocator",
+        "peak_tensor_bytes": tensors[""],
+        "dense_peak_tensor_bytes": tensors["dense_"],
+        "kv_bytes_by_layer": {
+            "billed": [layer.billed for layer in caches[""]],
+            "resident": [layer.resident for layer in caches[""]],
+            "dense": [layer.resident for layer in caches["dense_"]],
+            "paper_saved": saved,
+        },
     }
+
+
+def _components(
+    model: PreTrainedModel,
+    batch: torch.Tensor,
+    protocol: Protocol,
+    modules: Sequence[RuntimeModule],
+    options: Options,
+    execution: str,
+) -> dict[str, Any]:
+    """Where the time of one batch goes, dense and run; and what the decisions alone cost, everything executed. Under
+    `continuation` of its prompt."""
+    plain, decided = _twin(model), _twin(model)
+    asked = copy.deepcopy(list(modules))  # decisions of their own: two models at a time
+    with torch.no_grad(), ExitStack() as stack:
+        dense = architecture_of(plain)
+        subjects = {"dense": Subject(dense, lambda: forward(plain, batch, protocol, True))}
+        besides: dict[str, Callable[[], object]] = {}
+        if modules:
+            run = stack.enter_context(apply(model, modules, execution=execution))  # type: ignore[arg-type]
+            policy = stack.enter_context(apply(decided, asked, execution="decide"))
+
+            def ours() -> None:
+                run.reset()
+                forward(model, batch, protocol, True)
+
+            def deciding() -> None:
+                policy.reset()
+                forward(decided, batch, protocol, True)
+
+            subjects["run"], besides["decide"] = Subject(run.arch, ours, modules), deciding
+        found, times = component_latency(subjects, options.warmup, options.repeats, model.device, besides=besides)
+    scalars: dict[str, Any] = {name: breakdown.scalars() for name, breakdown in found.items()}
+    scalars["of"] = "prompt" if protocol.name == "continuation" else "window"
+    scalars["noise_floor_pct"] = 100 * (times.noise_floor or 0.0)
+    for name in times:
+        if name != "dense":
+            ratio = times.ratio(name, to="dense")
+            scalars[f"{name}_ratio"] = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+    return {"components": scalars, "components_timing_warnings": times.warnings}
+
+
+def _energy(
+    model: PreTrainedModel,
+    batch: torch.Tensor,
+    protocol: Protocol,
+    modules: Sequence[RuntimeModule],
+    options: Options,
+    execution: str,
+) -> dict[str, Any]:
+    """Joules per token of one batch over and over, run and dense in turns with rest."""
+    assert options.country_iso_code is not None  # checked with the config
+    dense = _twin(model)
+
+    def settled(work: Callable[[], None]) -> Callable[[], None]:
+        def fn() -> None:
+            work()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+
+        return fn
+
+    with torch.no_grad(), ExitStack() as stack:
+        works = {"dense": settled(lambda: forward(dense, batch, protocol))}
+        if modules:
+            run = stack.enter_context(apply(model, modules, execution=execution))  # type: ignore[arg-type]
+
+            def ours() -> None:
+                run.reset()
+                forward(model, batch, protocol)
+
+            works["run"] = settled(ours)
+        processed = batch.numel() if protocol.name == "all" else batch[:, :-1].numel()
+        meter = meter_of(options.country_iso_code)
+        found, how = energy(works, processed, meter, window_s=options.energy_window_s, rounds=options.energy_rounds)
+    per_token = {name: one.scalars(meter.grid_kg_per_kwh) for name, one in found.items()}
+    return {"energy": {**per_token, **how, "country_iso_code": options.country_iso_code}}
+
+
+def _deployment(
+    model: PreTrainedModel, window: torch.Tensor, modules: Sequence[RuntimeModule], options: Options, execution: str
+) -> dict[str, Any]:
+    """One prompt served alone, run and dense in turns (App. J)."""
+    prompt, new = window[:, : options.deployment_prompt_tokens], options.deployment_new_tokens
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and prompt.shape[1] + new > positions:
+        raise ConfigError(
+            f"measure.deployment_prompt_tokens={prompt.shape[1]} and measure.deployment_new_tokens={new} are more than the model's "
+            f"{positions} positions."
+        )
+    dense = _twin(model)
+    with torch.no_grad(), ExitStack() as stack:
+        ways = {"dense": lambda: serve(dense, prompt, new)}
+        if modules:
+            run = stack.enter_context(apply(model, modules, execution=execution))  # type: ignore[arg-type]
+
+            def ours() -> Served:
+                run.reset()
+                return serve(model, prompt, new)
+
+            ways["run"] = ours
+        found, steps = deployment(ways, options.warmup, options.repeats, model.device)
+    scalars: dict[str, Any] = {name: one.scalars(options.budget_ms) for name, one in found.items()}
+    scalars |= {"prompt_tokens": prompt.shape[1], "new_tokens": new, "budget_ms": options.budget_ms}
+    scalars["noise_floor_pct"] = 100 * (steps.noise_floor or 0.0)
+    if modules:
+        ratio = steps.ratio("run", to="dense")
+        scalars["per_token_ratio"] = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+        same = (a == b for a, b in zip(found["run"].tokens, found["dense"].tokens, strict=True))
+        scalars["same_first_tokens"] = sum(1 for _ in itertools.takewhile(bool, same))
+    return {"deployment": scalars, "deployment_timing_warnings": steps.warnings}

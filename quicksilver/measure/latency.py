@@ -6,18 +6,20 @@ Latency is measured in a pass of its own: no trace, no quality, no FLOP counting
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
 import torch
 
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 MIN_REPEATS = 3  # two points have a difference, not a spread
+BUSY = 0.5  # load average beyond what threads of our own explain
+CLOCK_GAP_S = 0.1  # and a thousandth of the time that passed: more than a clock is adjusted by while it runs
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -64,6 +66,8 @@ class Alternation(dict[str, LatencySamples]):
         control_ms: times of its second appearance.
         load_before, load_after: 1-minute load average of the machine around the measurement. On a quiet machine
             `load_before` is near 0; anything above it competes for the same cores.
+        seconds: how long the timed rounds took by the clock that timed them.
+        clock_gap_s: how much more (or less) passed meanwhile by the clock on the wall: a machine that slept, a clock that was set.
     """
 
     def __init__(
@@ -74,10 +78,27 @@ class Alternation(dict[str, LatencySamples]):
         control_ms: Sequence[float] = (),
         load_before: float,
         load_after: float,
+        seconds: float = 0.0,
+        clock_gap_s: float = 0.0,
     ) -> None:
         super().__init__(samples)
         self.control, self.control_ms = control, list(control_ms)
         self.load_before, self.load_after = load_before, load_after
+        self.seconds, self.clock_gap_s = seconds, clock_gap_s
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why these times may be worth less than they look, one sentence a reason; empty on a quiet machine."""
+        found = []
+        allowed = torch.get_num_threads() + BUSY  # a pass of ours just before keeps its own threads in the average
+        if self.load_before > allowed:
+            found.append(
+                f"load average {self.load_before:.1f} before timing, where threads of this process explain "
+                f"{torch.get_num_threads()}: something else runs on this machine"
+            )
+        if abs(self.clock_gap_s) > CLOCK_GAP_S + 1e-3 * self.seconds:
+            found.append(f"the clock jumped by {self.clock_gap_s:+.1f} s while timing: the machine slept, or its clock was set")
+        return found
 
     @property
     def noise_floor(self) -> float | None:
@@ -147,6 +168,7 @@ def alternate(
 
     Raises:
         ConfigError: nothing to time, fewer than 3 repeats, a negative warm-up.
+        QuickSilverError: a time that is not positive: the clock cannot be trusted.
     """
     if not fns:
         raise ConfigError("alternate() got nothing to time: pass at least one callable")
@@ -157,23 +179,32 @@ def alternate(
     device = torch.device(device)
     turns = list(fns.items())
     first = turns[0][0]
-    load_before = psutil.getloadavg()[0]
+    load_before = os.getloadavg()[0]
     for _ in range(warmup):
         for _, fn in turns:
             fn()
     gc.collect()
     times: dict[str, list[float]] = {name: [] for name in fns}
     control_ms: list[float] = []
+    began, began_on_wall = time.perf_counter(), time.time()
     for _ in range(repeats):
         with _no_garbage_collection():
             for name, fn in turns:
                 times[name].append(_time_ms(fn, device))
             if control:
                 control_ms.append(_time_ms(fns[first], device))
+    seconds, on_wall = time.perf_counter() - began, time.time() - began_on_wall
+    for name, ms in (*times.items(), (first, control_ms)):
+        if any(value <= 0 for value in ms):
+            raise QuickSilverError(
+                f"{name}: the clock stood still or ran backwards while it was timed; there is no time to report."
+            )
     return Alternation(
         {name: LatencySamples(ms) for name, ms in times.items()},
         control=first if control else None,
         control_ms=control_ms,
         load_before=load_before,
-        load_after=psutil.getloadavg()[0],
+        load_after=os.getloadavg()[0],
+        seconds=seconds,
+        clock_gap_s=on_wall - seconds,
     )

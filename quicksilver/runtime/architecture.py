@@ -67,6 +67,10 @@ class Architecture(ABC):
     def attention(self, layer: int) -> nn.Module:
         """The attention module of a layer."""
 
+    def mlp(self, layer: int) -> nn.Module:
+        """The feed-forward module of a layer; every family here calls it `mlp`."""
+        return self.layers[layer].mlp  # type: ignore[return-value]
+
     @abstractmethod
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer `layer` for states entering it: hidden (B, M, D) -> two of (B, H_kv, M, head_dim)."""

@@ -242,13 +242,17 @@ class Run:
     @property
     def kv_bytes(self) -> KVBytes:
         """Bytes of the last cache written, zero where none was."""
-        if self._cache is None:
-            return KVBytes()
-        layers = self._cache.layers
+        layers = self.kv_bytes_by_layer
+        return KVBytes(sum(layer.billed for layer in layers), sum(layer.resident for layer in layers))
+
+    @property
+    def kv_bytes_by_layer(self) -> list[KVBytes]:
+        """The same for each layer, in order; empty where no cache was written."""
+        layers = [] if self._cache is None else self._cache.layers
         if all(isinstance(layer, RaggedLayer) for layer in layers):
-            return KVBytes(sum(layer.billed_bytes() for layer in layers), sum(layer.resident_bytes() for layer in layers))
-        resident = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.keys is not None)
-        return KVBytes(resident, resident)
+            return [KVBytes(layer.billed_bytes(), layer.resident_bytes()) for layer in layers]
+        resident = [0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes for layer in layers]
+        return [KVBytes(n, n) for n in resident]
 
     # -- the context -------------------------------------------------------------------------------------------------------------
 

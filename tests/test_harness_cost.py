@@ -1,0 +1,128 @@
+"""Component latency, energy and deployment as passes of a run: what they put into a record, and that they are not there when off."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness_world import make_world
+
+from quicksilver.harness import passes
+from quicksilver.harness.config import build_modules, compose
+from quicksilver.harness.run import Workplace
+from quicksilver.measure import energy as energies
+from quicksilver.measure.perplexity import Protocol
+from quicksilver.runtime import ConfigError
+
+torch.set_num_threads(1)
+COST = [
+    *("measure=cost", "measure.repeats=3", "measure.batch_windows=2", "measure.deployment_prompt_tokens=8"),
+    "measure.deployment_new_tokens=4",
+]
+HALTING = ["modules=[static_depth]", "modules.static_depth.missing_kv=drop"]
+
+
+class Meter:
+    """Ten joules a second."""
+
+    method, measured, grid_kg_per_kwh = "a test's meter", True, 0.4
+
+    def start(self) -> None:
+        self.began = time.perf_counter()
+
+    def stop(self) -> float:
+        return 10 * (time.perf_counter() - self.began)
+
+
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> passes.Measured:
+    monkeypatch.setattr(energies, "MIN_WINDOW_S", 0.0)
+    monkeypatch.setattr(passes, "meter_of", lambda country: Meter())
+    config = compose([*make_world(folder), *COST, *overrides])
+    workplace = Workplace()
+    names = [f.name for f in dataclasses.fields(passes.Options)]
+    options = passes.Options(**{name: getattr(config.measure, name) for name in names} | {"energy_window_s": 0.02})
+    return passes.measure(
+        workplace.model(config).model, workplace.windows(config, "test"), Protocol(**dataclasses.asdict(config.protocol)),
+        build_modules(config.modules), options,
+    )  # fmt: skip
+
+
+def test_a_run_says_where_time_and_energy_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars = measured(tmp_path, monkeypatch, "protocol=continuation", *HALTING).scalars
+    components = scalars["components"]
+    assert components["of"] == "prompt"
+    for who in ("dense", "run"):
+        parts = components[who]
+        assert parts["sum_ms"] == pytest.approx(sum(part["median_ms"] for part in parts["components"].values()))
+        assert len(parts["layers_ms"]["attention"]) == 6
+    assert "runtime" in components["run"]["components"]
+    assert {"run_ratio", "decide_ratio", "noise_floor_pct"} <= components.keys()
+    energy = scalars["energy"]
+    assert (energy["method"], energy["measured"], energy["country_iso_code"]) == ("a test's meter", True, "USA")
+    for who in ("dense", "run"):
+        assert energy[who]["gross_j_per_token"] > 0
+        assert energy[who]["tokens"] % (2 * 31) == 0  # two windows, whose last token is scored but not processed
+    deployment = scalars["deployment"]
+    assert (deployment["prompt_tokens"], deployment["new_tokens"], deployment["budget_ms"]) == (8, 4, 50)
+    assert deployment["run"]["tokens_timed"] == 9
+    assert 0 <= deployment["same_first_tokens"] <= 4
+    layers = scalars["kv_bytes_by_layer"]
+    assert layers["billed"] == layers["resident"]
+    saved = [dense - resident for dense, resident in zip(layers["dense"], layers["resident"], strict=True)]
+    assert saved == layers["paper_saved"]
+    assert saved[0] == 0 < saved[-1]
+    assert scalars["peak_tensor_bytes"] > 0
+    for key in ("timing_warnings", "components_timing_warnings", "deployment_timing_warnings"):
+        assert isinstance(scalars[key], list)
+
+
+def test_a_dense_run_is_taken_apart_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars = measured(tmp_path, monkeypatch, "protocol=all").scalars
+    assert scalars["components"]["of"] == "window"
+    assert "run" not in scalars["components"]
+    assert "kv_write" not in scalars["components"]["dense"]["components"]  # no cache is written under `all`
+    assert "run" not in scalars["energy"]
+    assert "run" not in scalars["deployment"]
+    assert scalars["kv_bytes_by_layer"]["dense"] == []
+
+
+def test_passes_that_are_off_are_no_part_of_a_run(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    own = {"components", "energy", "energy_window_s", "energy_rounds", "country_iso_code", "deployment", "budget_ms"}
+    plain = compose([*world, "measure=default"]).identity()["measure"]
+    assert not {key for key in plain if key in own or key.startswith("deployment")}
+    assert (
+        plain
+        == compose([*world, "measure=default", "measure.country_iso_code=FRA", "measure.budget_ms=20"]).identity()["measure"]
+    )
+    assert compose([*world, *COST]).identity()["measure"].keys() >= own
+    # Rounds count as soon as anything is timed.
+    few, many = (compose([*world, "measure=components", f"measure.repeats={n}"]).identity() for n in (3, 9))
+    assert few != many
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "no country": (["measure=quick", "measure.energy=true"], ["measure.country_iso_code", "DEU"]),
+    "a window too short": (["measure=energy", "measure.energy_window_s=0.2"], ["energy_window_s=0.2", "1 second"]),
+    "one round": (["measure=energy", "measure.energy_rounds=1"], ["energy_rounds=1", "at least 2"]),
+    "a prompt longer than a window": (["measure=deployment"], ["deployment_prompt_tokens=256", "window_tokens=32"]),
+    "masked": (["measure=components", "execution=masked"], ["execution=masked", "measure.components=false"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(mistake: str, tmp_path: Path) -> None:
+    overrides, words = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as caught:
+        compose([*make_world(tmp_path), *overrides])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_prompt_that_outgrows_the_models_positions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [f"measure.{other}=false" for other in ("energy", "components", "latency", "flops", "memory")]
+    with pytest.raises(ConfigError, match="deployment_new_tokens=60.*64 positions"):
+        measured(tmp_path, monkeypatch, "protocol=all", *alone, "measure.deployment_new_tokens=60")

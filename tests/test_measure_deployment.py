@@ -1,0 +1,92 @@
+"""One request at a time: the tokens are those of greedy decoding, and every one of them has a time. How long, no test asserts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import load
+
+from quicksilver.measure import deployment as deployments
+from quicksilver.measure.deployment import Deployment, Served, deployment, serve
+from quicksilver.modules import StaticDepth
+from quicksilver.runtime import ConfigError, apply
+
+PROMPT = torch.tensor([[5, 9, 2, 33, 7, 5, 9, 2, 33, 7, 5, 9, 2]])
+NEW = 9
+
+
+def greedy(model: torch.nn.Module) -> list[int]:
+    ids = PROMPT
+    for _ in range(NEW):
+        logits = model(ids, use_cache=False).logits[:, -1]
+        logits[:, model.generation_config.eos_token_id] = -torch.inf
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    return ids[0, PROMPT.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@torch.no_grad()
+def test_served_tokens_are_those_of_greedy_decoding(family: str) -> None:
+    model = load(family)
+    served = serve(model, PROMPT, NEW)
+    assert served.tokens == greedy(model)
+    assert len(served.per_token_ms) == NEW - 1
+    assert served.first_ms > 0
+    assert served.first_ms + sum(served.per_token_ms) <= served.total_ms
+
+
+@torch.no_grad()
+def test_speculation_delivers_the_same_tokens_several_at_a_time() -> None:
+    model = load("gpt2")
+    served = serve(model, PROMPT, NEW, {"prompt_lookup_num_tokens": 3})
+    assert served.tokens == greedy(model)
+    assert len(served.per_token_ms) <= NEW - 1  # what came with the first token has no time of its own
+
+
+@torch.no_grad()
+def test_a_run_is_served_under_its_modules() -> None:
+    model = load("gpt2")
+    with apply(model, [StaticDepth(depth=0.2, missing_kv="drop")]) as run:
+        tokens = serve(model, PROMPT, NEW).tokens
+        assert len(run.trace.passes) == NEW
+    assert tokens != greedy(model)
+
+
+@pytest.mark.parametrize(("prompt", "new", "words"), [(PROMPT.repeat(2, 1), 4, "one prompt"), (PROMPT, 1, "new_tokens=1")])
+def test_what_has_no_time_per_token_is_refused(prompt: torch.Tensor, new: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve(load("gpt2"), prompt, new)
+
+
+def served(step_ms: float, tokens: int = 5) -> Served:
+    steps = [step_ms] * (tokens - 1)
+    return Served(10.0, steps, 10.0 + sum(steps), list(range(tokens)))
+
+
+def test_ways_take_turns_and_the_first_is_its_own_control() -> None:
+    order: list[str] = []
+    steps = {"dense": iter([9.0, 40.0, 44.0, 40.0, 40.0, 40.0, 40.0]), "run": iter([9.0, 60.0, 60.0, 80.0])}
+
+    def way(name: str) -> Served:
+        order.append(name)
+        return served(next(steps[name]))
+
+    found, times = deployment({"dense": lambda: way("dense"), "run": lambda: way("run")}, warmup=1, repeats=3)
+    assert order == ["dense", "run"] + ["dense", "run", "dense"] * 3
+    assert times["dense"].ms == [40, 40, 40]
+    assert times.control_ms == [44, 40, 40]
+    assert times.ratio("run", to="dense").median == pytest.approx(1.5)
+    assert times.noise_floor == pytest.approx(0.05)
+    scalars = found["run"].scalars(deployments.BUDGET_MS)
+    assert scalars["per_token_ms"] == {"p50": 60, "p95": 80, "p99": None}  # twelve tokens have no 99th percentile
+    assert scalars["within_budget_pct"] == 0
+    assert found["dense"].scalars(deployments.BUDGET_MS)["within_budget_pct"] == 100
+
+
+def test_a_hundred_tokens_have_a_99th_percentile() -> None:
+    many = Deployment.of([served(float(ms), 51) for ms in (40, 60)])
+    scalars = many.scalars(50.0)
+    assert scalars["tokens_timed"] == 100
+    assert scalars["per_token_ms"]["p99"] == 60
+    assert scalars["within_budget_pct"] == 50
+    assert scalars["tokens_per_s"] == pytest.approx((51 / 2.010 + 51 / 3.010) / 2)

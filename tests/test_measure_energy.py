@@ -1,0 +1,118 @@
+"""Joules: rest is subtracted, what cannot be told from rest is said in words, and the method is always there. The clock is a fake."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quicksilver.measure import energy as energies
+from quicksilver.measure.energy import BELOW, CodeCarbonMeter, energy, meter_of
+from quicksilver.runtime import ConfigError
+
+
+class Bench:
+    """A machine with a clock and a counter of its own: it draws `rest_w`, and more while a piece of work runs."""
+
+    method, measured, grid_kg_per_kwh = "a test", True, 0.36
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, rest_w: tuple[float, ...] = (10.0, 10.0, 10.0), step_j: float = 0.0
+    ) -> None:
+        self.now, self.joules, self.began_j = 0.0, 0.0, 0.0
+        self.rests, self.step_j = iter(rest_w), step_j
+        self.windows: list[str] = []
+        monkeypatch.setattr(energies.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(energies.time, "sleep", self.sleep)
+
+    def spend(self, seconds: float, watts: float) -> None:
+        self.now += seconds
+        self.joules += seconds * watts
+
+    def sleep(self, seconds: float) -> None:
+        self.windows.append("rest")
+        self.spend(seconds, next(self.rests))
+
+    def work(self, name: str, seconds: float, watts: float) -> Callable[[], None]:
+        def fn() -> None:
+            self.windows.append(name)
+            self.spend(seconds, watts)
+
+        return fn
+
+    def start(self) -> None:
+        self.began_j = self.joules
+
+    def stop(self) -> float:
+        joules = self.joules - self.began_j
+        return joules - joules % self.step_j if self.step_j else joules
+
+
+def test_rest_is_subtracted_and_every_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    works = {"dense": bench.work("dense", 0.4, 30.0), "run": bench.work("run", 0.3, 20.0)}
+    found, how = energy(works, 100, bench, window_s=1.0, rounds=3)
+    # Each once to warm up, then in turns; 0.4 s fill a second in three calls, 0.3 s in four.
+    assert bench.windows == ["dense", "run"] + ["rest", *["dense"] * 3, *["run"] * 4] * 3
+    assert found["dense"].gross_j_per_token == pytest.approx(0.4 * 30 / 100)
+    assert found["dense"].net_j_per_token == pytest.approx(0.4 * 20 / 100)
+    assert found["run"].net_j_per_token == pytest.approx(0.3 * 10 / 100)
+    assert (found["run"].windows, found["run"].tokens) == (3, 3 * 4 * 100)
+    assert how["rest_w"] == pytest.approx(10)
+    assert (how["method"], how["measured"], how["grid_kg_per_kwh"]) == ("a test", True, 0.36)
+    scalars = found["dense"].scalars(0.36)
+    assert scalars["net_gco2_per_token"] == pytest.approx(0.08 * 360 / 3.6e6)  # 0.08 J at 360 g a kilowatt hour
+
+
+def test_what_windows_of_rest_differ_by_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, rest_w=(9.0, 10.0, 12.0))
+    found, _ = energy(
+        {"dense": bench.work("dense", 1.0, 12.5), "run": bench.work("run", 1.0, 14.0)}, 10, bench, window_s=1.0, rounds=3
+    )
+    assert found["dense"].net_j_per_token is None  # 2.5 W above the median at rest, and rest itself moves by 3
+    assert found["run"].net_j_per_token == pytest.approx(0.4)
+    assert found["dense"].resolution_j_per_token == pytest.approx(0.3)
+    assert found["dense"].scalars(0.4)["net_j_per_token"] == BELOW
+    assert found["dense"].scalars(0.4)["net_gco2_per_token"] == BELOW
+
+
+def test_a_counter_that_does_not_move_gives_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, rest_w=(0.1, 0.1), step_j=1000.0)
+    found, _ = energy({"dense": bench.work("dense", 1.0, 30.0)}, 10, bench, window_s=1.0, rounds=2)
+    assert found["dense"].scalars(0.4)["net_j_per_token"] == BELOW
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"window_s": 0.5}, "energy_window_s=0.5"),
+        ({"rounds": 1}, "energy_rounds=1"),
+        ({"tokens_per_call": 0}, "tokens_per_call=0"),
+    ],
+)
+def test_windows_that_resolve_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
+    bench = Bench(monkeypatch)
+    arguments: dict[str, Any] = {"tokens_per_call": 1, "meter": bench, "window_s": 1.0, "rounds": 2} | changes
+    with pytest.raises(ConfigError, match=words):
+        energy({"dense": lambda: None}, **arguments)
+    assert bench.windows == []
+
+
+def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    meter = CodeCarbonMeter("FRA")
+    meter.start()
+    joules = meter.stop()
+    assert joules >= 0
+    assert meter.measured or "no energy counter" in meter.method
+    assert 0 < meter.grid_kg_per_kwh < CodeCarbonMeter("DEU").grid_kg_per_kwh  # nuclear power against coal
+    assert meter_of("FRA") is meter_of("FRA")
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+    with pytest.raises(ConfigError, match="country_iso_code=Germany.*DEU"):
+        CodeCarbonMeter("Germany")

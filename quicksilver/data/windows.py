@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from quicksilver.measure import token_byte_lengths, windows_of
+from quicksilver.measure.perplexity import windows_of
+from quicksilver.measure.token_bytes import token_byte_lengths
 from quicksilver.runtime.errors import ConfigError
 
 

@@ -1,31 +1,31 @@
-"""What a run is worth and what it cost: quality, FLOPs, wall clock and memory, each in a pass of its own.
+"""What a run is worth and what it cost: quality, FLOPs, wall clock, energy and memory, each in a pass of its own.
 
-Floor: above runtime and modules, below data, harness and report (DESIGN §7).
+Floor: above runtime and modules, below data, harness and report (DESIGN §7). Names are imported when asked for: a stopwatch needs torch
+alone, perplexity needs pandas as well.
 """
 
-from quicksilver.measure.flops import attention_pairs, count_by_operator, count_executed
-from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate
-from quicksilver.measure.memory import PeakMemory, peak_memory
-from quicksilver.measure.perplexity import Audit, Protocol, Scores, audit, check_allowed, check_windows, score, windows_of
-from quicksilver.measure.token_bytes import token_byte_lengths
+from __future__ import annotations
 
-__all__ = [
-    "Alternation",
-    "Audit",
-    "LatencySamples",
-    "PeakMemory",
-    "Protocol",
-    "Ratio",
-    "Scores",
-    "alternate",
-    "attention_pairs",
-    "audit",
-    "check_allowed",
-    "check_windows",
-    "count_by_operator",
-    "count_executed",
-    "peak_memory",
-    "score",
-    "token_byte_lengths",
-    "windows_of",
-]
+from typing import Any
+
+_HOMES = {
+    "Alternation": "latency", "LatencySamples": "latency", "Ratio": "latency", "alternate": "latency",
+    "PeakMemory": "memory", "peak_memory": "memory", "peak_tensor_bytes": "memory",
+    "attention_pairs": "flops", "count_by_operator": "flops", "count_executed": "flops",
+    "Audit": "perplexity", "Protocol": "perplexity", "Scores": "perplexity", "audit": "perplexity", "check_allowed": "perplexity",
+    "check_windows": "perplexity", "score": "perplexity", "windows_of": "perplexity",
+    "Breakdown": "components", "Subject": "components", "component_latency": "components",
+    "Deployment": "deployment", "Served": "deployment", "serve": "deployment",
+    "CodeCarbonMeter": "energy",
+    "token_byte_lengths": "token_bytes",
+}  # fmt: skip
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -21,25 +21,6 @@ PANELS = {
     "all": "Protocol all: every position scored, causal modules only",
     "continuation": "Protocol continuation: anything goes inside the prompt, the tokens after it are scored",
 }
-# claim in reported.yaml -> module in conf/modules, what the paper calls it; in the paper's order, which is also that of adding
-TECHNIQUES = {
-    "halting": ("halting", "Token halting"),
-    "kv_skipping": ("kv_skipping", "KV skipping"),
-    "fusion": ("token_fusion", "Token fusion"),
-    "quantization": ("adaptive_quantization", "Quantization"),
-}
-# Fusion at a fixed share of each prompt, so that its null (random neighbours) has the same budget.
-ALWAYS = {
-    "fusion": ("modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null"),
-}
-# Alone, KV skipping cannot follow halting (2.2): it skips the half of the tokens that gets least attention (C.2).
-ALONE = {
-    "kv_skipping": (
-        "modules.kv_skipping.criterion=attention",
-        "modules.kv_skipping.skipped_share=0.5",
-        "modules.kv_skipping.min_depth=0.4",
-    )
-}
 # About 40% of the prompt's work, exactly the same for every signal: only which tokens halt differs.
 BUDGET = "halting_attention"
 SIGNALS = {
@@ -58,16 +39,8 @@ def rows() -> list[Row]:
 def _panel_rows(panel: str) -> Iterator[Row]:
     protocol = f"protocol={panel}"
     yield Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline")
-    for claim, (module, technique) in TECHNIQUES.items():
-        key = f"isolated.{claim}"
-        overrides = (protocol, f"modules=[{module}]", *ALWAYS.get(claim, ()), *ALONE.get(claim, ()))
-        yield Row(panel, "Isolated", key, technique, overrides, (module,), f"table11.{key}")
-    for count, (claim, (_, technique)) in enumerate(TECHNIQUES.items(), start=1):
-        key, claims = f"cumulative.{claim}", tuple(TECHNIQUES)[:count]
-        together = tuple(TECHNIQUES[one][0] for one in claims)
-        always = tuple(word for one in claims for word in ALWAYS.get(one, ()))
-        overrides = (protocol, f"modules=[{','.join(together)}]", *always)
-        yield Row(panel, "Cumulative", key, f"+ {technique}", overrides, together, f"table11.{key}")
+    for section, key, technique, needs, words in ablation.steps():
+        yield Row(panel, section, key, technique, (protocol, *words), needs, f"table11.{key}")
     if panel == "continuation":
         section = "Halting about 40% of the prompt's work away, by which tokens halt"
         for signal, technique in SIGNALS.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,26 @@ from quicksilver.report.reported import reported
 from quicksilver.report.tables import Column, Lines
 
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
+
+# claim in reported.yaml -> module in conf/modules, what the paper calls it; in the paper's order, which is also that of adding
+TECHNIQUES = {
+    "halting": ("halting", "Token halting"),
+    "kv_skipping": ("kv_skipping", "KV skipping"),
+    "fusion": ("token_fusion", "Token fusion"),
+    "quantization": ("adaptive_quantization", "Quantization"),
+}
+# Fusion at a fixed share of each prompt, so that its null (random neighbours) has the same budget.
+ALWAYS = {
+    "fusion": ("modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null"),
+}
+# Alone, KV skipping cannot follow halting (2.2): it skips the half of the tokens that gets least attention (C.2).
+ALONE = {
+    "kv_skipping": (
+        "modules.kv_skipping.criterion=attention",
+        "modules.kv_skipping.skipped_share=0.5",
+        "modules.kv_skipping.min_depth=0.4",
+    )
+}
 
 LEGEND = (
     "Speedup and FLOPs saved are decreases in percent of dense inference, as in the paper: 25 means that a quarter of the time "
@@ -34,6 +54,18 @@ LEGEND = (
     "The paper measured GPT-2 774M on an A100: its numbers stand here for comparison, as no target for another model or machine.",
 )
 LOOKAHEAD = "† looks ahead: its perplexity knows tokens that it is asked to predict (the paper's variant, lookahead=true)."
+
+
+def steps() -> Iterator[tuple[str, str, str, tuple[str, ...], tuple[str, ...]]]:
+    """Every mechanism alone, then one after another: section, key, technique, modules it needs, words of the command line."""
+    for claim, (module, technique) in TECHNIQUES.items():
+        words = (f"modules=[{module}]", *ALWAYS.get(claim, ()), *ALONE.get(claim, ()))
+        yield "Isolated", f"isolated.{claim}", technique, (module,), words
+    for count, (claim, (_, technique)) in enumerate(TECHNIQUES.items(), start=1):
+        claims = tuple(TECHNIQUES)[:count]
+        together = tuple(TECHNIQUES[one][0] for one in claims)
+        always = tuple(word for one in claims for word in ALWAYS.get(one, ()))
+        yield "Cumulative", f"cumulative.{claim}", f"+ {technique}", together, (f"modules=[{','.join(together)}]", *always)
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:

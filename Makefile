@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure claims readme test test-all lint format train-reference calibrate benchmark environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all lint format train-reference calibrate benchmark environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -33,6 +33,9 @@ reproduce-figure: $(STAMP) ## the same for a figure (FIGURE, MODEL, DATASET, ARG
 
 claims: $(STAMP) ## every number the paper claims beside what the records at hand say; runs nothing (MODEL, DATASET, ARGS)
 	@$(PY) -m quicksilver.reproduce claims $(SELECTED)
+
+report: $(STAMP) ## results/report/index.html, a site of all that was made, to be opened in a browser (ARGS)
+	@$(PY) -m quicksilver.reproduce report $(ARGS)
 
 readme: $(STAMP) ## put the written tables and figures into README.md
 	@$(PY) -m quicksilver.reproduce readme

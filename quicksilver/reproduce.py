@@ -5,6 +5,7 @@
     python -m quicksilver.reproduce figure 8
     python -m quicksilver.reproduce all
     python -m quicksilver.reproduce claims
+    python -m quicksilver.reproduce report
     python -m quicksilver.reproduce readme
 
 Exit code: 0 everything is there; 1 something failed (what could be built was built); 2 the request makes no sense; 130 interrupted.
@@ -56,6 +57,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         if arguments.what == "all":
             return reproduce_all(arguments.overrides)
+        if arguments.what == "report":
+            return write_report(arguments.overrides)
         if arguments.what == "claims":
             return claims(arguments.overrides)
         return reproduce(find(arguments.what, arguments.number), arguments.overrides)
@@ -74,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quicksilver.reproduce", description="Remake tables and figures of the paper."
     )
-    commands = parser.add_subparsers(dest="what", required=True, metavar="{table,figure,all,claims,list,readme}")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="{table,figure,all,claims,report,list,readme}")
     missing = "runs what has no record yet"
     for what, said in {
         "table": f"remake one table: {missing}",
@@ -88,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", help="model=…, dataset=…, measure.repeats=…, results_dir=…"
         )
+    report = commands.add_parser("report", help="write a site of everything that was made, to be opened in a browser")
+    report.add_argument("overrides", nargs="*", metavar="key=value", help="results_dir=…")
     commands.add_parser("list", help="which tables and figures there are")
     readme = commands.add_parser("readme", help="put the written tables and figures into README.md")
     readme.add_argument("results", nargs="?", default="results", help="folder that holds tables/ and figures/")
@@ -426,6 +431,32 @@ def _recorded(job: _Job, store: Store, workplace: Workplace) -> Outcome:
             job.record = None
             job.fail(error)
     return Outcome(job.row, reason=job.reason)
+
+
+# --- report -----------------------------------------------------------------------------------------------------------------------
+
+
+def write_report(overrides: Sequence[str]) -> int:
+    """The site of everything that was written so far; says what is missing in it and returns the exit code.
+
+    Raises:
+        ConfigError: nothing was written yet, or a library is not installed.
+    """
+    from quicksilver.harness.config import compose
+
+    try:
+        from quicksilver.report.site import describe, make
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "quicksilver":
+            raise
+        raise ConfigError(
+            f"The report needs {error.name}, which is not installed: pip install 'quicksilver[report,plots]'."
+        ) from error
+    page, problems = make(compose(list(overrides)).results_dir)
+    print(f"Written: {page}")
+    if problems:
+        print(f"Missing in it:\n{describe(problems)}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 # --- README ---------------------------------------------------------------------------------------------------------------------

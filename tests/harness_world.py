@@ -13,8 +13,8 @@ LAYERS = 6
 WINDOW, PROMPT = 32, 24
 
 
-def make_model(folder: Path, *, seed: int = 0) -> Path:
-    """A Hugging Face folder: GPT-2 of 6 layers and width 16, one token a byte."""
+def make_model(folder: Path, *, seed: int = 0, layers: int = LAYERS, positions: int = 64) -> Path:
+    """A Hugging Face folder: GPT-2 of `layers` layers and width 16, one token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<end>"])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -24,9 +24,9 @@ def make_model(folder: Path, *, seed: int = 0) -> Path:
     config = GPT2Config(
         vocab_size=257,
         n_embd=16,
-        n_layer=LAYERS,
+        n_layer=layers,
         n_head=2,
-        n_positions=64,
+        n_positions=positions,
         initializer_range=0.2,
         bos_token_id=256,
         eos_token_id=256,
@@ -41,12 +41,12 @@ def make_text(path: Path, *, seed: int = 0, words: int = 150) -> Path:
     return path
 
 
-def make_world(folder: Path) -> list[str]:
+def make_world(folder: Path, *, layers: int = LAYERS, window: int = WINDOW, prompt: int = PROMPT) -> list[str]:
     """A model and two texts in `folder`; the overrides that select them, quickly measured."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_model(folder / "model")
-    make_text(folder / "test.txt", seed=1)
-    make_text(folder / "calibration.txt", seed=2)
+    make_model(folder / "model", layers=layers, positions=2 * window)
+    make_text(folder / "test.txt", seed=1, words=150 * window // WINDOW)
+    make_text(folder / "calibration.txt", seed=2, words=150 * window // WINDOW)
     return [
         "model=folder",
         "model.name=tiny",
@@ -56,8 +56,8 @@ def make_world(folder: Path) -> list[str]:
         f"dataset.files.calibration={folder / 'calibration.txt'}",
         "dataset.windows=10",
         "dataset.calibration_windows=4",
-        f"protocol.window_tokens={WINDOW}",
-        f"protocol.prompt_tokens={PROMPT}",
+        f"protocol.window_tokens={window}",
+        f"protocol.prompt_tokens={prompt}",
         "protocol.batch_size=4",
         "measure=quick",
         "measure.probes=1",

@@ -62,8 +62,9 @@ class Figure:
         return "\n".join([self.title, "=" * len(self.title), "", *wrapped((*self.caption, data), width)]) + "\n"
 
     def svg(self) -> bytes:
-        """The picture with title and caption; text as paths, so that it looks the same without the font."""
-        return self._picture("svg", {"Date": None, "Creator": None})
+        """The picture with title and caption; text as paths, so that it looks the same without the font, and as metadata, to be read."""
+        words = {"Title": self.title, "Description": "\n".join(self.caption)}
+        return self._picture("svg", {"Date": None, "Creator": None, **words})
 
     def png(self) -> bytes:
         """The picture with title and caption, 160 dots an inch."""

@@ -1,0 +1,467 @@
+"""A static site of everything that was written: verdicts, tables, figures, runs, tokens. Opens from a folder, asks no network.
+
+It reads `tables/`, `figures/`, `claims.csv` and the records that those name, all below one results folder, and writes `report/`
+beside them. The same files give the same bytes. What is missing is said on the page and in the list of problems, and the rest is
+built all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from quicksilver.harness.record import EVENTS, Record, load_record
+from quicksilver.report import charts, explorer, markdown, provenance, tokens
+from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
+from quicksilver.report.claims import VERDICTS
+from quicksilver.report.effects import amount, effects, signed
+from quicksilver.report.writing import write_files
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+_ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js")
+_PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
+_SVG_LIMIT_BYTES = 600_000  # above it, the PNG is the smaller file and looks the same
+_PICTURES = ("gif", "html")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that should be on the site and is not, and what to do."""
+
+    where: str
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}\n  {self.remedy}"
+
+
+@dataclass
+class Piece:
+    """One written table or figure, or one that should be written.
+
+    Attributes:
+        name: base name of its files and of its page.
+        command: what makes it.
+        prefixes: beginnings of the fingerprints of the records that it names.
+        panels: fingerprints of the records in each panel of its frame.
+    """
+
+    name: str
+    kind: str
+    title: str
+    command: str
+    order: tuple[Any, ...]
+    document: markdown.Document | None = None
+    picture: str | None = None
+    caption: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+    data: str | None = None
+    prefixes: tuple[str, ...] = ()
+    panels: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def written(self) -> bool:
+        return self.document is not None or self.picture is not None
+
+
+@dataclass
+class Run:
+    """A record that a piece names, or the reason why it cannot be shown."""
+
+    fingerprint: str
+    record: Record | None
+    dense: Record | None
+    pieces: list[Piece]
+    problem: Problem | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+    trace: str | None = None  # its page
+
+    @property
+    def label(self) -> str:
+        return self.record["label"] if self.record is not None else "no record"
+
+
+def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
+    """Write the site below `results_dir`; returns its first page and what is missing in it.
+
+    Raises:
+        ConfigError: there is no such folder, or nothing was written in it yet.
+    """
+    site = Site(Path(results_dir))
+    contents = site.contents()
+    folder = site.root / "report"
+    for name, content in contents.items():
+        write_files((folder / name).parent, {Path(name).name: content})
+    for path in sorted(folder.rglob("*")):
+        # Pages of records that no table names any more: links to them are gone.
+        if path.is_file() and path.relative_to(folder).as_posix() not in contents:
+            path.unlink()
+    return folder / "index.html", site.problems
+
+
+class Site:
+    """The pages of one results folder."""
+
+    def __init__(self, root: Path):
+        if not root.is_dir():
+            raise ConfigError(f"{root} is not there: a report is made of what `make reproduce` writes into it.")
+        self.root = root
+        self.problems: list[Problem] = []
+        self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
+        self.runs = self._runs()
+        self.claims = self._claims()
+        if not any(piece.written for piece in self.pieces) and self.claims is None:
+            raise ConfigError(f"{root} has no table, figure or claim yet: make reproduce-table TABLE=11 writes one.")
+
+    # --- what there is ------------------------------------------------------------------------------------------------------------
+
+    def _pieces(self) -> Iterable[Piece]:
+        known = artefacts()
+        for artefact in known:
+            yield self._piece(artefact.name, artefact)
+        names = {artefact.name for artefact in known}
+        written = {*self.root.glob("tables/*.md"), *self.root.glob("figures/*.svg")}
+        for path in sorted(path for path in written if path.stem not in names and not path.name.startswith(".")):
+            owner = next((one for one in known if path.stem.startswith(f"{one.name}-")), None)
+            yield self._piece(path.stem, owner, kind="table" if path.suffix == ".md" else "figure")
+
+    def _piece(self, name: str, artefact: Artefact | None, kind: str | None = None) -> Piece:
+        kind = kind or (artefact.kind if artefact is not None else "table")
+        command, title = "", name
+        order: tuple[Any, ...] = (2, 0, name)
+        if artefact is not None:
+            command = f"make reproduce-{artefact.kind} {artefact.kind.upper()}={artefact.numbers[0]}"
+            order = (*artefact.order, name)
+            title = artefact.title[:1].upper() + artefact.title[1:]
+            if artefact.is_numbered:
+                title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}"
+        piece = Piece(name, kind, title, command, order)
+        if kind == "table":
+            self._read_table(piece)
+        else:
+            self._read_figure(piece)
+        if not piece.written:
+            self._problem([piece], piece.name, f"it was not made yet: there is no {kind}s/{name}.")
+        return piece
+
+    def _read_table(self, piece: Piece) -> None:
+        path = self.root / "tables" / f"{piece.name}.md"
+        if not path.is_file():
+            return
+        piece.document = markdown.parse(path.read_text(encoding="utf-8"))
+        piece.title = piece.document.title or piece.title
+        notes = " ".join(block for block in piece.document.blocks if isinstance(block, str))
+        self._read_data(piece, path.with_suffix(".csv"), notes)
+
+    def _read_figure(self, piece: Piece) -> None:
+        path = self.root / "figures" / f"{piece.name}.svg"
+        if not path.is_file():
+            return
+        piece.picture = path.name if path.stat().st_size <= _SVG_LIMIT_BYTES else path.with_suffix(".png").name
+        title, piece.caption = _svg_words(path)
+        piece.title = title or piece.title
+        piece.extras = tuple(p.name for p in sorted(path.parent.glob(f"{piece.name}.*")) if p.suffix[1:] in _PICTURES)
+        self._read_data(piece, path.with_suffix(".csv"), " ".join(piece.caption))
+
+    def _read_data(self, piece: Piece, path: Path, notes: str) -> None:
+        """The records that the frame and the notes name, and rows of the frame that failed."""
+        found = [match for part in re.findall(r"Records: [^<]*", notes) for match in _PREFIX.findall(part)]
+        if path.is_file() and path.stat().st_size > 1:
+            piece.data = path.name
+            frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+            for column in frame.columns:
+                if re.fullmatch(r"(\w+_)?(record|fingerprint)s?", str(column)):
+                    found += [match for value in frame[column].unique() for match in _PREFIX.findall(value)]
+            if {"panel", "record"} <= set(frame.columns):
+                piece.panels = {str(key): sorted(set(rows["record"]) - {""}) for key, rows in frame.groupby("panel", sort=False)}
+            if "status" in frame:
+                failed = frame[frame["status"] == "failed"]
+                for _, row in failed.iterrows():
+                    which = " ".join(row.get(key, "") for key in ("panel", "key")).strip()
+                    self._problem([piece], piece.name, f"the run of its row {which} failed when it was made.")
+        whole = [one for one in found if len(one) == 20]
+        short = [one for one in found if len(one) < 20 and not any(other.startswith(one) for other in whole)]
+        piece.prefixes = tuple(sorted({*whole, *short}))
+
+    def _runs(self) -> dict[str, Run]:
+        """Every named record, and the dense record of each, by fingerprint."""
+        named: dict[str, list[Piece]] = {}
+        there = sorted(path.name for path in (self.root / "runs").glob("*") if not path.name.startswith("."))
+        for piece in self.pieces:
+            for prefix in piece.prefixes:
+                fingerprint = next((name for name in there if name.startswith(prefix)), prefix)
+                pieces = named.setdefault(fingerprint, [])
+                if piece not in pieces:
+                    pieces.append(piece)
+        runs = {fingerprint: self._run(fingerprint, pieces) for fingerprint, pieces in sorted(named.items())}
+        for run in list(runs.values()):
+            needed = run.record.dense_fingerprint if run.record is not None else None
+            if needed is not None and needed not in runs:
+                runs[needed] = self._run(needed, run.pieces)
+        for run in runs.values():
+            if run.record is not None:
+                run.dense = runs[run.record.dense_fingerprint or run.fingerprint].record
+        for run in runs.values():
+            if run.record is not None and run.dense is not None:
+                try:
+                    run.row = effects(run.record, run.dense)
+                except QuickSilverError as error:
+                    self._problem(run.pieces, f"runs/{run.fingerprint}", str(error))
+        return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[0])))
+
+    def _run(self, fingerprint: str, pieces: list[Piece]) -> Run:
+        path = self.root / "runs" / fingerprint
+        names = ", ".join(piece.name for piece in pieces)
+        try:
+            if not path.is_dir():
+                raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
+            return Run(fingerprint, load_record(path), None, pieces)
+        except QuickSilverError as error:
+            self._problem(pieces, f"runs/{fingerprint}", str(error))
+            return Run(fingerprint, None, None, pieces, self.problems[-1])
+
+    def _claims(self) -> pd.DataFrame | None:
+        path = self.root / "claims.csv"
+        if not path.is_file():
+            self.problems.append(
+                Problem("claims", f"the ledger was not made yet: there is no {path}.", "To make it: make claims")
+            )
+            return None
+        return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+    def _problem(self, pieces: Sequence[Piece], where: str, what: str, remedy: str = "") -> None:
+        """Note what is missing, here and on the pages of `pieces`; the first one's command makes it, unless `remedy` is another."""
+        # Where the results lie must not show on the pages.
+        what = what.replace(f"{self.root}/", "")
+        problem = Problem(where, what, f"To make it: {remedy or pieces[0].command}" if remedy or pieces[0].command else "")
+        self.problems.append(problem)
+        for piece in pieces:
+            piece.problems.append(problem)
+
+    # --- pages ----------------------------------------------------------------------------------------------------------------------
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file of the site by its path in it."""
+        contents = {f"assets/{name}": files(__package__).joinpath("templates", name).read_bytes() for name in _ASSETS}
+        contents["assets/bokeh.js"] = charts.script()
+        for run in self.runs.values():
+            contents |= self._run_pages(run)
+        for piece in self.pieces:
+            contents |= self._piece_pages(piece)
+        traced = [run for run in self.runs.values() if run.trace is not None]
+        sweeps = explorer.sweeps(self._panels())
+        contents["explorer.html"] = self._page("explorer.html", sweeps=sweeps, charts=[charts.cost(sweep) for sweep in sweeps])
+        contents["tokens.html"] = self._page("tokens_index.html", traced=traced)
+        contents["runs.html"] = self._page("runs.html", runs=list(self.runs.values()))
+        claims = self._page(
+            "claims.html",
+            claims=self._claim_rows("claim"),
+            verdicts=self._verdicts(),
+            conflicts=self._claim_rows("conflict"),
+            findings=self._verdicts("conflict"),
+        )
+        contents["claims.html"] = claims
+        contents["index.html"] = self._page(
+            "index.html",
+            verdicts=self._verdicts(),
+            groups=self._groups(),
+            about=self._about(),
+            problems=self.problems,
+        )
+        return contents
+
+    def _panels(self) -> Iterable[tuple[str, list[tuple[Record, Record]]]]:
+        """The panels of every frame with the records in them that are there."""
+        for piece in self.pieces:
+            for panel, names in piece.panels.items():
+                runs = [self.runs[name] for name in names if name in self.runs]
+                pairs = [(run.record, run.dense) for run in runs if run.record is not None and run.dense is not None]
+                yield f"{piece.title.partition(':')[0]}, {panel}", pairs
+
+    def _piece_pages(self, piece: Piece) -> dict[str, bytes]:
+        contents: dict[str, bytes] = {}
+        folder = self.root / f"{piece.kind}s"
+        for name in filter(None, (piece.picture, piece.data, *piece.extras)):
+            contents[f"files/{name}"] = (folder / name).read_bytes()
+        runs = [run for run in self.runs.values() if piece in run.pieces]
+        contents[f"{piece.name}.html"] = self._page("piece.html", piece=piece, runs=runs, linked=self._linked)
+        return contents
+
+    def _run_pages(self, run: Run) -> dict[str, bytes]:
+        contents = {}
+        try:
+            views = tokens.shown(run.record) if run.record is not None else []
+        except QuickSilverError as error:
+            self._problem(run.pieces, f"runs/{run.fingerprint}", str(error))
+        else:
+            if views:
+                run.trace = f"tokens/{run.fingerprint}.html"
+                contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views)
+        page = f"runs/{run.fingerprint}.html"
+        contents[page] = self._page("run.html", base="../", run=run, **self._run_details(run))
+        return contents
+
+    def _run_details(self, run: Run) -> dict[str, Any]:
+        record = run.record
+        if record is None:
+            return {}
+        outcome = Outcome(Row("", "", "", "", ()), record, run.dense)
+        return {
+            "notes": provenance.notes([outcome])[:-1],
+            "passes": _passes(record),
+            "config": _flat(record["config"]),
+            "environment": _flat(record["environment"]),
+            "measured": _flat({key: value for key, value in record.data.items() if key not in (*_SHOWN_APART, *_DESCRIBED)}),
+            "described": _flat({key: record[key] for key in _DESCRIBED if key in record.data}),
+            "files": record["files"],
+            "chart": charts.windows(record),
+        }
+
+    def _about(self) -> tuple[str, ...]:
+        """Model, text, protocol and machine behind the tables of the embedded default."""
+        outcomes = [Outcome(Row("", "", "", "", ()), run.record) for run in self.runs.values() if run.record is not None]
+        return provenance.notes(outcomes)[:4] if outcomes else ()
+
+    def _claim_rows(self, kind: str) -> list[dict[str, Any]]:
+        return [] if self.claims is None else self.claims[self.claims["kind"] == kind].to_dict("records")
+
+    def _verdicts(self, kind: str = "claim") -> list[tuple[str, int]]:
+        """How many rows of the ledger have each verdict, in the ledger's order."""
+        counts = Counter(row["verdict"] for row in self._claim_rows(kind))
+        return [(verdict, counts[verdict]) for verdict in dict.fromkeys((*VERDICTS, *counts)) if counts[verdict]]
+
+    def _groups(self) -> list[tuple[str, Counter[str]]]:
+        """Verdicts by group of claims, in the ledger's order."""
+        groups: dict[str, Counter[str]] = {}
+        for row in self._claim_rows("claim"):
+            groups.setdefault(row["panel"], Counter())[row["verdict"]] += 1
+        return list(groups.items())
+
+    def _linked(self, html: str, base: str = "") -> Markup:
+        """HTML with the fingerprints in it linked to their pages."""
+
+        def link(match: re.Match[str]) -> str:
+            name = next((name for name in self.runs if name.startswith(match[0])), None)
+            return f'<a href="{base}runs/{name}.html"><code>{match[0]}</code></a>' if name is not None else match[0]
+
+        return Markup(_PREFIX.sub(link, html))
+
+    def _page(self, template: str, base: str = "", **values: Any) -> bytes:
+        """`base` leads from the page to the first one."""
+        page = self._environment.get_template(template).render(base=base, site=self, **values)
+        return (re.sub(r"\n\s*\n+", "\n", page).strip() + "\n").encode()
+
+    @cached_property
+    def _environment(self) -> jinja2.Environment:
+        environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("quicksilver.report"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+            lstrip_blocks=True,
+        )  # fmt: skip
+        environment.filters |= {"signed": signed, "json": _json, "slug": _slug, "digits": _digits, "value": _value}
+        return environment
+
+
+_SHOWN_APART = ("config", "environment", "files", "schema_version", "fingerprint", "label", "texts")
+_DESCRIBED = (
+    *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
+    *("started", "finished", "seconds"),
+)
+
+
+def _svg_words(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Title and caption, which a picture carries as its metadata."""
+    spaces = {"dc": "http://purl.org/dc/elements/1.1/"}
+    try:
+        tree = ElementTree.parse(path)
+    except ElementTree.ParseError:
+        return "", ()
+    title, description = (tree.find(f".//dc:{name}", spaces) for name in ("title", "description"))
+    lines = (description.text or "").splitlines() if description is not None else []
+    return (title.text or "" if title is not None else ""), tuple(lines)
+
+
+def _passes(record: Record) -> list[dict[str, Any]]:
+    """What happened when, from events.jsonl: seconds from the start, seconds until the next event."""
+    path = record.path / EVENTS
+    if not path.is_file():
+        return []
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    times = [pd.Timestamp(event["time"]) for event in events]
+    return [
+        {
+            "event": event["event"],
+            "at_s": (time - times[0]).total_seconds(),
+            "took_s": (after - time).total_seconds() if after is not None else None,
+            "detail": ", ".join(f"{key}: {value}" for key, value in event.items() if key not in ("time", "event", "pid")),
+        }
+        for event, time, after in zip(events, times, [*times[1:], None], strict=True)
+    ]
+
+
+def _flat(entries: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in entries.items():
+        if isinstance(value, Mapping) and value:
+            flat += _flat(value, f"{prefix}{key}.")
+        else:
+            flat.append((f"{prefix}{key}", value))
+    return flat
+
+
+def _value(value: Any, key: str = "") -> str:
+    """One entry of a record in print: numbers with 6 digits, large counts with their prefix beside them, long lists cut."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, int) and abs(value) >= 10_000 and key.endswith(("_flops", "_bytes", "parameters")):
+        return f"{value} ({amount(value)})"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        shown = ", ".join(_value(one) for one in value[:8])
+        return f"[{shown}{', …' if len(value) > 8 else ''}]" + (f" ({len(value)})" if len(value) > 8 else "")
+    return str(value) if value != {} else "none"
+
+
+def _digits(value: Any) -> str:
+    """A number of a ledger in print, empty where there is none."""
+    try:
+        return f"{float(value):.4g}"
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _json(data: Any) -> Markup:
+    """For a `<script type="application/json">`: nothing in it can end the element."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"\W+", "-", text.lower()).strip("-")
+
+
+def describe(problems: Sequence[Problem]) -> str:
+    """The problems for a terminal, those that one command mends together."""
+    remedies: dict[str, list[Problem]] = {}
+    for problem in problems:
+        remedies.setdefault(problem.remedy, []).append(problem)
+    lines = []
+    for remedy, members in remedies.items():
+        lines += [f"{problem.where}: {problem.what}" for problem in dict.fromkeys(members)]
+        if remedy:
+            lines.append(f"  {remedy}")
+    return "\n".join(lines)

@@ -215,8 +215,14 @@ SignalSpec = str | Mapping | Signal
 
 
 def signal_names() -> dict[str, type[Signal]]:
-    """Every signal there is, by name."""
-    return {cls.name: cls for cls in Signal.__subclasses__()}
+    """Every signal there is, by name; what derives from a signal and gives itself no name of its own is not one."""
+    found: dict[str, type[Signal]] = {}
+    waiting = list(Signal.__subclasses__())
+    while waiting:
+        cls = waiting.pop(0)
+        waiting += cls.__subclasses__()
+        found.setdefault(cls.name, cls)
+    return found
 
 
 def make_signal(spec: SignalSpec, **defaults: object) -> Signal:

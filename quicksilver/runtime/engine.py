@@ -185,6 +185,14 @@ class Run:
         )
         for module in (*self.transforms, *self.modules):
             module.bind(self.arch)
+        if self.decision_layers:
+            for module in self.modules:
+                would = [layer for layer in range(self.arch.n_layers) if module.acts_at(layer)]
+                if would and self.decision_layers.isdisjoint(would):
+                    raise ConfigError(
+                        f"decision_layers={sorted(self.decision_layers)}: {type(module).__name__} would never be asked, it acts after "
+                        f"layer {', '.join(map(str, would))}. Add one of these."
+                    )
         if self.modules and self.arch.attention_implementation not in ("sdpa", "eager"):
             raise UnsupportedModelError(
                 f"attn_implementation={self.arch.attention_implementation!r} cannot mask tokens by slot; load the model with 'sdpa' or 'eager'."
@@ -592,7 +600,6 @@ class Run:
         Raises:
             QuickSilverError: such a query (a `real` one) under eager attention, which would give it the mean of all values.
         """
-        window = self.arch.attention_window(layer)
         sdpa = self.arch.attention_implementation == "sdpa"
         keys = entries["slots"]
         log_size = entries["size"].log() if self._proportional and "size" in entries else None
@@ -636,8 +643,6 @@ class Run:
     def _settle(self, cache: Cache, current: _Pass) -> None:
         """Ask the modules which entries of the cache become one, after every pass but the first, and which leave it, after every pass."""
         for layer, store in enumerate(cache.layers):
-            if not (self._merging or self._evicting):
-                return
             assert isinstance(store, RaggedLayer)
             if current.seen == 0:
                 store.settled = store.seen

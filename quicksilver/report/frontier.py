@@ -1,0 +1,80 @@
+"""The frontier inside a prompt: what is saved of its work against what that costs the tokens after it, technique by technique.
+
+Every technique has one dial, and nothing else differs: which tokens leave, after the same layer. The null is `random`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from quicksilver.report import ablation
+from quicksilver.report.artefacts import Outcome, Row
+
+PANEL = "frontier"
+SHARES = (0.23, 0.34, 0.453, 0.566)  # of the prompt's tokens that leave after a fifth of the depth
+# Without looking: all tokens of the prompt but its last stop at that depth.
+DEPTHS = (0.8, 0.7, 0.6, 0.5)
+PAPER_BAR = (39.6, 1.1)  # % of FLOPs saved, % of perplexity: the abstract's 39.6% at 18.2 + 0.2
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One line of the frontier.
+
+    Attributes:
+        name: what is printed.
+        words: a value of the dial to the words of the command line.
+        dial: its values.
+    """
+
+    name: str
+    words: Callable[[float], tuple[str, ...]]
+    dial: tuple[float, ...] = SHARES
+
+
+def _halting(signal: str) -> Callable[[float], tuple[str, ...]]:
+    return lambda share: (
+        "modules=[halting_attention]",
+        f"modules.halting.signal={signal}",
+        f"modules.halting.halted_share={share}",
+    )
+
+
+def _static(depth: float) -> tuple[str, ...]:
+    where = "modules.static_depth"
+    return ("modules=[static_depth]", f"{where}.depth={depth}", f"{where}.protect_last=1", f"{where}.missing_kv=drop")
+
+
+TECHNIQUES = {
+    "fused": Technique(
+        "Fusion of the least attended",
+        lambda share: ("modules=[token_fusion_attention]", f"modules.token_fusion.fused_share={share}"),
+    ),
+    "position": Technique("Halting, oldest", _halting("position")),
+    "attention": Technique("Halting, least attended", _halting("attention")),
+    "drift": Technique("Halting, least drift (paper)", _halting("drift")),
+    "random": Technique("Halting, random", _halting("random")),
+    "static": Technique("Static depth", _static, DEPTHS),
+}
+
+
+def rows() -> list[Row]:
+    """A row a technique and value of its dial."""
+    always = ("protocol=continuation", "measure=sweep", "dataset.windows=64")
+    return [
+        Row(PANEL, technique.name, f"{key}.{value:g}", f"{value:g}", (*always, *technique.words(value)))
+        for key, technique in TECHNIQUES.items()
+        for value in technique.dial
+    ]
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """`ablation.frame`; `front`: no row saves as much or more of the prompt's work for a smaller Δ perplexity."""
+    from quicksilver.report.sweeps import front
+
+    rows = ablation.frame(outcomes)
+    rows["front"] = front(rows["prompt_executed_flops_saved_pct"], rows["delta_ppl"])
+    return rows

@@ -1,0 +1,119 @@
+"""All 2⁴ combinations of the mechanisms: the invariants of each hold for all of them together (DESIGN §8).
+
+In float64: where codes have two bits, the last digit of a float32 sum, which follows the shapes, decides a whole step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import Batch
+from transformers import PreTrainedModel
+
+from quicksilver.measure import Protocol, audit, check_allowed, count_executed, score
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion
+from quicksilver.runtime import ConfigError, RuntimeModule, apply
+
+MECHANISMS: dict[str, Any] = {
+    "halting": lambda: Halting(tau_drift=0.95, window=(0.0, 1.0), missing_kv="project", resume_layers=1),
+    "kv_skipping": lambda: KVSkipping(protect_first=1),
+    "fusion": lambda: TokenFusion(rule="capacity", fused_share=0.3, start=0.2, every=1, protect_first=1),
+    "quantization": lambda: AdaptiveQuantization(depth=0.2, tau_low=3.4, tau_high=3.7),
+}
+COMBINATIONS = [names for n in range(5) for names in itertools.combinations(MECHANISMS, n)]
+FAMILIES = ("gpt2", "llama", "qwen2-mixed", "gpt_neox")
+EVERY = pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
+PROTOCOL = Protocol("continuation", window_tokens=24, prompt_tokens=15, batch_size=4)
+
+
+def modules_of(names: tuple[str, ...]) -> list[RuntimeModule]:
+    return [MECHANISMS[name]() for name in names]
+
+
+def exact(family: str) -> PreTrainedModel:
+    return tiny.build(family).double()
+
+
+def windows(rows: int, tokens: int = 24) -> torch.Tensor:
+    return torch.randint(1, tiny.VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+def ragged() -> st.SearchStrategy[Batch]:
+    """Rows without a token twice: which of two equal distances is the lower is for rounding to say."""
+    row = st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=5, max_size=14, unique=True).map(tuple)
+    return st.builds(Batch, st.lists(row, min_size=1, max_size=3).map(tuple), st.integers(0, 2))
+
+
+@EVERY
+@settings(max_examples=2)
+@given(batch=ragged(), family=st.sampled_from(FAMILIES))
+def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(names: tuple[str, ...], batch: Batch, family: str) -> None:
+    model, modules = exact(family), modules_of(names)
+    compact = tiny.forward(model, batch, modules)
+    masked = tiny.forward(model, batch, modules, execution="masked")
+    again = tiny.forward(model, batch, [Replay(compact.trace, like=modules)] if modules else [])
+    for other in (masked, again):
+        tiny.assert_close(batch.real(compact.logits), batch.real(other.logits))
+    for i in range(len(batch.rows)):
+        tiny.assert_close(tiny.forward(model, batch.alone(i), modules).logits, batch.real(compact.logits)[i][None])
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "how", [{"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"]
+)
+@settings(max_examples=1)
+@given(batch=ragged(), family=st.sampled_from(FAMILIES))
+@torch.no_grad()
+def test_compact_generates_what_masked_generates_in_left_padded_batches(
+    names: tuple[str, ...], how: dict[str, Any], batch: Batch, family: str
+) -> None:
+    model, written = exact(family), []
+    for execution in ("compact", "masked"):
+        torch.manual_seed(1)
+        with apply(model, modules_of(names), execution=execution) as run:  # type: ignore[arg-type]
+            written.append(model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=4, min_new_tokens=4, **how))
+        if execution == "compact":
+            assert run.kv_bytes.billed == run.kv_bytes.resident > 0
+    assert torch.equal(*written)
+
+
+@EVERY
+def test_nothing_looks_ahead_where_it_must_not(names: tuple[str, ...]) -> None:
+    """Whatever acts in a prompt, the tokens after it are predicted from what was before them; and under `all` only what is causal runs."""
+    model, modules = exact("gpt2"), modules_of(names)
+    assert audit(model, windows(4), PROTOCOL, modules).max_abs_logit_difference < 1e-9
+    everywhere = Protocol("all", window_tokens=24, batch_size=4)
+    if "fusion" in names:
+        with pytest.raises(ConfigError, match=r"TokenFusion.*lookahead"):
+            check_allowed(modules, everywhere)
+    else:
+        assert audit(model, windows(4), everywhere, modules).max_abs_logit_difference < 1e-9
+
+
+@EVERY
+def test_what_is_counted_from_outside_is_what_is_billed(names: tuple[str, ...]) -> None:
+    model, modules, batch = tiny.load("llama"), modules_of(names), Batch(tuple(tuple(row.tolist()) for row in windows(3)))
+    runs = []
+    counted = count_executed(lambda: runs.append(tiny.forward(model, batch, modules).run))
+    assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
+
+
+def test_every_mechanism_adds_something_to_all_the_others() -> None:
+    """Or the sixteen would be fewer."""
+    model = tiny.load("gpt2")
+    nats = {names: score(model, windows(4), PROTOCOL, modules=modules_of(names)).nll_nats for names in COMBINATIONS}
+    with_kv_alone = {
+        ("kv_skipping",),
+        ("kv_skipping", "quantization"),
+        ("kv_skipping", "fusion"),
+        ("kv_skipping", "fusion", "quantization"),
+    }
+    distinct = {names: round(value, 6) for names, value in nats.items() if names not in with_kv_alone}  # it skips what halts
+    assert len(set(distinct.values())) == len(distinct)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,6 +134,7 @@ class Artefact:
         assert spec is not None  # a .py file always has a loader
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses ask for the module they are in
         try:
             spec.loader.exec_module(module)
         except ModuleNotFoundError as error:

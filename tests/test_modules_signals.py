@@ -195,7 +195,7 @@ def test_signals_are_found_by_name_wherever_they_are_written() -> None:
     assert make_signal(Position()) == Position()
     assert {"drift", "update_norm", "entropy", "attention", "position", "random"} <= set(signal_names())
     for name, cls in signal_names().items():
-        assert cls.causal != (name == "attention")
+        assert cls.causal != (name in ("attention", "context"))
         assert cls.needs_attention == (name == "attention")
 
 

@@ -40,16 +40,16 @@ def effects(record: Record, dense: Record) -> dict[str, Any]:
         "audit_masked_max_abs_logit_difference": (record.get("audit") or {}).get("masked_max_abs_logit_difference"),
     }
     if record.fingerprint != dense.fingerprint:
-        row |= _interval("delta_ppl", paired_records(record, dense))
+        row |= interval("delta_ppl", paired_records(record, dense))
         if record.get("null"):
             row["null_ppl"] = record["null"]["ppl"]
             row["null_kind"] = record["null"]["kind"]
-            row |= _interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
-            row |= _interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
+            row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
+            row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
     for ledger in LEDGERS:
         row[f"{ledger}_flops"] = record.get(f"{ledger}_flops")
-        row[f"{ledger}_flops_saved_pct"] = _saved_pct(record, f"{ledger}_flops")
-    row["kv_bytes_saved_pct"] = _saved_pct(record, "kv_bytes_resident", "dense_kv_bytes")
+        row[f"{ledger}_flops_saved_pct"] = saved_pct(record, f"{ledger}_flops")
+    row["kv_bytes_saved_pct"] = saved_pct(record, "kv_bytes_resident", "dense_kv_bytes")
     # A latency of masked execution says nothing: everything is computed there, then undone (DESIGN §4).
     if record["execution"] == "compact":
         for phase in ("", "prompt_"):
@@ -66,19 +66,20 @@ def effects(record: Record, dense: Record) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _interval(name: str, interval: PairedInterval) -> dict[str, float]:
+def interval(name: str, paired: PairedInterval) -> dict[str, float]:
+    """A difference as six numbers: in perplexity and in percent, each with the ends of its interval."""
     return {
-        name: interval.difference,
-        f"{name}_low": interval.low,
-        f"{name}_high": interval.high,
-        f"{name}_pct": interval.relative_pct,
-        f"{name}_pct_low": interval.relative_pct_low,
-        f"{name}_pct_high": interval.relative_pct_high,
+        name: paired.difference,
+        f"{name}_low": paired.low,
+        f"{name}_high": paired.high,
+        f"{name}_pct": paired.relative_pct,
+        f"{name}_pct_low": paired.relative_pct_low,
+        f"{name}_pct_high": paired.relative_pct_high,
     }
 
 
-def _saved_pct(record: Record, key: str, dense_key: str | None = None) -> float | None:
-    """None where the run has no such quantity (no prompt under `all`, no cache)."""
+def saved_pct(record: Record, key: str, dense_key: str | None = None) -> float | None:
+    """Percent of dense inference that is gone; None where the run has no such quantity (no prompt under `all`, no cache)."""
     value, dense = record.get(key), record.get(dense_key or f"dense_{key}")
     return 100 * (1 - value / dense) if value is not None and dense else None
 
@@ -120,12 +121,16 @@ def interval_cell(row: Mapping[str, Any], name: str) -> Lines:
 
 def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
     """The speedup over the A/A noise floor; a difference that the same model shows against itself is no difference."""
-    speedup, noise = number(row, key), number(row, "noise_floor_pct")
-    if speedup is None:
+    return refused(number(row, key), number(row, key.replace("speedup_pct", "noise_floor_pct")))
+
+
+def refused(value: float | None, noise: float | None) -> Lines:
+    """A difference of times as a cell: `within` where it is no larger than the noise, which is printed below it either way."""
+    if value is None:
         return (NO_VALUE,)
     if noise is None:
-        return (signed(speedup), "no floor")
-    return ("within" if abs(speedup) <= noise else signed(speedup), f"noise {noise:.1f}")
+        return (signed(value), "no floor")
+    return ("within" if abs(value) <= noise else signed(value), f"noise {noise:.1f}")
 
 
 def versus_null_cell(row: Mapping[str, Any]) -> Lines:

@@ -24,8 +24,21 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     ]
     seeds = _each(records, lambda record: str(record["config"]["seed"]))
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window.")
+    warnings = timing_warnings(records)
+    if warnings:
+        lines.append(f"Timing is to be taken with care: {'; '.join(warnings)}.")
     lines.append("Records: " + ", ".join(_record_names(outcomes)) + ".")
     return tuple(lines)
+
+
+def timing_warnings(records: Sequence[Record]) -> list[str]:
+    """What was wrong with the machine or its clock while these records were timed, each warning once, with how many have one like it."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        said = [warning for key, warnings in record.data.items() if key.endswith("timing_warnings") for warning in warnings]
+        for warning in said:
+            found.setdefault(warning.split(":")[-1].strip(), []).append(f"{record.fingerprint[:SHORT]}")
+    return [f"{why} ({len(set(where))} of {len(records)} records)" for why, where in found.items()]
 
 
 def _each(records: Sequence[Record], describe: Any) -> str:
@@ -41,8 +54,9 @@ def _model(record: Record) -> str:
 
 def _data(record: Record) -> str:
     data = record["data"]
+    form = f"{data['form']}, the calibrating part" if data.get("part") == "calibration" else data["form"]
     return (
-        f"{data['name']} ({data['form']}, digest {data['digest'][:SHORT]}), {data['windows']} windows of "
+        f"{data['name']} ({form}, digest {data['digest'][:SHORT]}), {data['windows']} windows of "
         f"{record['protocol']['window_tokens']} tokens, {record['tokens']} tokens scored"
     )
 
@@ -60,7 +74,10 @@ def _machine(record: Record) -> str:
     environment = record["environment"]
     processor = environment["gpu"] if record["model"]["device"].startswith("cuda") else environment["cpu"]
     threads = f"{environment['threads']} thread{'s' if environment['threads'] > 1 else ''}"
-    timed = f"; timed on {record['batch_windows']} windows at once" if record.get("latency_ms") else ""
+    timed = ""
+    if record.get("latency_ms"):
+        rounds = len(record["latency_ms"].get("samples", ()))
+        timed = f"; timed on {record['batch_windows']} windows at once" + (f", {rounds} rounds" if rounds else "")
     return f"{processor}, {threads}, torch {environment['torch']}, transformers {environment['transformers']}{timed}"
 
 

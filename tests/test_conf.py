@@ -187,9 +187,9 @@ def test_a_sweep_here_is_the_sweep_that_hydra_runs(experiment):
     (theirs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
     assert [list(job[1:]) for job in jobs] == theirs
     assert cfg.hydra.mode == "MULTIRUN"
-    identities = [compose(job).identity() for job in jobs]
-    assert len({repr(identity) for identity in identities}) == len(jobs) > 1
-    assert len({repr({**identity, "modules": None}) for identity in identities}) == 1  # one dense run serves them all
+    configs = [compose(job) for job in jobs]
+    assert len({repr(config.identity()) for config in configs}) == len(jobs) > 1
+    assert len({repr(config.dense().identity()) for config in configs}) == 1  # one dense run serves them all
 
 
 def test_a_sweep_that_is_not_there_is_named():

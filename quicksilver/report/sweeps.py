@@ -5,6 +5,8 @@ The axes stand in the experiment's yaml alone: `python -m quicksilver.run -m exp
 
 from __future__ import annotations
 
+import math
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,33 +14,38 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from quicksilver.report import ablation, provenance
+from quicksilver.harness.record import Record
+from quicksilver.harness.stats import paired_records
+from quicksilver.report import ablation, claims, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.effects import NO_VALUE, interval_cell, number, signed
+from quicksilver.report.claims import Answer
+from quicksilver.report.effects import NO_VALUE, interval, interval_cell, number, saved_pct, signed
 from quicksilver.report.tables import Column, Lines, Panel, Table
+from quicksilver.report.verdicts import Estimate
 
 if TYPE_CHECKING:
     from quicksilver.report.figures import Figure
 
-LEDGERS = {
-    "executed_flops_saved_pct": "exec",
-    "prompt_executed_flops_saved_pct": "prompt",
-    "nominal_flops_saved_pct": "nominal",
-    "paper_flops_saved_pct": "paper",
-    "prompt_paper_flops_saved_pct": "paper, prompt",
-    "kv_bytes_saved_pct": "KV bytes",
+# column of the frame -> heading in a table, label of an axis
+SAVED = {
+    "executed_flops_saved_pct": ("exec", "executed FLOPs saved, % of dense"),
+    "nominal_flops_saved_pct": ("nominal", "nominal FLOPs saved, % of dense"),
+    "paper_flops_saved_pct": ("paper", "FLOPs saved in the paper's ledger, % of dense"),
+    "prompt_executed_flops_saved_pct": ("exec, prompt", "executed FLOPs of the prompt saved, % of dense"),
+    "prompt_nominal_flops_saved_pct": ("nominal, prompt", "nominal FLOPs of the prompt saved, % of dense"),
+    "prompt_paper_flops_saved_pct": ("paper, prompt", "FLOPs of the prompt saved in the paper's ledger, % of dense"),
+    "kv_bytes_saved_pct": ("KV bytes", "resident KV bytes saved, % of dense"),
 }
-LONG = {
-    "exec": "executed FLOPs saved, % of dense",
-    "prompt": "executed FLOPs of the prompt saved, % of dense",
-    "nominal": "nominal FLOPs saved, % of dense",
-    "paper": "FLOPs saved in the paper's ledger, % of dense",
-    "paper, prompt": "FLOPs of the prompt saved in the paper's ledger, % of dense",
-    "KV bytes": "resident KV bytes saved, % of dense",
-}
+# What a panel shows unless it says otherwise, the nominal ledger first: on a small model what deciding costs hides the rest.
+WHOLE = ("nominal_flops_saved_pct", "executed_flops_saved_pct", "paper_flops_saved_pct")
+PROMPT = ("prompt_nominal_flops_saved_pct", "prompt_executed_flops_saved_pct", "kv_bytes_saved_pct")
+_BASE = [f"base_delta_ppl{part}" for part in ("", "_low", "_high", "_pct", "_pct_low", "_pct_high")]
+_PLOTS_A_LINE = 3
+_WIDE = 8  # costs that differ by more than this factor are drawn on a logarithmic axis
+_PROMPT_LEDGERS = ("nominal", "paper")  # `effects` has the executed one
 LEGEND = (
-    "Saved is in percent of dense inference: exec = operations of what really ran, signals and modules included; prompt = exec, of "
-    "the prompt alone; nominal = the dense formula on active tokens; paper = Appendix J with its constants; KV bytes = resident.",
+    "Saved is in percent of dense inference: nominal = the dense formula on active tokens; exec = operations of what really ran, signals "
+    "and modules included; paper = Appendix J with its constants; prompt = of the prompt alone; KV bytes = resident.",
     "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent.",
     "front: ● where no other row of the panel saves as much or more for a smaller Δppl, point against point.",
     "Values such as p25 are percentiles of the signal, layer by layer, on the calibrating part of the text.",
@@ -52,14 +59,16 @@ class Sweep:
     Attributes:
         experiment: its name in conf/experiment; also the panel's key.
         title: what it asks.
-        shown: the columns of what is saved, keys of `LEDGERS`; the first one spans the front and the picture.
+        shown: the columns of what is saved, keys of `SAVED`; the first one spans the front and the picture.
         beside: rows outside of the sweep, printed name to further words of the command line.
+        base: the one of them that all others are compared with as well; None: dense inference alone.
     """
 
     experiment: str
     title: str
-    shown: tuple[str, ...] = ("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct")
+    shown: tuple[str, ...] = WHOLE
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    base: str | None = None
 
     def rows(self) -> list[Row]:
         """The jobs of the sweep in Hydra's order, then what stands beside it."""
@@ -67,10 +76,10 @@ class Sweep:
 
         rows = []
         for experiment, *words in sweep_jobs(self.experiment):
-            technique = ", ".join(word.rpartition(".")[2] for word in words)
+            technique = " ".join(f"{_short(key)}={value}" for key, _, value in (word.partition("=") for word in words))
             rows.append(Row(self.experiment, "", technique, technique, (experiment, *words)))
-        for technique, words in self.beside.items():
-            rows.append(Row(self.experiment, "Beside the sweep", technique, technique, (f"experiment={self.experiment}", *words)))
+        for technique, more in self.beside.items():
+            rows.append(Row(self.experiment, "Beside the sweep", technique, technique, (f"experiment={self.experiment}", *more)))
         return rows
 
     def axes(self) -> tuple[str, ...]:
@@ -80,8 +89,9 @@ class Sweep:
 
 
 def _settings(row: Row) -> dict[str, str]:
-    """Key to value of a job's own words."""
-    return dict(word.split("=", 1) for word in row.overrides[1:])
+    """Key to value of a job's own words; `[halting]` as `halting`."""
+    words = (word.partition("=") for word in row.overrides[1:])
+    return {key: value.strip("[]") if key == "modules" else value for key, _, value in words}
 
 
 def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
@@ -94,7 +104,12 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
     settings = [{} if outcome.row.section else _settings(outcome.row) for outcome in outcomes]
     for place, key in enumerate(axes, start=rows.columns.get_loc("technique") + 1):
         rows.insert(place, key, [found.get(key) for found in settings])
-    rows["prompt_paper_flops_saved_pct"] = [_prompt_paper(outcome) for outcome in outcomes]
+    for ledger in _PROMPT_LEDGERS:
+        key = f"prompt_{ledger}_flops"
+        rows[f"{key}_saved_pct"] = [saved_pct(one.record, key) if one.record is not None else None for one in outcomes]
+    if any(sweep.base for sweep in sweeps):
+        against = [_against_base(one, outcomes, sweeps) for one in outcomes]
+        rows = rows.join(pd.DataFrame(against, index=rows.index, columns=_BASE, dtype=float))
     rows["front"] = False
     for sweep in sweeps:
         mine = rows["panel"] == sweep.experiment
@@ -102,11 +117,17 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
     return rows
 
 
-def _prompt_paper(outcome: Outcome) -> float | None:
-    record = outcome.record
-    if record is None or not record.get("dense_prompt_paper_flops"):
-        return None
-    return 100 * (1 - record["prompt_paper_flops"] / record["dense_prompt_paper_flops"])
+def _against_base(outcome: Outcome, outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> dict[str, float]:
+    """`base_delta_ppl…`: perplexity minus that of the sweep's base, with its interval; nothing where there is none."""
+    record, base = outcome.record, base_record(outcomes, next(one for one in sweeps if one.experiment == outcome.row.panel))
+    if record is None or base is None or record.fingerprint == base.fingerprint:
+        return {}
+    return interval("base_delta_ppl", paired_records(record, base))
+
+
+def base_record(outcomes: Sequence[Outcome], sweep: Sweep) -> Record | None:
+    """The record that all of a sweep are compared with; None: there is none."""
+    return next((one.record for one in outcomes if (one.row.panel, one.row.key) == (sweep.experiment, sweep.base)), None)
 
 
 def front(gain: pd.Series, loss: pd.Series) -> pd.Series:
@@ -138,28 +159,34 @@ def table(
         legend: sentences before those that every sweep has.
     """
     rows = frame(outcomes, sweeps) if rows is None else rows
-    panels = []
-    for sweep in sweeps:
-        notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == sweep.experiment])
-        command = f"Made by: python -m quicksilver.run -m experiment={sweep.experiment}"
-        panels.append(
-            Panel(sweep.experiment, sweep.title, (*columns(sweep), *(more or {}).get(sweep.experiment, ())), (command, *notes))
-        )
+    panels = [panel(sweep, outcomes, (*columns(sweep), *(more or {}).get(sweep.experiment, ()))) for sweep in sweeps]
     marks = (ablation.LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
     return Table(name, title, rows, tuple(panels), (*legend, *LEGEND, *marks))
+
+
+def panel(sweep: Sweep, outcomes: Sequence[Outcome], columns: Sequence[Column], title: str | None = None) -> Panel:
+    """A sweep with these columns; below it the command that makes its records, and how they were made."""
+    notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == sweep.experiment])
+    command = f"Made by: python -m quicksilver.run -m experiment={sweep.experiment}"
+    return Panel(sweep.experiment, title or sweep.title, tuple(columns), (command, *notes))
 
 
 def columns(sweep: Sweep) -> tuple[Column, ...]:
     """The printed columns of a panel: what was swept, quality, what was saved, the front."""
     axes = sweep.axes()
     swept = [Column("", _short(key), _setting(key, first=key == axes[0]), align="left") for key in axes]
-    saved = [Column("saved %", LEDGERS[key], _saved(key), expendable=number) for number, key in enumerate(sweep.shown)]
+    return (*swept, *measured_columns(sweep), Column("", "front", lambda row: ("●" if row["front"] else "",)))
+
+
+def measured_columns(sweep: Sweep) -> tuple[Column, ...]:
+    """Quality, and what was saved."""
+    saved = [Column("saved %", SAVED[key][0], _saved(key), expendable=rank) for rank, key in enumerate(sweep.shown)]
+    base = [Column(f"against {sweep.base}", "Δppl", lambda row: interval_cell(row, "base_delta_ppl"))] if sweep.base else []
     return (
-        *swept,
         Column("perplexity", "ppl", lambda row: (_number(number(row, "ppl"), 2),), expendable=9),
         Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
+        *base,
         *saved,
-        Column("", "front", lambda row: ("●" if row["front"] else "",)),
     )
 
 
@@ -188,44 +215,79 @@ def _setting(key: str, *, first: bool) -> Callable[[Mapping[str, Any]], Lines]:
     return cell
 
 
+def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dict[str, Answer]:
+    """What answers a claim about the row `key` against the sweep's base, for a file's ANSWERS: perplexity added, and, of the column
+    `flops`, operations saved."""
+
+    def added(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        ours, base = outcomes[key].record, outcomes[sweep.base or ""].record
+        if ours is None or base is None:
+            return None
+        paired = paired_records(ours, base)
+        return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
+
+    def saved(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        ours, base = outcomes[key].record, outcomes[sweep.base or ""].record
+        return None if ours is None or base is None or flops is None else claims.saved_pct(ours, base, flops)
+
+    found = {f"{claim}.delta_ppl": Answer(sweep.experiment, key, of=added, note=f"against {sweep.base}")}
+    if flops is not None:
+        found[f"{claim}.flops_saved_pct"] = Answer(sweep.experiment, key, of=saved, note=f"against {sweep.base}")
+    return found
+
+
 def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[Sweep]) -> Figure:
     """What is saved against what it costs, one plot a sweep, with intervals; the front is joined by a line."""
     from quicksilver.report.figures import Figure, panels, style
 
     rows = frame(outcomes, sweeps)
     with style():
-        drawing, plots = panels(1, len(sweeps), size=(3.6 * len(sweeps) + 0.4, 3.2))
-        for plot, sweep in zip(plots[0], sweeps, strict=True):
+        lines = math.ceil(len(sweeps) / _PLOTS_A_LINE)
+        drawing, plots = panels(lines, _PLOTS_A_LINE, size=(2.9 * _PLOTS_A_LINE, 2.7 * lines))
+        for plot in plots.flat[len(sweeps) :]:
+            plot.remove()
+        for plot, sweep in zip(plots.flat, sweeps, strict=False):
             draw_front(plot, rows[rows["panel"] == sweep.experiment], sweep)
-    caption = (
-        "Perplexity against dense over what is saved; bars: 95% intervals, paired by window. Line: the front. Up is worse, right saves more.",
-        *provenance.notes(outcomes),
+    said = (
+        "Perplexity added over what is saved; bars: 95% intervals, paired by window. Labels: the value of the last option. Broken line: the "
+        "front. Up is worse, right saves more."
     )
     drawn = ["panel", "section", "key", *(key for sweep in sweeps for key in sweep.axes()), *(sweep.shown[0] for sweep in sweeps)]
-    wanted = [*dict.fromkeys(drawn), "delta_ppl_pct", "delta_ppl_pct_low", "delta_ppl_pct_high", "front", "record"]
-    return Figure(name, title, rows[wanted], drawing, caption)
+    costs = [name for name in rows if re.fullmatch(r"(base_)?delta_ppl_pct(_low|_high)?", name)]
+    wanted = [*dict.fromkeys(drawn), *costs, "front", "record"]
+    return Figure(name, title, rows[wanted], drawing, (said, *notes(outcomes, name)))
+
+
+def notes(outcomes: Sequence[Outcome], name: str) -> tuple[str, ...]:
+    """How the points of a picture were measured; its records stand in the file with its data, a caption has no room for them."""
+    *lines, _ = provenance.notes(outcomes)
+    return (*lines, f"Records: {sum(outcome.record is not None for outcome in outcomes)}, named in {name}.csv.")
 
 
 def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> None:
-    """One sweep into `plot` (matplotlib axes): points labelled by their settings, rows beside the sweep as squares, the front as a line."""
-    from quicksilver.report.figures import GREY, PALETTE
+    """One sweep into `plot` (matplotlib axes): a series for each value of the first of two axes, labelled by the other; the front as a
+    line. Against the sweep's base where it has one."""
+    from quicksilver.report.figures import GREY, MARKERS, PALETTE
 
-    gain = sweep.shown[0]
-    measured = rows.dropna(subset=[gain, "delta_ppl_pct"])
-    for beside, marker, colour in ((False, "o", PALETTE[0]), (True, "s", PALETTE[3])):
-        points = measured[measured["section"].ne("") == beside]
-        if points.empty:
-            continue
-        middle = points["delta_ppl_pct"]
-        spread = [middle - points["delta_ppl_pct_low"], points["delta_ppl_pct_high"] - middle]
-        plot.errorbar(points[gain], middle, yerr=spread, fmt=marker, color=colour, ecolor=GREY, elinewidth=0.7, capsize=1.5)
-        for _, point in points.iterrows():
-            label = point["technique"] if beside else ", ".join(str(point[key]) for key in sweep.axes())
-            place = (point[gain], point["delta_ppl_pct"])
-            plot.annotate(label, place, xytext=(3, 3), textcoords="offset points", fontsize=5.5)
-    best = measured[measured["front"]].sort_values(gain)
-    plot.plot(best[gain], best["delta_ppl_pct"], color=PALETTE[1], linestyle="--", marker="", linewidth=1)
-    plot.set_title(sweep.title if len(sweep.title) < 44 else "\n".join(textwrap.wrap(sweep.title, 44)))
-    plot.set_xlabel(LONG[LEDGERS[gain]])
-    plot.set_ylabel("Δ perplexity, % of dense")
-    plot.margins(x=0.18, y=0.12)
+    gain, cost = sweep.shown[0], "base_delta_ppl_pct" if sweep.base else "delta_ppl_pct"
+    *outer, inner = sweep.axes()
+    swept = rows[rows["section"].eq("")].dropna(subset=[gain, cost]).sort_values(gain, kind="stable")
+    series = list(swept.groupby(outer[0], sort=False)) if outer else [("", swept)]
+    side = dict.fromkeys(swept.index, 1) | dict.fromkeys(swept.index[1::2], -1)  # labels above and below in turns
+    for place, (value, points) in enumerate(sorted(series, key=lambda one: str(one[0]))):
+        spread = [points[cost] - points[f"{cost}_low"], points[f"{cost}_high"] - points[cost]]
+        look = {"fmt": MARKERS[place], "color": PALETTE[place], "ecolor": GREY, "elinewidth": 0.7, "capsize": 1.5}
+        plot.errorbar(points[gain], points[cost], yerr=spread, label=f"{_short(outer[0])}={value}" if outer else None, **look)
+        for index, point in points.iterrows():
+            offset = {"xytext": (3, 4 * side[index]), "textcoords": "offset points", "va": "bottom" if side[index] > 0 else "top"}
+            plot.annotate(point[inner], (point[gain], point[cost]), fontsize=5.5, **offset)
+    best = swept[swept["front"]]
+    plot.plot(best[gain], best[cost], color=PALETTE[1], linestyle="--", marker="", linewidth=1)
+    if swept[f"{cost}_low"].min() > 0 and swept[cost].max() > _WIDE * swept[cost].min():
+        plot.set_yscale("log")
+    plot.set_title("\n".join(textwrap.wrap(sweep.title, 40)))
+    plot.set_xlabel(SAVED[gain][1])
+    plot.set_ylabel(f"Δ perplexity, % of {sweep.base or 'dense'}")
+    plot.margins(x=0.15, y=0.12)
+    if outer and not swept.empty:
+        plot.legend(fontsize=6)

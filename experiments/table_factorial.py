@@ -1,0 +1,16 @@
+"""Table factorial: all 16 combinations of the four mechanisms, interactions and the synergy δ (Appendix P).
+
+The mechanisms are those that stand alone in Table 11, and the same wherever they take part. Quality and operations only, nothing timed.
+
+Claims: P.4's isolated and joint savings, and the sign of their synergy.
+"""
+
+from __future__ import annotations
+
+from quicksilver.report import factorial
+from quicksilver.report.claims import Answer
+
+rows = factorial.rows
+table = factorial.table
+ANSWERS = {f"p4.isolated.{claim}": Answer("factorial", letter) for letter, (_, claim, _) in factorial.FACTORS.items()}
+ANSWERS |= {"p4.joint": Answer("factorial", factorial.LETTERS), "p4.half": Answer("factorial", factorial.LETTERS)}

@@ -1,0 +1,350 @@
+"""Sweeps and the factorial: which runs they are, what is computed of their records, what is printed and drawn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import fakes
+import numpy as np
+import pandas as pd
+import pytest
+
+from quicksilver.harness import config as harness_config
+from quicksilver.harness.config import RunConfig, build_modules
+from quicksilver.harness.store import Store
+from quicksilver.report import factorial, grid, quantization, sweeps
+from quicksilver.report.artefacts import Outcome, Row, find
+from quicksilver.report.claims import Source
+from quicksilver.report.figures import Figure
+from quicksilver.report.reported import reported
+
+TABLES = ("calibrations", "options", "quantization_grid", "factorial")
+FIGURES = ("sweeps", "quantization_grid", "factorial")
+RUNS = {(kind, name): find(kind, name) for kind, names in (("table", TABLES), ("figure", FIGURES)) for name in names}
+
+
+@cache
+def composed(words: tuple[str, ...]) -> RunConfig:
+    return harness_config.compose(words)  # a fifth of a second, and every row is asked for more than once
+
+
+def compose(words: Sequence[str]) -> RunConfig:
+    return composed(tuple(words))
+
+
+def outcomes(rows: list[Row], results: Path) -> list[Outcome]:
+    """A record for every row that has modules, the farther down the more saved and the more lost."""
+    found = []
+    for number, row in enumerate(rows):
+        config = compose(row.overrides)
+        protocol = config.protocol.name
+        dense = Store(results).get(fakes.fingerprint(f"dense {protocol}")) or fakes.make(results, f"dense {protocol}", protocol)
+        if not config.modules:
+            found.append(Outcome(row, dense, dense))
+            continue
+        share = (number + 1) / (len(rows) + 1) / 2
+        flops = {f"{who}prompt_paper_flops": int(1e9 * (1 - share * (who == ""))) for who in ("", "dense_")}
+        kept = {"kv_bytes_resident": int(1e6 * (1 - share)), "dense_kv_bytes": 1_000_000}
+        record = fakes.make(results, f"{row.panel} {row.key}", protocol, per_token=share, saved=share, **flops, **kept)
+        found.append(Outcome(row, record, dense))
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What each file makes of hand-made records."""
+    built = {}
+    for (kind, name), artefact in RUNS.items():
+        there = outcomes(list(artefact.experiment.rows()), tmp_path_factory.mktemp(name))
+        built[kind, name] = (there, artefact.build(there, artefact.name))
+    return built
+
+
+# --- the runs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_is_a_run_of_its_own_and_one_that_may_run(name):
+    rows = RUNS["table", name].experiment.rows()
+    assert len({(row.panel, row.key) for row in rows}) == len(rows)
+    for row in rows:
+        config = compose(row.overrides)
+        modules = build_modules(config.modules)
+        assert config.protocol.name == "continuation" or all(module.causal for module in modules)
+        assert (config.measure.null_control, config.measure.latency) == ("none", False)
+
+
+def test_the_words_of_a_person_win_over_those_of_an_experiment():
+    (row, *_) = RUNS["table", "options"].experiment.rows()
+    assert compose(row.overrides).dataset.windows == 16
+    assert compose(["dataset.windows=9", "seed=3", *row.overrides]).dataset.windows == 9
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_shows_runs_that_a_table_has_made(name):
+    made = {row.overrides for artefact in RUNS.values() if artefact.kind == "table" for row in artefact.experiment.rows()}
+    assert {row.overrides for row in RUNS["figure", name].experiment.rows()} <= made
+
+
+def test_the_grid_is_that_of_the_paper():
+    bounds = reported()["e5.grid"].bounds
+    rows = [row for row in grid.SWEEP.rows() if not row.section]
+    assert len(rows) == 25
+    for key, claim in ((grid.LOW, "tau_low"), (grid.HIGH, "tau_high")):
+        values = {compose(row.overrides).modules["adaptive_quantization"][claim] for row in rows}
+        assert (min(values), max(values)) == bounds[claim]
+        assert key in grid.SWEEP.axes()
+
+
+def test_the_factorial_combines_what_stands_alone_in_table_11():
+    rows = {row.key: compose(row.overrides).modules for row in factorial.rows()}
+    assert set(rows) == {chosen or "dense" for chosen in factorial.SETS}
+    alone = {
+        row.key: compose(row.overrides).modules for row in find("table", "11").experiment.rows() if row.panel == "continuation"
+    }
+    for letter, (_, claim, _) in factorial.FACTORS.items():
+        assert rows[letter] == alone[f"isolated.{claim}"]
+    for key, modules in rows.items():
+        parts = [rows[letter] for letter in key] if key != "dense" else []
+        assert modules == {name: entry for part in parts for name, entry in part.items()}
+
+
+# --- what is computed -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_front_is_what_nothing_beats():
+    gain = pd.Series([10.0, 20.0, 20.0, 30.0, 5.0, math.nan], index=list("abcdef"))
+    loss = pd.Series([1.0, 2.0, 3.0, 2.5, 1.0, 0.0], index=list("abcdef"))
+    found = sweeps.front(gain, loss)
+    assert list(found.index[found]) == ["a", "b", "d"]
+
+
+def test_of_equal_rows_both_are_on_the_front():
+    assert sweeps.front(pd.Series([1.0, 1.0]), pd.Series([2.0, 2.0])).tolist() == [True, True]
+
+
+def contrasts(response) -> dict[str, float]:
+    return {chosen: float(factorial.contrast(response, chosen)[0]) for chosen in factorial.SETS[1:]}
+
+
+def test_additive_responses_have_main_effects_and_no_interactions():
+    size = {"H": 3.0, "K": -1.0, "F": 0.5, "Q": 10.0}
+    found = contrasts({chosen: np.array([7.0 + sum(size[letter] for letter in chosen)]) for chosen in factorial.SETS})
+    for chosen, effect in found.items():
+        assert effect == pytest.approx(size[chosen] if len(chosen) == 1 else 0.0, abs=1e-12)
+
+
+def test_what_two_do_to_each_other_is_their_interaction_alone():
+    found = contrasts({chosen: np.array([4.0 * ("H" in chosen and "Q" in chosen)]) for chosen in factorial.SETS})
+    assert {chosen for chosen, effect in found.items() if abs(effect) > 1e-12} == {"H", "Q", "HQ"}
+    assert found["HQ"] == pytest.approx(4.0)
+    assert found["H"] == pytest.approx(2.0)  # half of the time Q is there
+
+
+def test_synergy_has_the_sign_of_p_1():
+    saved = {chosen: np.array([30.0 * len(chosen)]) for chosen in factorial.SETS}
+    assert factorial.synergy(saved, "HK") == pytest.approx(0.0)
+    assert factorial.beyond_independence(saved, "HK") == pytest.approx(60 - 100 * (1 - 0.7 * 0.7))
+    saved["HK"] = np.array([50.0])
+    assert factorial.synergy(saved, "HK") == pytest.approx(-10.0)
+
+
+def test_the_papers_own_numbers_are_sub_additive():
+    assert factorial.reported_synergy() == pytest.approx(47.2 - 66.5)
+    assert factorial.reported_beyond_independence() < 0
+
+
+def test_a_factorial_with_a_hole_says_so_and_has_no_interactions(made, tmp_path):
+    there, _ = made["table", "factorial"]
+    holed = [Outcome(one.row, reason="failed") if one.row.key == "KF" else one for one in there]
+    table = factorial.table(holed, "table_factorial")
+    assert [panel.key for panel in table.panels] == ["factorial"]
+    assert "no interactions" in table.text()
+    assert "failed" in table.text()
+
+
+def test_the_effects_of_the_factorial_are_those_of_its_cells(made):
+    frame = made["table", "factorial"][1].frame
+    cells = frame[frame["panel"] == "factorial"].set_index("key")
+    synergy = frame[frame["panel"] == factorial.SYNERGY].set_index("key")
+    for ledger in factorial.LEDGERS:
+        saved = cells[f"{ledger}_flops_saved_pct"]
+        wanted = saved["HKFQ"] - sum(saved[letter] for letter in "HKFQ")
+        assert synergy.loc["HKFQ", f"synergy_{ledger}"] == pytest.approx(wanted, abs=1e-6)
+        assert (
+            synergy.loc["HKFQ", f"synergy_{ledger}_low"] <= wanted + 1e-6 <= synergy.loc["HKFQ", f"synergy_{ledger}_high"] + 2e-6
+        )
+    effects = frame[frame["panel"] == factorial.EFFECTS].set_index("key")
+    log_ppl = np.log(cells["ppl"])
+    with_h = [key for key in cells.index if "H" in key]
+    pairs = [log_ppl[key] - log_ppl[key.replace("H", "") or "dense"] for key in with_h]
+    assert effects.loc["H", "effect_nats"] == pytest.approx(np.mean(pairs))
+
+
+def test_utility_is_that_of_e_9(made):
+    frame = made["table", "quantization_grid"][1].frame
+    points = frame[frame["panel"] == grid.SWEEP.experiment].set_index("key")
+    base = points.loc[grid.UNIFORM]
+    assert math.isnan(base["utility"])
+    point = points.iloc[3]
+    saved = 1 - (1 - point["prompt_paper_flops_saved_pct"] / 100) / (1 - base["prompt_paper_flops_saved_pct"] / 100)
+    assert point["utility"] == pytest.approx(15 * saved - (point["ppl"] - base["ppl"]), rel=1e-6)
+    best = points["utility"].idxmax()
+    low, high = points.loc[best, [grid.LOW, grid.HIGH]]
+    assert f"λ = 15: ({low}, {high})" in made["table", "quantization_grid"][1].text()
+
+
+def test_a_grid_without_its_base_has_no_utility_and_says_so(made):
+    there, _ = made["table", "quantization_grid"]
+    holed = [Outcome(one.row, reason="failed") if one.row.key == grid.UNIFORM else one for one in there]
+    table = RUNS["table", "quantization_grid"].experiment.table(holed, "table_quantization_grid")
+    assert table.frame["utility"].isna().all()
+    assert "nothing was measured" in table.text()
+
+
+def test_claims_are_answered_against_the_base(made):
+    for name, claims in (("quantization_grid", ("e9.quantization", "e5.quantization")), ("calibrations", ("c3.kv_threshold",))):
+        there, table = made["table", name]
+        source = Source(RUNS["table", name], there, "make …")
+        answers = dict(source.answers)
+        for claim in claims:
+            answer = answers[f"{claim}.delta_ppl"]
+            estimate = answer.of(source.panel(answer.panel))
+            row = table.frame[(table.frame["panel"] == answer.panel) & (table.frame["key"] == answer.key)].iloc[0]
+            assert estimate.value == pytest.approx(row["base_delta_ppl_pct"])
+            assert (estimate.low, estimate.high) == pytest.approx(
+                (row["base_delta_ppl_pct_low"], row["base_delta_ppl_pct_high"]), rel=0.1
+            )
+
+
+# --- what is printed and drawn --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_printed_table_fits_and_names_what_it_is_of(made, name):
+    there, table = made["table", name]
+    text = table.text()
+    wide = [line for line in text.splitlines() if len(line) > 150]
+    assert wide == []
+    assert {panel.key for panel in table.panels} >= {one.row.panel for one in there}
+    assert "calibrating part" in text or name in ("options", "factorial")
+    for panel in {one.row.panel for one in there}:
+        assert f"-m experiment={panel}" in text
+    assert table.text() == RUNS["table", name].experiment.table(there, table.name).text()
+
+
+def test_a_row_without_a_record_says_why(made):
+    there, _ = made["table", "options"]
+    rows = [Outcome(one.row, reason="failed") if number == 0 else one for number, one in enumerate(there)]
+    text = RUNS["table", "options"].experiment.table(rows, "table_options").text()
+    assert "failed" in text
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_the_same_bytes_again_and_every_axis_has_its_unit(made, name):
+    there, figure = made["figure", name]
+    assert isinstance(figure, Figure)
+    again = RUNS["figure", name].build(there, figure.name)
+    assert again.svg() == figure.svg()
+    assert again.csv() == figure.csv()
+    for axes in figure.drawing.axes:
+        if axes.get_visible() and axes.get_label() != "<colorbar>" and axes.lines:
+            assert axes.get_xlabel()
+            assert axes.get_ylabel()
+    assert any("reference-gpt2" in line for line in figure.caption)
+
+
+def test_a_factorial_with_a_hole_is_not_drawn(made):
+    from quicksilver.runtime.errors import QuickSilverError
+
+    there, _ = made["figure", "factorial"]
+    with pytest.raises(QuickSilverError, match="record of every combination"):
+        RUNS["figure", "factorial"].build(there[:-1], "figure_factorial")
+
+
+# --- Tables 3 and 10 ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_percentiles_give_the_papers_savings_back():
+    covered = 2 * reported()["table3.uniform8"].values["flops_saved_pct"]
+    found = quantization.paper_percentiles()
+    low, high = (found["entropy_aware"][name] / 100 for name in ("tau_low", "tau_high"))
+    mixes = {"entropy_aware": (low, high - low, 1 - high)}
+    mixes["no_2bit"] = (0.0, found["no_2bit"]["tau_high"] / 100, 1 - found["no_2bit"]["tau_high"] / 100)
+    mixes["aggressive"] = (found["aggressive"]["tau_low"] / 100, 1 - found["aggressive"]["tau_low"] / 100, 0.0)
+    for claim, mix in mixes.items():
+        charge = sum(share * width / 16 for share, width in zip(mix, (2, 4, 8), strict=True))
+        assert covered * (1 - charge) == pytest.approx(reported()[f"table3.{claim}"].values["flops_saved_pct"], abs=0.05)
+
+
+@pytest.mark.parametrize("number", ["3", "10"])
+def test_every_row_of_the_paper_stands_in_both_panels(number):
+    rows = find("table", number).experiment.rows()
+    for panel in quantization.PANELS:
+        claims = [row.reported for row in rows if row.panel == panel and row.reported]
+        assert claims == ["table3.baseline", *(f"table3.{claim}" for claim in quantization.STRATEGIES)]
+    for row in rows:
+        config = compose(row.overrides)
+        build_modules(config.modules)
+        assert config.protocol.name == row.panel
+        assert (config.measure.null_control == "none") == (row.key == "uniform8")
+
+
+def test_table_10_adds_appendix_o_to_the_runs_of_table_3():
+    three, ten = ({row.overrides: row for row in find("table", number).experiment.rows()} for number in ("3", "10"))
+    assert set(three) < set(ten)
+    assert {ten[words].key for words in set(ten) - set(three)} == {"appendix_o"}
+
+
+def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
+    import torch
+
+    from quicksilver.runtime.state import Precision
+    from quicksilver.runtime.trace import PassTrace, Trace
+
+    shape, layers = (2, 4), 4
+    halted, resumed, skipped, fused = (torch.full(shape, layers) for _ in range(4))
+    bits = torch.tensor([[2, 4, 8, 8], [2, 8, 8, 8]], dtype=torch.uint8)
+    one = PassTrace(
+        layers, 0, torch.ones(shape, dtype=torch.bool), halted, torch.zeros(shape, dtype=torch.uint8), resumed, skipped, fused,
+        precisions=(Precision(1, bits),),
+    )  # fmt: skip
+    fakes.make(tmp_path, "dense all")
+    record = fakes.make(tmp_path, "run", per_token=0.1)
+    assert quantization.shares(record) == {}
+    Trace(layers, [one]).save(record.path / "trace.safetensors")
+    assert quantization.shares(record) == {
+        "two_bit_share_pct": 25.0, "four_bit_share_pct": 12.5, "eight_bit_share_pct": 62.5, "mean_bits": 6.0
+    }  # fmt: skip
+
+
+def test_tables_3_and_10_print_reported_beside_measured(tmp_path):
+    def config(row: Row) -> dict:
+        return {"seed": 0, "modules": compose(row.overrides).modules, "model": {"name": "m"}, "dataset": {"name": "d"}}
+
+    for number in ("3", "10"):
+        artefact, found = find("table", number), []
+        for row in artefact.experiment.rows():
+            dense = Store(tmp_path).get(fakes.fingerprint(f"dense {row.panel}")) or fakes.make(
+                tmp_path, f"dense {row.panel}", row.panel, config=config(Row(row.panel, "", "", "", ("modules=[]",)))
+            )
+            record = dense
+            if row.key != "baseline":
+                name, null = f"{number} {row.panel} {row.key}", 0.02
+                record = fakes.make(tmp_path, name, row.panel, per_token=0.03, null_per_token=null, saved=0.2, config=config(row))
+            found.append(Outcome(row, record, dense))
+        text = artefact.build(found, artefact.name).text()
+        assert max(map(len, text.splitlines())) <= 150
+        (line, *_) = [line for line in text.splitlines() if line.strip().startswith("Entropy-aware 4/8")]
+        assert line.split()[2:5] == ["2.3", "18.4", "33.2"]
+        assert "p45, p77.5" in text
+        assert ("of log V" in text) == (number == "10")
+
+
+def test_every_combination_of_letters_is_ordered():
+    for chosen in itertools.chain.from_iterable(itertools.permutations("HKFQ", size) for size in range(5)):
+        assert factorial._in_order(set(chosen)) in factorial.SETS

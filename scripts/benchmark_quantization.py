@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Ratio
+from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, twin
 from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.runtime import RuntimeModule, apply
 from quicksilver.runtime.quantized import ByWidth, IntegerExecutor
@@ -185,7 +185,7 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
 # -- models ----------------------------------------------------------------------------------------------------------------------
 
 
-def models(options: argparse.Namespace) -> dict[str, tuple[GPT2LMHeadModel, list[RuntimeModule]]]:
+def models(options: argparse.Namespace) -> dict[str, tuple[PreTrainedModel, list[RuntimeModule]]]:
     """Dense and quantised, in both dtypes. The vocabulary is small: the output head is never quantised, and shall hide nothing."""
     torch.manual_seed(42)
     config = GPT2Config(
@@ -194,9 +194,6 @@ def models(options: argparse.Namespace) -> dict[str, tuple[GPT2LMHeadModel, list
     )  # fmt: skip
     single = GPT2LMHeadModel(config).eval()
     half = copy.deepcopy(single).to(torch.bfloat16)
-
-    def twin(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
 
     def quantised(depth: float) -> list[RuntimeModule]:
         return [AdaptiveQuantization(bits=8, execution="int8", depth=depth)]
@@ -219,7 +216,7 @@ def prefill(options: argparse.Namespace) -> list[Finding]:
         for name, (model, modules) in models(options).items():
             run = stack.enter_context(apply(model, modules))
 
-            def one(model: GPT2LMHeadModel = model, run: object = run) -> None:
+            def one(model: PreTrainedModel = model, run: object = run) -> None:
                 run.reset()  # type: ignore[attr-defined]
                 model(ids)
 
@@ -236,7 +233,7 @@ def decode(options: argparse.Namespace, tokens: int = 4) -> list[Finding]:
             run = stack.enter_context(apply(model, modules))
             state = [model(ids).past_key_values]
 
-            def some(model: GPT2LMHeadModel = model, state: list = state, run: object = run) -> None:
+            def some(model: PreTrainedModel = model, state: list = state, run: object = run) -> None:
                 run.reset()  # type: ignore[attr-defined]
                 for _ in range(tokens):
                     state[0] = model(ids[:, :1], past_key_values=state[0]).past_key_values

@@ -23,7 +23,7 @@ from quicksilver.measure.deployment import Served, deployment, serve
 from quicksilver.measure.energy import energy, meter_of
 from quicksilver.measure.flops import count_executed
 from quicksilver.measure.inside import Inside, look_inside
-from quicksilver.measure.latency import Alternation, alternate
+from quicksilver.measure.latency import Alternation, alternate, twin
 from quicksilver.measure.memory import paper_kv_delta_bytes, peak_memory, peak_tensor_bytes
 from quicksilver.measure.perplexity import Protocol, Scores, audit, score
 from quicksilver.modules.controls import Replay, shuffled
@@ -222,13 +222,6 @@ def _batch_flops(
         return {"interposed": interposed, "analytic": run.flops.executed}
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights under module objects of their own: stays plain while `model` is under `apply`, so the two can take
-    turns."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
 def _latency(
     model: PreTrainedModel,
     batch: torch.Tensor,
@@ -239,7 +232,7 @@ def _latency(
     report: Report,
 ) -> dict[str, Any]:
     """Wall clock of one batch, run and dense in turns; under `continuation` also of its prompt alone."""
-    dense = _twin(model)
+    dense = twin(model)
     parts = {"": False, "prompt_": True} if protocol.name == "continuation" else {"": False}
     rounds = (options.warmup + options.repeats) * len(parts)
     done = 0
@@ -314,7 +307,7 @@ def _components(
 ) -> dict[str, Any]:
     """Where the time of one batch goes, dense and run; and what the decisions alone cost, everything executed. Under
     `continuation` of its prompt."""
-    plain, decided = _twin(model), _twin(model)
+    plain, decided = twin(model), twin(model)
     asked = copy.deepcopy(list(modules))  # decisions of their own: two models at a time
     with torch.no_grad(), ExitStack() as stack:
         dense = architecture_of(plain)
@@ -354,7 +347,7 @@ def _energy(
 ) -> dict[str, Any]:
     """Joules per token of one batch over and over, run and dense in turns with rest."""
     assert options.country_iso_code is not None  # checked with the config
-    dense = _twin(model)
+    dense = twin(model)
 
     def settled(work: Callable[[], None]) -> Callable[[], None]:
         def fn() -> None:
@@ -392,7 +385,7 @@ def _deployment(
             f"measure.deployment_prompt_tokens={prompt.shape[1]} and measure.deployment_new_tokens={new} are more than the model's "
             f"{positions} positions."
         )
-    dense = _twin(model)
+    dense = twin(model)
     with torch.no_grad(), ExitStack() as stack:
         ways = {"dense": lambda: serve(dense, prompt, new)}
         if modules:

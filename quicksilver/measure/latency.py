@@ -5,6 +5,7 @@ Latency is measured in a pass of its own: no trace, no quality, no FLOP counting
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import statistics
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -144,6 +146,12 @@ def _time_ms(fn: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     fn()
     return (time.perf_counter() - began) * 1e3
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights under module objects of their own: stays plain while `model` is under `apply`, so the two can take turns."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def alternate(

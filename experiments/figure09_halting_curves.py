@@ -83,7 +83,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             panel.minorticks_off()
         axes[0, 0].set_ylabel("drift relative to the state (ratio)")
         _legend(axes[0, 2])
-    words = "Told to halt: " + ", ".join(inside.FORCED) + "; told not to: " + ", ".join(inside.FULL) + "."
+    entry = record["config"]["modules"]["halting"]
+    words = f"Told to halt: {', '.join(entry['forced_ids'])}; told not to: {', '.join(entry['full_ids'])}."
     caption = inside.caption(
         outcomes,
         TEXT,

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quicksilver.harness.answers import Answer, Answers
 from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts, find, listing
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -124,11 +125,10 @@ def reproduce(artefact: Artefact, overrides: Sequence[str]) -> int:
         ConfigError: overrides that no run of the artefact could have.
         QuickSilverError: the model or the text cannot be had.
     """
-    from quicksilver.harness.run import Workplace
-
     plain = _plain(overrides)
-    jobs = [_job(row, overrides) for row in artefact.experiment.rows()]
-    _run_missing(jobs, Workplace())
+    answers = Answers(plain.results_dir)
+    jobs = [_job(row, overrides, answers) for row in artefact.experiment.rows()]
+    _run_missing(jobs, answers)
     failed = [job for job in jobs if job.error is not None]
     if jobs and all(job.record is None for job in jobs):
         _explain(failed)
@@ -202,11 +202,15 @@ def _name(name: str, plain: RunConfig, overrides: Sequence[str]) -> str:
     return re.sub(r"[^\w.-]", "_", "-".join(parts))  # a model's name may be a path
 
 
-def _job(row: Row, overrides: Sequence[str]) -> _Job:
-    """The row's config, or why there can be none."""
+def _job(row: Row, overrides: Sequence[str], answers: Answers) -> _Job:
+    """The row's record where it is remembered; else its config, or why there can be none."""
+    job = _Job(row, [*overrides, *row.overrides])
+    known = answers.get(job.overrides)
+    if known is not None:
+        job.record, job.reason = known.record, known.reason
+        return job
     from quicksilver.harness.config import build_modules, choices, compose
 
-    job = _Job(row, [*overrides, *row.overrides])
     if not set(row.needs) <= set(choices("modules")):
         job.reason = NOT_YET
         return job
@@ -219,20 +223,44 @@ def _job(row: Row, overrides: Sequence[str]) -> _Job:
     # Asked before anything runs: a refusal is part of the table, not a failure. The rule is quicksilver.measure's check_allowed.
     if config.protocol.name == "all" and not all(module.causal or module.lookahead for module in modules):
         job.reason = REFUSED
+        answers.put(job.overrides, config, Answer(reason=REFUSED))
     else:
         job.config = config
     return job
 
 
-def _run_missing(jobs: Sequence[_Job], workplace: Workplace, *, may_differ: bool = False) -> None:
+def _run_missing(jobs: Sequence[_Job], answers: Answers, plain: RunConfig | None = None) -> None:
     """Give every job with a config its record, or its error.
 
     Args:
-        may_differ: the jobs are of several artefacts, whose models and texts are their own.
+        plain: where the jobs are of several artefacts, whose models and texts may be their own: what most of them use.
 
     Raises:
-        QuickSilverError: what the first run needs (model, text) cannot be had, and all others need it too.
+        QuickSilverError: what `plain`, or else the first run, needs (model, text) cannot be had; the others need it too.
     """
+    if all(job.config is None for job in jobs):
+        answers.save()
+        return
+    try:
+        _run(jobs, _workplace(plain), strict=plain is None)
+    finally:
+        for job in jobs:
+            if job.config is not None and job.record is not None:
+                answers.put(job.overrides, job.config, Answer(job.record))
+        answers.save()
+
+
+def _workplace(plain: RunConfig | None) -> Workplace:
+    """A workplace at which the model and the text of `plain` can be had."""
+    from quicksilver.harness.run import Workplace, plan
+
+    workplace = Workplace()
+    if plain is not None:
+        plan([plain], workplace)
+    return workplace
+
+
+def _run(jobs: Sequence[_Job], workplace: Workplace, *, strict: bool) -> None:
     from quicksilver.harness.run import ensure, plan
 
     waiting: list[_Job] = []
@@ -242,7 +270,7 @@ def _run_missing(jobs: Sequence[_Job], workplace: Workplace, *, may_differ: bool
         try:
             plan([job.config], workplace)
         except QuickSilverError as error:
-            if not waiting and not may_differ:
+            if not waiting and strict:
                 raise
             job.fail(error)
         else:
@@ -331,16 +359,10 @@ def reproduce_all(overrides: Sequence[str]) -> int:
         ConfigError: overrides that no run could have.
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
-    from quicksilver.harness.run import Workplace, plan
-
-    plain, workplace = _plain(overrides), Workplace()
-    plan([plain], workplace)
-    work: dict[Artefact, list[_Job]] = {}
-    troubles: dict[Artefact, str] = {}
-    for artefact in artefacts():
-        with _collected(troubles, artefact):
-            work[artefact] = [_job(row, overrides) for row in artefact.experiment.rows()]
-    _run_missing([job for jobs in work.values() for job in jobs], workplace, may_differ=True)
+    plain = _plain(overrides)
+    answers = Answers(plain.results_dir)
+    work, troubles = _jobs_of_all(overrides, answers)
+    _run_missing([job for jobs in work.values() for job in jobs], answers, plain)
     for artefact, jobs in work.items():
         failed = [job for job in jobs if job.error is not None]
         if failed:
@@ -357,6 +379,16 @@ def reproduce_all(overrides: Sequence[str]) -> int:
     total = len(artefacts())
     print(f"{total - len(troubles)} of {total} tables and figures are complete, in {plain.results_dir}/tables and figures.")
     return 1 if troubles else 0
+
+
+def _jobs_of_all(overrides: Sequence[str], answers: Answers) -> tuple[dict[Artefact, list[_Job]], dict[Artefact, str]]:
+    """The jobs of every artefact, and what is wrong with those that have none."""
+    work: dict[Artefact, list[_Job]] = {}
+    troubles: dict[Artefact, str] = {}
+    for artefact in artefacts():
+        with _collected(troubles, artefact):
+            work[artefact] = [_job(row, overrides, answers) for row in artefact.experiment.rows()]
+    return work, troubles
 
 
 @contextmanager
@@ -384,18 +416,16 @@ def claims(overrides: Sequence[str]) -> int:
         ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
-    from quicksilver.harness.run import Workplace, plan
     from quicksilver.harness.store import Store
     from quicksilver.report.claims import Source, ledger
     from quicksilver.report.writing import write_files
 
-    plain, workplace = _plain(overrides), Workplace()
-    plan([plain], workplace)
+    plain = _plain(overrides)
+    work, troubles = _jobs_of_all(overrides, Answers(plain.results_dir))
+    workplace = _workplace(plain) if any(job.config is not None for jobs in work.values() for job in jobs) else None
     store, sources, failed = Store(plain.results_dir), [], []
-    troubles: dict[Artefact, str] = {}
-    for artefact in artefacts():
+    for artefact, jobs in work.items():
         with _collected(troubles, artefact):
-            jobs = [_job(row, overrides) for row in artefact.experiment.rows()]
             outcomes = [_recorded(job, store, workplace) for job in jobs]
             sources.append(Source(artefact, outcomes, _make(artefact, overrides)))
             failed += [job for job in jobs if job.error is not None]
@@ -418,19 +448,18 @@ def _make(artefact: Artefact, overrides: Sequence[str]) -> str:
     return shlex.join(parts) + (f" ARGS={shlex.quote(shlex.join(more))}" if more else "")
 
 
-def _recorded(job: _Job, store: Store, workplace: Workplace) -> Outcome:
+def _recorded(job: _Job, store: Store, workplace: Workplace | None) -> Outcome:
     """The job's outcome as far as it is on disk; a record that is damaged makes it fail."""
-    from quicksilver.harness.run import plan
+    try:
+        if job.config is not None:
+            from quicksilver.harness.run import plan
 
-    if job.config is not None:
-        try:
             job.record = store.get(plan([job.config], workplace)[-1].fingerprint)
-            dense = store.dense_of(job.record) if job.record else None
-            return Outcome(job.row, job.record, dense, job.reason)
-        except QuickSilverError as error:
-            job.record = None
-            job.fail(error)
-    return Outcome(job.row, reason=job.reason)
+        return Outcome(job.row, job.record, store.dense_of(job.record) if job.record else None, job.reason)
+    except QuickSilverError as error:
+        job.record = None
+        job.fail(error)
+        return Outcome(job.row, reason=job.reason)
 
 
 # --- report -----------------------------------------------------------------------------------------------------------------------

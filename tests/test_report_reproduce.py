@@ -15,6 +15,7 @@ import quicksilver.harness.config as harness_config
 import quicksilver.harness.run as harness_run
 import quicksilver.report.artefacts as report_artefacts
 from quicksilver import reproduce
+from quicksilver.harness import answers
 from quicksilver.harness.config import RunConfig
 from quicksilver.harness.run import Planned
 from quicksilver.harness.store import Store
@@ -437,6 +438,42 @@ def test_all_of_a_model_that_cannot_be_had_is_one_message(harness, experiments, 
     monkeypatch.setattr(harness_run, "plan", refuse)
     assert reproduce.main(["all", "model=gpt2-large"]) == 2
     assert capsys.readouterr().err.count("cannot be reached") == 1
+
+
+def test_what_is_there_is_found_without_composing_or_planning(harness, experiments, monkeypatch, capsys):
+    (experiments / "table09_broken.py").unlink()
+    words = ["all", f"results_dir={harness.results}"]
+    assert reproduce.main(words) == 0
+    before = files(harness)
+    composed: list[tuple[str, ...]] = []
+    compose = harness_config.compose
+    monkeypatch.setattr(harness_config, "compose", lambda overrides=(): composed.append(tuple(overrides)) or compose(overrides))
+    monkeypatch.setattr(harness_run, "plan", None)
+    assert reproduce.main(words) == 0
+    assert files(harness) == before
+    assert not any("modules" in word for line in composed for word in line)  # no row's
+
+    monkeypatch.undo()
+    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: experiments)
+    monkeypatch.setattr(harness_config, "compose", compose)
+    monkeypatch.setattr(harness_run, "plan", harness.plan)
+    monkeypatch.setattr(harness_run, "ensure", harness.ensure)
+    shutil.rmtree(Store(harness.results).path(fakes.fingerprint("dense all")))
+    harness.made.clear()
+    assert reproduce.main(words) == 0
+    assert harness.made == ["dense all"]  # a record without its dense one is no answer
+    capsys.readouterr()
+
+
+def test_a_changed_file_makes_everything_forgotten(harness, experiments, monkeypatch, capsys):
+    (experiments / "table09_broken.py").unlink()
+    words = ["all", f"results_dir={harness.results}"]
+    assert reproduce.main(words) == 0
+    monkeypatch.setattr(answers, "_stamp", lambda: "another")
+    monkeypatch.setattr(harness_run, "plan", None)
+    with pytest.raises(TypeError):
+        reproduce.main(words)
+    capsys.readouterr()
 
 
 def test_a_figure_is_made_like_a_table(harness, experiments, capsys):

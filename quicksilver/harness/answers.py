@@ -1,0 +1,105 @@
+"""Which record answers a command line: remembered, so that what is there is found without composing configs or importing torch.
+
+Only for models and texts that come with the package: others lie in files that may change, and are looked at every time. Whatever
+changes in the package or in conf/ makes everything forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quicksilver.harness.record import Record
+from quicksilver.harness.store import Store
+from quicksilver.runtime.errors import QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.harness.config import RunConfig
+
+_FILE = "cache/answers.json"
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The record of a command line, or the reason why it can have none."""
+
+    record: Record | None = None
+    reason: str | None = None
+
+
+class Answers:
+    """What is remembered below one results folder."""
+
+    def __init__(self, results_dir: Path | str) -> None:
+        self._store = Store(results_dir)
+        self._stamp = _stamp()
+        self._known: dict[str, Any] = {}
+        try:
+            kept = json.loads((self._store.root / _FILE).read_text(encoding="utf-8"))
+            if kept["stamp"] == self._stamp:
+                self._known = kept["answers"]
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # a cache: without it everything is composed and planned again
+        self._changed = False
+
+    def get(self, words: Sequence[str]) -> Answer | None:
+        """The answer to the words of a command line; None: it has to be found out. A record that is damaged, or whose dense record
+        is gone, is no answer."""
+        kept = self._known.get(_key(words))
+        if kept is None:
+            return None
+        if "reason" in kept:
+            return Answer(reason=kept["reason"])
+        try:
+            record = self._store.get(kept["fingerprint"])
+            if record is not None:
+                self._store.dense_of(record)
+        except QuickSilverError:
+            return None
+        return None if record is None else Answer(record)
+
+    def put(self, words: Sequence[str], config: RunConfig, answer: Answer) -> None:
+        """Remember, where model, text and modules are those of the package."""
+        ours = all(
+            str(entry.get("_target_", "")).startswith("quicksilver.") and not entry.get("calibration")
+            for entry in config.modules.values()
+        )
+        if config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours:
+            kept = {"reason": answer.reason} if answer.record is None else {"fingerprint": answer.record.fingerprint}
+            self._changed |= self._known.get(_key(words)) != kept
+            self._known[_key(words)] = kept
+
+    def save(self) -> None:
+        """Write what is new.
+
+        Raises:
+            QuickSilverError: the results folder cannot be written.
+        """
+        if self._changed:
+            self._store.write_json(_FILE, {"stamp": self._stamp, "answers": self._known})
+            self._changed = False
+
+
+def _key(words: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:20]
+
+
+def _stamp() -> str:
+    """Changes with any file of the package or of conf/, and with Python, which carries the embedded text."""
+    whole = hashlib.sha256(sys.version.encode())
+    for path in sorted(_files()):
+        stat = path.stat()
+        whole.update(f"{path} {stat.st_mtime_ns} {stat.st_size}\n".encode())
+    return whole.hexdigest()[:20]
+
+
+def _files() -> Iterator[Path]:
+    conf = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+    for folder, pattern in ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (conf, "*.yaml")):
+        yield from (path for path in folder.rglob(pattern) if path.is_file())

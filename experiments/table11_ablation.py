@@ -21,13 +21,14 @@ PANELS = {
     "all": "Protocol all: every position scored, causal modules only",
     "continuation": "Protocol continuation: anything goes inside the prompt, the tokens after it are scored",
 }
-# About 40% of the prompt's work, exactly the same for every signal: only which tokens halt differs.
-BUDGET = "halting_attention"
-SIGNALS = {
-    "attention": "least attention",
-    "drift": "least drift (paper)",
-    "position": "oldest",
-    "random": "random",
+# About 40% of the prompt's work, exactly the same for each: only which tokens leave, and how, differs.
+HALTING, FUSION = "halting_attention", "token_fusion_attention"
+BUDGET = {
+    "attention": ("least attended", HALTING, ()),
+    "fusion": ("least attended, fused", FUSION, ()),
+    "position": ("oldest", HALTING, ("modules.halting.signal=position",)),
+    "drift": ("least drift (paper)", HALTING, ("modules.halting.signal=drift",)),
+    "random": ("random", HALTING, ("modules.halting.signal=random",)),
 }
 
 
@@ -42,10 +43,9 @@ def _panel_rows(panel: str) -> Iterator[Row]:
     for section, key, technique, needs, words in ablation.steps():
         yield Row(panel, section, key, technique, (protocol, *words), needs, f"table11.{key}")
     if panel == "continuation":
-        section = "Halting about 40% of the prompt's work away, by which tokens halt"
-        for signal, technique in SIGNALS.items():
-            overrides = (protocol, f"modules=[{BUDGET}]", f"modules.halting.signal={signal}")
-            yield Row(panel, section, f"signal.{signal}", technique, overrides, (BUDGET,))
+        section = "About 40% of the prompt's work, by which tokens leave after a fifth of the depth"
+        for key, (technique, module, words) in BUDGET.items():
+            yield Row(panel, section, f"budget.{key}", technique, (protocol, f"modules=[{module}]", *words), (module,))
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:

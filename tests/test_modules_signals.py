@@ -22,6 +22,7 @@ from quicksilver.modules.signals import (
     UpdateNorm,
     lowest,
     make_signal,
+    pooled,
     share_of,
     signal_names,
 )  # fmt: skip
@@ -219,3 +220,20 @@ def test_a_wrong_signal_is_refused_with_the_remedy(spec: object, said: list[str]
         make_signal(spec)  # type: ignore[arg-type]
     for words in said:
         assert words in str(error.value)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 3, 5, 9]))
+def test_pooling_takes_the_greatest_of_the_active_tokens_around(data: st.DataObject, rows: int, n: int, size: int) -> None:
+    scores = torch.rand(rows, n, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    active = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=rows, max_size=rows)))
+    found = pooled(scores, active, size)
+    for row in range(rows):
+        places = active[row].nonzero()[:, 0].tolist()
+        for i, place in enumerate(places):
+            around = places[max(0, i - size // 2) : i + size // 2 + 1]
+            assert found[row, place] == scores[row, around].max()
+
+
+def test_an_even_pool_has_no_middle() -> None:
+    with pytest.raises(ConfigError, match="pool=4 has no middle: give an odd number"):
+        AttentionReceived(pool=4)

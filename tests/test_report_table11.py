@@ -35,7 +35,7 @@ def outcomes(results: Path) -> list[Outcome]:
             record = fakes.make(
                 *(results, f"{row.panel} {row.key}", row.panel),
                 **{"saved": 0.2, "faster": 0.005 * number, "per_token": 0.03, "null_per_token": 0.02},
-                lookahead=row.key == "signal.drift",
+                lookahead=row.key == "budget.drift",
             )
             found.append(Outcome(row, record, Store(results).dense_of(record)))
     return found
@@ -74,16 +74,16 @@ def test_every_row_that_this_version_can_run_is_a_valid_run(row):
 
 
 def test_the_compared_signals_differ_in_nothing_else():
-    budgets = []
+    budgets, signals = [], []
     for row in AVAILABLE:
-        if row.key.startswith("signal."):
-            module = compose(row.overrides).modules["halting"]
-            assert module["signal"] == row.key.removeprefix("signal.")
-            budgets.append({key: value for key, value in module.items() if key != "signal"})
-    assert len(budgets) == 4
+        if row.key.startswith("budget.") and row.key != "budget.fusion":
+            module = dict(compose(row.overrides).modules["halting"])
+            signals.append(module.pop("signal"))
+            budgets.append(module)
+    assert signals == [{"name": "attention", "last_queries": 64, "pool": 9}, "position", "drift", "random"]
     assert all(budget == budgets[0] for budget in budgets)
-    # The share that halts times the share of the layers it is spared.
-    assert budgets[0]["halted_share"] * (1 - budgets[0]["window"][0]) == pytest.approx(0.4, abs=0.01)
+    (fused,) = (compose(row.overrides).modules["token_fusion"] for row in AVAILABLE if row.key == "budget.fusion")
+    assert (fused["fused_share"], fused["start"]) == (budgets[0]["halted_share"], budgets[0]["window"][0])
 
 
 def test_the_frame_has_the_declared_columns_and_one_row_a_row(table):
@@ -127,7 +127,7 @@ def test_looking_ahead_is_marked_and_explained(table):
 
 
 def test_nothing_is_explained_that_is_not_there(tmp_path):
-    plain = [outcome for outcome in outcomes(tmp_path) if outcome.row.key != "signal.drift"]
+    plain = [outcome for outcome in outcomes(tmp_path) if outcome.row.key != "budget.drift"]
     assert "†" not in ARTEFACT.experiment.table(plain, "table11").text()
 
 

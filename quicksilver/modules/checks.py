@@ -71,3 +71,9 @@ def layer_after(fraction: float, n_layers: int) -> int:
     (5, 23, 0)
     """
     return max(0, math.floor(fraction * n_layers + 0.5) - 1)
+
+
+def odd(name: str, value: object) -> None:
+    """An odd whole number of at least 1, which has a middle; raises ConfigError."""
+    if count(name, value, 1) % 2 == 0:
+        raise ConfigError(f"{name}={value!r} has no middle: give an odd number.")

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import choice, count, layer_after, number, token_ids
+from quicksilver.modules.checks import choice, count, layer_after, number, odd, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
-from quicksilver.modules.signals import Random, Signal, _mix, lowest, share_of
+from quicksilver.modules.signals import Random, Signal, _mix, lowest, pooled, share_of
 from quicksilver.modules.thresholds import Calibration, Thresholds, check_thresholds, is_percentile, resolve_thresholds
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
@@ -120,6 +120,7 @@ class TokenFusion(RuntimeModule):
         merge: a super-token's state is the mean of its parts, weighted by the original tokens in each (`size`), plain (`mean`,
             D.2), or weighted by the attention each gets from the last `attention_queries` tokens (`attention`, I.3).
         attention_queries: the prompt's last so many tokens observe, for either `attention`; None: all, and all may be fused.
+        attention_pool: for `criterion="attention"`, an odd number: a token counts as the most attended of so many around it.
         proportional: a super-token draws attention as all its original tokens would: log size is added to its scores (ToMe,
             arXiv 2210.09461). Needs a mask, so that the causal kernel is no longer used.
         first: which mechanism chooses first at a layer (conflicts.md #16): `halting` (2.4), or `fusion` (Table 6).
@@ -156,6 +157,7 @@ class TokenFusion(RuntimeModule):
     max_group: int | None = None
     merge: Literal["size", "mean", "attention"] = "size"
     attention_queries: int | None = 16
+    attention_pool: int = 1
     proportional: bool = False
     first: Literal["halting", "fusion"] = "halting"
     exempt_ids: Sequence[int] = ()
@@ -186,6 +188,7 @@ class TokenFusion(RuntimeModule):
             count(name, getattr(self, name))
         if self.attention_queries is not None:
             count("attention_queries", self.attention_queries, 1)
+        odd("attention_pool", self.attention_pool)
         self.exempt_ids = token_ids("exempt_ids", self.exempt_ids)
         check_mask("exempt_mask", self.exempt_mask)
         self.anchors = _anchors(self.anchors)
@@ -318,6 +321,8 @@ class TokenFusion(RuntimeModule):
         if self.criterion != "attention":
             return self._distance(view, tokens)
         assert received is not None
+        if self.attention_pool > 1:
+            received = pooled(received, tokens.active, self.attention_pool)
         if self.attention_queries is not None:
             # Fewer queries see the observers, so their low sums say nothing.
             taking_part = tokens.active | tokens.newly_halted

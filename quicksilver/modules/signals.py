@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import choice, count
+from quicksilver.modules.checks import choice, count, odd
 from quicksilver.runtime.state import LayerView, TokenState
 
 DRIFTS = ("relative", "l2", "cosine")
@@ -135,11 +135,13 @@ class AttentionReceived(Signal):
 
     Looks at later tokens, so it is for prompts only. The last tokens themselves are the observation window (SnapKV, arXiv
     2404.14469): fewer queries see them, their low sums say nothing, and they score +inf (so a prompt no longer than the window
-    ranks by age). Costs a small q·k product, in the ledger.
+    ranks by age). Costs a small q·k product, in the ledger. With `pool`, an odd number, a token scores as the most attended of the
+    `pool` active tokens around it: what stands beside something looked at is kept with it (there, too).
     """
 
     last_queries: int | None = 16
     reduce: Literal["mean", "max"] = "mean"
+    pool: int = 1
     name: ClassVar[str] = "attention"
     causal: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = True
@@ -148,18 +150,30 @@ class AttentionReceived(Signal):
         if self.last_queries is not None:
             count("last_queries", self.last_queries, 1)
         choice("reduce", self.reduce, ("mean", "max"))
+        odd("pool", self.pool)
 
     @property
     def key(self) -> str:
-        return f"attention-{self.reduce}-{self.last_queries or 'all'}"
+        pooled = f"-pool-{self.pool}" if self.pool > 1 else ""
+        return f"attention-{self.reduce}-{self.last_queries or 'all'}{pooled}"
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
         received = view.attention_received(self.last_queries, self.reduce)
+        if self.pool > 1:
+            received = pooled(received, tokens.active | tokens.newly_halted, self.pool)
         if self.last_queries is None:
             return received
         taking_part = tokens.active | tokens.newly_halted
         from_end = taking_part.flip(1).cumsum(1).flip(1)  # 1 = the row's last token
         return received.masked_fill(taking_part & (from_end <= self.last_queries), math.inf)
+
+
+def pooled(scores: torch.Tensor, taking_part: torch.Tensor, size: int) -> torch.Tensor:
+    """The greatest of the `size` scores (B, M) of at least 0 around each of the tokens taking part, (B, M) bool, counted among these."""
+    order = (~taking_part).to(torch.uint8).argsort(dim=1, stable=True)
+    packed = scores.masked_fill(~taking_part, 0.0).gather(1, order)
+    greatest = F.max_pool1d(packed[:, None], size, stride=1, padding=size // 2)[:, 0]
+    return torch.zeros_like(scores).scatter(1, order, greatest)
 
 
 @dataclass(frozen=True)

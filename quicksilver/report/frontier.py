@@ -35,12 +35,8 @@ class Technique:
     dial: tuple[float, ...] = SHARES
 
 
-def _halting(signal: str) -> Callable[[float], tuple[str, ...]]:
-    return lambda share: (
-        "modules=[halting_attention]",
-        f"modules.halting.signal={signal}",
-        f"modules.halting.halted_share={share}",
-    )
+def _halting(*words: str) -> Callable[[float], tuple[str, ...]]:
+    return lambda share: ("modules=[halting_attention]", *words, f"modules.halting.halted_share={share}")
 
 
 def _static(depth: float) -> tuple[str, ...]:
@@ -53,10 +49,10 @@ TECHNIQUES = {
         "Fusion of the least attended",
         lambda share: ("modules=[token_fusion_attention]", f"modules.token_fusion.fused_share={share}"),
     ),
-    "position": Technique("Halting, oldest", _halting("position")),
-    "attention": Technique("Halting, least attended", _halting("attention")),
-    "drift": Technique("Halting, least drift (paper)", _halting("drift")),
-    "random": Technique("Halting, random", _halting("random")),
+    "position": Technique("Halting, oldest", _halting("modules.halting.signal=position")),
+    "attention": Technique("Halting, least attended", _halting()),
+    "drift": Technique("Halting, least drift (paper)", _halting("modules.halting.signal=drift")),
+    "random": Technique("Halting, random", _halting("modules.halting.signal=random")),
     "static": Technique("Static depth", _static, DEPTHS),
 }
 

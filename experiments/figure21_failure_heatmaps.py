@@ -15,6 +15,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 from scipy.stats import spearmanr
 
+from quicksilver.harness.record import Record
 from quicksilver.report import inside
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figures import PALETTE, SEQUENTIAL, Figure, panels, style
@@ -69,7 +70,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         bars.set(ylabel="nats", xlabel="token", title="What this token's own prediction lost (above 0) or gained")
         bars.set_xticks(range(len(change)), inside.labels(change["token"]), rotation=90, fontsize=6.5)
         bars.grid(visible=False, axis="x")
-    return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, _caption(outcomes, frame))
+    caption = inside.caption(outcomes, TEXT, *_findings(frame), _harm(record))
+    return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, caption)
 
 
 def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str, title: str, unit: str, *, signed: bool = False) -> None:
@@ -99,7 +101,7 @@ def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str, title:
     bar.set_label(unit)
 
 
-def _caption(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
+def _findings(frame: pd.DataFrame) -> tuple[str, ...]:
     last = frame["layer"].max()
     drift = frame[frame["layer"] == last].set_index("slot")["sdi_l2"]
     attribution = frame[frame["layer"].between(1, last - 1)].groupby("slot")["error_attribution_nats"].mean()
@@ -108,12 +110,29 @@ def _caption(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...
     # The prediction of token t+1 is made from the state of token t.
     harm = spearmanr(drift.iloc[:-1], change.iloc[1:].abs())
     estimate = frame[frame["layer"] == last]["attributed_nats"].sum()
-    return inside.caption(
-        outcomes,
-        TEXT,
+    return (
         "L: nats of the sentence in the dense model. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Black bars: the token halts here. "
         "Blank: nothing is apart yet. Logarithmic colours, but for the third. After the last layer gradient times state is 0: the final norm undoes any scaling.",
         f"Over the tokens, SDI after the last layer and mean attribution have a rank correlation of {both.statistic:+.2f} (p = {both.pvalue:.2g}): the paper says they "
         f"overlap substantially. SDI and the size of the change of the next token's loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
         f"The sentence's loss changes by {change.sum():+.1f} nats; to first order the deviations after the last layer should change it by {estimate:+.1f}.",
     )
+
+
+def _harm(record: Record) -> str:
+    """Where the loss of the run's windows comes from: from states that were halted, or from those that attend to them."""
+    pieces = []
+    for text in range(inside.WINDOW, len(record["texts"])):
+        signals = record.signals(text)
+        first = signals[signals["layer"] == 0].set_index("slot")
+        halted = ~inside.layers(signals, "active").astype(bool).all()
+        change = first["nll_nats"] - first["dense_nll_nats"]
+        pieces.append(pd.DataFrame({"change": change, "dense": first["dense_nll_nats"], "from_halted": halted.shift(1)}).iloc[1:])
+    tokens = pd.concat(pieces)
+    said = []
+    for kind, members in tokens.groupby("from_halted"):
+        what = "that halted" if kind else "that did not"
+        said.append(
+            f"{members['change'].mean():+.2f} nats where predicted from a token {what} ({len(members)}; dense {members['dense'].mean():.2f})"
+        )
+    return f"In the run's windows a token's loss changes by {', '.join(said)}."

@@ -11,7 +11,7 @@ from harness_world import LAYERS, PROMPT, WINDOW, make_world
 
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import SIGNALS
-from quicksilver.harness.run import ensure
+from quicksilver.harness.run import _token_texts, ensure
 from quicksilver.measure.inside import look_inside
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
 from quicksilver.runtime.errors import ConfigError
@@ -187,6 +187,21 @@ def test_a_record_holds_the_signals_of_its_texts(record):
         assert (by_token.astype(int).diff().dropna() <= 0).all(axis=None)  # resume_layers=0: once halted, always halted
     assert not all(record.signals(i)["active"].all() for i in range(3))
     pd.testing.assert_frame_equal(record.signals(1), record.signals(1))
+
+
+def test_tokens_read_as_the_text_does_whatever_the_tokenizer():
+    class SentencePiece:
+        """Drops the space before the first word, as SentencePiece does; and joins what two bytes make."""
+
+        pieces = ("▁the", "▁fox", "es", "\xc3", "\xa9")
+
+        def decode(self, ids, clean_up_tokenization_spaces):
+            assert not clean_up_tokenization_spaces
+            text = "".join(self.pieces[i] for i in ids).replace("▁", " ").replace("\xc3\xa9", "é")
+            return text.replace("\xc3", "\ufffd").replace("\xa9", "\ufffd").removeprefix(" ")
+
+    assert _token_texts(SentencePiece(), [0, 1, 2, 0]) == ["the", " fox", "es", " the"]
+    assert _token_texts(SentencePiece(), [2, 3, 4]) == ["es", "\ufffd", "\ufffd"]
 
 
 def test_its_dense_record_looks_into_nothing(record):

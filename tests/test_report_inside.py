@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from harness_world import LAYERS, make_world
+from matplotlib.colors import to_rgb
 from PIL import Image
 
 from quicksilver.harness.config import compose
@@ -48,17 +49,23 @@ def build(kind, number, outcomes):
     return artefact.build([outcomes[row.key] for row in artefact.experiment.rows()], artefact.name)
 
 
+@pytest.fixture(scope="module")
+def made(outcomes):
+    """Every artefact, built once for all tests that only read."""
+    return {(kind, number): build(kind, number, outcomes) for kind, number in ARTEFACTS}
+
+
 @pytest.mark.parametrize(("kind", "number"), ARTEFACTS)
-def test_every_artefact_is_made_and_made_the_same_again(outcomes, kind, number, tmp_path):
-    first, second = (build(kind, number, outcomes).write(tmp_path / name) for name in "ab")
+def test_every_artefact_is_made_and_made_the_same_again(made, outcomes, kind, number, tmp_path):
+    first, second = made[kind, number].write(tmp_path / "a"), build(kind, number, outcomes).write(tmp_path / "b")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     assert all(path.stat().st_size > 200 for path in first)
 
 
 @pytest.mark.parametrize(("kind", "number"), ARTEFACTS)
-def test_each_says_on_what_it_was_measured(outcomes, kind, number):
+def test_each_says_on_what_it_was_measured(made, outcomes, kind, number):
     artefact = find(kind, number)
-    text = build(kind, number, outcomes).text(None)
+    text = made[kind, number].text(None)
     record = outcomes[artefact.experiment.rows()[0].key].record
     said = (
         "Model: tiny",
@@ -71,8 +78,8 @@ def test_each_says_on_what_it_was_measured(outcomes, kind, number):
     assert [part for part in said if part not in text] == []
 
 
-def test_a_token_halts_where_its_score_falls_below_one_and_nowhere_else(outcomes):
-    frame = build("figure", "20", outcomes).frame
+def test_a_token_halts_where_its_score_falls_below_one_and_nowhere_else(made, outcomes):
+    frame = made["figure", "20"].frame
     record = outcomes["halting"].record
     low, high = inside.window(record)
     assert frame["halts"].any()
@@ -83,8 +90,8 @@ def test_a_token_halts_where_its_score_falls_below_one_and_nowhere_else(outcomes
     assert frame.loc[~frame["active"], "score"].isna().all()
 
 
-def test_the_animation_has_a_picture_a_layer_and_ends_as_the_figure(outcomes):
-    first = build("figure", "20", outcomes)
+def test_the_animation_has_a_picture_a_layer_and_ends_as_the_figure(made):
+    first = made["figure", "20"]
     animation = Image.open(io.BytesIO(first.extras["gif"]))
     assert animation.n_frames == LAYERS
     dark = []
@@ -95,8 +102,8 @@ def test_the_animation_has_a_picture_a_layer_and_ends_as_the_figure(outcomes):
     assert dark[0] < dark[-1]
 
 
-def test_forced_and_full_words_are_drawn_as_such(outcomes):
-    frame = build("figure", "9", outcomes).frame
+def test_forced_and_full_words_are_drawn_as_such(made, outcomes):
+    frame = made["figure", "9"].frame
     low, _ = inside.window(outcomes["overridden"].record)
     by_word = frame.groupby(frame["token"].str.strip())
     assert (by_word.get_group("a")["kind"] == "forced").all()
@@ -107,24 +114,24 @@ def test_forced_and_full_words_are_drawn_as_such(outcomes):
     assert (gone["drift_relative"] == 0).all()
 
 
-def test_widths_follow_the_entropy_and_its_thresholds(outcomes):
+def test_widths_follow_the_entropy_and_its_thresholds(made, outcomes):
     record = outcomes["quantization"].record
     tau = record["thresholds"]["adaptive_quantization"]
     decided = inside.layer_after(0.5, LAYERS)
     low, high = tau["tau_low"][decided - 1], tau["tau_high"][decided - 1]
-    frame = build("figure", "14", outcomes).frame
+    frame = made["figure", "14"].frame
     expected = np.select([frame["entropy_nats"] < low, frame["entropy_nats"] > high], [2, 8], 4)
     # Widths change nothing in the layers before, so what decided is what the record says.
     assert (frame["width_bits"] == expected).all()
-    widths = build("figure", "13", outcomes).frame
+    widths = made["figure", "13"].frame
     assert set(widths.loc[widths["layer"] <= decided, "held"]) == {"16 bits"}
     sentence = frame[frame["text"] == inside.SENTENCE].set_index("slot")["width_bits"]
     last = widths[widths["layer"] == LAYERS].set_index("slot")["bits"]
     assert (last == sentence).all()
 
 
-def test_the_walkthrough_agrees_with_the_record(outcomes):
-    table = build("table", "5", outcomes)
+def test_the_walkthrough_agrees_with_the_record(made, outcomes):
+    table = made["table", "5"]
     signals = outcomes["all four"].record.signals(inside.SENTENCE)
     last = signals[signals["layer"] == LAYERS].set_index("slot")
     frame = table.frame.set_index("slot")
@@ -138,15 +145,15 @@ def test_the_walkthrough_agrees_with_the_record(outcomes):
     assert "".join(frame["token"]) == SENTENCES[0].replace(" ", "")
 
 
-def test_drift_index_and_attribution_are_those_of_the_record(outcomes):
-    frame = build("figure", "21", outcomes).frame
+def test_drift_index_and_attribution_are_those_of_the_record(made, outcomes):
+    frame = made["figure", "21"].frame
     signals = outcomes["halting"].record.signals(inside.SENTENCE)
     pd.testing.assert_series_equal(frame["error_attribution_nats"], signals["dense_gradient_x_state"].abs(), check_names=False)
     assert (frame.groupby("slot")["loss_change_nats"].nunique() <= 1).all()
 
 
-def test_trajectories_show_tokens_that_did_what_is_said_of_them(outcomes):
-    frame = build("figure", "17", outcomes).frame
+def test_trajectories_show_tokens_that_did_what_is_said_of_them(made, outcomes):
+    frame = made["figure", "17"].frame
     signals = outcomes["all four"].record.signals(inside.SENTENCE)
     active, carrier = inside.layers(signals, "active").astype(bool), inside.layers(signals, "carrier")
     for role, slot in frame.dropna(subset="role").groupby("role")["slot"].first().items():
@@ -170,6 +177,11 @@ def test_words_are_put_together_before_they_are_classed():
         *("function", "content", "content", "content", "content", "other", "function", "other", "other"),
         *("function", "function", "content", "content"),
     ]
+
+
+def test_widths_can_be_told_apart_in_grey():
+    grey = [np.dot(to_rgb(inside.HELD[f"{bits} bits"]), (0.2126, 0.7152, 0.0722)) for bits in (16, 8, 4, 2)]
+    assert min(np.diff(grey)) > 0.1
 
 
 def test_tokens_can_be_read():

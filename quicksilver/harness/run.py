@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -295,7 +296,7 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
         windows = workplace.windows(config, "test")
         draft.event("loaded", model=loaded.files.source, windows=len(windows.ids))
         report("calibration", _LOADING)
-        modules, calibration = _calibrated_modules(config, workplace, store)
+        modules, calibration = calibrated_modules(config, workplace, store)
         if calibration is not None:
             draft.event("calibrated", signals=calibration["signals"])
         texts = _texts(config, loaded, windows)
@@ -383,11 +384,24 @@ def _save_signals(measured: Measured, path: Path) -> None:
     save_file(arrays, str(path))
 
 
+def _token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token adds to the text. Alone, a token of a SentencePiece vocabulary loses the space before it."""
+
+    def read(some: list[int]) -> str:
+        return tokenizer.decode(some, clean_up_tokenization_spaces=False)
+
+    texts = [read(ids[:1])]
+    for before, number in itertools.pairwise(ids):
+        alone, both = read([before]), read([before, number])
+        texts.append(both[len(alone) :] if both.startswith(alone) else read([number]))  # or they share a character's bytes
+    return texts
+
+
 def _describe_texts(loaded: Loaded, texts: Sequence[tuple[str, torch.Tensor]], measured: Measured) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "tokens": [loaded.tokenizer.decode([number]) for number in ids.tolist()],
+            "tokens": _token_texts(loaded.tokenizer, ids.tolist()),
             "ids": ids.tolist(),
             "pca_explained": list(one.explained),
         }
@@ -407,7 +421,7 @@ def _put_dense_beside(measured: Measured, dense: Record) -> None:
     measured.windows = measured.windows.assign(dense_nll_nats=measured.windows["window"].map(nats))
 
 
-def _calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) -> tuple[list[Any], dict[str, Any] | None]:
+def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) -> tuple[list[Any], dict[str, Any] | None]:
     """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
     from quicksilver.modules.calibration import calibrate_modules
 

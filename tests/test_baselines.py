@@ -353,6 +353,18 @@ def test_a_window_is_the_model_s_own_sliding_window() -> None:
     tiny.assert_close(windowed.logits, tiny.forward(theirs, LONG, [], chunks=[20, 11, 1]).logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+def test_what_was_evicted_is_what_nobody_attends_to(family: str) -> None:
+    """The same logits come of the plain model under a mask that hides from later queries what left after the prompt."""
+    model = tiny.load(family)
+    evicting = tiny.forward(model, LONG, [HeavyHitter(heavy=0, recent=6)], chunks=[20, 12])
+    visible = torch.ones(32, 32, dtype=torch.bool).tril()
+    visible[20:, :14] = False
+    plain = model(LONG.ids, attention_mask=visible[None, None].expand(1, 1, -1, -1), use_cache=False).logits
+    tiny.assert_close(evicting.logits, plain)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
 @pytest.mark.parametrize("chunks", [[32], [20, 11, 1], [16, *[1] * 16]])
 def test_heavy_hitters_are_those_that_received_most(family: str, chunks: list[int]) -> None:

@@ -88,13 +88,13 @@ class _IntegerLinear(nn.Module):
         code = (rows / scale).round_().to(torch.int8)
         product = multiply(code, self.code).to(scale.dtype).mul_(scale).mul_(self.scale)
         if self.bias is not None:
-            product += self.bias
+            product += self.bias  # type: ignore[arg-type]
         return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
 
 
 def _of(linear: nn.Module) -> torch.Tensor:
     """The weight of a linear layer as (N, K)."""
-    weight: torch.Tensor = linear.weight.detach()  # type: ignore[assignment, operator]
+    weight: torch.Tensor = linear.weight.detach()  # type: ignore[operator]
     if weight.is_meta:
         raise UnsupportedModelError("The weights of a linear layer are offloaded and cannot be quantised: load the model whole.")
     return weight.T if isinstance(linear, Conv1D) else weight

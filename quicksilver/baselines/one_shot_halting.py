@@ -30,8 +30,8 @@ class OneShotHalting(HaltingPolicy):
         ConfigError: an option out of range; by `bind`, a start after which nothing is left to save.
     """
 
-    halted_share: float = 0.667
-    start: float = 0.4
+    halted_share: float = 0.54
+    start: float = 0.3
     missing_kv: MissingKV = "drop"
     protect_first: int = 4
 

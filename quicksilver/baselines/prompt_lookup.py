@@ -49,5 +49,5 @@ class PromptLookup(Transform):
                 setattr(config, name, value)
             yield
         finally:
-            for name, value in before.items():
-                setattr(config, name, value)
+            for name in wanted:
+                setattr(config, name, before[name])

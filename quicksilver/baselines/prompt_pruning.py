@@ -35,8 +35,8 @@ class PromptPruning(HaltingPolicy):
         ConfigError: an option out of range, lists of unequal length or in the wrong order; by `bind`, two that are one layer.
     """
 
-    layers: Sequence[float] = (0.25, 0.5, 0.75)
-    kept: Sequence[float] = (0.7, 0.4, 0.2)
+    layers: Sequence[float] = (0.2, 0.5, 0.75)
+    kept: Sequence[float] = (0.7, 0.5, 0.4)
     missing_kv: MissingKV = "drop"
     protect_first: int = 4
     window: tuple[float, float] = (0.0, 1.0)

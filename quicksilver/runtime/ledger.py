@@ -103,7 +103,7 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         projected = present & ~active & (trace.halted_kv == MISSING_KV.index("project"))
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
         window, span = arch.attention_window(layer), arch.spans[layer]
-        nearest = min((limit for limit in (window, span and span.reach) if limit is not None), default=None)
+        nearest = min((limit for limit in (window, span.reach if span else None) if limit is not None), default=None)
         nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(nearest, active, present, past)
         dense_pairs = _visible_pairs(window, valid, valid, past_real)
         dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs

@@ -1,0 +1,96 @@
+"""Figures 8 and 15: inference time against existing acceleration methods, over that of quantization, and what that time costs.
+
+Above the frontier of time and perplexity; below the bars of the paper's figures, with its one number that its text repeats: 0.40 of a
+quantized baseline. `table_peers` prints the same records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from quicksilver.report import peers, provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.figures import GREY, HATCHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.reported import reported
+
+SECTIONS = (peers.DENSE, peers.WORK, peers.CACHE, peers.FORMAT, peers.OURS)
+
+
+def rows() -> list[Row]:
+    """Dense, the peers, ours."""
+    return peers.rows()
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """The frontier, and the bars."""
+    frame = peers.frame(outcomes)
+    with style():
+        drawing, plots = panels(2, 1, size=(7.2, 8.2), gridspec_kw={"height_ratios": [1.25, 1]})
+        _frontier(plots[0, 0], frame)
+        _bars(plots[1, 0], frame)
+    said = (
+        "Above: time of the prompt over that of the dense model (median; bars: quartiles of rounds in turns) and Δ perplexity of the tokens "
+        "after it (bars: 95% intervals), linear below 1% and logarithmic above. Ringed and joined: the frontier, where no other row is as "
+        "fast for no more loss; a speedup within the noise floor and a Δ whose interval has 0 in it count as 0. Below: the same times over "
+        "that of dynamic int8, as in the paper's figures.",
+    )
+    return Figure(
+        name,
+        "Peers and ours: time against perplexity",
+        frame,
+        drawing,
+        (*said, *peers.findings(frame), *provenance.notes(outcomes)),
+    )
+
+
+def _frontier(plot, frame: pd.DataFrame) -> None:
+    timed = frame.dropna(subset=["prompt_time_ratio"])
+    for place, section in enumerate(SECTIONS):
+        points = timed[timed["section"] == section]
+        y = points["delta_ppl_pct"].fillna(0.0)
+        spread = [(y - points["delta_ppl_pct_low"]).fillna(0.0), (points["delta_ppl_pct_high"] - y).fillna(0.0)]
+        x = points["prompt_time_ratio"]
+        low, high = (1 - points[f"prompt_speedup_pct_{end}"] / 100 for end in ("high", "low"))
+        sideways = [(x - low).clip(lower=0).fillna(0.0), (high - x).clip(lower=0).fillna(0.0)]
+        plot.errorbar(
+            x, y, xerr=sideways, yerr=spread, linestyle="", marker=MARKERS[place], color=PALETTE[place], elinewidth=0.7, capsize=1.5,
+            label=section,
+        )  # fmt: skip
+    for number, (_, row) in enumerate(timed.iterrows()):
+        plot.annotate(
+            row["technique"], (row["prompt_time_ratio"], row["delta_ppl_pct"] if pd.notna(row["delta_ppl_pct"]) else 0.0),
+            xytext=(4, 5 if number % 2 else -8), textcoords="offset points", size=5.5,
+        )  # fmt: skip
+    best = timed[timed["front"]].sort_values("prompt_time_ratio")
+    plot.plot(
+        best["prompt_time_ratio"], best["delta_ppl_pct"].fillna(0.0), linestyle=(0, (4, 2)), linewidth=0.9, color="black", marker="o",
+        markersize=9, markerfacecolor="none", label="frontier",
+    )  # fmt: skip
+    plot.set_yscale("symlog", linthresh=1.0)
+    plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
+    plot.axvline(1, color=GREY, linewidth=0.8, linestyle="-", marker="")
+    plot.set_xlabel("time of the prompt, × dense float32")
+    plot.set_ylabel("Δ perplexity after it, % of dense")
+    plot.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _bars(plot, frame: pd.DataFrame) -> None:
+    timed = frame.dropna(subset=["versus_int8"]).sort_values("versus_int8", ascending=False)
+    for place, section in enumerate(SECTIONS):
+        chosen = timed["section"] == section
+        plot.barh(
+            [i for i, one in enumerate(chosen) if one], timed.loc[chosen, "versus_int8"], color=PALETTE[place], edgecolor="white",
+            hatch=HATCHES[place], height=0.7,
+        )  # fmt: skip
+    for i, value in enumerate(timed["versus_int8"]):
+        plot.text(value, i, f" {value:.2f}", va="center", size=6)
+    claimed = reported()[peers.CLAIM].values["time_ratio"]
+    plot.axvline(
+        claimed, color="black", linewidth=1.0, linestyle=(0, (4, 2)), marker="", label=f"QuickSilver in the paper: {claimed:.2f}"
+    )
+    plot.set_yticks(range(len(timed)), timed["technique"])
+    plot.set_xlabel("time of the prompt, × dynamic int8")
+    plot.grid(axis="y", visible=False)
+    plot.legend(loc="lower right")

@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all lint format train-reference calibrate benchmark environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format train-reference calibrate benchmark benchmark-gpu environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -46,6 +46,9 @@ test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)
 test-all: $(STAMP) ## all tests (ARGS for pytest)
 	$(PY) -m pytest -m 'slow or not slow' $(ARGS)
 
+notebooks: $(STAMP) ## run notebooks/ again and keep their outputs (ARGS)
+	$(PY) scripts/run_notebooks.py $(ARGS)
+
 lint: $(STAMP) ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -61,8 +64,11 @@ train-reference: $(STAMP) ## train the embedded reference model again, hours (MO
 calibrate: $(STAMP) ## thresholds from data, per layer (MODEL, DATASET, ARGS)
 	$(PY) scripts/calibrate.py $(if $(MODEL),--model $(MODEL)) $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
 
-benchmark: $(STAMP) ## overhead and realization ratios of the runtime on this machine (ARGS)
-	$(PY) scripts/benchmark.py $(ARGS)
+benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within a quarter of an hour, into results/benchmarks/ (ARGS)
+	$(PY) scripts/benchmarks.py $(ARGS)
+
+benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py
+	$(PY) scripts/benchmark_gpu.py $(ARGS)
 
 environment: $(STAMP) ## only make the virtual environment
 

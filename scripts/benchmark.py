@@ -9,6 +9,7 @@ callables that take turns in one run; the first of them is timed twice a round, 
     fusion     30% of the prompt fused away at a third of the depth: the same ratio, and the price of choosing the pairs
     decide     the price of deciding alone: modules decide, everything is executed
     generate   greedy decoding: tokens per second without a module; time per token when every token stops at half depth
+    repeat     the same ratio measured three times over: how far apart its medians are
 
 The vocabulary is small so that the output head, which no module touches, neither hides nor pays for anything.
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +27,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
+from shapes import ROOT, environment
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
 
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate
@@ -38,8 +39,7 @@ from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 
-ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("none", "decay", "fusion", "decide", "generate")
+SECTIONS = ("none", "decay", "fusion", "decide", "generate", "repeat")
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
 
 
@@ -295,6 +295,20 @@ def generate(bench: Bench) -> None:
     )  # fmt: skip
 
 
+def repeat(bench: Bench) -> None:
+    model, ids = bench.model(bench.options.layers), bench.input_ids()
+    half = StaticDepth(depth=0.5, missing_kv="drop")
+    fns = {"plain": forward(model, ids, None), "half depth": forward(model, ids, [half])}
+    series = [bench.alternate(fns) for _ in range(3)]
+    ratios = [times.ratio("half depth", "plain").median for times in series]
+    spread = 100 * (max(ratios) - min(ratios)) / statistics.median(ratios)
+    noisiest = max(series, key=lambda times: times.noise_floor or 0.0)
+    bench.found(
+        "repeat", "half depth: spread of one ratio, measured three times", Ratio(spread, spread, spread), noisiest, ("at most", 3.0), "%",
+        ratios=ratios,
+    )  # fmt: skip
+
+
 # -- the run ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +319,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=512, help="tokens of a row")
     parser.add_argument("--layers", type=int, default=4, help="of none, decide and generate")
-    parser.add_argument("--decay-layers", type=int, default=PAPER_LAYERS, help="of decay and fusion; fewer scale alpha to the same curve")
+    parser.add_argument(
+        "--decay-layers", type=int, default=PAPER_LAYERS, help="of decay and fusion; fewer scale alpha to the same curve"
+    )
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--heads", type=int, default=20)
     parser.add_argument("--vocabulary", type=int, default=1024)
@@ -318,27 +334,6 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.new_tokens < 2:
         parser.error(f"--new-tokens {options.new_tokens}: at least 2, the time per token lies between two of them")
     return options
-
-
-def environment(options: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device(options.device)
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(),
-        "load_average_before": psutil.getloadavg()[0],
-    }
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def table_of(findings: Sequence[Finding], options: argparse.Namespace) -> Table:
@@ -359,13 +354,13 @@ def table_of(findings: Sequence[Finding], options: argparse.Namespace) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    around = environment(options)
+    around = environment(options.device) | {"load_average_before": os.getloadavg()[0]}
     if around["load_average_before"] > 0.5:
         load = around["load_average_before"]
         console.print(
             f"[bold]The machine is busy[/bold] (load {load:.2f}): the ratios below carry its noise; see the noise floor."
         )
-    runs = {"none": no_module, "decay": decay, "fusion": fusion, "decide": decide, "generate": generate}
+    runs = {"none": no_module, "decay": decay, "fusion": fusion, "decide": decide, "generate": generate, "repeat": repeat}
     findings: list[Finding] = []
     for name in options.only:
         for dtype in options.dtypes:

@@ -1,0 +1,206 @@
+"""The benchmarks run on tiny shapes and say what they found; how fast anything is, no test asserts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import benchmark_gpu
+import benchmarks
+import break_even
+import pandas as pd
+import pytest
+import scaling
+import torch
+
+torch.set_num_threads(1)
+GPU = [
+    "--device=cpu",
+    "--shapes=tiny",
+    "--sequence=12",
+    "--context=6",
+    "--new-tokens=2",
+    "--vocabulary=61",
+    "--dtype=float32",
+    "--repeats=3",
+]
+
+
+def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shapes", "tiny", "tiny-llama", "--batch", "1", "2", "--sequence", "12", "--rates", "0.5", "--cell-seconds", "60"]
+    assert break_even.main([*words, "--output", str(tmp_path)]) == 0
+    frame = pd.read_csv(tmp_path / "break_even.csv")
+    assert len(frame) == 2 * 2 * 2 * 4  # shapes, phases, batches, mechanisms
+    assert set(frame["mechanism"]) == {"halting 50%", "kv skipping 50%", "fusion 30%", "int8"}
+    assert set(frame["verdict"]) <= {"pays", "costs", "within noise"}
+    assert (frame["time_saved_pct_low"] <= frame["time_saved_pct"]).all()
+    assert (tmp_path / "break_even.svg").is_file()
+    assert (tmp_path / "break_even.png").read_bytes().startswith(b"\x89PNG")
+    assert "tiny-llama" in capsys.readouterr().out
+
+
+def test_cells_that_take_too_long_are_left_out_and_said(tmp_path: Path) -> None:
+    with pytest.raises(break_even.ConfigError, match="--cell-seconds 0"):
+        break_even.main(["--shapes", "tiny", "--sequence", "12", "--cell-seconds", "0", "--output", str(tmp_path)])
+
+
+def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
+    place = {"shape": "gpt2", "phase": "prefill", "batch": 1, "sequence": 64, "status": "measured"}
+    return pd.DataFrame(
+        [place | {"mechanism": f"halting {rate}%", "time_saved_pct": saved, "verdict": verdict} for rate, saved, verdict in steps]
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        ([(25, -10.0, "costs"), (50, 10.0, "pays"), (75, 30.0, "pays")], "38%"),  # halfway between 25 and 50, rounded
+        ([(25, 8.0, "pays"), (50, 20.0, "pays")], "at most 25%"),
+        ([(25, -9.0, "costs"), (50, 2.0, "within noise")], "none"),
+        ([(25, 2.0, "within noise"), (50, 9.0, "pays")], "at most 50%"),
+    ],
+)
+def test_where_halting_starts_to_pay_noise_does_not_count(steps: list[tuple[int, float, str]], rate: str) -> None:
+    assert break_even.break_even(cells(*steps))["rate"].to_list() == [rate]
+
+
+def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--shape",
+        "tiny",
+        "--sequence",
+        "8",
+        "16",
+        "32",
+        "--layers",
+        "2",
+        "3",
+        "--fixed-layers",
+        "2",
+        "--fixed-sequence",
+        "8",
+    ]
+    assert scaling.main([*words, "--repeats", "3", "--output", str(tmp_path)]) == 0
+    frame = pd.read_csv(tmp_path / "scaling.csv")
+    assert len(frame) == (3 + 2) * 3
+    assert (frame.loc[frame["way"] == "dense", "flops_of_dense"] == 1).all()
+    assert (frame.loc[frame["way"] == "decay 0.1", "flops_of_dense"] < 1).all()
+    assert (tmp_path / "scaling.svg").is_file()
+    assert "too few points" in capsys.readouterr().out  # two depths
+
+
+def test_a_power_law_is_found_and_two_points_are_none() -> None:
+    exponent, r_squared = scaling.power_law([1, 2, 4, 8], [3, 12, 48, 192])
+    assert exponent == pytest.approx(2)
+    assert r_squared == pytest.approx(1)
+    assert math.isnan(scaling.power_law([1, 2], [1, 2])[0])
+
+
+def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert benchmark_gpu.main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "no CUDA device" in captured.err
+
+
+def test_the_gpu_benchmark_checks_the_invariants_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "deeper" / "gpu.json"
+    words = [*GPU, "--batch", "1", "2", "--warmup", "0", "--only", "invariants", "prefill", "decode"]
+    assert benchmark_gpu.main([*words, "--output", str(output)]) == 0
+    content = json.loads(output.read_text())
+    parts = [row["part"] for row in content["rows"]]
+    assert parts == ["invariants"] * 5 + ["prefill"] * 8 + ["decode"] * 6
+    assert all(row["holds"] for row in content["rows"][:5])
+    by_what = {(row["what"], row["batch"]): row for row in content["rows"][5:13]}
+    assert by_what["half halted at a fifth", 1]["executed_flops_saved_pct"] > 20
+    assert by_what["dense", 2]["tokens_per_s"] > 0
+    halves = [row["executed_flops_saved_pct"] for row in content["rows"] if row["what"] == "half depth"]
+    assert all(20 < saved < 50 for saved in halves)  # of the tokens alone; the output head is not halved
+    assert "holds" in capsys.readouterr().out
+
+
+def test_a_broken_invariant_stops_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = benchmark_gpu._invariants
+
+    def one_off(*arguments: Any) -> list[dict[str, Any]]:
+        rows = real(*arguments)
+        rows[1] |= {"difference": 1.0, "holds": False}
+        return rows
+
+    monkeypatch.setattr(benchmark_gpu, "_invariants", one_off)
+    assert benchmark_gpu.main([*GPU, "--batch", "1", "--output", str(tmp_path / "gpu.json")]) == 1
+    assert "compact = masked does not hold" in capsys.readouterr().err
+    assert {row["part"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]} == {"invariants"}
+
+
+def test_what_cannot_be_captured_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", refuses)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = [*GPU, "--batch", "1", "--warmup", "0", "--only", "faster"]
+    assert benchmark_gpu.main([*words, "--output", str(tmp_path / "gpu.json")]) == 0
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    failed = {row["what"]: row["failed"] for row in rows if "failed" in row}
+    assert failed["dense, torch.compile"] == "RuntimeError: no compiler here"
+    assert failed["half halted, CUDA graph"] == "RuntimeError: no CUDA device"
+    assert [row["what"] for row in rows if "failed" not in row] == ["dense", "half halted, eager"]
+
+
+def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def tiny(part: str, output: Path, more: list[str]) -> str | None:
+        asked.append([part, *more])
+        if part == "scaling":
+            words = [
+                "--shape",
+                "tiny",
+                "--sequence",
+                "8",
+                "16",
+                "32",
+                "--layers",
+                "2",
+                "--fixed-layers",
+                "2",
+                "--fixed-sequence",
+                "8",
+            ]
+            scaling.main([*words, "--repeats", "3", "--output", str(output)])
+            return None
+        return "it broke"
+
+    monkeypatch.setattr(benchmarks, "run", tiny)
+    assert benchmarks.main(["--output", str(tmp_path), "--scaling", "--repeats 3"]) == 1
+    assert asked == [["runtime"], ["quantization"], ["break_even"], ["scaling", "--repeats", "3"]]
+    page = (tmp_path / "README.md").read_text()
+    assert "![scaling](scaling.svg)" in page
+    assert "decay 0.05" in page
+    assert "- runtime: not measured, it broke" in page
+    monkeypatch.setattr(benchmarks.time, "monotonic", iter(range(0, 10**6, 600)).__next__)
+    benchmarks.main(["--output", str(tmp_path), "--minutes", "15"])
+    assert "the 15 minutes were over" in (tmp_path / "README.md").read_text()
+
+
+def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    class Done:
+        returncode = 3
+
+    monkeypatch.setattr(benchmarks.subprocess, "run", lambda command, cwd: commands.append(command) or Done())
+    assert benchmarks.run("runtime", tmp_path, ["--repeats", "9"]) == "benchmark.py ended with exit code 3"
+    (command,) = commands
+    assert Path(command[1]).is_file()
+    assert command[-4:] == ["--repeats", "9", "--output", str(tmp_path / "benchmark.json")]
+    for part, (script, words) in benchmarks.PARTS.items():
+        parsed = __import__(script.removesuffix(".py")).options_of(list(words))  # a part's words are options that it has
+        assert parsed, part

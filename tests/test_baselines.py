@@ -506,10 +506,14 @@ def test_torchao_is_asked_for_by_name_or_gives_the_same() -> None:
         with pytest.raises(ConfigError, match=r"needs torchao.*quicksilver\[peers\].*backend='torch'"):
             Int8Dynamic(backend="torchao")
         return
-    ours, theirs = (
-        tiny.forward(tiny.load("llama"), EVEN, [Int8Dynamic(backend=backend)]).logits for backend in ("torch", "torchao")
-    )
-    assert float((ours - theirs).norm() / ours.norm()) < 0.02
+    for family in ("gpt2", "llama"):
+        model = tiny.load(family)
+        dense = tiny.forward(model, EVEN, []).logits
+        ours, theirs = (
+            (tiny.forward(model, EVEN, [Int8Dynamic(backend=backend)]).logits - dense).norm() for backend in ("torch", "torchao")
+        )
+        assert 0.5 < float(theirs / ours) < 2  # they round in other places
+        tiny.forward(model, EVEN, [Int8Dynamic(backend="torchao"), Halting(halted_share=0.5, missing_kv="project")])
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -48,7 +48,7 @@ class Int8Dynamic(Transform):
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:
         replaced: list[tuple[nn.Module, str, nn.Module]] = []
-        make = _IntegerLinear if self.backend == "torch" else _torchao_linear
+        make = _IntegerLinear if self.backend == "torch" else _TorchaoLinear
         try:
             for layer in architecture.layers:
                 for parent in list(layer.modules()):
@@ -100,14 +100,23 @@ def _of(linear: nn.Module) -> torch.Tensor:
     return weight.T if isinstance(linear, Conv1D) else weight
 
 
-def _torchao_linear(linear: nn.Module) -> nn.Module:
-    quantize_, recipe = _torchao()
-    weight = _of(linear)
-    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=linear.bias is not None, device=weight.device, dtype=weight.dtype)
-    plain.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    plain.bias = linear.bias  # type: ignore[assignment]
-    quantize_(plain, recipe())
-    return plain.eval()
+class _TorchaoLinear(nn.Module):
+    """The same by torchao; `weight` and `bias` as in `_IntegerLinear`."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        quantize_, recipe = _torchao()
+        weight = _of(linear)
+        shape = {"device": weight.device, "dtype": weight.dtype, "bias": linear.bias is not None}
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0], **shape)  # type: ignore[arg-type]
+        self.linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        self.linear.bias = linear.bias  # type: ignore[assignment]
+        quantize_(self.linear, recipe())
+        self.weight, self.bias = linear.weight, linear.bias
+        self.train(linear.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
 
 
 def _torchao() -> tuple:

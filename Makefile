@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format train-reference calibrate benchmark benchmark-gpu environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format train-reference calibrate budget benchmark benchmark-gpu environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -63,6 +63,9 @@ train-reference: $(STAMP) ## train the embedded reference model again, hours (MO
 
 calibrate: $(STAMP) ## thresholds from data, per layer (MODEL, DATASET, ARGS)
 	$(PY) scripts/calibrate.py $(if $(MODEL),--model $(MODEL)) $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
+
+budget: $(STAMP) ## a dial set so that a budget holds (ARGS="--save 30", or "--cost 1 --dial fusion_attention"; MODEL, DATASET)
+	$(PY) scripts/budget.py $(or $(ARGS),$(error say what: make budget ARGS="--save 30")) $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET))
 
 benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within a quarter of an hour, into results/benchmarks/ (ARGS)
 	$(PY) scripts/benchmarks.py $(ARGS)

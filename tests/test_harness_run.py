@@ -503,6 +503,9 @@ def test_a_mirror_gets_the_record_s_numbers(words, monkeypatch):
         def log(self, scalars):
             logged.update(scalars)
 
+        def log_artifact(self, path, name, type):
+            logged["artefact"] = (path, name, type)
+
         def finish(self):
             logged["finished"] = True
 
@@ -517,4 +520,5 @@ def test_a_mirror_gets_the_record_s_numbers(words, monkeypatch):
     assert logged["audit/probes"] == 1
     assert logged["init"]["mode"] == "offline"
     assert logged["init"]["id"] == record.fingerprint
+    assert logged["artefact"] == (str(record.path), f"record-{record.fingerprint}", "record")
     assert logged["finished"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,33 +25,55 @@ def check_tracker(config: TrackerConfig) -> None:
         raise ConfigError("tracker=wandb needs the package wandb, which is not installed: pip install wandb, or tracker=none.")
 
 
-def mirror(record: Record, config: TrackerConfig, results_dir: Path) -> None:
-    """Send one finished record to the tracker of the config.
+def mirror(
+    record: Record,
+    config: TrackerConfig,
+    results_dir: Path,
+    *,
+    group: str | None = None,
+    tags: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Send one finished record to the tracker of the config: its numbers, and its files as an artefact.
+
+    Args:
+        group: runs that belong together; None: those of the same model, text and protocol.
+        more: further numbers.
 
     Raises:
         QuickSilverError: the tracker refuses (no login …); the record itself is finished and stays.
     """
     if config.name == "none":
         return
+    same = f"{record['model']['name']} | {record['data']['name']} | {record['protocol']['name']}"
+    about: dict[str, Any] = {"group": group or same, "config": dict(record["config"])}
+    if tags:
+        about["tags"] = list(tags)
+    try:
+        with start(config, results_dir, id=record.fingerprint, name=record["label"], **about) as run:
+            run.log(scalars(record) | dict(more or {}))
+            run.log_artifact(str(record.path), name=f"record-{record.fingerprint}", type="record")
+    except QuickSilverError as error:
+        raise QuickSilverError(f"{record.path} is finished, but {error}") from error
+
+
+@contextmanager
+def start(tracker: TrackerConfig, results_dir: Path, **about: Any) -> Iterator[Any]:
+    """A W&B run below `results_dir`, finished at the end of the block; `about` goes to `wandb.init`.
+
+    Raises:
+        QuickSilverError: W&B refuses.
+    """
     import wandb
 
+    mode = cast("Literal['offline', 'online', 'disabled']", tracker.mode)
+    settings = wandb.Settings(silent=True, console="off")
     try:
-        run = wandb.init(
-            project=config.project,
-            mode=cast("Literal['offline', 'online', 'disabled']", config.mode),
-            dir=str(results_dir),
-            id=record.fingerprint,
-            name=record["label"],
-            group=f"{record['model']['name']} | {record['data']['name']} | {record['protocol']['name']}",
-            config=dict(record["config"]),
-            settings=wandb.Settings(silent=True),
-        )
-        run.log(scalars(record))
+        run = wandb.init(project=tracker.project, mode=mode, dir=str(results_dir), settings=settings, **about)
+        yield run
         run.finish()
     except wandb.errors.Error as error:
-        raise QuickSilverError(
-            f"{record.path} is finished, but W&B refused it: {error}. Log in, or use tracker.mode=offline."
-        ) from error
+        raise QuickSilverError(f"W&B refused it: {error}. Log in, or use tracker.mode=offline.") from error
 
 
 def scalars(record: Record) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""Run the notebooks and keep their outputs, without what differs from run to run: times, counters, the machine's own paths.
+
+    python scripts/run_notebooks.py             all of notebooks/, written back
+    python scripts/run_notebooks.py --check     run them, write nothing; exit code 1 if one fails
+
+Needs nbclient and ipykernel: pip install 'quicksilver[notebooks,plots]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+_TIMEOUT_S = 600
+_KEPT = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
+
+
+def run(path: Path) -> nbformat.NotebookNode:
+    """The notebook with its outputs, cleaned.
+
+    Raises:
+        CellExecutionError: a cell failed.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(path.parent)}}
+    quiet = ["--IPKernelApp.log_level=40"]  # it warns of its local ports
+    NotebookClient(notebook, timeout=_TIMEOUT_S, kernel_name="python3", resources=where, extra_arguments=quiet).execute()
+    return cleaned(notebook)
+
+
+def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Without execution times, and without what libraries log; temporary folders by one name."""
+    notebook.metadata = nbformat.from_dict(_KEPT)
+    for number, cell in enumerate(notebook.cells):
+        cell.metadata = nbformat.from_dict({})
+        cell.id = f"cell-{number:02d}"
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output["execution_count"] = None
+                if "text" in output:
+                    output["text"] = _anonymous(output["text"])
+    return notebook
+
+
+def _anonymous(text: str) -> str:
+    return re.sub(r"/\S*/quicksilver-\w+", "/tmp/quicksilver", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the notebooks and keep their outputs.")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="some only")
+    arguments = parser.parse_args()
+    failed = 0
+    for path in arguments.notebooks or sorted(FOLDER.glob("*.ipynb")):
+        try:
+            notebook = run(path)
+        except CellExecutionError as error:
+            print(f"{path.name}: {error}", file=sys.stderr)
+            failed = 1
+            continue
+        if not arguments.check:
+            nbformat.write(notebook, path)
+        print(f"{path.name}: {len(notebook.cells)} cells")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Build the W&B report of a project that quicksilver.report.wandb filled: the panels of the paper over the mirrored runs.
+
+    python scripts/wandb_report.py                          into the project quicksilver of whoever is logged in
+    python scripts/wandb_report.py --entity my-team --project mine --results results
+    python scripts/wandb_report.py --list                   what the report would have; asks nobody
+
+Says what is missing for who is not logged in. docs/wandb.md has the way from records to here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
+
+from quicksilver.report.site import Piece, Site
+from quicksilver.report.wandb import sweeps
+from quicksilver.runtime.errors import QuickSilverError
+
+TITLE = "QuickSilver: what the paper says, and what was measured"
+NEEDED = ("wandb", "wandb_workspaces")
+
+
+@dataclass(frozen=True)
+class PanelSpec:
+    """One panel, by the names of logged numbers: a scatter of two of them, bars of some, or pictures."""
+
+    kind: Literal["scatter", "bars", "pictures"]
+    title: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with words and panels below it; `sweep` shows the runs of one sweep only."""
+
+    title: str
+    text: str = ""
+    panels: tuple[PanelSpec, ...] = ()
+    sweep: str | None = None
+
+
+# What the paper draws over runs: 8/15 the frontier, 6 and 7 the savings, 16 and Table 7 the cost in time, C.4 the cache.
+RUNS = Section(
+    "Runs",
+    "Every difference is against dense inference on the same windows; times are medians of rounds that alternate with the dense model.",
+    (
+        PanelSpec("scatter", "Quality against work (Figures 8, 15)", ("executed_flops_saved_pct", "delta_ppl_pct")),
+        PanelSpec("scatter", "Quality against time (Figure 16)", ("speedup_pct", "delta_ppl_pct")),
+        PanelSpec("scatter", "Quality against its null at the same budget", ("null_delta_ppl_pct", "delta_ppl_pct")),
+        PanelSpec("scatter", "Time saved against work saved: realization", ("executed_flops_saved_pct", "speedup_pct")),
+        PanelSpec(
+            "bars",
+            "Work saved, three ledgers, % (Figures 6, 7)",
+            ("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct"),
+        ),
+        PanelSpec("bars", "KV bytes saved, % of dense", ("kv_bytes_saved_pct",)),
+    ),
+)
+
+
+def outline(site: Site) -> Iterator[Section]:
+    """The report's sections: runs, sweeps, then every table and figure that was written."""
+    yield RUNS
+    for sweep in sweeps(site):
+        panel = PanelSpec("scatter", "Quality against work", ("executed_flops_saved_pct", "delta_ppl_pct"))
+        yield Section(f"Sweep {sweep}", panels=(panel,), sweep=f"sweep {sweep}")
+    for piece in site.pieces:
+        if piece.written:
+            yield _section(site, piece)
+
+
+def _section(site: Site, piece: Piece) -> Section:
+    if piece.kind == "figure":
+        return Section(piece.title, "\n".join(piece.caption), (PanelSpec("pictures", piece.title, (piece.name,)),))
+    return Section(
+        piece.title, (site.root / "tables" / f"{piece.name}.md").read_text(encoding="utf-8").partition("\n")[2].strip()
+    )
+
+
+@dataclass
+class Project:
+    """Where the report goes."""
+
+    project: str
+    entity: str
+    site: Site = field(repr=False)
+
+
+def build(project: Project, workspaces: Any) -> Any:
+    """The report as an object of `wandb_workspaces.reports.v2`, not saved yet."""
+    kinds = {
+        "scatter": lambda spec: workspaces.ScatterPlot(title=spec.title, x=spec.keys[0], y=spec.keys[1]),
+        "bars": lambda spec: workspaces.BarPlot(title=spec.title, metrics=list(spec.keys)),
+        "pictures": lambda spec: workspaces.MediaBrowser(title=spec.title, media_keys=list(spec.keys)),
+    }
+    blocks = [workspaces.TableOfContents()]
+    for section in outline(project.site):
+        blocks.append(workspaces.H1(text=section.title))
+        if section.text:
+            blocks.append(workspaces.MarkdownBlock(text=section.text))
+        if section.panels:
+            where = {"project": project.project, "entity": project.entity}
+            chosen = {"filters": f'Metric("group") == "{section.sweep}"'} if section.sweep else {}
+            runs = workspaces.Runset(**where, name=section.sweep or "all runs", **chosen)
+            panels = [kinds[spec.kind](spec) for spec in section.panels]
+            blocks.append(workspaces.PanelGrid(runsets=[runs], panels=panels))
+    return workspaces.Report(project=project.project, entity=project.entity, title=TITLE, blocks=blocks)
+
+
+def missing() -> list[str]:
+    """What keeps this machine from building a report, with the remedy; asks no network."""
+    said = [
+        f"The package {name.replace('_', '-')} is not installed: pip install {name.replace('_', '-')}"
+        for name in NEEDED
+        if importlib.util.find_spec(name) is None
+    ]
+    if "WANDB_API_KEY" not in os.environ and not _in_netrc():
+        said.append("Nobody is logged in to W&B: wandb login, or set WANDB_API_KEY.")
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+        said.append(f"WANDB_MODE={os.environ['WANDB_MODE']}: a report lives on the server, unset it.")
+    return said
+
+
+def _in_netrc() -> bool:
+    """Whether `wandb login` left a key; it is not read."""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    return path.is_file() and host in path.read_text(encoding="utf-8", errors="replace")
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Build the W&B report over mirrored runs.")
+    parser.add_argument("--project", default="quicksilver")
+    parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="user or team; empty: the key's own")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder with tables/, figures/ and runs/")
+    parser.add_argument("--list", action="store_true", help="print what the report would have, and stop")
+    arguments = parser.parse_args(words)
+    try:
+        site = Site(arguments.results)
+    except QuickSilverError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.list:
+        for section in outline(site):
+            print(section.title, *(f"  {spec.kind}: {spec.title} ({', '.join(spec.keys)})" for spec in section.panels), sep="\n")
+        return 0
+    said = missing()
+    if said:
+        print(
+            "The report was not built.",
+            *said,
+            "Until then, make report gives the same tables and figures as a local site.",
+            sep="\n  ",
+            file=sys.stderr,
+        )
+        return 1
+    import wandb_workspaces.reports.v2 as workspaces
+
+    report = build(Project(arguments.project, arguments.entity, site), workspaces)
+    report.save()
+    print(report.url)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The W&B mirror and its report: what is sent, to which groups, and what is said to who cannot send anything."""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import contextmanager
+from pathlib import Path
+
+import fakes
+import pandas as pd
+import pytest
+import wandb_report
+
+from quicksilver.report import ablation, wandb
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.figures import Figure, panels, style
+from quicksilver.report.site import Site
+from quicksilver.report.tables import Panel, Table
+
+
+class Sent:
+    """Stands for the client: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.runs: list[dict] = []
+        self.module = types.SimpleNamespace(
+            init=self.init,
+            Settings=dict,
+            errors=types.SimpleNamespace(Error=RuntimeError),
+            Table=lambda dataframe: ("table", dataframe),
+            Image=lambda path, caption: ("image", Path(path), caption),
+            __spec__=object(),
+        )
+
+    def init(self, **about):
+        run = {**about, "logged": {}, "artefacts": [], "finished": False}
+        self.runs.append(run)
+        return types.SimpleNamespace(
+            log=run["logged"].update,
+            log_artifact=lambda path, name, type: run["artefacts"].append((Path(path), name, type)),
+            finish=lambda: run.update(finished=True),
+        )
+
+
+@pytest.fixture
+def sent(monkeypatch) -> Sent:
+    sent = Sent()
+    monkeypatch.setitem(sys.modules, "wandb", sent.module)
+    return sent
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    """Two halting records in a panel with the name of an experiment, a figure and a ledger."""
+    dense = fakes.make(tmp_path, "dense all", label="dense")
+    records = [fakes.make(tmp_path, f"halting {i} all", per_token=0.02 * i, saved=0.1 * i, label=f"halting {i}") for i in (1, 2)]
+    rows = [Row("b2_halting", "", f"p{i}", f"p{i}", ()) for i in (1, 2)]
+    frame = ablation.frame([Outcome(row, record, dense) for row, record in zip(rows, records, strict=True)])
+    panel = Panel("b2_halting", "B.2", ablation.columns(prompt=False), ())
+    Table("table_sweeps", "Sweeps of the paper", frame, (panel,)).write(tmp_path / "tables")
+    with style():
+        drawing, _ = panels()
+    Figure("figure99", "Figure 99: none", frame[["key"]], drawing, ("A caption.",)).write(tmp_path / "figures")
+    pd.DataFrame({"claim": ["a"], "kind": ["claim"], "verdict": ["partly"]}).to_csv(tmp_path / "claims.csv", index=False)
+    return tmp_path
+
+
+def test_records_are_runs_in_their_sweep_with_numbers_and_files(results, sent, capsys):
+    assert wandb.main([f"results_dir={results}", "tracker.project=mine"]) == 1  # tables of experiments/ that are not here
+    runs = {run["id"]: run for run in sent.runs}
+    one = runs[fakes.fingerprint("halting 1 all")]
+    assert (one["project"], one["mode"], one["group"], one["tags"]) == ("mine", "offline", "sweep b2_halting", ["table_sweeps"])
+    assert one["logged"]["executed_flops_saved_pct"] == pytest.approx(10)
+    assert one["logged"]["ppl"] > one["logged"]["dense_ppl"]
+    assert one["artefacts"] == [(results / "runs" / one["id"], f"record-{one['id']}", "record")]
+    assert runs[fakes.fingerprint("dense all")]["group"] == "reference-gpt2 | python-docs | all"
+    assert all(run["finished"] for run in sent.runs)
+    said = capsys.readouterr()
+    assert "3 records, 2 tables and figures: project mine, offline" in said.out
+    assert "wandb sync" in said.out
+    assert "make reproduce-table TABLE=11" in said.err
+
+
+def test_tables_and_figures_are_one_run(results, sent):
+    wandb.publish(results, wandb.TrackerConfig(name="wandb"))
+    (run,) = [run for run in sent.runs if run["name"] == wandb.TABLES_AND_FIGURES]
+    assert set(run["logged"]) == {"table_sweeps", "figure99", "claims"}
+    assert run["logged"]["figure99"][1] == results / "figures" / "figure99.png"
+    assert len(run["logged"]["table_sweeps"][1]) == 2
+    assert {path.name for path, _, _ in run["artefacts"]} >= {
+        "table_sweeps.md",
+        "table_sweeps.csv",
+        "figure99.svg",
+        "figure99.csv",
+    }
+    again = Sent()
+    sys.modules["wandb"] = again.module
+    wandb.publish(results, wandb.TrackerConfig(name="wandb"))
+    assert [one["id"] for one in again.runs] == [one["id"] for one in sent.runs]  # mirrored twice, the same runs
+
+
+def test_a_refusal_is_said_and_harms_nothing(results, sent, capsys):
+    def refuse(**about):
+        raise RuntimeError("no login")
+
+    sent.module.init = refuse
+    assert wandb.main([f"results_dir={results}", "tracker.mode=online"]) == 1
+    said = capsys.readouterr().err
+    assert "is finished, but W&B refused it: no login" in said
+    assert "tracker.mode=offline" in said
+
+
+# --- the report -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
+    sections = {section.title: section for section in wandb_report.outline(Site(results))}
+    assert sections["Sweep b2_halting"].sweep == "sweep b2_halting"  # the group that the mirror gives
+    assert sections["Figure 99: none"].panels[0].keys == ("figure99",)
+    assert "| technique |" in sections["Sweeps of the paper"].text
+    logged = {name for row in (run.row for run in Site(results).runs.values()) for name in row}
+    drawn = {key for spec in wandb_report.RUNS.panels for key in spec.keys}
+    # Nothing is drawn that no run would have; these records have neither a cache nor a null.
+    assert drawn - logged == {"kv_bytes_saved_pct", "null_delta_ppl_pct"}
+
+
+def test_the_report_is_built_from_blocks(results):
+    names = ("TableOfContents", "H1", "MarkdownBlock", "PanelGrid", "Runset", "ScatterPlot", "BarPlot", "MediaBrowser", "Report")
+    fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in names})
+    _, report = wandb_report.build(wandb_report.Project("mine", "me", Site(results)), fake)
+    assert (report["project"], report["entity"]) == ("mine", "me")
+    grids = [about for name, about in report["blocks"] if name == "PanelGrid"]
+    assert len(grids) == 3
+    assert [runset["filters"] for _, runset in (grid["runsets"][0] for grid in grids) if "filters" in runset] == [
+        'Metric("group") == "sweep b2_halting"'
+    ]
+
+
+@contextmanager
+def installed(monkeypatch, *names):
+    monkeypatch.setattr(wandb_report.importlib.util, "find_spec", lambda name: object() if name in names else None)
+    yield
+
+
+def test_who_is_not_logged_in_is_told_what_is_missing(results, tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with installed(monkeypatch, "wandb"):
+        assert wandb_report.main(["--results", str(results)]) == 1
+    said = capsys.readouterr().err
+    assert "pip install wandb-workspaces" in said
+    assert "wandb login" in said
+    assert "make report" in said
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password a-secret\n")
+    with installed(monkeypatch, "wandb", "wandb_workspaces"):
+        assert wandb_report.missing() == []
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        assert "unset it" in wandb_report.missing()[0]
+    monkeypatch.setenv("WANDB_API_KEY", "another-secret")
+    with installed(monkeypatch):
+        wandb_report.main(["--results", str(results)])
+    said = capsys.readouterr()
+    assert "secret" not in said.out + said.err
+
+
+def test_the_list_asks_nobody(results, capsys):
+    assert wandb_report.main(["--results", str(results), "--list"]) == 0
+    assert "Quality against work" in capsys.readouterr().out
+    assert wandb_report.main(["--results", str(results / "nowhere"), "--list"]) == 1

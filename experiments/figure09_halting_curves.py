@@ -129,7 +129,7 @@ def _behind(frame: pd.DataFrame, window: tuple[int, int]) -> str:
             parts.append(
                 f"{members['drift_relative'].mean():.2f} {where} the first forced token (dense {members['dense_drift_relative'].mean():.2f})"
             )
-    return f"Mean drift in these layers: {', '.join(parts)}: what is frozen moves those that attend to it."
+    return f"Mean drift in these layers: {', '.join(parts)}."
 
 
 def _apart(end: pd.Series, slot: int, members: pd.DataFrame) -> bool:

@@ -47,7 +47,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         right.set(xlabel="token of the first window (slot)", ylabel="layer", title="Bit-widths")
         right.set_yticks(range(1, n_layers + 1, 3))
         right.legend(handles=inside.held_legend(frame["held"]), loc="lower right", ncols=4, columnspacing=1, framealpha=1)
-    return Figure(name, "Figure 19: entropy and bit-widths", frame, drawing, _caption(outcomes, frame, chosen, tau["tau_low"]))
+    drawn = frame[["text", "layer", "slot", "dense_entropy_nats", "bits"]].round(4)
+    return Figure(name, "Figure 19: entropy and bit-widths", drawn, drawing, _caption(outcomes, frame, chosen, tau["tau_low"]))
 
 
 def _histograms(axes: Axes, frame: pd.DataFrame, chosen: Sequence[int]) -> None:

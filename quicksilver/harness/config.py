@@ -165,7 +165,7 @@ class RunConfig:
         return {
             "model": model,
             "dataset": dataset,
-            "modules": self.modules,
+            "modules": dict(self.modules),
             "protocol": protocol,
             "measure": measure,
             "execution": self.execution,

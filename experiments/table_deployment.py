@@ -32,7 +32,6 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("per token", "saved %", lambda row: refused(number(row, "saved_pct"), number(row, "noise_floor_pct"))),
         Column("", "tokens/s", lambda row: _ms(row, "tokens_per_s")),
         Column("", "in budget %", lambda row: _ms(row, "within_budget_pct"), expendable=1),
-        Column("", "same tokens", lambda row: (_same(row),), expendable=2),
     )
     requests = {
         (found["prompt_tokens"], found["new_tokens"], found["budget_ms"])
@@ -46,7 +45,6 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
         "saved: mean time per token against dense inference, round by round; within: no larger than the A/A noise floor below it.",
         "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
-        "same tokens: how many of the first new tokens are those of dense inference.",
     )
     panel = Panel(cost.PANEL, "Batch 1, greedy", columns, provenance.notes(outcomes))
     return Table(name, "Deployment: one request at a time", frame, (panel,), legend)
@@ -68,7 +66,6 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         ratio = found["per_token_ratio"]
         row |= {"saved_pct": 100 * (1 - ratio["median"]), "saved_pct_low": 100 * (1 - ratio["high"])}
         row |= {"saved_pct_high": 100 * (1 - ratio["low"]), "noise_floor_pct": found["noise_floor_pct"]}
-        row |= {"same_first_tokens": found["same_first_tokens"], "new_tokens": found["new_tokens"]}
     return row | {"record": outcome.record.fingerprint}
 
 
@@ -78,11 +75,6 @@ def _ms(row: Mapping[str, Any], key: str) -> Lines:
         return (NO_VALUE,)
     iqr = number(row, "first_token_iqr_ms") if key == "first_token_ms" else None
     return (f"{value:.1f}",) if iqr is None else (f"{value:.1f}", f"± {iqr / 2:.1f}")
-
-
-def _same(row: Mapping[str, Any]) -> str:
-    same, of = number(row, "same_first_tokens"), number(row, "new_tokens")
-    return NO_VALUE if same is None or of is None else f"{same:.0f} of {of:.0f}"
 
 
 def _per_token(outcomes: Mapping[str, Outcome]) -> Estimate | None:

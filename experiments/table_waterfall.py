@@ -47,7 +47,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "policy costs: percent of dense time that deciding takes where everything is executed all the same.",
         "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
         "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
-        f"{NO_VALUE} where one of the two is within the noise of the clock.",
+        f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
         "within: no larger than how far dense inference is from itself (A/A); below resolution: windows of rest differ by as much.",
         cost.energy_note(outcomes),
     )

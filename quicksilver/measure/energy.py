@@ -2,7 +2,7 @@
 
 What a counter says over a window has in it what the machine draws at rest, so windows of rest are measured in between and subtracted.
 A difference that windows of rest show among themselves is `below resolution`. Where a machine has no counter codecarbon estimates from
-the processor's nominal power and its load; such numbers are marked: they follow the clock and know nothing more than it does.
+the processor's nominal power and the load of the process; such numbers are marked: they follow the clock and know nothing more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COUNTERS = {  # codecarbon's name for a source -> ours
     "GPU": "NVML",
 }
 ESTIMATES = {
-    "cpu_load": "no energy counter: nominal power of the processor × its load",
+    "cpu_load": "no energy counter: nominal power of the processor × the load of this process",
     "constant": "no energy counter: half the nominal power of the processor",
 }
 
@@ -81,19 +81,23 @@ class CodeCarbonMeter:
             )
         place = GeoMetadata(country_iso_code=country_iso_code, country_name=mix[country_iso_code]["country_name"])
         self.grid_kg_per_kwh = float(Emissions(data).get_private_infra_emissions(Energy.from_energy(kWh=1.0), place))
-        self._tracker = OfflineEmissionsTracker(
-            country_iso_code=country_iso_code,
-            output_methods=[],
-            log_level="critical",
-            measure_power_secs=1,
-            tracking_mode="machine",
-        )
-        self._tracker.start_task("warm-up")  # finds out what the machine has
-        self._tracker.stop_task()
-        sources = {_kind(part): getattr(part, "_mode", type(part).__name__) for part in self._tracker._hardware}
-        sources.pop("RAM", None)  # never a counter
+
+        def tracker(mode: str) -> tuple[Any, dict[str, str]]:
+            """A tracker that has found out what the machine has, and its sources by kind of hardware."""
+            made = OfflineEmissionsTracker(
+                country_iso_code=country_iso_code, output_methods=[], log_level="critical", measure_power_secs=1, tracking_mode=mode
+            )  # fmt: skip
+            made.start_task("warm-up")
+            made.stop_task()
+            sources = {_kind(part): getattr(part, "_mode", type(part).__name__) for part in made._hardware}
+            return made, {kind: source for kind, source in sources.items() if kind != "RAM"}  # never a counter
+
+        self._tracker, sources = tracker("machine")
         counters = {kind: COUNTERS[source] for kind, source in sources.items() if source in COUNTERS}
         self.measured = bool(counters)
+        if not counters:
+            # A counter sees the whole machine whatever we ask for; a guess had better not see what else runs on it.
+            self._tracker, sources = tracker("process")
         self._kinds = tuple(counters) or tuple(sources)
         self.method = " + ".join(counters.values()) or "; ".join(ESTIMATES.get(source, source) for source in sources.values())
         if not self._kinds:

@@ -190,8 +190,9 @@ def _stages(record: Record) -> dict[str, Any]:
 
 
 def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float) -> float | None:
-    """Time saved over executed FLOPs saved. None where either is no larger than the noise of the clock: a ratio of noise is no ratio."""
-    if abs(time_saved_pct) <= noise_pct or abs(flops_saved_pct) <= noise_pct:
+    """Time saved over executed FLOPs saved. None where either is no larger than the noise of the clock (a ratio of noise is no ratio), and
+    where no operation was saved: then there is nothing to realize."""
+    if abs(time_saved_pct) <= noise_pct or flops_saved_pct <= noise_pct:
         return None
     return time_saved_pct / flops_saved_pct
 

@@ -28,6 +28,7 @@ STEPS = {
     "cumulative.fusion": (None, "f2.fusion"),
     "cumulative.quantization": ("f2.joint", "f2.joint"),
 }
+_BESIDE = 0.38  # of a bar's place: where the paper's number stands
 
 
 def rows() -> list[Row]:
@@ -44,7 +45,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         _speed(axes[0, 0], members)
         _energy(axes[0, 1], members)
         for plot in axes.flat:
-            plot.set_xticks(range(len(members)), [textwrap.fill(row["technique"], 11) for row in members])
+            plot.set_xticks(range(len(members)), [textwrap.fill(row["technique"], 14) for row in members])
             plot.set_xlim(-0.6, len(members) - 0.4)
             plot.grid(axis="x", visible=False)
     caption = (
@@ -109,13 +110,25 @@ def _speed(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
                 place, value, width=0.55, color="white" if within else PALETTE[2], edgecolor="black", linewidth=0.5,
                 hatch=HATCHES[1] if within else "", yerr=whiskers, error_kw={"elinewidth": 0.8, "capsize": 2}, label="_",
             )  # fmt: skip
+            below = value < 0 and not within
             plot.annotate(
-                "within\nnoise" if within else f"{value:+.1f}", (place, max(row["speedup_pct_high"], 0)), (0, 3),
-                textcoords="offset points", ha="center", size=7,
-            )  # fmt: skip
+                "within\nnoise" if within else f"{value:+.1f}",
+                (place, row["speedup_pct_low"] if below else max(row["speedup_pct_high"], 0)),
+                (0, -4 if below else 4),
+                textcoords="offset points",
+                ha="center",
+                va="top" if below else "bottom",
+                size=7,
+            )
         if _has(row, "reported_speedup_pct"):
             plot.plot(
-                place, row["reported_speedup_pct"], marker="D", color="white", markeredgecolor=PALETTE[1], linestyle="", label="_"
+                place + _BESIDE,
+                row["reported_speedup_pct"],
+                marker="D",
+                color="white",
+                markeredgecolor=PALETTE[1],
+                linestyle="",
+                label="_",
             )
     plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
     plot.plot([], [], marker="D", color="white", markeredgecolor=PALETTE[1], linestyle="", label="the paper")
@@ -139,7 +152,14 @@ def _energy(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
         elif _has(row, "method"):
             plot.annotate(f"{cost.BELOW}\n{row['method']}", (place, 0), (0, 4), textcoords="offset points", ha="center", size=6.5)
         if _has(row, "reported_emissions_pct"):
-            plot.plot(place, row["reported_emissions_pct"], marker="D", color="white", markeredgecolor=PALETTE[1], linestyle="")
+            plot.plot(
+                place + _BESIDE,
+                row["reported_emissions_pct"],
+                marker="D",
+                color="white",
+                markeredgecolor=PALETTE[1],
+                linestyle="",
+            )
     plot.plot([], [], marker="D", color="white", markeredgecolor=PALETTE[1], linestyle="", label="the paper, emissions")
     plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
     plot.set_ylabel("net energy per token, % of dense")

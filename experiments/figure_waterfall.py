@@ -87,7 +87,8 @@ def _falls(plot: Axes, row: Mapping[str, Any]) -> None:
     plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
     ratio = number(row, "realization")
     realized = "" if ratio is None or np.isnan(ratio) else f", realized {ratio:.2f}"
-    plot.set_title(f"{row['technique']}{realized}", size=8)
+    alone = " alone" if row["section"] == "Isolated" else ""
+    plot.set_title(f"{row['technique']}{alone}{realized}", size=8)
     plot.margins(y=0.15)
     plot.grid(axis="x", visible=False)
 

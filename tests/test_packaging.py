@@ -86,7 +86,8 @@ def test_the_lock_pins_exact_versions_and_names_no_host_and_no_path():
 
 
 def requirements() -> list[str]:
-    extras = PROJECT["project"]["optional-dependencies"]
+    # `peers` is torchao alone: importing it prints, and costs every start seconds, so `make` does not install it.
+    extras = {name: lines for name, lines in PROJECT["project"]["optional-dependencies"].items() if name != "peers"}
     return [
         *PROJECT["project"]["dependencies"],
         *(line for lines in extras.values() for line in lines),

@@ -15,7 +15,7 @@ from harness_world import LAYERS, PROMPT, WINDOW, make_text, make_world
 from quicksilver import run as command_line
 from quicksilver.harness import fingerprint as fingerprints
 from quicksilver.harness import run as harness
-from quicksilver.harness.config import compose
+from quicksilver.harness.config import compose, sweep_jobs
 from quicksilver.harness.record import load_record, record_frame
 from quicksilver.harness.run import Workplace, ensure, is_done, plan
 from quicksilver.harness.stats import paired_records
@@ -125,6 +125,14 @@ def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
     assert "drift-relative" in calibration["signals"]
     assert len(list((results / "calibration").rglob("*.json"))) == 1
     assert records["continuation"]["calibration"] is None
+
+
+def test_a_record_says_what_multiplied_its_integers(words):
+    quantized = [*words, "modules=[adaptive_quantization_uniform8,kv_skipping]"]
+    floats, integers = ensure([compose(quantized), compose([*quantized, "modules.adaptive_quantization.execution=int8"])])
+    assert floats["kernels"] == {"adaptive_quantization": "float products of dequantised values"}
+    (kernel,) = integers["kernels"].values()
+    assert kernel in ("torch._int_mm on cpu", "float products of the codes on cpu")
 
 
 def test_the_calibrating_part_can_be_scored(finished, words):
@@ -444,6 +452,15 @@ def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(word
     assert "At least one job of this sweep failed" in err
     assert "Traceback" not in err
     assert command(monkeypatch, *sweep, "modules.halting.tau_drift=p40,p60") == 0
+
+
+def test_the_jobs_of_an_experiment_are_found_again_one_by_one(words, monkeypatch, capsys):
+    here = [*words, "dataset.windows=9"]  # the words of a person win over those of the experiment
+    assert command(monkeypatch, "-m", "experiment=minimum_depth", *here, "modules.halting.resume_layers=0") == 0
+    jobs = [compose([*job, *here, "modules.halting.resume_layers=0"]) for job in sweep_jobs("minimum_depth")]
+    assert all(is_done(config) for config in jobs)
+    assert capsys.readouterr().out.count("9 windows of") == len(jobs)
+    assert not is_done(compose([*sweep_jobs("minimum_depth")[0], *words]))
 
 
 def test_a_sweep_over_lists_of_modules(words, monkeypatch, capsys):

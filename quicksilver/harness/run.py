@@ -495,6 +495,10 @@ def _describe(
         },
         "calibration": calibration,
         "thresholds": {name: thresholds_of(module) for name, module in zip(sorted(config.modules), modules, strict=True)},
+        # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
+        "kernels": {
+            name: module.kernel for name, module in zip(sorted(config.modules), modules, strict=True) if hasattr(module, "kernel")
+        },
         "config": dataclasses.asdict(config),
         "package": {"version": __version__, "source_digest": source_digest(type(m) for m in modules)},
         "environment": environment(),

@@ -22,6 +22,9 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record['execution'])}.",
         f"Machine: {_each(records, _machine)}.",
     ]
+    kernels = dict.fromkeys(how for record in records for how in record.get("kernels", {}).values())
+    if kernels:
+        lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
     seeds = _each(records, lambda record: str(record["config"]["seed"]))
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window.")
     warnings = timing_warnings(records)

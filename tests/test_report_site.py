@@ -162,8 +162,7 @@ def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
     text = " ".join(Links(site / "runs" / f"{record.fingerprint}.html").text)
     for word in (
         f"{record['ppl']:.4g}",
-        "modules.halting.signal",
-        "drift",
+        "signal: drift",
         record["environment"]["torch"],
         "audit",
         "windows.parquet",
@@ -290,12 +289,22 @@ def test_pages_of_what_is_gone_are_removed(copy):
     assert not (copy / "report" / "files" / "figure99.svg").exists()
 
 
+def decoded(view: dict) -> dict:
+    """A view with a string for each token, as its script reads it."""
+    strings = {
+        name: coded and [coded["distinct"][place] for place in coded["places"]]
+        for name, coded in view.items()
+        if name in ("states", "bits")
+    }
+    return view | strings
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_letters_are_what_the_trace_says(records):
     trace = Trace.load(records["all"].trace_path)
-    view = tokens._from_trace(trace, 5)
+    view = decoded(tokens._from_trace(trace, 5))
     prompt, scored = (one.row(5 % 4) for one in trace.passes[2:4])  # batches of 4: the second has window 5
     assert len(view["states"]) == WINDOW - 1
     for layer in range(LAYERS):
@@ -313,9 +322,9 @@ def test_the_letters_are_what_the_trace_says(records):
 def test_trace_and_signals_say_the_same(records):
     """Two passes, one over a batch of windows, one over the prompt of the first window alone."""
     record = records["all"]
-    inside = tokens.shown(record)[1]
+    inside = decoded(tokens.shown(record)[1])
     assert inside["name"] == "window 0"
-    traced = tokens._from_trace(Trace.load(record.trace_path), 0)
+    traced = decoded(tokens._from_trace(Trace.load(record.trace_path), 0))
     assert inside["states"] == traced["states"][:PROMPT]
     assert inside["bits"] == (traced["bits"] and traced["bits"][:PROMPT])
     fused = sorted(entry[:3] for entry in traced["fusions"])
@@ -481,7 +490,7 @@ def test_a_token_answers_to_pointer_and_keyboard(browser, site, records):
 
     page = Page(browser, site / "tokens" / f"{records['all'].fingerprint}.html")
     page.choose("#window", 2)  # the window that was harmed most
-    view = tokens.shown(records["all"])[2]
+    view = decoded(tokens.shown(records["all"])[2])
     fused = next(i for i, states in enumerate(view["states"]) if "F" in states)
     ActionChains(browser).move_to_element(page.find(f"#token-{fused}")).perform()
     detail = page.text("#detail")

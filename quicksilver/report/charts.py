@@ -43,7 +43,10 @@ def windows(record: Record) -> dict[str, Any] | None:
         if column in frame:
             values = ((frame[column] - base) / frame["tokens"]).round(5)
             source = ColumnDataSource({"window": frame["window"].tolist(), "nats": values.tolist(), "what": [name] * len(frame)})
-            drawn.scatter("window", "nats", source=source, marker=marker, size=8, color=color, alpha=0.85, legend_label=name)
+            points = drawn.scatter(
+                "window", "nats", source=source, marker=marker, size=8, color=color, alpha=0.85, legend_label=name
+            )
+            points.nonselection_glyph = points.muted_glyph = None  # nothing is selected: half of the page for nothing
     drawn.add_tools(HoverTool(tooltips=[("", "@what"), ("window", "@window"), ("nats a token", "@nats{0.0000}")]))
     return _item(drawn)
 

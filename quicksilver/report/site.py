@@ -7,6 +7,7 @@ built all the same.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
@@ -20,7 +21,9 @@ from xml.etree import ElementTree
 
 import jinja2
 import pandas as pd
+import yaml
 from markupsafe import Markup
+from PIL import Image
 
 from quicksilver.harness.record import EVENTS, Record, load_record
 from quicksilver.report import charts, explorer, markdown, provenance, tokens
@@ -32,7 +35,8 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js")
 _PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
-_SVG_LIMIT_BYTES = 600_000  # above it, the PNG is the smaller file and looks the same
+_SVG_LIMIT_BYTES = 100_000  # above it, the pixels of the PNG are the smaller file by far, packed without loss
+_DATA_LIMIT_BYTES = 60_000  # a larger frame stays where it was written
 _PICTURES = ("gif", "html")
 
 
@@ -68,10 +72,15 @@ class Piece:
     picture: str | None = None
     caption: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
-    data: str | None = None
+    data: Path | None = None
     prefixes: tuple[str, ...] = ()
     panels: dict[str, list[str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def carried_data(self) -> str | None:
+        """Name of its frame, where the site has it too."""
+        return self.data.name if self.data is not None and self.data.stat().st_size <= _DATA_LIMIT_BYTES else None
 
     @property
     def written(self) -> bool:
@@ -171,7 +180,8 @@ class Site:
         path = self.root / "figures" / f"{piece.name}.svg"
         if not path.is_file():
             return
-        piece.picture = path.name if path.stat().st_size <= _SVG_LIMIT_BYTES else path.with_suffix(".png").name
+        small = path.stat().st_size <= _SVG_LIMIT_BYTES or not path.with_suffix(".png").is_file()
+        piece.picture = path.name if small else path.with_suffix(".webp").name
         title, piece.caption = _svg_words(path)
         piece.title = title or piece.title
         piece.extras = tuple(p.name for p in sorted(path.parent.glob(f"{piece.name}.*")) if p.suffix[1:] in _PICTURES)
@@ -181,7 +191,7 @@ class Site:
         """The records that the frame and the notes name, and rows of the frame that failed."""
         found = [match for part in re.findall(r"Records: [^<]*", notes) for match in _PREFIX.findall(part)]
         if path.is_file() and path.stat().st_size > 1:
-            piece.data = path.name
+            piece.data = path
             frame = pd.read_csv(path, dtype=str, keep_default_na=False)
             for column in frame.columns:
                 if re.fullmatch(r"(\w+_)?(record|fingerprint)s?", str(column)):
@@ -295,8 +305,9 @@ class Site:
     def _piece_pages(self, piece: Piece) -> dict[str, bytes]:
         contents: dict[str, bytes] = {}
         folder = self.root / f"{piece.kind}s"
-        for name in filter(None, (piece.picture, piece.data, *piece.extras)):
-            contents[f"files/{name}"] = (folder / name).read_bytes()
+        for name in filter(None, (piece.picture, piece.carried_data, *piece.extras)):
+            packed = name.endswith(".webp")
+            contents[f"files/{name}"] = _packed(folder / name) if packed else (folder / name).read_bytes()
         runs = [run for run in self.runs.values() if piece in run.pieces]
         contents[f"{piece.name}.html"] = self._page("piece.html", piece=piece, runs=runs, linked=self._linked)
         return contents
@@ -323,10 +334,10 @@ class Site:
         return {
             "notes": provenance.notes([outcome])[:-1],
             "passes": _passes(record),
-            "config": _flat(record["config"]),
-            "environment": _flat(record["environment"]),
+            "config": _yaml(record["config"]),
+            "environment": _yaml(record["environment"]),
             "measured": _flat({key: value for key, value in record.data.items() if key not in (*_SHOWN_APART, *_DESCRIBED)}),
-            "described": _flat({key: record[key] for key in _DESCRIBED if key in record.data}),
+            "described": _yaml({key: record[key] for key in _DESCRIBED if key in record.data}),
             "files": record["files"],
             "chart": charts.windows(record),
         }
@@ -380,6 +391,17 @@ _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
     *("started", "finished", "seconds"),
 )
+
+
+def _packed(path: Path) -> bytes:
+    """The picture that stands as PNG under this name, as WebP without loss."""
+    content = io.BytesIO()
+    Image.open(path.with_suffix(".png")).convert("RGB").save(content, "WEBP", lossless=True, quality=80, method=2)
+    return content.getvalue()
+
+
+def _yaml(entries: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(entries), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _svg_words(path: Path) -> tuple[str, tuple[str, ...]]:

@@ -38,15 +38,15 @@ SIGNALS = (
 def shown(record: Record) -> list[dict[str, Any]]:
     """Texts of a record worth looking at: those that it looked into, then the window that the run harmed most and the one in the middle.
 
-    Each has `name`, `texts` (tokens; None with `no_texts` saying why), `states` and `bits` (a string of L characters a token; `bits`
-    None where none was set), `fusions` ([token, carrier, layer, weight or None]), `merges` ([layer, slot, carrier]), `evictions`
+    Each has `name`, `texts` (tokens; None with `no_texts` saying why), `states` and `bits` (a string of L characters a token, coded as
+    `coded` does; `bits` None where none was set), `fusions` ([token, carrier, layer, weight or None]), `merges` ([layer, slot, carrier]), `evictions`
     ([layer, slots]), `scored` (first scored token), `prompt` (whether what comes before is a prompt), `signals` (name to unit and
     values by token and layer) and `nats` (by token, run and dense). Layers count from 1.
 
     Raises:
         ConfigError: trace or signals are damaged.
     """
-    texts = [_from_signals(record, number) for number in range(len(record.get("texts") or []))]
+    texts = [_from_signals(record, number) for number in _looked_into(record)]
     if record.trace_path is None or record.dense_fingerprint is None:
         return texts
     trace = Trace.load(record.trace_path)
@@ -62,6 +62,16 @@ def shown(record: Record) -> list[dict[str, Any]]:
             {"name": f"window {window}, {why}", "prompt": prompt, "scored": scored, "signals": {}, "nats": None, **words, **view}
         )
     return texts
+
+
+def _looked_into(record: Record) -> Iterator[int]:
+    """The sentences that the run looked into, and the first window: signals of further ones would only be more of the same."""
+    window_seen = False
+    for number, text in enumerate(record.get("texts") or []):
+        is_window = text["name"].startswith("window")
+        if not (is_window and window_seen):
+            yield number
+        window_seen |= is_window
 
 
 def _chosen(record: Record) -> Iterator[tuple[int, str]]:
@@ -109,19 +119,26 @@ def _passes_of(trace: Trace, window: int) -> list[tuple[PassTrace, int]]:
     return found
 
 
-def _letters(active: np.ndarray, entry: np.ndarray, fused: np.ndarray) -> list[str]:
+def coded(strings: list[str]) -> dict[str, list[Any]]:
+    """Strings that repeat: the distinct ones, and the place of each among them. Most tokens share a fate."""
+    distinct = list(dict.fromkeys(strings))
+    places = {string: place for place, string in enumerate(distinct)}
+    return {"distinct": distinct, "places": [places[string] for string in strings]}
+
+
+def _letters(active: np.ndarray, entry: np.ndarray, fused: np.ndarray) -> dict[str, list[Any]]:
     """(L, N) booleans -> a string of L letters a token."""
     left_out = np.cumsum(~active & ~fused, axis=0) > 0
     letters = np.where(entry, KEPT, HALTED)
     letters = np.where(active, np.where(left_out, RESUMED, np.where(entry, COMPUTED, WITHOUT)), letters)
-    return ["".join(column) for column in np.where(fused, FUSED, letters).T]
+    return coded(["".join(column) for column in np.where(fused, FUSED, letters).T])
 
 
-def _digits(bits: np.ndarray) -> list[str] | None:
+def _digits(bits: np.ndarray) -> dict[str, list[Any]] | None:
     """(L, N) widths -> a string of L digits a token, 0 for 16; None where all are untouched."""
     if (bits == 16).all():
         return None
-    return ["".join(str(width % 16) for width in column) for column in bits.T.tolist()]
+    return coded(["".join(str(width % 16) for width in column) for column in bits.T.tolist()])
 
 
 def _fusions(one: PassTrace) -> Iterator[list[Any]]:
@@ -163,7 +180,7 @@ def _from_signals(record: Record, number: int) -> dict[str, Any]:
         view["fusions"] = [[token, int(carrier[layer, token]), layer, None] for token, layer in moved]
     else:
         layers = len(frame) // count - 1
-        view["states"] = [COMPUTED * layers] * count
+        view["states"] = coded([COMPUTED * layers] * count)
     signals = {
         name: {"unit": unit, "values": [[_short(value) for value in token] for token in rows(column).T.tolist()]}
         for column, name, unit in SIGNALS

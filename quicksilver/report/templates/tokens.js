@@ -12,7 +12,10 @@ const box = document.getElementById("tokens"), detail = document.getElementById(
 const channelChoice = document.getElementById("channel"), layerChoice = document.getElementById("layer"), textChoice = document.getElementById("window");
 let view = null, here = 0, spans = [], picture = null;
 
-function read(data) {
+const decoded = ({ distinct, places }) => places.map((place) => distinct[place]);
+
+function read(coded) {
+  const data = { ...coded, states: decoded(coded.states), bits: coded.bits && decoded(coded.bits) };
   const count = (letters) => data.states.map((states) => [...states].filter((one) => letters.includes(one)).length);
   const carriers = new Map(), carried = new Map();
   for (const [token, carrier, layer, weight] of data.fusions) {

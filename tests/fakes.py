@@ -54,7 +54,9 @@ def make(
     windows["nll_nats"] = nats if per_token is None else nats + per_token * tokens + noise[0]
     if null_per_token is not None:
         windows["null_nll_nats"] = nats + null_per_token * tokens + noise[1]
-    flops = {"executed": 1.0, "nominal": 1.0, "paper": 0.5} | ({"prompt_executed": 0.8} if protocol == "continuation" else {})
+    flops = {"executed": 1.0, "nominal": 1.0, "paper": 0.5} | (
+        {"prompt_executed": 0.8, "prompt_paper": 0.4} if protocol == "continuation" else {}
+    )
     for ledger, share in flops.items():
         windows[f"{ledger}_flops"] = DENSE_FLOPS * share * (1 - saved) / WINDOW_COUNT
     data = {

@@ -167,6 +167,16 @@ def test_a_file_declares_what_else_it_answers(tmp_path):
     assert row(worse, "p4.joint.flops_saved_pct")["verdict"] == "partly"
 
 
+def test_what_a_record_does_not_have_is_said(tmp_path):
+    def of(panel):
+        raise ConfigError("record.json has no entry 'energy'")
+
+    found = row(
+        [source(tmp_path, answers={"f2.joint.speedup_pct": Answer("all", "run", of=of)}, saved=0.2)], "f2.joint.speedup_pct"
+    )
+    assert (found["verdict"], found["why"]) == ("not measured", "record.json has no entry 'energy'")
+
+
 def test_the_same_record_answers_a_claim_once(tmp_path):
     one = source(tmp_path, answers={"table11.isolated.halting": Answer("all", "run")}, saved=0.2)
     found = frame([one, one])
@@ -220,29 +230,36 @@ def test_the_csv_reads_back(table, tmp_path):
 # --- the command ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_runs_nothing_and_writes_the_ledger(harness, capsys):  # noqa: F811
-    assert reproduce.main(["claims", f"results_dir={harness.results}"]) == 0
-    assert harness.made == []
+@pytest.fixture
+def table11(harness, monkeypatch):  # noqa: F811
+    """Two experiments over hand-made records, which the others would not find their numbers in."""
+    monkeypatch.setattr(reproduce, "artefacts", lambda: [find("table", "11"), find("figure", "6")])
+    return harness
+
+
+def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
+    assert reproduce.main(["claims", f"results_dir={table11.results}"]) == 0
+    assert table11.made == []
     shown = capsys.readouterr().out
-    assert f"make reproduce-table TABLE=11 ARGS=results_dir={harness.results}" in " ".join(shown.split())
-    assert {path.name for path in harness.results.iterdir() if path.is_file()} == {"claims.csv", "claims.md"}
+    assert f"make reproduce-table TABLE=11 ARGS=results_dir={table11.results}" in " ".join(shown.split())
+    assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.md"}
 
 
-def test_after_the_table_its_claims_are_judged(harness, capsys):  # noqa: F811
-    assert reproduce.main(["table", "11", f"results_dir={harness.results}"]) == 0
-    assert reproduce.main(["claims", f"results_dir={harness.results}"]) == 0
-    found = pd.read_csv(harness.results / "claims.csv", keep_default_na=False)
+def test_after_the_table_its_claims_are_judged(table11, capsys):
+    assert reproduce.main(["table", "11", f"results_dir={table11.results}"]) == 0
+    assert reproduce.main(["claims", f"results_dir={table11.results}"]) == 0
+    found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
     judged = found[found["claim"] == "table11.isolated.halting.delta_ppl"]
     assert sorted(judged["protocol"]) == ["all", "continuation"]
     assert set(judged["verdict"]) == {"not reproduced"}
 
 
-def test_a_damaged_record_is_named_and_the_rest_is_judged(harness, capsys):  # noqa: F811
-    assert reproduce.main(["table", "11", f"results_dir={harness.results}"]) == 0
-    (harness.results / "runs" / fakes.fingerprint("halting all") / "record.json").write_text("{")
-    assert reproduce.main(["claims", f"results_dir={harness.results}"]) == 1
+def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
+    assert reproduce.main(["table", "11", f"results_dir={table11.results}"]) == 0
+    (table11.results / "runs" / fakes.fingerprint("halting all") / "record.json").write_text("{")
+    assert reproduce.main(["claims", f"results_dir={table11.results}"]) == 1
     assert fakes.fingerprint("halting all") in capsys.readouterr().err
-    found = pd.read_csv(harness.results / "claims.csv", keep_default_na=False)
+    found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
     assert set(found[found["claim"] == "table11.isolated.quantization.delta_ppl"]["verdict"]) == {"not reproduced"}
 
 

@@ -24,7 +24,7 @@ from quicksilver.report.provenance import SHORT
 from quicksilver.report.reported import Reported, quantity, reported
 from quicksilver.report.tables import Column, Lines, Panel, Table
 from quicksilver.report.verdicts import Estimate, Target, Verdict, judge, one_step_down
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 # The models that the paper's absolute numbers are of (App. J calls gpt2-medium's shape by gpt2-large's size), and its GPU.
 PAPER_MODELS = ("gpt2-large", "gpt2-medium")
@@ -150,8 +150,9 @@ def estimate(entry: Reported, name: str, answer: Answer, outcomes: Mapping[str, 
     value = number(found, column)
     if value is None:
         return None
-    if column.endswith("_flops_saved_pct"):
-        return saved_pct(outcome.record, outcome.dense, column.removesuffix("_saved_pct"))
+    counted = column.removesuffix("_saved_pct")
+    if counted != column and counted in outcome.record.windows and counted in outcome.dense.windows:
+        return saved_pct(outcome.record, outcome.dense, counted)
     low, high = number(found, f"{column}_low"), number(found, f"{column}_high")
     floor = number(found, what.floor) if what.floor and answer.column is None else None
     return Estimate(value, value if low is None else low, value if high is None else high, floor or 0.0)
@@ -259,7 +260,10 @@ def _measured(entry: Reported, name: str, sources: Sequence[Source]) -> Iterator
         outcome = source.panel(answer.panel).get(answer.key)
         if outcome is None or outcome.record is None:
             continue
-        found = estimate(entry, name, answer, source.panel(answer.panel))
+        try:
+            found = estimate(entry, name, answer, source.panel(answer.panel))
+        except QuickSilverError:
+            continue  # said where the claim is left without a number
         # Figures 6 and 7 show the records of Table 11: one row is enough.
         if found is not None and (outcome.record.fingerprint, found) not in seen:
             seen.add((outcome.record.fingerprint, found))
@@ -315,7 +319,12 @@ def _unmeasured(entry: Reported, name: str, sources: Sequence[Source]) -> dict[s
         names.append(source.artefact.name)
         if outcome is not None and outcome.record is not None:
             dense = outcome.dense is not None and outcome.record.fingerprint == outcome.dense.fingerprint
-            reasons.append("dense inference itself: zero by definition" if dense else "its record does not have this number")
+            reason = "dense inference itself: zero by definition" if dense else "its record does not have this number"
+            try:
+                estimate(entry, name, answer, source.panel(answer.panel))
+            except QuickSilverError as error:
+                reason = str(error)
+            reasons.append(reason)
         elif outcome is not None and outcome.reason:
             reasons.append(outcome.reason)
         else:

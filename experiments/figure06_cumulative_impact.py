@@ -1,0 +1,53 @@
+"""Figure 6: cumulative impact of the four mechanisms on time, operations and perplexity.
+
+The records are those of Table 11's cumulative rows. What the paper says elsewhere about all four together is answered here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quicksilver.report import impact
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims import Answer
+from quicksilver.report.effects import effects
+from quicksilver.report.figures import Figure
+from quicksilver.report.verdicts import Estimate
+
+JOINT = "cumulative.quantization"
+
+
+def rows() -> list[Row]:
+    """Those of Table 11."""
+    return impact.rows("cumulative.")
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Bars, one mechanism more at each step."""
+    sentence = (
+        "Each bar has one mechanism more than the one to its left; what looks ahead is refused where every position is scored."
+    )
+    return impact.figure(outcomes, name, "Figure 6: cumulative impact", sentence)
+
+
+def worst(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """The composition that costs most perplexity, in percent of dense."""
+    found = [effects(one.record, one.dense) for one in panel.values() if one.record is not None and one.dense is not None]
+    costs = [row for row in found if "delta_ppl_pct" in row]
+    if not costs:
+        return None
+    most = max(costs, key=lambda row: row["delta_ppl_pct"])
+    return Estimate(most["delta_ppl_pct"], most["delta_ppl_pct_low"], most["delta_ppl_pct_high"])
+
+
+_ALL_FOUR = Answer("continuation", JOINT)
+ANSWERS: dict[str, Answer | tuple[Answer, ...]] = {
+    **dict.fromkeys(
+        ("figure6.joint", "section3.ablation", "abstract.joint", "conclusion.joint", "faq.joint", "p4.joint", "p4.half"),
+        _ALL_FOUR,
+    ),
+    "p4.stability.delta_ppl": (
+        Answer("all", "cumulative.kv_skipping", of=worst, note="the worst of its compositions"),
+        Answer("continuation", JOINT, of=worst, note="the worst of its compositions"),
+    ),
+}

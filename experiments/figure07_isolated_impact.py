@@ -1,0 +1,34 @@
+"""Figure 7: isolated impact of each mechanism on time, operations and perplexity.
+
+The records are those of Table 11's isolated rows. What P.4 and Section 3.3 say about single mechanisms is answered here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quicksilver.report import impact
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims import Answer
+from quicksilver.report.figures import Figure
+
+ALONE = ("halting", "kv_skipping", "fusion", "quantization")
+
+
+def rows() -> list[Row]:
+    """Those of Table 11."""
+    return impact.rows("isolated.")
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Bars, each mechanism by itself."""
+    sentence = "Each bar is one mechanism by itself; what looks ahead is refused where every position is scored."
+    return impact.figure(outcomes, name, "Figure 7: isolated impact", sentence)
+
+
+def _alone(mechanism: str) -> tuple[Answer, ...]:
+    return tuple(Answer(panel, f"isolated.{mechanism}") for panel in impact.PROTOCOLS)
+
+
+ANSWERS: dict[str, Answer | tuple[Answer, ...]] = {f"p4.isolated.{mechanism}": _alone(mechanism) for mechanism in ALONE}
+ANSWERS |= {f"section3.isolated.{mechanism}": _alone(mechanism) for mechanism in ("halting", "fusion")}

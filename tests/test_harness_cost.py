@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
+import fakes
 import pytest
 import torch
 from harness_world import make_world
@@ -13,6 +15,7 @@ from harness_world import make_world
 from quicksilver.harness import passes
 from quicksilver.harness.config import build_modules, compose
 from quicksilver.harness.run import Workplace
+from quicksilver.harness.terminal import summary
 from quicksilver.measure import energy as energies
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import ConfigError
@@ -126,3 +129,24 @@ def test_a_prompt_that_outgrows_the_models_positions_is_refused(tmp_path: Path, 
     alone = [f"measure.{other}=false" for other in ("energy", "components", "latency", "flops", "memory")]
     with pytest.raises(ConfigError, match="deployment_new_tokens=60.*64 positions"):
         measured(tmp_path, monkeypatch, "protocol=all", *alone, "measure.deployment_new_tokens=60")
+
+
+def test_the_summary_of_a_run_says_what_was_measured_and_what_to_take_care_of(tmp_path: Path) -> None:
+    entries: dict[str, Any] = {
+        "label": "a run", "calibration": None, "bits_per_byte": None, "timing_warnings": ["load average 9.0 before timing: something"],
+        "audit": {"max_abs_logit_difference": 0.0, "max_abs_logit": 9.0, "probes": 1},
+        "components": {"dense": {"components": {"mlp": {"median_ms": 3.0}, "norms": {"median_ms": 1.0}}, "headline_ms": 4.1, "residual_pct": -2.4}},
+        "energy": {
+            "dense": {"net_j_per_token": "below resolution", "net_gco2_per_token": "below resolution"}, "method": "RAPL",
+            "grid_kg_per_kwh": 0.056, "country_iso_code": "FRA",
+        },
+        "deployment": {
+            "dense": {"first_token_ms": {"median": 30.0}, "per_token_ms": {"p50": 5.0, "p95": 7.0}, "within_budget_pct": 100.0},
+            "budget_ms": 50.0,
+        },
+    }  # fmt: skip
+    text = summary(fakes.make(tmp_path, "dense all", **entries))
+    assert "mlp 3.0 ms, norms 1.0 ms of 4.1 ms; sum off by -2.4%" in text
+    assert "below resolution (RAPL; 0.056 kg/kWh, FRA)" in text
+    assert "30.0 ms to the first token, 5.0 ms a token (p95 7.0), 100% within 50 ms" in text
+    assert "care         load average 9.0" in text

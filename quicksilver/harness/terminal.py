@@ -50,10 +50,43 @@ def summary(record: Record) -> str:
     lines.append(
         f"  audit        logits moved by {audit['max_abs_logit_difference']:.2g} of {audit['max_abs_logit']:.3g} at "
         f"{audit['probes']} probes"
-        + (f" ({masked:.2g} under masked execution, free of rounding)" if (masked := audit.get("masked_max_abs_logit_difference")) is not None else "")
+        + (
+            f" ({masked:.2g} under masked execution, free of rounding)"
+            if (masked := audit.get("masked_max_abs_logit_difference")) is not None
+            else ""
+        )
     )
+    lines += _costs(record)
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)
+
+
+def _costs(record: Record) -> list[str]:
+    """What was asked for beside the usual passes, and why times may be worth less than they look."""
+    lines = []
+    who = "dense" if record.dense_fingerprint is None else "run"
+    if record.get("components"):
+        found = record["components"][who]
+        dearest = sorted(found["components"].items(), key=lambda part: -part[1]["median_ms"])[:3]
+        parts = ", ".join(f"{name} {part['median_ms']:.1f} ms" for name, part in dearest)
+        lines.append(f"  components   {parts} of {found['headline_ms']:.1f} ms; sum off by {found['residual_pct']:+.1f}%")
+    if record.get("energy"):
+        energy = record["energy"]
+        net = energy[who]["net_j_per_token"]
+        said = (
+            net if isinstance(net, str) else f"{1e3 * net:.3g} mJ a token, {1e6 * energy[who]['net_gco2_per_token']:.3g} µg CO₂"
+        )
+        lines.append(
+            f"  energy       {said} ({energy['method']}; {energy['grid_kg_per_kwh']:.3g} kg/kWh, {energy['country_iso_code']})"
+        )
+    if record.get("deployment"):
+        served = record["deployment"][who]
+        lines.append(
+            f"  deployment   {served['first_token_ms']['median']:.1f} ms to the first token, {served['per_token_ms']['p50']:.1f} ms a token "
+            f"(p95 {served['per_token_ms']['p95']:.1f}), {served['within_budget_pct']:.0f}% within {record['deployment']['budget_ms']:g} ms"
+        )
+    warnings = dict.fromkeys(w for key, found in record.data.items() if key.endswith("timing_warnings") for w in found)
+    return [*lines, *(f"  care         {warning}" for warning in warnings)]
 
 
 def _per_byte(record: Record) -> str:

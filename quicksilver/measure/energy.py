@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,6 +197,7 @@ def energy(
         raise ConfigError(f"measure.energy_rounds={rounds}: at least 2, the spread of the windows of rest is the resolution.")
     if tokens_per_call < 1:
         raise ConfigError(f"tokens_per_call={tokens_per_call}: joules per token need at least one.")
+    load = os.getloadavg()[0]
     for work in works.values():
         work()  # one-time allocations are nobody's energy
     found: dict[str, list[Window]] = {name: [] for name in (REST, *works)}
@@ -213,6 +215,7 @@ def energy(
         "rest_w": median(at_rest),
         "rest_spread_w": spread,
         "window_s": window_s,
+        "load_average": load,
     }
     return results, how
 

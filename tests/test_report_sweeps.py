@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import fakes
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from quicksilver.harness import config as harness_config
 from quicksilver.harness.config import RunConfig, build_modules
@@ -348,3 +350,25 @@ def test_tables_3_and_10_print_reported_beside_measured(tmp_path):
 def test_every_combination_of_letters_is_ordered():
     for chosen in itertools.chain.from_iterable(itertools.permutations("HKFQ", size) for size in range(5)):
         assert factorial._in_order(set(chosen)) in factorial.SETS
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_page_shows_is_what_there_is(made):
+    page = Path(__file__).resolve().parents[1] / "docs" / "sweeps-and-budgets.md"
+    blocks = dict.fromkeys(("yaml", "python"))
+    for language in blocks:
+        blocks[language] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    experiment, dial = (yaml.safe_load(text) for text in blocks["yaml"])
+    there = harness_config.config_dir()
+    assert experiment == yaml.safe_load((there / "experiment" / "d3_fusion.yaml").read_text(encoding="utf-8"))
+    assert dial == yaml.safe_load((there / "budget" / "halting_attention.yaml").read_text(encoding="utf-8"))
+    (source,) = blocks["python"]
+    names: dict = {}
+    exec(compile(source, str(page), "exec"), names)
+    outcomes = [one for one in made["table", "calibrations"][0] if one.row.panel == "d3_fusion"]
+    assert [one.row for one in outcomes] == names["rows"]()
+    assert "start  tau_fuse" in names["table"](outcomes, "table_depth_of_fusion").text()
+    for name in TABLES:
+        assert f"| `{name}` |" in page.read_text(encoding="utf-8")

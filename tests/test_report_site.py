@@ -280,6 +280,16 @@ def test_nothing_written_yet(tmp_path, capsys):
     assert report(tmp_path / "nowhere") == 2
 
 
+def test_without_any_record_the_report_that_is_there_stays(copy, capsys):
+    """As in a fresh clone: tables and report are committed, records are not."""
+    make(copy)
+    before = (copy / "report" / "index.html").read_bytes()
+    shutil.rmtree(copy / "runs")
+    assert report(copy) == 2
+    assert "make reproduce" in capsys.readouterr().err
+    assert (copy / "report" / "index.html").read_bytes() == before
+
+
 def test_pages_of_what_is_gone_are_removed(copy):
     make(copy)
     (copy / "figures" / "figure99.svg").unlink()

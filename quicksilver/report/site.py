@@ -48,9 +48,6 @@ class Problem:
     what: str
     remedy: str
 
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}\n  {self.remedy}"
-
 
 @dataclass
 class Piece:
@@ -135,6 +132,11 @@ class Site:
         self.claims = self._claims()
         if not any(piece.written for piece in self.pieces) and self.claims is None:
             raise ConfigError(f"{root} has no table, figure or claim yet: make reproduce-table TABLE=11 writes one.")
+        if self.runs and not any(run.record is not None for run in self.runs.values()):
+            raise ConfigError(
+                f"None of the {len(self.runs)} records that the tables and figures in {root} name is in {root / 'runs'}: a report of them "
+                "would be empty, and one that is there was left as it is. make reproduce makes the records."
+            )
 
     # --- what there is ------------------------------------------------------------------------------------------------------------
 
@@ -309,7 +311,11 @@ class Site:
             packed = name.endswith(".webp")
             contents[f"files/{name}"] = _packed(folder / name) if packed else (folder / name).read_bytes()
         runs = [run for run in self.runs.values() if piece in run.pieces]
-        contents[f"{piece.name}.html"] = self._page("piece.html", piece=piece, runs=runs, linked=self._linked)
+        place = self.pieces.index(piece)
+        before = self.pieces[place - 1] if place else None
+        after = next(iter(self.pieces[place + 1 :]), None)
+        page = self._page("piece.html", piece=piece, runs=runs, linked=self._linked, before=before, after=after)
+        contents[f"{piece.name}.html"] = page
         return contents
 
     def _run_pages(self, run: Run) -> dict[str, bytes]:
@@ -382,7 +388,14 @@ class Site:
             loader=jinja2.PackageLoader("quicksilver.report"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
             lstrip_blocks=True,
         )  # fmt: skip
-        environment.filters |= {"signed": signed, "json": _json, "slug": _slug, "digits": _digits, "value": _value}
+        environment.filters |= {
+            "signed": signed,
+            "json": _json,
+            "slug": _slug,
+            "digits": _digits,
+            "value": _value,
+            "grouped": grouped,
+        }
         return environment
 
 
@@ -476,14 +489,19 @@ def _slug(text: str) -> str:
     return re.sub(r"\W+", "-", text.lower()).strip("-")
 
 
-def describe(problems: Sequence[Problem]) -> str:
-    """The problems for a terminal, those that one command mends together."""
-    remedies: dict[str, list[Problem]] = {}
+def grouped(problems: Sequence[Problem]) -> list[tuple[str, list[str], str]]:
+    """What is missing, where (each once), and the remedy: the same trouble of many records is one entry."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
-        remedies.setdefault(problem.remedy, []).append(problem)
+        groups.setdefault((problem.what, problem.remedy), []).append(problem.where)
+    return [(what, list(dict.fromkeys(where)), remedy) for (what, remedy), where in groups.items()]
+
+
+def describe(problems: Sequence[Problem]) -> str:
+    """The problems for a terminal."""
     lines = []
-    for remedy, members in remedies.items():
-        lines += [f"{problem.where}: {problem.what}" for problem in dict.fromkeys(members)]
+    for what, where, remedy in grouped(problems):
+        lines.append(f"{', '.join(where)}: {what}")
         if remedy:
             lines.append(f"  {remedy}")
     return "\n".join(lines)

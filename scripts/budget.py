@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quicksilver.harness.budget import LEDGERS, Budget, Fit, dials, fit, freeze, frozen_words, load_dial
-from quicksilver.harness.config import compose
+from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.record import Record
 from quicksilver.harness.run import Workplace, ensure
 from quicksilver.harness.store import Store
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dial, workplace = load_dial(asked.dial), Workplace()
     budgets = [Budget("save", pct, asked.of) for pct in asked.save] + [Budget("cost", pct, sure=asked.sure) for pct in asked.cost]
     results = Path(compose(asked.overrides).results_dir)
-    reports, refused = [], []
+    reports: list[Report] = []
+    refused: list[str] = []
     for budget in budgets:
         try:
             with progress_bar() as progress:
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"To {budget}: {dial.keys[0]}={dial.text(found.chosen.value)}, written to {yaml}. To use it:")
         print(f"  python -m quicksilver.run --config-dir {results / 'budget'} modules=[{yaml.stem}] {_protocol(found)}\n")
     if reports:
-        made = table(reports, "-".join(["budget", dial.name, *(one.found.budget.slug for one in reports)]))
+        made = table(reports, _name(dial.name, reports[0].found.config))
         print(made.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         print("Written: " + ", ".join(map(str, made.write(results / "tables"))))
     for message in refused:
@@ -92,6 +93,13 @@ def _later(found: Fit, yaml: Path, asked: argparse.Namespace, workplace: Workpla
             (record,) = ensure([config], progress=progress, workplace=workplace)
         later[name] = (record, Store(config.results_dir).dense_of(record))
     return later
+
+
+def _name(dial: str, config: RunConfig) -> str:
+    """`budget-halting_attention` for the embedded default, model and text in the name of others."""
+    default = compose([])
+    other = (config.model.name, config.dataset.name) != (default.model.name, default.dataset.name)
+    return "-".join(["budget", dial, *([config.model.name, config.dataset.name] if other else [])])
 
 
 def _protocol(found: Fit) -> str:

@@ -199,7 +199,7 @@ def test_the_command_sets_freezes_and_reports(words, tmp_path, capsys, monkeypat
     assert {line[1] for line in lines} == {lines[0][1]}  # one position of the dial for all
     assert lines[0][4] == "yes"
     results = Path(next(word for word in words if word.startswith("results_dir=")).removeprefix("results_dir="))
-    assert (results / "tables" / "budget-share-save20_prompt_nominal.csv").is_file()
+    assert (results / "tables" / "budget-share-tiny-file.csv").is_file()
     assert (results / "budget" / "modules" / "share_save20_prompt_nominal.yaml").is_file()
 
 

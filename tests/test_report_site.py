@@ -260,6 +260,18 @@ def test_a_damaged_trace_costs_its_page_and_no_other(copy, records):
     assert (copy / "report" / "tokens" / f"{records['all'].fingerprint}.html").is_file()
 
 
+def test_windows_that_are_not_those_recorded_cost_their_pages_and_no_other(copy, records):
+    record = records["signal.drift"]
+    path = copy / "runs" / record.fingerprint / "windows.parquet"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    _, problems = make(copy)
+    assert any("windows.parquet is not the file that was recorded" in problem.what for problem in problems)
+    page = (copy / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
+    assert "windows.parquet is not the file" in page
+    assert "make reproduce-table TABLE=11" in page
+    assert (copy / "report" / "explorer.html").is_file()
+
+
 def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
     path = copy / "tables" / "table11.csv"
     frame = pd.read_csv(path)

@@ -92,7 +92,7 @@ class Run:
     record: Record | None
     dense: Record | None
     pieces: list[Piece]
-    problem: Problem | None = None
+    problems: list[Problem] = field(default_factory=list)
     row: Mapping[str, Any] = field(default_factory=dict)
     trace: str | None = None  # its page
 
@@ -232,7 +232,7 @@ class Site:
                 try:
                     run.row = effects(run.record, run.dense)
                 except QuickSilverError as error:
-                    self._problem(run.pieces, f"runs/{run.fingerprint}", str(error))
+                    self._trouble(run, error)
         return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[0])))
 
     def _run(self, fingerprint: str, pieces: list[Piece]) -> Run:
@@ -243,8 +243,7 @@ class Site:
                 raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
             return Run(fingerprint, load_record(path), None, pieces)
         except QuickSilverError as error:
-            self._problem(pieces, f"runs/{fingerprint}", str(error))
-            return Run(fingerprint, None, None, pieces, self.problems[-1])
+            return Run(fingerprint, None, None, pieces, [self._problem(pieces, f"runs/{fingerprint}", str(error))])
 
     def _claims(self) -> pd.DataFrame | None:
         path = self.root / "claims.csv"
@@ -255,7 +254,10 @@ class Site:
             return None
         return pd.read_csv(path, dtype=str, keep_default_na=False)
 
-    def _problem(self, pieces: Sequence[Piece], where: str, what: str, remedy: str = "") -> None:
+    def _trouble(self, run: Run, error: QuickSilverError) -> None:
+        run.problems.append(self._problem(run.pieces, f"runs/{run.fingerprint}", str(error)))
+
+    def _problem(self, pieces: Sequence[Piece], where: str, what: str, remedy: str = "") -> Problem:
         """Note what is missing, here and on the pages of `pieces`; the first one's command makes it, unless `remedy` is another."""
         # Where the results lie must not show on the pages.
         what = what.replace(f"{self.root}/", "")
@@ -263,6 +265,7 @@ class Site:
         self.problems.append(problem)
         for piece in pieces:
             piece.problems.append(problem)
+        return problem
 
     # --- pages ----------------------------------------------------------------------------------------------------------------------
 
@@ -323,20 +326,21 @@ class Site:
         try:
             views = tokens.shown(run.record) if run.record is not None else []
         except QuickSilverError as error:
-            self._problem(run.pieces, f"runs/{run.fingerprint}", str(error))
+            self._trouble(run, error)
         else:
             if views:
                 run.trace = f"tokens/{run.fingerprint}.html"
                 contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views)
-        page = f"runs/{run.fingerprint}.html"
-        contents[page] = self._page("run.html", base="../", run=run, **self._run_details(run))
+        details: dict[str, Any] | None = None
+        try:
+            details = self._run_details(run.record, run.dense) if run.record is not None else None
+        except QuickSilverError as error:
+            self._trouble(run, error)
+        contents[f"runs/{run.fingerprint}.html"] = self._page("run.html", base="../", run=run, details=details)
         return contents
 
-    def _run_details(self, run: Run) -> dict[str, Any]:
-        record = run.record
-        if record is None:
-            return {}
-        outcome = Outcome(Row("", "", "", "", ()), record, run.dense)
+    def _run_details(self, record: Record, dense: Record | None) -> dict[str, Any]:
+        outcome = Outcome(Row("", "", "", "", ()), record, dense)
         return {
             "notes": provenance.notes([outcome])[:-1],
             "passes": _passes(record),

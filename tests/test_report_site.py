@@ -518,6 +518,13 @@ def test_a_token_answers_to_pointer_and_keyboard(browser, site, records):
     detail = page.text("#detail")
     assert f"token {fused}, prompt" in detail
     assert "carried by" in detail
+    letters = view["states"][fused]
+    assert f"computed\n{sum(letter in 'CWR' for letter in letters)} of {LAYERS} layers" in detail
+    assert f"K/V entries\n{sum(letter in 'CKR' for letter in letters)} of {LAYERS} layers" in detail
+    halted = next(i for i, states in enumerate(view["states"]) if "H" in states and "F" not in states)
+    page(f"show({halted})")
+    assert f"after layer {view['states'][halted].index('H')} of {LAYERS}" in page.text("#detail")
+    page(f"show({fused})")
     assert page("return document.querySelectorAll('#detail .strip .carried').length") == view["states"][fused].count("F")
     assert page("return document.querySelectorAll('.tied').length") >= 1
 

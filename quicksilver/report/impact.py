@@ -72,9 +72,7 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) ->
             ),
             Patch(facecolor="#e4e4e4", label="noise floor of the clock"),
         ]
-        layout = drawing.get_layout_engine()
-        assert layout is not None
-        layout.set(rect=(0, 0, 1, 0.95))
+        drawing.set_layout_engine("constrained", rect=(0, 0, 1, 0.95))  # room for the legend
         drawing.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.07, 1.0), ncols=3, borderaxespad=0)
     caption = (
         sentence,

@@ -143,7 +143,7 @@ def caption(outcomes: Sequence[Outcome], text: int | None, *sentences: str) -> t
     """What was shown, by which thresholds and at what cost; then model, data, protocol, execution, records."""
     record = next(outcome.record for outcome in outcomes if outcome.record is not None)
     shown = () if text is None else (_shown(record, text),)
-    return (*sentences, *shown, _thresholds(record), *map(_cost, outcomes), *notes(outcomes))
+    return (*sentences, *shown, *_thresholds(record), *map(_cost, outcomes), *notes(outcomes))
 
 
 def _shown(record: Record, text: int) -> str:
@@ -155,7 +155,7 @@ def _shown(record: Record, text: int) -> str:
     )
 
 
-def _thresholds(record: Record) -> str:
+def _thresholds(record: Record) -> tuple[str, ...]:
     modules = record["config"]["modules"]
     percentiles = [
         f"{name}.{key}={value}"
@@ -163,10 +163,12 @@ def _thresholds(record: Record) -> str:
         for key, value in entry.items()
         if isinstance(value, str) and re.fullmatch(r"p\d+", value)
     ]
-    windows = (record["calibration"] or {}).get("windows", 0)
+    if not percentiles:
+        return ()
+    windows = record["calibration"]["windows"]
     return (
         f"Thresholds: {', '.join(percentiles)}, percentiles in each layer of {windows} windows of the dataset's calibrating part, for sentences "
-        "too; the tables use others."
+        "too; the tables use others.",
     )
 
 

@@ -333,9 +333,9 @@ def test_the_letters_are_what_the_trace_says(records):
         letters = [states[layer] for states in view["states"]]
         active = [*prompt.active(layer)[0].tolist(), *scored.active(layer)[0].tolist()]
         entry = [*prompt.kv_present(layer)[0].tolist(), *scored.kv_present(layer)[0].tolist()]
-        assert [letter in "CWR" for letter in letters] == active
+        assert [letter in "CWRN" for letter in letters] == active
         for letter, has in zip(letters, entry, strict=True):
-            assert letter == "R" or (letter in "CK") == has
+            assert (letter in "CKR") == has
     assert {letter for states in view["states"] for letter in states} >= {"C", "H", "F"}
     carried = {token for token, *_ in view["fusions"]}
     assert carried == {token for token, states in enumerate(view["states"]) if "F" in states}
@@ -519,7 +519,7 @@ def test_a_token_answers_to_pointer_and_keyboard(browser, site, records):
     assert f"token {fused}, prompt" in detail
     assert "carried by" in detail
     letters = view["states"][fused]
-    assert f"computed\n{sum(letter in 'CWR' for letter in letters)} of {LAYERS} layers" in detail
+    assert f"computed\n{sum(letter in 'CWRN' for letter in letters)} of {LAYERS} layers" in detail
     assert f"K/V entries\n{sum(letter in 'CKR' for letter in letters)} of {LAYERS} layers" in detail
     halted = next(i for i, states in enumerate(view["states"]) if "H" in states and "F" not in states)
     page(f"show({halted})")

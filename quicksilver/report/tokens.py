@@ -25,8 +25,8 @@ from quicksilver.report.effects import signed
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.trace import PassTrace, Trace
 
-# One letter a state: computed (Without an entry), Halted (Kept entry), Resumed, Fused into a neighbour.
-COMPUTED, WITHOUT, HALTED, KEPT, RESUMED, FUSED = "CWHKRF"
+# One letter a state: Computed (Without an entry), Halted (Kept entry), Resumed (No entry), Fused into a neighbour.
+COMPUTED, WITHOUT, HALTED, KEPT, RESUMED, NO_ENTRY, FUSED = "CWHKRNF"
 # Shown of a record's signals where they are there: column, name, unit.
 SIGNALS = (
     ("entropy_nats", "entropy", "nats"),
@@ -129,8 +129,8 @@ def coded(strings: list[str]) -> dict[str, list[Any]]:
 def _letters(active: np.ndarray, entry: np.ndarray, fused: np.ndarray) -> dict[str, list[Any]]:
     """(L, N) booleans -> a string of L letters a token."""
     left_out = np.cumsum(~active & ~fused, axis=0) > 0
-    letters = np.where(entry, KEPT, HALTED)
-    letters = np.where(active, np.where(left_out, RESUMED, np.where(entry, COMPUTED, WITHOUT)), letters)
+    first, again = np.where(entry, COMPUTED, WITHOUT), np.where(entry, RESUMED, NO_ENTRY)
+    letters = np.where(active, np.where(left_out, again, first), np.where(entry, KEPT, HALTED))
     return coded(["".join(column) for column in np.where(fused, FUSED, letters).T])
 
 

@@ -5,7 +5,7 @@ const views = JSON.parse(document.getElementById("views").textContent);
 // Letter, name of the colour, words. The letters are those of quicksilver/report/tokens.py.
 const STATES = [
   ["C", "active", "computed"], ["W", "nokv", "computed, no K/V entry"], ["H", "halted", "halted, no K/V entry"],
-  ["K", "kept", "halted, K/V entry kept"], ["R", "resumed", "computed again"], ["F", "carried", "carried by a neighbour"],
+  ["K", "kept", "halted, K/V entry kept"], ["R", "resumed", "computed again"], ["N", "again", "computed again, no K/V entry"], ["F", "carried", "carried by a neighbour"],
 ];
 const STATE = Object.fromEntries(STATES.map(([letter, name, words]) => [letter, { name, words }]));
 const box = document.getElementById("tokens"), detail = document.getElementById("detail"), map = document.getElementById("map");
@@ -26,7 +26,7 @@ function read(coded) {
   const width = (digit) => (digit === "0" ? 16 : Number(digit));
   return {
     ...data, carriers, carried, columns: data.states.length, layers: data.states[0].length,
-    left: count("HKF"), missing: count("WHF"),
+    left: count("HKF"), missing: count("WHNF"),
     halt: data.states.map((states) => { const at = states.search(/[HK]/); return at < 0 ? states.length : at; }),
     width: (i, layer) => (data.bits ? width(data.bits[i][layer - 1]) : 16),
   };
@@ -89,7 +89,7 @@ function markMap() {
 
 function facts(i) {
   if (i >= view.columns) return [["", "only predicted: the model never processed it"]];
-  const known = [], halt = view.halt[i], fusion = view.carried.get(i), others = view.carriers.get(i), again = view.states[i].indexOf("R");
+  const known = [], halt = view.halt[i], fusion = view.carried.get(i), others = view.carriers.get(i), again = view.states[i].search(/[RN]/);
   known.push(["halted", halt < view.layers ? `after layer ${halt} of ${view.layers}${again < 0 ? "" : `, computed again from layer ${again + 1}`}` : "never"]);
   known.push(["computed", `${view.layers - view.left[i]} of ${view.layers} layers`]);
   known.push(["K/V entries", `${view.layers - view.missing[i]} of ${view.layers} layers`]);

@@ -45,7 +45,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         _speed(axes[0, 0], members)
         _energy(axes[0, 1], members)
         for plot in axes.flat:
-            plot.set_xticks(range(len(members)), [textwrap.fill(row["technique"], 14) for row in members])
+            plot.set_xticks(range(len(members)), [textwrap.fill(row["technique"], 10, break_long_words=False) for row in members])
             plot.set_xlim(-0.6, len(members) - 0.4)
             plot.grid(axis="x", visible=False)
     caption = (

@@ -107,8 +107,9 @@ def draw(frame: pd.DataFrame, fitted: pd.DataFrame, around: Mapping[str, Any], o
             plot.set_yscale("log", base=2)
             plot.set_xlabel(labels[axis])
             plot.set_ylabel("time of one pass, ms")
-            for ticks in (plot.xaxis, plot.yaxis):
-                ticks.set_major_formatter("{x:g}")
+            points = sorted(set(frame.loc[frame["axis"] == axis, axis]))
+            plot.set_xticks(points, [f"{point:g}" for point in points])
+            plot.yaxis.set_major_formatter("{x:g}")
             plot.legend()
     caption = (
         f"{options.shape}'s width with random weights, batch {options.batch}, float32; left with {options.fixed_layers} layers, right with "

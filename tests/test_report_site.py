@@ -479,6 +479,16 @@ def test_pages_load_without_a_console_error(browser, site):
         assert page("return document.documentElement.scrollWidth <= innerWidth"), path
 
 
+def test_a_narrow_window_scrolls_in_one_direction_only(browser, site, records):
+    names = ["index", "claims", "runs", "explorer", "table11", "figure99", "tokens", f"tokens/{records['all'].fingerprint}"]
+    browser.set_window_size(500, 900)
+    try:
+        for name in names:
+            assert Page(browser, site / f"{name}.html")("return document.documentElement.scrollWidth <= innerWidth"), name
+    finally:
+        browser.set_window_size(1280, 900)
+
+
 def test_both_themes(browser, site):
     page = Page(browser, site / "index.html")
     page("localStorage.clear()")

@@ -5,9 +5,10 @@ Each panel is the run that another figure shows larger: 9, 10, 11 and 13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -15,9 +16,12 @@ from matplotlib.lines import Line2D
 from quicksilver.harness.record import Record
 from quicksilver.report import flows, inside
 from quicksilver.report.artefacts import Outcome, Row, find
+from quicksilver.report.claims import Answer
 from quicksilver.report.figures import GREY, PALETTE, Figure, panels, style
+from quicksilver.report.verdicts import Estimate
 
 TEXT = inside.SENTENCE
+_RESAMPLES = 1_000
 PANELS = {
     "overridden": "(a) Dynamic token halting",
     "all four": "(b) KV skipping",
@@ -143,3 +147,37 @@ def _widths(axes: Axes, record: Record) -> pd.DataFrame:
         axes.axvline(edge - 0.5, color="white", linewidth=0.4, linestyle="-", marker="")
     axes.legend(handles=inside.held_legend(frame["held"]), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
     return frame
+
+
+# --- what the paper says about entropy and the error of quantization ------------------------------------------------------------
+
+
+def correlation(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Pearson's r of a token's entropy, where widths are decided, and of what its code costs: how far its state is from the dense one a
+    layer later. Over all tokens of the run's windows, with a bootstrap interval."""
+    record = panel["quantization"].record
+    if record is None:
+        return None
+    texts = range(inside.WINDOW, len(record["texts"]))
+    pairs = np.concatenate([_entropy_and_error(record.signals(text)) for text in texts])
+    drawn = np.random.default_rng(0).integers(0, len(pairs), size=(_RESAMPLES, len(pairs)))
+    low, high = np.percentile([_pearson(pairs[rows]) for rows in drawn], (2.5, 97.5))
+    return Estimate(_pearson(pairs), float(low), float(high))
+
+
+def _entropy_and_error(signals: pd.DataFrame) -> np.ndarray:
+    """(N, 2), of the tokens that were given a width."""
+    first = int(signals.loc[signals["bits"] < 16, "layer"].min())
+    entropy, error = inside.layers(signals, "entropy_nats").loc[first - 1], inside.layers(signals, "sdi_l2").loc[first]
+    return np.column_stack([entropy, error])[inside.layers(signals, "bits").loc[first].to_numpy() < 16]
+
+
+def _pearson(pairs: np.ndarray) -> float:
+    return float(np.corrcoef(pairs.T)[0, 1])
+
+
+ANSWERS = {
+    "e9.correlation.pearson_r": Answer(
+        "", "quantization", of=correlation, note="entropy and the state's distance from dense a layer later"
+    ),
+}

@@ -40,6 +40,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         _tree(axes[0, 0], frame)
         _layers(axes[0, 1], prompts)
     resumed = fates.first_resumed_layer(record)
+    alpha, quality = fates.decay_per_layer(layers[layers["part"] == "prompt"], resumed - 1)
     after = frame[(frame["part"] == "continuation") & (frame["branch"] == "halted")].iloc[0]
     caption = (
         "Left: what was decided first about each token of a prompt, halting before merging (2.4); shares are of all prompt tokens, with 95% "
@@ -48,6 +49,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"Right: the same tokens by layer. From layer {resumed} on halted tokens take part again (resume_layers)."
         if resumed <= record["model"]["layers"]
         else "Right: the same tokens by layer.",
+        f"Computed tokens decay by {alpha.value:.3f} [{alpha.low:.3f} {alpha.high:.3f}] a layer up to layer {resumed - 1}, were it exponential "
+        f"(R² {quality:.2f}); the paper says 0.05 to 0.1 (K).",
         f"Of the tokens after the prompts {after['share_pct']:.1f}% [{after['low']:.1f} {after['high']:.1f}] halt; none may be merged, because that looks ahead.",
         *notes(outcomes),
     )

@@ -40,11 +40,32 @@ def worst(panel: Mapping[str, Outcome]) -> Estimate | None:
     return Estimate(most["delta_ppl_pct"], most["delta_ppl_pct_low"], most["delta_ppl_pct_high"])
 
 
+def added_speedup(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Points of time gone that KV skipping adds to halting; the intervals of both add up."""
+    before, after = _speedup(panel["cumulative.halting"]), _speedup(panel["cumulative.kv_skipping"])
+    if before is None or after is None:
+        return None
+    floor = max(before.floor, after.floor)
+    return Estimate(after.value - before.value, after.low - before.high, after.high - before.low, floor)
+
+
+def _speedup(outcome: Outcome) -> Estimate | None:
+    if outcome.record is None or outcome.dense is None:
+        return None
+    row = effects(outcome.record, outcome.dense)
+    if "speedup_pct" not in row:
+        return None
+    return Estimate(row["speedup_pct"], row["speedup_pct_low"], row["speedup_pct_high"], row["noise_floor_pct"])
+
+
 _ALL_FOUR = Answer("continuation", JOINT)
 ANSWERS: dict[str, Answer | tuple[Answer, ...]] = {
     **dict.fromkeys(
         ("figure6.joint", "section3.ablation", "abstract.joint", "conclusion.joint", "faq.joint", "p4.joint", "p4.half"),
         _ALL_FOUR,
+    ),
+    "f2.kv_skipping.added_speedup_pct": tuple(
+        Answer(panel, "cumulative.kv_skipping", of=added_speedup) for panel in impact.PROTOCOLS
     ),
     "p4.stability.delta_ppl": (
         Answer("all", "cumulative.kv_skipping", of=worst, note="the worst of its compositions"),

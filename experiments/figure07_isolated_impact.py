@@ -5,12 +5,13 @@ The records are those of Table 11's isolated rows. What P.4 and Section 3.3 say 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quicksilver.report import impact
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims import Answer
 from quicksilver.report.figures import Figure
+from quicksilver.report.verdicts import Estimate
 
 ALONE = ("halting", "kv_skipping", "fusion", "quantization")
 
@@ -26,9 +27,19 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     return impact.figure(outcomes, name, "Figure 7: isolated impact", sentence)
 
 
+def saved_ms(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Milliseconds of a batch that quantization saves."""
+    record = panel["isolated.quantization"].record
+    if record is None or not record.get("latency_ms"):
+        return None
+    dense, ratio = record["dense_latency_ms"]["median"], record["latency_ratio"]
+    return Estimate(*(dense * (1 - ratio[end]) for end in ("median", "high", "low")))
+
+
 def _alone(mechanism: str) -> tuple[Answer, ...]:
     return tuple(Answer(panel, f"isolated.{mechanism}") for panel in impact.PROTOCOLS)
 
 
 ANSWERS: dict[str, Answer | tuple[Answer, ...]] = {f"p4.isolated.{mechanism}": _alone(mechanism) for mechanism in ALONE}
+ANSWERS["e7.latency"] = tuple(Answer(panel, "isolated.quantization", of=saved_ms) for panel in impact.PROTOCOLS)
 ANSWERS |= {f"section3.isolated.{mechanism}": _alone(mechanism) for mechanism in ("halting", "fusion")}

@@ -6,14 +6,16 @@ quantized baseline. `table_peers` prints the same records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 
 from quicksilver.report import peers, provenance
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims import Answer
 from quicksilver.report.figures import GREY, HATCHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.report.reported import reported
+from quicksilver.report.verdicts import Estimate
 
 SECTIONS = (peers.DENSE, peers.WORK, peers.CACHE, peers.FORMAT, peers.OURS)
 
@@ -94,3 +96,29 @@ def _bars(plot, frame: pd.DataFrame) -> None:
     plot.set_xlabel("time of the prompt, × dynamic int8")
     plot.grid(axis="y", visible=False)
     plot.legend(loc="lower right")
+
+
+# --- claims ---------------------------------------------------------------------------------------------------------------------
+
+
+def _versus_int8(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
+    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        """Time of the prompt over that of dynamic int8, both over dense; the ends of both intervals are set against each other."""
+        records = outcomes[key].record, outcomes[peers.QUANTISED].record
+        if any(record is None or not record.get("prompt_latency_ratio") for record in records):
+            return None
+        ours, theirs = (record["prompt_latency_ratio"] for record in records if record is not None)
+        floor = max(record["prompt_noise_floor_pct"] for record in records if record is not None) / 100
+        return Estimate(ours["median"] / theirs["median"], ours["low"] / theirs["high"], ours["high"] / theirs["low"], floor)
+
+    return of
+
+
+ANSWERS = {
+    f"{peers.CLAIM}.time_ratio": tuple(
+        Answer(
+            peers.PANEL, f"ours.{joined}", of=_versus_int8(f"ours.{joined}"), note=f"{technique}; the prompt, over dynamic int8"
+        )
+        for joined, (technique, _) in peers.BEST.items()
+    )
+}

@@ -74,3 +74,24 @@ def test_the_same_records_give_the_same_bytes(tmp_path, number):
     artefact = find("figure", number)
     first, second = (artefact.build(outcomes(tmp_path / name, number), artefact.name) for name in ("a", "b"))
     assert (first.svg(), first.png(), first.csv()) == (second.svg(), second.png(), second.csv())
+
+
+def test_what_a_step_adds_is_the_difference_of_two_speedups(tmp_path):
+    given = {one.row.key: one for one in outcomes(tmp_path, "6") if one.row.panel == "continuation"}
+    experiment = find("figure", "6").experiment
+    found = experiment.added_speedup(given)
+    ratios = [given[f"cumulative.{step}"].record["latency_ratio"] for step in ("halting", "kv_skipping")]
+    assert found.value == pytest.approx(100 * (ratios[0]["median"] - ratios[1]["median"]))
+    assert found.high - found.low == pytest.approx(100 * sum(ratio["high"] - ratio["low"] for ratio in ratios))
+    worst = experiment.worst(given)
+    assert worst.low <= worst.value <= worst.high
+    assert experiment.worst({"baseline": given["baseline"]}) is None
+
+
+def test_milliseconds_follow_the_ratio(tmp_path):
+    given = {one.row.key: one for one in outcomes(tmp_path, "7") if one.row.panel == "continuation"}
+    record = given["isolated.quantization"].record
+    record.data["dense_latency_ms"] = {"median": fakes.DENSE_MS}
+    found = find("figure", "7").experiment.saved_ms(given)
+    assert found.value == pytest.approx(fakes.DENSE_MS * (1 - record["latency_ratio"]["median"]))
+    assert found.low <= found.value <= found.high

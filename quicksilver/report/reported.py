@@ -69,7 +69,7 @@ class Quantity:
 
 
 SETTING = Quantity("setting", says="setting")
-_SHARED = ("group", "about", "against", "not_measured")  # given once for a file
+_SHARED = ("group", "about", "against", "quality", "not_measured")  # given once for a file
 
 
 @cache

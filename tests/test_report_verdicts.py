@@ -103,6 +103,8 @@ def test_an_open_side_is_a_gain_or_a_cost(bound, share):
         ("cost", (0.6, 0.7), (0.8, 1.2), "partly"),
         ("cost", (0.6, 0.7), (0.8, 3.0), "not reproduced"),
         ("cost", (0.6, 0.7), (0.1, 5.0), "not measured"),
+        ("cost", (0.0, 1.1), (-6, -5), "reproduced"),
+        ("cost", (-0.01, 0.01), (0.1, 0.2), "not reproduced"),
         ("match", (0.05, 0.1), (0.08, 0.12), "reproduced"),
         ("match", (0.05, 0.1), (0.02, 0.03), "partly"),
         ("match", (0.05, 0.1), (0.3, 0.4), "not reproduced"),

@@ -192,8 +192,9 @@ def verdict(entry: Reported, name: str, record: Record, found: Estimate, quality
         return one_step_down(judged), f"{judged}, were it not for the quality that it is claimed with"
     if judged == "not measured":
         return judged, "the interval holds both the claim and its opposite: more windows or rounds would tell"
-    if what.kind == "time" and abs(found.value) <= found.floor:
-        return judged, f"within the clock's noise of {found.floor:.1f} points"
+    gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
+    if what.kind == "time" and abs(gone) <= found.floor:
+        return judged, f"within the clock's noise of {points * found.floor:.1f}%"
     return judged, ""
 
 

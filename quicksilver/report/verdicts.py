@@ -55,7 +55,7 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
         low, high = (None if end is None else 1 - end for end in (target.high, target.low))
         gone = Estimate(1 - estimate.value, 1 - estimate.high, 1 - estimate.low, estimate.floor)
         return _questions("gain", Target(low, high), gone)
-    if target.low is not None and target.high is not None and target.low <= 0 <= target.high:
+    if sense != "cost" and target.low is not None and target.high is not None and target.low <= 0 <= target.high:
         # A claimed zero has no size: it is right when there is nothing beyond its rounding, or beyond the floor.
         most = max(-target.low, target.high, estimate.floor)
         return (-most <= estimate.value <= most,) * 2

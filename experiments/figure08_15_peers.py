@@ -28,13 +28,15 @@ def rows() -> list[Row]:
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """The frontier, and the bars."""
     frame = peers.frame(outcomes)
+    frame["number"] = [str(1 + place) for place in range(len(frame))]
     with style():
-        drawing, plots = panels(2, 1, size=(7.2, 8.2), gridspec_kw={"height_ratios": [1.25, 1]})
+        drawing, plots = panels(2, 1, size=(7.2, 8.0), gridspec_kw={"height_ratios": [1.25, 1]})
         _frontier(plots[0, 0], frame)
         _bars(plots[1, 0], frame)
     said = (
         "Above: time of the prompt over that of the dense model (median; bars: quartiles of rounds in turns) and Δ perplexity of the tokens "
-        "after it (bars: 95% intervals), linear below 1% and logarithmic above. Ringed and joined: the frontier, where no other row is as "
+        "after it (bars: 95% intervals), linear below 1% and logarithmic above. Numbers: the "
+        "names below. Ringed and joined: the frontier, where no other row is as "
         "fast for no more loss; a speedup within the noise floor and a Δ whose interval has 0 in it count as 0. Below: the same times over "
         "that of dynamic int8, as in the paper's figures.",
     )
@@ -60,22 +62,27 @@ def _frontier(plot, frame: pd.DataFrame) -> None:
             x, y, xerr=sideways, yerr=spread, linestyle="", marker=MARKERS[place], color=PALETTE[place], elinewidth=0.7, capsize=1.5,
             label=section,
         )  # fmt: skip
-    for number, (_, row) in enumerate(timed.iterrows()):
-        plot.annotate(
-            row["technique"], (row["prompt_time_ratio"], row["delta_ppl_pct"] if pd.notna(row["delta_ppl_pct"]) else 0.0),
-            xytext=(4, 5 if number % 2 else -8), textcoords="offset points", size=5.5,
-        )  # fmt: skip
+    for place, (_, row) in enumerate(timed.sort_values("prompt_time_ratio").iterrows()):
+        loss = row["delta_ppl_pct"] if pd.notna(row["delta_ppl_pct"]) else 0.0
+        aside = ((5, 4), (5, -9), (-9, 4), (-9, -9))[place % 4]  # neighbours in time do not write over each other
+        plot.annotate(row["number"], (row["prompt_time_ratio"], loss), xytext=aside, textcoords="offset points", size=6.5)
     best = timed[timed["front"]].sort_values("prompt_time_ratio")
     plot.plot(
         best["prompt_time_ratio"], best["delta_ppl_pct"].fillna(0.0), linestyle=(0, (4, 2)), linewidth=0.9, color="black", marker="o",
         markersize=9, markerfacecolor="none", label="frontier",
     )  # fmt: skip
     plot.set_yscale("symlog", linthresh=1.0)
+    plot.set_xscale("log")
+    low, high = timed["prompt_time_ratio"].min(), timed["prompt_time_ratio"].max()
+    plot.set_xticks(
+        shown := [tick for tick in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0) if 0.8 * low < tick < 1.2 * high], map(str, shown)
+    )
+    plot.set_xticks([], minor=True)
     plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
     plot.axvline(1, color=GREY, linewidth=0.8, linestyle="-", marker="")
     plot.set_xlabel("time of the prompt, × dense float32")
     plot.set_ylabel("Δ perplexity after it, % of dense")
-    plot.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    plot.legend(loc="upper right")
 
 
 def _bars(plot, frame: pd.DataFrame) -> None:
@@ -92,10 +99,10 @@ def _bars(plot, frame: pd.DataFrame) -> None:
     plot.axvline(
         claimed, color="black", linewidth=1.0, linestyle=(0, (4, 2)), marker="", label=f"QuickSilver in the paper: {claimed:.2f}"
     )
-    plot.set_yticks(range(len(timed)), timed["technique"])
+    plot.set_yticks(range(len(timed)), timed["technique"] + "  (" + timed["number"] + ")")
     plot.set_xlabel("time of the prompt, × dynamic int8")
     plot.grid(axis="y", visible=False)
-    plot.legend(loc="lower right")
+    plot.legend(loc="upper right")
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------------------

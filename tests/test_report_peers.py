@@ -67,8 +67,8 @@ def test_what_is_said_about_ours_names_the_peers_that_are_better(tmp_path: Path)
     on = " ".join(peers.findings(frame))
     assert "Halting, least attended (+39% of the prompt's time" in on
     assert "is on the frontier" in on
-    assert "0.41 of the time" in on
-    assert "0.40" in on
+    assert "takes 0.41 of the time of dynamic int8, which takes 1.50" in on
+    assert "0.40 of its quantized baseline" in on
     worse = MEASURED | {"ours.halting_attention": (0.04, 0.63)}
     off = " ".join(peers.findings(peers.frame(outcomes(tmp_path / "b", worse))))
     assert "is not on the frontier: better are" in off

@@ -329,7 +329,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmark.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / "benchmark.json")
     options = parser.parse_args(arguments)
     if options.new_tokens < 2:
         parser.error(f"--new-tokens {options.new_tokens}: at least 2, the time per token lies between two of them")

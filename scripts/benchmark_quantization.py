@@ -259,7 +259,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmark_quantization.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / "benchmark_quantization.json")
     return parser.parse_args(arguments)
 
 

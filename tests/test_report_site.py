@@ -249,6 +249,16 @@ def test_a_foreign_or_damaged_record_is_named(copy, records, capsys, damage, sai
     assert (copy / "report" / "figure99.html").is_file()
 
 
+def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
+    gone = "0" * 20
+    ledger = pd.read_csv(copy / "claims.csv", dtype=str, keep_default_na=False)
+    ledger.loc[0, "record"] = gone
+    ledger.to_csv(copy / "claims.csv", index=False)
+    _, problems = make(copy)
+    assert [problem.remedy for problem in problems if gone in problem.where] == ["To make it: make claims"]
+    assert "claims names it" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
+
+
 def test_a_damaged_trace_costs_its_page_and_no_other(copy, records):
     record = records["signal.drift"]
     path = copy / "runs" / record.fingerprint / "trace.safetensors"

@@ -62,7 +62,9 @@ def results(tmp_path) -> Path:
     with style():
         drawing, _ = panels()
     Figure("figure99", "Figure 99: none", frame[["key"]], drawing, ("A caption.",)).write(tmp_path / "figures")
-    pd.DataFrame({"claim": ["a"], "kind": ["claim"], "verdict": ["partly"]}).to_csv(tmp_path / "claims.csv", index=False)
+    pd.DataFrame({"claim": ["a"], "kind": ["claim"], "verdict": ["partly"], "record": [""]}).to_csv(
+        tmp_path / "claims.csv", index=False
+    )
     return tmp_path
 
 

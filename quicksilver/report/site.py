@@ -128,8 +128,8 @@ class Site:
         self.root = root
         self.problems: list[Problem] = []
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
-        self.runs = self._runs()
         self.claims = self._claims()
+        self.runs = self._runs()
         if not any(piece.written for piece in self.pieces) and self.claims is None:
             raise ConfigError(f"{root} has no table, figure or claim yet: make reproduce-table TABLE=11 writes one.")
         if self.runs and not any(run.record is not None for run in self.runs.values()):
@@ -213,7 +213,10 @@ class Site:
         """Every named record, and the dense record of each, by fingerprint."""
         named: dict[str, list[Piece]] = {}
         there = sorted(path.name for path in (self.root / "runs").glob("*") if not path.name.startswith("."))
-        for piece in self.pieces:
+        ledger = Piece("claims", "table", "the claims", "make claims", ())
+        if self.claims is not None:
+            ledger.prefixes = tuple(sorted(set(self.claims["record"]) - {""}))
+        for piece in (*self.pieces, ledger):
             for prefix in piece.prefixes:
                 fingerprint = next((name for name in there if name.startswith(prefix)), prefix)
                 pieces = named.setdefault(fingerprint, [])
@@ -249,7 +252,7 @@ class Site:
         path = self.root / "claims.csv"
         if not path.is_file():
             self.problems.append(
-                Problem("claims", f"the ledger was not made yet: there is no {path}.", "To make it: make claims")
+                Problem("claims", f"the ledger was not made yet: there is no {path.name}.", "To make it: make claims")
             )
             return None
         return pd.read_csv(path, dtype=str, keep_default_na=False)

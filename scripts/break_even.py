@@ -64,10 +64,11 @@ def mechanisms(phase: str, rates: Sequence[float], layers: int) -> dict[str, Mak
     }
 
 
-def measure(shape: Shape, phase: str, batch: int, sequence: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    model: PreTrainedModel, shape: Shape, phase: str, batch: int, sequence: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One cell of the map: every mechanism at this batch and sequence, in turns with dense inference."""
     place = {"shape": shape.name, "width": shape.width, "phase": phase, "batch": batch, "sequence": sequence}
-    model = model_of(shape, options.layers, sequence + STEPS, device=options.device)
     ids = random_ids(batch, sequence, device=options.device)
     call = one_pass(model, ids, phase)
     call()  # the first one asks the system for memory
@@ -218,11 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[dict[str, Any]] = []
     with torch.inference_mode():
         for name in options.shapes:
+            model = model_of(SHAPES[name], options.layers, max(options.sequence) + STEPS, device=options.device)
             for phase in options.phases:
                 for batch in options.batch:
                     for sequence in options.sequence:
                         with console.status(f"{name}, {phase}, {batch} × {sequence} …"):
-                            found += measure(SHAPES[name], phase, batch, sequence, options)
+                            found += measure(model, SHAPES[name], phase, batch, sequence, options)
     frame = pd.DataFrame(found)
     if not frame["status"].eq("measured").any():
         raise ConfigError(f"nothing was measured: every cell takes longer than --cell-seconds {options.cell_seconds:g}.")

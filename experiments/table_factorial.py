@@ -2,7 +2,7 @@
 
 The mechanisms are those that stand alone in Table 11, and the same wherever they take part. Quality and operations only, nothing timed.
 
-Claims: P.4's isolated and joint savings, and the sign of their synergy.
+Claims: P.4's isolated and joint savings, the sign of their synergy, and that no composition adds more than 0.2 of perplexity.
 """
 
 from __future__ import annotations
@@ -14,3 +14,6 @@ rows = factorial.rows
 table = factorial.table
 ANSWERS = {f"p4.isolated.{claim}": Answer("factorial", letter) for letter, (_, claim, _) in factorial.FACTORS.items()}
 ANSWERS |= {"p4.joint": Answer("factorial", factorial.LETTERS), "p4.half": Answer("factorial", factorial.LETTERS)}
+ANSWERS["p4.stability.delta_ppl"] = Answer(
+    "factorial", factorial.LETTERS, of=factorial.worst, note="the combination of the 15 that adds most"
+)

@@ -58,12 +58,16 @@ def outcomes(rows: list[Row], results: Path) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """What each file makes of hand-made records."""
-    built = {}
-    for (kind, name), artefact in RUNS.items():
-        there = outcomes(list(artefact.experiment.rows()), tmp_path_factory.mktemp(name))
-        built[kind, name] = (there, artefact.build(there, artefact.name))
-    return built
+    """What each file makes of hand-made records, made when it is first asked for."""
+
+    class Made(dict):
+        def __missing__(self, which):
+            artefact = RUNS[which]
+            there = outcomes(list(artefact.experiment.rows()), tmp_path_factory.mktemp(which[1]))
+            self[which] = (there, artefact.build(there, artefact.name))
+            return self[which]
+
+    return Made()
 
 
 # --- the runs -------------------------------------------------------------------------------------------------------------------
@@ -221,6 +225,17 @@ def test_claims_are_answered_against_the_base(made):
             assert (estimate.low, estimate.high) == pytest.approx(
                 (row["base_delta_ppl_pct_low"], row["base_delta_ppl_pct_high"]), rel=0.1
             )
+
+
+def test_stability_is_that_of_the_worst_combination(made):
+    there, table = made["table", "factorial"]
+    by_key = {one.row.key: one for one in there}
+    worst = factorial.worst(by_key)
+    cells = table.frame[table.frame["panel"] == "factorial"]
+    assert worst.value == pytest.approx(cells["delta_ppl_pct"].max())
+    assert factorial.worst({**by_key, "H": Outcome(by_key["H"].row, reason="failed")}) is None
+    answers = dict(Source(RUNS["table", "factorial"], there, "make …").answers)
+    assert answers["p4.stability.delta_ppl"].of(by_key) == worst
 
 
 # --- what is printed and drawn --------------------------------------------------------------------------------------------------

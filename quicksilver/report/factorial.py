@@ -16,11 +16,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from quicksilver.harness.stats import paired_records
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.effects import NO_VALUE, number, signed
 from quicksilver.report.reported import reported
 from quicksilver.report.tables import Column, Lines, Panel, Table
+from quicksilver.report.verdicts import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -163,6 +165,18 @@ def _numbers(what: str, values: Mapping[str, NDArray[np.float64]]) -> dict[str, 
         low, high = np.percentile(redrawn, (2.5, 97.5))
         found |= {f"{what}_{name}": float(value), f"{what}_{name}_low": float(low), f"{what}_{name}_high": float(high)}
     return found
+
+
+def worst(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    """Perplexity added by the combination that adds most, in percent of dense; None where one has no record."""
+    found = []
+    for key, outcome in outcomes.items():
+        if outcome.record is None or outcome.dense is None:
+            return None
+        if key != "dense":
+            paired = paired_records(outcome.record, outcome.dense)
+            found.append(Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high))
+    return max(found, key=lambda estimate: estimate.value, default=None)
 
 
 def reported_synergy() -> float:

@@ -21,14 +21,13 @@ PANELS = {
     "all": "Protocol all: every position scored, causal modules only",
     "continuation": "Protocol continuation: anything goes inside the prompt, the tokens after it are scored",
 }
-# About 40% of the prompt's work, exactly the same for each: only which tokens leave, and how, differs.
+# About 40% of the prompt's work, exactly the same for each: only which tokens leave, and how, differs. Each has random tokens as its null.
 HALTING, FUSION = "halting_attention", "token_fusion_attention"
 BUDGET = {
     "attention": ("least attended", HALTING, ()),
     "fusion": ("least attended, fused", FUSION, ()),
     "position": ("oldest", HALTING, ("modules.halting.signal=position",)),
     "drift": ("least drift (paper)", HALTING, ("modules.halting.signal=drift",)),
-    "random": ("random", HALTING, ("modules.halting.signal=random",)),
 }
 
 

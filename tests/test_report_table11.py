@@ -80,7 +80,7 @@ def test_the_compared_signals_differ_in_nothing_else():
             module = dict(compose(row.overrides).modules["halting"])
             signals.append(module.pop("signal"))
             budgets.append(module)
-    assert signals == [{"name": "attention", "last_queries": 64, "pool": 9}, "position", "drift", "random"]
+    assert signals == [{"name": "attention", "last_queries": 64, "pool": 9}, "position", "drift"]
     assert all(budget == budgets[0] for budget in budgets)
     (fused,) = (compose(row.overrides).modules["token_fusion"] for row in AVAILABLE if row.key == "budget.fusion")
     assert (fused["fused_share"], fused["start"]) == (budgets[0]["halted_share"], budgets[0]["window"][0])

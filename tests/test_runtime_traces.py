@@ -198,9 +198,7 @@ def test_a_file_of_another_schema_is_refused_and_both_schemas_are_named(tmp_path
         Trace.load(path)
 
 
-@pytest.mark.parametrize(
-    "change", [{"n_layers": "many"}, {"n_layers": None}, {"first_columns": [0, 8]}, {"first_columns": "{"}]
-)
+@pytest.mark.parametrize("change", [{"n_layers": "many"}, {"n_layers": None}, {"first_columns": [0, 8]}, {"first_columns": "{"}])
 def test_a_trace_with_broken_metadata_is_no_trace(tmp_path: Path, change: dict[str, object]) -> None:
     from safetensors import safe_open
 

@@ -7,6 +7,7 @@ quantized baseline. `table_peers` prints the same records.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -49,7 +50,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     )
 
 
-def _frontier(plot, frame: pd.DataFrame) -> None:
+def _frontier(plot: Any, frame: pd.DataFrame) -> None:
     timed = frame.dropna(subset=["prompt_time_ratio"])
     for place, section in enumerate(SECTIONS):
         points = timed[timed["section"] == section]
@@ -85,7 +86,7 @@ def _frontier(plot, frame: pd.DataFrame) -> None:
     plot.legend(loc="upper right")
 
 
-def _bars(plot, frame: pd.DataFrame) -> None:
+def _bars(plot: Any, frame: pd.DataFrame) -> None:
     timed = frame.dropna(subset=["versus_int8"]).sort_values("versus_int8", ascending=False)
     for place, section in enumerate(SECTIONS):
         chosen = timed["section"] == section

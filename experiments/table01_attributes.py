@@ -51,15 +51,14 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         for one in found.loc[list(classes)].to_dict("records"):
             derived.append({"panel": "derived", "section": technique, "key": one["module"], "technique": technique} | one)
     frame = pd.DataFrame([*papers, *derived])
-    left = "left"
     panels = (
         Panel(
             "paper",
             "As the paper has it",
             (
-                Column("", "technique", _text("technique"), align=left),
-                *(Column("the paper", one.replace("_", " "), _text(one), align=left) for one in ATTRIBUTES),
-                Column("", "here", _text("here"), align=left),
+                Column("", "technique", _text("technique"), align="left"),
+                *(Column("the paper", one.replace("_", " "), _text(one), align="left") for one in ATTRIBUTES),
+                Column("", "here", _text("here"), align="left"),
             ),
             ("arXiv 2506.22396, Table 1; no cell of it is measured, there or here.",),
         ),
@@ -67,12 +66,12 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             "derived",
             "Read off the classes in this version",
             (
-                Column("", "module", _text("module"), align=left),
-                Column("", "arXiv", _text("source"), align=left, expendable=1),
-                Column("", "weights", _text("weights"), align=left),
-                Column("", "verbs", _text("verbs"), align=left),
-                Column("", "acts", _text("acts"), align=left),
-                Column("", "does not go with", _text("excludes"), align=left),
+                Column("", "module", _text("module"), align="left"),
+                Column("", "arXiv", _text("source"), align="left", expendable=1),
+                Column("", "weights", _text("weights"), align="left"),
+                Column("", "verbs", _text("verbs"), align="left"),
+                Column("", "acts", _text("acts"), align="left"),
+                Column("", "does not go with", _text("excludes"), align="left"),
             ),
             ("Every class of conf/modules but the nulls, with the options of its yaml.",),
         ),

@@ -198,5 +198,10 @@ def decay(panel: Mapping[str, Outcome]) -> Estimate | None:
 ANSWERS = {
     "k.fused.fused_share_pct": Answer(PANEL, KEY, of=fused_share, note="the share is a setting of this run"),
     "o.two_bits.two_bit_share_pct": Answer(PANEL, KEY, of=two_bits, note="of tokens that take part after half depth"),
-    "k.decay.decay_per_layer": Answer(PANEL, KEY, of=decay, note="fitted up to the layers that halted tokens take part in again"),
+    "k.decay.decay_per_layer": Answer(
+        PANEL,
+        KEY,
+        of=decay,
+        note="fitted up to the layers that halted tokens take part in again; how well it fits stands below Figure 4",
+    ),
 }

@@ -1,0 +1,79 @@
+"use strict";
+// What every page needs: the theme, the charts, the filter of the ledger.
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const dark = () => {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+};
+
+function setUpTheme() {
+  const button = document.getElementById("theme");
+  const show = () => {
+    button.textContent = dark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Change to the ${dark() ? "light" : "dark"} theme`);
+    dispatchEvent(new Event("themechange"));
+  };
+  button.addEventListener("click", () => {
+    document.documentElement.dataset.theme = dark() ? "light" : "dark";
+    try { localStorage.setItem("quicksilver-theme", document.documentElement.dataset.theme); } catch (error) { /* kept for this page only */ }
+    show();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+  show();
+}
+
+// Charts are drawn on the page's own background; only their words and lines need the theme's colours.
+const documents = [];
+function paintCharts() {
+  const ink = colour("soft"), rule = colour("rule");
+  for (const doc of documents) {
+    for (const model of doc.all_models) {
+      if (/Axis$/.test(model.type)) model.setv({ axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: ink, major_tick_line_color: ink, minor_tick_line_color: null });
+      else if (model.type === "Grid") model.setv({ grid_line_color: rule });
+      else if (model.type === "Legend") model.setv({ label_text_color: ink });
+      else if (model.type === "Figure") model.setv({ outline_line_color: rule });
+    }
+  }
+}
+
+async function drawCharts() {
+  for (const place of document.querySelectorAll(".chart")) {
+    const item = JSON.parse(document.getElementById(place.dataset.item).textContent);
+    const views = await Bokeh.embed.embed_item(item, place.id);
+    const doc = [...views][0].model.document;
+    documents.push(doc);
+    place.quicksilverDocument = doc;
+    place.dispatchEvent(new Event("drawn"));
+  }
+  paintCharts();
+  document.body.dataset.charts = "drawn";
+}
+
+function setUpLedger() {
+  const contains = document.getElementById("contains");
+  if (!contains) return;
+  const rows = [...document.querySelectorAll("#claims tbody tr")];
+  const boxes = [...document.querySelectorAll("input[name=verdict]")];
+  const words = rows.map((row) => row.textContent.toLowerCase());
+  const filter = () => {
+    const wanted = contains.value.trim().toLowerCase(), verdicts = new Set(boxes.filter((box) => box.checked).map((box) => box.value));
+    let shown = 0;
+    rows.forEach((row, i) => {
+      row.hidden = !verdicts.has(row.dataset.verdict) || !words[i].includes(wanted);
+      shown += !row.hidden;
+    });
+    document.getElementById("shown").textContent = `${shown} of ${rows.length} shown`;
+  };
+  contains.addEventListener("input", filter);
+  contains.form.addEventListener("submit", (event) => event.preventDefault());
+  for (const box of boxes) box.addEventListener("change", filter);
+}
+
+addEventListener("themechange", paintCharts);
+addEventListener("DOMContentLoaded", () => {
+  document.querySelector(`nav a[data-name="${document.body.dataset.page}"]`)?.setAttribute("aria-current", "page");
+  setUpTheme();
+  setUpLedger();
+  if (document.querySelector(".chart")) drawCharts();
+});

@@ -1,0 +1,202 @@
+"use strict";
+// What happened to the tokens of a text. A token is a column, a layer a row; layers count from 1.
+
+const views = JSON.parse(document.getElementById("views").textContent);
+// Letter, name of the colour, words. The letters are those of quicksilver/report/tokens.py.
+const STATES = [
+  ["C", "active", "computed"], ["W", "nokv", "computed, no K/V entry"], ["H", "halted", "halted, no K/V entry"],
+  ["K", "kept", "halted, K/V entry kept"], ["R", "resumed", "computed again"], ["N", "again", "computed again, no K/V entry"], ["F", "carried", "carried by a neighbour"],
+];
+const STATE = Object.fromEntries(STATES.map(([letter, name, words]) => [letter, { name, words }]));
+const box = document.getElementById("tokens"), detail = document.getElementById("detail"), map = document.getElementById("map");
+const channelChoice = document.getElementById("channel"), layerChoice = document.getElementById("layer"), textChoice = document.getElementById("window");
+let view = null, here = 0, spans = [], picture = null;
+
+const decoded = ({ distinct, places }) => places.map((place) => distinct[place]);
+
+function read(coded) {
+  const data = { ...coded, states: decoded(coded.states), bits: coded.bits && decoded(coded.bits), texts: coded.texts === "shared" ? sharedWords[coded.window] : coded.texts };
+  const count = (letters) => data.states.map((states) => [...states].filter((one) => letters.includes(one)).length);
+  const carriers = new Map(), carried = new Map();
+  for (const [token, carrier, layer, weight] of data.fusions) {
+    carried.set(token, { carrier, layer, weight });
+    if (!carriers.has(carrier)) carriers.set(carrier, []);
+    carriers.get(carrier).push({ token, layer });
+  }
+  const width = (digit) => (digit === "0" ? 16 : Number(digit));
+  return {
+    ...data, carriers, carried, columns: data.states.length, layers: data.states[0].length,
+    left: count("HKF"), missing: count("WHNF"),
+    halt: data.states.map((states) => { const at = states.search(/[HK]/); return at < 0 ? states.length : at; }),
+    width: (i, layer) => (data.bits ? width(data.bits[i][layer - 1]) : 16),
+  };
+}
+
+const plain = (i) => (view.texts ? JSON.stringify(view.texts[i]) : `token ${i}`);
+const escape = (words) => String(words).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+
+// Each channel: name, title, ends of its scale, the share of the scale (0 to 1) of a token, whether it is of one layer.
+function channels() {
+  const all = [
+    ["left", "layers left out", ["none", "all"], (i) => view.left[i] / view.layers],
+    ["missing", "layers without a K/V entry", ["none", "all"], (i) => view.missing[i] / view.layers],
+    ["halt", "halting depth", ["never", "before the first layer"], (i) => 1 - view.halt[i] / view.layers],
+    ["bits", "bits in the last layer", ["16", "2"], (i) => (4 - Math.log2(view.width(i, view.layers))) / 3],
+    ["fusion", "fusion", ["not fused", "carried"], (i) => (view.carried.has(i) ? 1 : view.carriers.has(i) ? 0.45 : 0)],
+  ].filter(([, , , share]) => view.states.some((_, i) => share(i) > 0));
+  for (const [name, { unit, values }] of Object.entries(view.signals)) {
+    const known = values.flat().filter((value) => value !== null), low = Math.min(...known), high = Math.max(...known);
+    const share = (i) => { const value = values[i][layerChoice.value - 1]; return value === null ? 0 : (value - low) / (high - low || 1); };
+    all.push([name, `${name} (${unit})`, [low, high], share, true]);
+  }
+  return all.length ? all : [["left", "layers left out", ["none", "all"], () => 0]];
+}
+
+function shade() {
+  const known = channels(), [, , ends, share, byLayer] = known.find(([name]) => name === channelChoice.value) ?? known[0];
+  spans.forEach((span, i) => {
+    const part = i < view.columns ? share(i) : 0;
+    span.style.background = part > 0 ? `color-mix(in srgb, var(--heat) ${Math.round(65 * part)}%, transparent)` : "";
+  });
+  document.getElementById("scale").innerHTML = `<span>${ends[0]}</span><i></i><span>${ends[1]}</span>`;
+  document.getElementById("layer-choice").hidden = !byLayer;
+  document.getElementById("layer-shown").textContent = layerChoice.value;
+}
+
+function drawMap() {
+  const colours = Object.fromEntries(STATES.map(([letter, name]) => [letter, colour(`s-${name}`)]));
+  picture = new OffscreenCanvas(view.columns, view.layers);
+  const pen = picture.getContext("2d"), seen = new Set();
+  view.states.forEach((states, i) => [...states].forEach((letter, layer) => {
+    seen.add(letter);
+    pen.fillStyle = colours[letter];
+    pen.fillRect(i, layer, 1, 1);
+  }));
+  document.getElementById("map-legend").innerHTML = STATES.filter(([letter]) => seen.has(letter)).map(([, name, words]) => `<li><i style="background:var(--s-${name})"></i>${words}</li>`).join("");
+  markMap();
+}
+
+function markMap() {
+  const pen = map.getContext("2d"), wide = map.width / view.columns;
+  pen.imageSmoothingEnabled = false;
+  pen.drawImage(picture, 0, 0, map.width, map.height);
+  if (here < view.columns) {
+    pen.strokeStyle = colour("ink");
+    pen.lineWidth = 2;
+    pen.strokeRect(here * wide - 1, 1, wide + 2, map.height - 2);
+  }
+}
+
+function facts(i) {
+  if (i >= view.columns) return [["", "only predicted: the model never processed it"]];
+  const known = [], halt = view.halt[i], fusion = view.carried.get(i), others = view.carriers.get(i), again = view.states[i].search(/[RN]/);
+  known.push(["halted", halt < view.layers ? `after layer ${halt} of ${view.layers}${again < 0 ? "" : `, computed again from layer ${again + 1}`}` : "never"]);
+  known.push(["computed", `${view.layers - view.left[i]} of ${view.layers} layers`]);
+  known.push(["K/V entries", `${view.layers - view.missing[i]} of ${view.layers} layers`]);
+  if (view.bits) known.push(["bits", view.width(i, view.layers) < 16 ? `${view.width(i, view.layers)} in the last layer` : "untouched"]);
+  if (fusion) known.push(["fusion", `carried by ${plain(fusion.carrier)} (${fusion.carrier}) after layer ${fusion.layer}${fusion.weight === null ? "" : `, weight ${fusion.weight}`}`]);
+  else known.push(["fusion", others ? `carries ${others.map(({ token, layer }) => `${plain(token)} (${token}, after layer ${layer})`).join(", ")}` : "none"]);
+  for (const [layer, slot, carrier] of view.merges) if (slot === i) known.push(["cache", `its K/V in layer ${layer} went into token ${carrier}`]);
+  const evicted = view.evictions.filter(([, slots]) => slots.includes(i)).map(([layer]) => layer);
+  if (evicted.length) known.push(["cache", `its K/V left layer${evicted.length > 1 ? "s" : ""} ${[...new Set(evicted)].join(", ")} after it was written`]);
+  for (const [which, nats] of Object.entries(view.nats ?? {})) if (nats[i] !== null) known.push([`surprise, ${which}`, `${nats[i]} nats`]);
+  return known;
+}
+
+function strip(i) {
+  const [name, signal] = Object.entries(view.signals).find(([one]) => one === channelChoice.value) ?? Object.entries(view.signals)[0] ?? ["", null];
+  const cells = [["head", "layer"], ["head", "state"], ["head", view.bits ? "bits" : ""], ["head", name]];
+  [...view.states[i]].forEach((letter, k) => {
+    cells.push(["", k + 1], [`state ${STATE[letter].name}`, STATE[letter].words], ["", view.bits ? view.width(i, k + 1) : ""], ["", signal?.values[i][k] ?? ""]);
+  });
+  return `<div class="strip">${cells.map(([kind, words]) => `<span class="${kind}">${escape(words)}</span>`).join("")}</div>`;
+}
+
+function show(i, scroll = false) {
+  for (const token of box.querySelectorAll(".here, .tied")) { token.classList.remove("here", "tied"); token.removeAttribute("aria-selected"); }
+  here = Math.max(0, Math.min(spans.length - 1, i));
+  const span = spans[here];
+  span.classList.add("here");
+  span.setAttribute("aria-selected", "true");
+  box.setAttribute("aria-activedescendant", span.id);
+  for (const token of [view.carried.get(here)?.carrier, ...(view.carriers.get(here) ?? []).map((one) => one.token)]) if (token !== undefined) spans[token].classList.add("tied");
+  if (scroll) span.scrollIntoView({ block: "nearest" });
+  const part = here >= view.scored ? "scored" : view.prompt ? "prompt" : "not scored";
+  detail.innerHTML = `<div aria-live="polite"><h2>${escape(plain(here))}</h2><p class="note">token ${here}, ${part}</p><dl>${facts(here).map(([name, value]) => `<dt>${name}</dt><dd>${escape(value)}</dd>`).join("")}</dl></div>${here < view.columns ? strip(here) : ""}`;
+  markMap();
+}
+
+function nextLine(step) {
+  // The token above or below: of the next line of the text, the one that stands closest.
+  const from = spans[here].getBoundingClientRect(), middle = (from.left + from.right) / 2;
+  let best = here, least = Infinity, top = null;
+  for (let i = here + step; i >= 0 && i < spans.length; i += step) {
+    const rect = spans[i].getBoundingClientRect();
+    if (Math.abs(rect.top - from.top) < 4) continue;
+    if (top !== null && Math.abs(rect.top - top) > 4) break;
+    top ??= rect.top;
+    const apart = Math.abs((rect.left + rect.right) / 2 - middle);
+    if (apart < least) [best, least] = [i, apart];
+  }
+  return best;
+}
+
+const decided = (i) => i < view.columns && (view.left[i] > 0 || view.missing[i] > 0 || view.width(i, view.layers) < 16 || view.carriers.has(i));
+function nextDecided(step) {
+  for (let i = here + step; i >= 0 && i < spans.length; i += step) if (decided(i)) return i;
+  return here;
+}
+
+function open(number) {
+  view = read(views[number]);
+  const total = view.texts?.length ?? view.columns;
+  spans = Array.from({ length: total }, (_, i) => {
+    const span = document.createElement("span");
+    span.id = `token-${i}`;
+    span.dataset.token = i;
+    span.setAttribute("role", "option");
+    span.textContent = view.texts ? view.texts[i].replace(/\n/g, "↵\n") : `${i} `;
+    if (i >= view.columns) span.classList.add("beyond");
+    if (view.prompt && i >= view.scored) span.classList.add("scored");
+    if (view.prompt && i === view.scored) span.classList.add("break");
+    return span;
+  });
+  box.replaceChildren(...spans);
+  const missing = document.getElementById("no-texts");
+  missing.hidden = view.texts !== null;
+  missing.textContent = view.texts === null ? `Tokens are shown by number: ${view.no_texts}` : "";
+  layerChoice.max = view.layers;
+  layerChoice.value = Math.ceil(view.layers / 2);
+  const before = channelChoice.value, known = channels();
+  channelChoice.replaceChildren(...known.map(([name, title]) => new Option(title, name)));
+  if (known.some(([name]) => name === before)) channelChoice.value = before;
+  here = 0;
+  shade();
+  drawMap();
+  show(decided(0) ? 0 : nextDecided(1));
+  document.body.dataset.viewer = "ready";
+}
+
+const KEYS = {
+  ArrowRight: () => here + 1, ArrowLeft: () => here - 1, ArrowDown: () => nextLine(1), ArrowUp: () => nextLine(-1),
+  Home: () => 0, End: () => spans.length - 1, j: () => nextDecided(1), k: () => nextDecided(-1),
+};
+box.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
+  event.preventDefault();
+  show(KEYS[event.key](), true);
+});
+for (const kind of ["mouseover", "click"]) box.addEventListener(kind, (event) => {
+  const token = event.target.dataset.token;
+  if (token !== undefined && Number(token) !== here) show(Number(token));
+});
+map.addEventListener("mousemove", (event) => {
+  const rect = map.getBoundingClientRect(), i = Math.min(view.columns - 1, Math.floor(((event.clientX - rect.left) / rect.width) * view.columns));
+  if (i !== here) show(i, true);
+});
+channelChoice.addEventListener("change", () => { shade(); show(here); });
+layerChoice.addEventListener("input", shade);
+textChoice.addEventListener("change", () => open(Number(textChoice.value)));
+addEventListener("themechange", () => { if (view) drawMap(); });
+document.querySelector(".filter").addEventListener("submit", (event) => event.preventDefault());
+addEventListener("DOMContentLoaded", () => open(0));

@@ -61,7 +61,9 @@ def write_pieces(results: Path, outcomes: list[Outcome]) -> None:
         drawing, axes = panels()
         axes[0, 0].plot(range(3))
     shown = frame[["key", "record"]]
-    Figure("figure99", "Figure 99: shown nowhere", shown, drawing, ("Model: tiny & small.", *notes)).write(results / "figures")
+    Figure(
+        "figure99", "Figure 99: shown nowhere", shown, drawing, ("Model: tiny & small.", *notes, "Text: digest 7c304b8e77c0.")
+    ).write(results / "figures")
     claim = {
         "panel": "Table 11",
         "kind": "claim",
@@ -130,6 +132,7 @@ def pages(site: Path) -> list[Path]:
 
 def test_links_resolve_and_nothing_is_loaded_from_a_network(site):
     assert len(pages(site)) > 12
+    assert not (site / "runs" / "7c304b8e77c0.html").exists()  # a digest of a text is no record
     for page in pages(site):
         links = Links(page)
         for name in [*links.loaded, *links.targets]:

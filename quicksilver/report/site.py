@@ -36,7 +36,7 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 _ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js")
 _PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
 _SVG_LIMIT_BYTES = 100_000  # above it, the pixels of the PNG are the smaller file by far, packed without loss
-_DATA_LIMIT_BYTES = 60_000  # a larger frame stays where it was written
+_DATA_LIMIT_BYTES = 30_000  # a larger frame stays where it was written
 _PICTURES = ("gif", "html")
 
 
@@ -127,6 +127,7 @@ class Site:
             raise ConfigError(f"{root} is not there: a report is made of what `make reproduce` writes into it.")
         self.root = root
         self.problems: list[Problem] = []
+        self._words: dict[str, dict[int, list[str]]] = {}  # of shown windows, by script and window
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
         self.claims = self._claims()
         self.runs = self._runs()
@@ -175,7 +176,7 @@ class Site:
             return
         piece.document = markdown.parse(path.read_text(encoding="utf-8"))
         piece.title = piece.document.title or piece.title
-        notes = " ".join(block for block in piece.document.blocks if isinstance(block, str))
+        notes = "\n".join(block for block in piece.document.blocks if isinstance(block, str))
         self._read_data(piece, path.with_suffix(".csv"), notes)
 
     def _read_figure(self, piece: Piece) -> None:
@@ -187,11 +188,11 @@ class Site:
         title, piece.caption = _svg_words(path)
         piece.title = title or piece.title
         piece.extras = tuple(p.name for p in sorted(path.parent.glob(f"{piece.name}.*")) if p.suffix[1:] in _PICTURES)
-        self._read_data(piece, path.with_suffix(".csv"), " ".join(piece.caption))
+        self._read_data(piece, path.with_suffix(".csv"), "\n".join(piece.caption))
 
     def _read_data(self, piece: Piece, path: Path, notes: str) -> None:
         """The records that the frame and the notes name, and rows of the frame that failed."""
-        found = [match for part in re.findall(r"Records: [^<]*", notes) for match in _PREFIX.findall(part)]
+        found = [match for part in re.findall(r"Records: [^<\n]*", notes) for match in _PREFIX.findall(part)]
         if path.is_file() and path.stat().st_size > 1:
             piece.data = path
             frame = pd.read_csv(path, dtype=str, keep_default_na=False)
@@ -278,6 +279,8 @@ class Site:
         contents["assets/bokeh.js"] = charts.script()
         for run in self.runs.values():
             contents |= self._run_pages(run)
+        for script, words in self._words.items():
+            contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()
         for piece in self.pieces:
             contents |= self._piece_pages(piece)
         traced = [run for run in self.runs.values() if run.trace is not None]
@@ -331,9 +334,10 @@ class Site:
         except QuickSilverError as error:
             self._trouble(run, error)
         else:
-            if views:
+            if views and run.record is not None:
                 run.trace = f"tokens/{run.fingerprint}.html"
-                contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views)
+                words = self._share(run.record["data"]["token_digest"], views)
+                contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views, words=words)
         details: dict[str, Any] | None = None
         try:
             details = self._run_details(run.record, run.dense) if run.record is not None else None
@@ -341,6 +345,16 @@ class Site:
             self._trouble(run, error)
         contents[f"runs/{run.fingerprint}.html"] = self._page("run.html", base="../", run=run, details=details)
         return contents
+
+    def _share(self, digest: str, views: Sequence[dict[str, Any]]) -> str:
+        """Take the words of windows out of `views` into one script for all runs on the same tokens; returns its path."""
+        script = f"assets/words-{digest[:12]}.js"
+        shared = self._words.setdefault(script, {})
+        for view in views:
+            if "window" in view and view["texts"] is not None:
+                shared[view["window"]] = view["texts"]
+                view["texts"] = "shared"
+        return script
 
     def _run_details(self, record: Record, dense: Record | None) -> dict[str, Any]:
         outcome = Outcome(Row("", "", "", "", ()), record, dense)

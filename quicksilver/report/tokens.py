@@ -38,7 +38,7 @@ SIGNALS = (
 def shown(record: Record) -> list[dict[str, Any]]:
     """Texts of a record worth looking at: those that it looked into, then the window that the run harmed most and the one in the middle.
 
-    Each has `name`, `texts` (tokens; None with `no_texts` saying why), `states` and `bits` (a string of L characters a token, coded as
+    Each has `name`, `window` (its number; absent where a text was looked into), `texts` (tokens; None with `no_texts` saying why), `states` and `bits` (a string of L characters a token, coded as
     `coded` does; `bits` None where none was set), `fusions` ([token, carrier, layer, weight or None]), `merges` ([layer, slot, carrier]), `evictions`
     ([layer, slots]), `scored` (first scored token), `prompt` (whether what comes before is a prompt), `signals` (name to unit and
     values by token and layer) and `nats` (by token, run and dense). Layers count from 1.
@@ -58,9 +58,8 @@ def shown(record: Record) -> list[dict[str, Any]]:
         except (QuickSilverError, OSError) as error:
             words = {"texts": None, "no_texts": str(error)}
         scored = record["protocol"]["prompt_tokens"] if prompt else 1
-        texts.append(
-            {"name": f"window {window}, {why}", "prompt": prompt, "scored": scored, "signals": {}, "nats": None, **words, **view}
-        )
+        named = {"name": f"window {window}, {why}", "window": window, "prompt": prompt, "scored": scored}
+        texts.append({**named, "signals": {}, "nats": None, **words, **view})
     return texts
 
 

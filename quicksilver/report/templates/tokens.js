@@ -15,7 +15,7 @@ let view = null, here = 0, spans = [], picture = null;
 const decoded = ({ distinct, places }) => places.map((place) => distinct[place]);
 
 function read(coded) {
-  const data = { ...coded, states: decoded(coded.states), bits: coded.bits && decoded(coded.bits) };
+  const data = { ...coded, states: decoded(coded.states), bits: coded.bits && decoded(coded.bits), texts: coded.texts === "shared" ? sharedWords[coded.window] : coded.texts };
   const count = (letters) => data.states.map((states) => [...states].filter((one) => letters.includes(one)).length);
   const carriers = new Map(), carried = new Map();
   for (const [token, carrier, layer, weight] of data.fusions) {

@@ -19,6 +19,7 @@ from quicksilver.report.claims import Answer
 from quicksilver.report.figures import GREY, HATCHES, PALETTE, Figure, panels, style
 from quicksilver.report.reported import reported
 from quicksilver.report.verdicts import Estimate
+from quicksilver.runtime.errors import ConfigError
 
 # row -> what F.2 says of it: (entry of the speedup, entry of the emissions); the full stack is the last step here
 STEPS = {
@@ -182,7 +183,7 @@ def _of(key: str, quantity: str) -> Callable[[Mapping[str, Outcome]], Estimate |
             low, middle, high = (100 * (1 - ratio[end]) for end in ("high", "median", "low"))
             return Estimate(middle, low, high, record["noise_floor_pct"])
         if not record["energy"]["measured"]:
-            return None  # an estimate that follows the clock says nothing about energy
+            raise ConfigError(f"energy was not measured, but estimated from the clock ({record['energy']['method']})")
         saved = cost.joules_saved(record)
         if quantity.endswith("saved_pct"):
             return None if saved is None else Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])

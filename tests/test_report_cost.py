@@ -15,6 +15,7 @@ from quicksilver.report.artefacts import Artefact, Outcome, find
 from quicksilver.report.claims import Source
 from quicksilver.report.cost import BELOW, realization
 from quicksilver.report.reported import reported
+from quicksilver.runtime.errors import ConfigError
 
 DENSE_MS = {"embedding": 1.0, "attention": 50.0, "mlp": 40.0, "norms": 4.0, "kv_write": 2.0, "output_head": 2.0, "model": 1.0}
 ARTEFACTS = [("table", "7"), ("figure", "16"), *(("table", name) for name in ("waterfall", "deployment", "memory"))]
@@ -186,8 +187,12 @@ def test_an_estimate_of_joules_is_drawn_as_one_and_answers_no_claim(tmp_path: Pa
         assert ("a counter" if measured else "an estimate") in " ".join(figure.caption)
         answers = artefact.experiment.ANSWERS  # type: ignore[attr-defined]
         by_key = {one.row.key: one for one in found}
-        saved = answers["f2.joint.emissions_saved_pct"].of(by_key)
-        assert (saved is not None) == measured
+        saved = answers["f2.joint.emissions_saved_pct"].of
+        if measured:
+            assert saved(by_key) is not None
+        else:
+            with pytest.raises(ConfigError, match="estimated"):
+                saved(by_key)
         assert answers["f2.joint.speedup_pct"].of(by_key).value == pytest.approx(20)
 
 

@@ -166,6 +166,8 @@ class Site:
             self._read_table(piece)
         else:
             self._read_figure(piece)
+        if artefact is not None and name != artefact.name:
+            piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"  # of another model or text
         if not piece.written:
             self._problem([piece], piece.name, f"it was not made yet: there is no {kind}s/{name}.")
         return piece
@@ -369,10 +371,20 @@ class Site:
             "chart": charts.windows(record),
         }
 
-    def _about(self) -> tuple[str, ...]:
-        """Model, text, protocol and machine behind the tables of the embedded default."""
-        outcomes = [Outcome(Row("", "", "", "", ()), run.record) for run in self.runs.values() if run.record is not None]
-        return provenance.notes(outcomes)[:4] if outcomes else ()
+    def _about(self) -> str:
+        """What the records are of, by name; each page has the details of its own."""
+        records = [run.record for run in self.runs.values() if run.record is not None]
+        if not records:
+            return ""
+
+        def names(group: str) -> str:
+            return ", ".join(sorted({str(record[group]["name"]) for record in records}))
+
+        machines = ", ".join(sorted({record["environment"]["gpu"] or record["environment"]["cpu"] for record in records}))
+        protocols = (
+            f"under the protocols {names('protocol')}" if "," in names("protocol") else f"under the protocol {names('protocol')}"
+        )
+        return f"{len(records)} records of {names('model')} on {names('data')}, {protocols}, made on {machines}. Each page says which it shows."
 
     def _claim_rows(self, kind: str) -> list[dict[str, Any]]:
         return [] if self.claims is None else self.claims[self.claims["kind"] == kind].to_dict("records")

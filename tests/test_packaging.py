@@ -29,7 +29,7 @@ LOCK = [
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
     return subprocess.run(["make", *words], cwd=ROOT, env=inherited, capture_output=True, text=True, encoding="utf-8")
 
 
@@ -151,7 +151,10 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_links_and_files_that_a_page_names_are_there(page):
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    headings = {
+        "#" + re.sub(r"[^\w -]", "", found).lower().replace(" ", "-") for found in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    assert [link for link in links if not (link in headings if link.startswith("#") else (page.parent / link).exists())] == []
     named = re.findall(r"`((?:quicksilver|conf|tests|experiments|scripts|docs)/[\w./-]+)`", text)
     assert [name for name in named if not (ROOT / name).exists() and "quiet_tokens" not in name] == []
 

@@ -23,7 +23,7 @@ def rows() -> list[Row]:
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """All techniques on the left, those that cost little on the right."""
     frame = frontier.frame(outcomes)
-    saved, cost = frontier.PAPER_BAR
+    saved, cost = frontier.paper_bar()
     with style():
         drawing, plots = panels(1, 2, size=(7.4, 3.4))
         for place, technique in enumerate(frontier.TECHNIQUES.values()):
@@ -46,6 +46,6 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         plots[0, 0].legend()
     said = (
         "Tokens leave a prompt after a fifth of its depth, or all stop at one depth (static); bars: 95% intervals, paired by window. "
-        f"Right saves more, up is worse. Star: {saved:g}% for +{cost:g}%, what the abstract says. On the right points are moved aside a little."
+        f"Right saves more, up is worse. Star: {saved:g}% for +{cost:.1f}%, what the abstract says. On the right points are moved aside a little."
     )
     return Figure(name, "What may leave a prompt", frame, drawing, (said, *sweeps.notes(outcomes, name)))

@@ -29,13 +29,13 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
         Column("", "front", lambda row: ("●" if row["front"] else "",)),
     )
-    saved, cost = frontier.PAPER_BAR
+    saved, cost = frontier.paper_bar()
     legend = (
         "share: of the prompt's tokens that leave after a fifth of the depth; of static depth: the depth after which all but the last stop.",
         "saved: executed operations of the prompt, signals included, and resident KV bytes, in percent of dense inference.",
         "Δppl: perplexity of the tokens after the prompt minus dense, with its 95% interval; below it the same in percent.",
         "front: ● where no other row saves as much or more for a smaller Δppl, point against point.",
-        f"The paper's bar is {saved:g}% of FLOPs for at most {cost:g}% of perplexity (abstract: ≤ 0.2 at 18.2).",
+        f"The paper's bar is {saved:g}% of FLOPs for at most {cost:.1f}% of perplexity (abstract: ≤ 0.2 at 18.2).",
     )
     panel = Panel(
         frontier.PANEL, "Protocol continuation: tokens leave inside the prompt only", columns, provenance.notes(outcomes)

@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 runs[name](bench)
             findings += bench.findings
     console.print(table_of(findings, options))
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    shown = {key: value for key, value in vars(options).items() if key != "output"}  # a place on this machine
     content = {"environment": around, "options": shown, "findings": [asdict(f) for f in findings]}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

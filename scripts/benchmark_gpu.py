@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def save(found: Sequence[Row], options: Options) -> None:
     around = environment(options.device) | {"load_average": os.getloadavg()[0]}
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    shown = {key: value for key, value in vars(options).items() if key != "output"}  # a place on this machine
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
         json.dumps({"environment": around, "options": shown, "rows": list(found)}, indent=1) + "\n", encoding="utf-8"

@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for f in found:
         table.add_row(f.part, f.what, f.name, f"{f.speedup:.2f}", f"{f.low:.2f} to {f.high:.2f}")
     console.print(table)
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    shown = {key: value for key, value in vars(options).items() if key != "output"}  # a place on this machine
     content = {"torch": torch.__version__, "options": shown, "findings": [asdict(f) for f in found]}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

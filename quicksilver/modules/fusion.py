@@ -111,7 +111,7 @@ class TokenFusion(RuntimeModule):
         tau_fuse: a number, one per layer, or a percentile of the distances between neighbours such as "p15" (D.3).
         criterion: which pairs are closest. `l2`, `relative`, `cosine`: see `NeighbourDistance`. `attention`: those that get least
             from the last `attention_queries` tokens, the more attended of the two; the observers themselves are not fused. Not
-            the paper's: at 30% it cost a tenth of what likeness cost (docs/fusion-and-causality.md). `random`: a hash of seed,
+            the paper's: at 30% it cost a quarter of what likeness cost (docs/fusion-and-causality.md). `random`: a hash of seed,
             layer, slot and token id in [0, 1), so that under `threshold` each pair fuses with probability `tau_fuse`.
         fused_share: for `capacity`: share of a row's real tokens merged away, over all fusion layers together, in equal steps.
         start: fraction of the layers gone through before tokens fuse (conflicts.md #12).

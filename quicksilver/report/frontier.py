@@ -12,12 +12,13 @@ import pandas as pd
 
 from quicksilver.report import ablation
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.reported import reported
+from quicksilver.report.sweeps import front
 
 PANEL = "frontier"
 SHARES = (0.23, 0.34, 0.453, 0.566)  # of the prompt's tokens that leave after a fifth of the depth
 # Without looking: all tokens of the prompt but its last stop at that depth.
 DEPTHS = (0.8, 0.7, 0.6, 0.5)
-PAPER_BAR = (39.6, 1.1)  # % of FLOPs saved, % of perplexity: the abstract's 39.6% at 18.2 + 0.2
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ TECHNIQUES = {
 }
 
 
+def paper_bar() -> tuple[float, float]:
+    """What the abstract says, in percent: FLOPs saved, and perplexity lost of that of Table 3's baseline."""
+    joint = reported()["abstract.joint"]
+    _, most = joint.bounds["delta_ppl"]
+    assert most is not None  # "≤ 0.2"
+    return joint.values["flops_saved_pct"], 100 * most / reported()["table3.baseline"].values["ppl"]
+
+
 def rows() -> list[Row]:
     """A row a technique and value of its dial."""
     always = ("protocol=continuation", "measure=sweep", "dataset.windows=64")
@@ -69,8 +78,6 @@ def rows() -> list[Row]:
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """`ablation.frame`; `front`: no row saves as much or more of the prompt's work for a smaller Δ perplexity."""
-    from quicksilver.report.sweeps import front
-
     rows = ablation.frame(outcomes)
     rows["front"] = front(rows["prompt_executed_flops_saved_pct"], rows["delta_ppl"])
     return rows

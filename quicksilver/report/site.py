@@ -363,7 +363,7 @@ class Site:
         return {
             "notes": provenance.notes([outcome])[:-1],
             "passes": _passes(record),
-            "config": _yaml(record["config"]),
+            "config": _yaml({key: value for key, value in record["config"].items() if key not in _PLACES}),
             "environment": _yaml(record["environment"]),
             "measured": _flat({key: value for key, value in record.data.items() if key not in (*_SHOWN_APART, *_DESCRIBED)}),
             "described": _yaml({key: record[key] for key in _DESCRIBED if key in record.data}),
@@ -432,6 +432,7 @@ class Site:
         return environment
 
 
+_PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
 _SHOWN_APART = ("config", "environment", "files", "schema_version", "fingerprint", "label", "texts")
 _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
@@ -447,7 +448,16 @@ def _packed(path: Path) -> bytes:
 
 
 def _yaml(entries: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(entries), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(_without_folders(entries), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _without_folders(entry: Any) -> Any:
+    """Local files by their names: where they lie is nobody else's business, and would make the page another one elsewhere."""
+    if isinstance(entry, Mapping):
+        return {key: _without_folders(value) for key, value in entry.items()}
+    if isinstance(entry, list):
+        return [_without_folders(value) for value in entry]
+    return Path(entry).name if isinstance(entry, str) and Path(entry).is_absolute() else entry
 
 
 def _svg_words(path: Path) -> tuple[str, tuple[str, ...]]:

@@ -422,8 +422,8 @@ class IntegerExecutor(SimulatedExecutor):
     share the product (with `weights="token"` those of one width do). The weights' codes stay in memory beside the model.
 
     The product is `torch._int_mm`: oneDNN on CPU, cuBLASLt on CUDA. Of what scripts/benchmark_quantization.py compares, oneDNN's
-    qlinear is 5% faster for many tokens and slower for one; fbgemm the other way round, but it codes a whole batch with one scale
-    or goes through tensor types that torch has deprecated; torchao is slower for both. Where `_int_mm` is missing or inexact the
+    qlinear is faster for one token and, by the number of rows, slower or faster for many, but wants the weights packed a second
+    time; fbgemm is faster for one, but codes a whole batch with one scale or goes through tensor types that torch has deprecated. Where `_int_mm` is missing or inexact the
     codes are multiplied as floats: one warning, and `kernel` says so.
     """
 

@@ -35,7 +35,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, twin
 from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.runtime import RuntimeModule, apply
-from quicksilver.runtime.quantized import ByWidth, IntegerExecutor
+from quicksilver.runtime.quantized import ByWidth, IntegerExecutor, _Linear
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("kernels", "prefill", "decode")
@@ -120,7 +120,8 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
         linear = nn.Linear(width, channels)
         linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
         executor, all_at_8 = IntegerExecutor(weights="int8"), ByWidth({8: None})
-        return lambda: executor._linear(linear, linear.forward, all_at_8, {}, x)
+        with_weights = _Linear({}, linear, {})
+        return lambda: executor._linear(with_weights, linear.forward, all_at_8, {}, x)
 
     def onednn(weight: torch.Tensor) -> Call:
         # Unsigned inputs on purpose: with signed ones this operator runs a reference loop, 3000 times slower (torch 2.13).
@@ -185,11 +186,11 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
 # -- models ----------------------------------------------------------------------------------------------------------------------
 
 
-def models(options: argparse.Namespace) -> dict[str, tuple[PreTrainedModel, list[RuntimeModule]]]:
+def models(options: argparse.Namespace, layers: int) -> dict[str, tuple[PreTrainedModel, list[RuntimeModule]]]:
     """Dense and quantised, in both dtypes. The vocabulary is small: the output head is never quantised, and shall hide nothing."""
     torch.manual_seed(42)
     config = GPT2Config(
-        n_layer=options.layers, n_embd=options.width, n_head=options.heads, vocab_size=1024,
+        n_layer=layers, n_embd=options.width, n_head=options.heads, vocab_size=1024,
         n_positions=options.sequence + options.context + 1024, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     single = GPT2LMHeadModel(config).eval()
@@ -213,7 +214,7 @@ def prefill(options: argparse.Namespace) -> list[Finding]:
     ids = torch.randint(0, 1024, (options.batch, options.sequence), generator=generator)
     with ExitStack() as stack:
         fns: dict[str, Call] = {}
-        for name, (model, modules) in models(options).items():
+        for name, (model, modules) in models(options, options.layers).items():
             run = stack.enter_context(apply(model, modules))
 
             def one(model: PreTrainedModel = model, run: object = run) -> None:
@@ -229,7 +230,7 @@ def decode(options: argparse.Namespace, tokens: int = 4) -> list[Finding]:
     ids = torch.randint(0, 1024, (1, options.context), generator=generator)
     with ExitStack() as stack:
         fns: dict[str, Call] = {}
-        for name, (model, modules) in models(options).items():
+        for name, (model, modules) in models(options, options.decode_layers).items():
             run = stack.enter_context(apply(model, modules))
             state = [model(ids).past_key_values]
 
@@ -253,7 +254,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=512, help="tokens of a row, of prefill")
     parser.add_argument("--context", type=int, default=256, help="tokens cached before, of decode")
     parser.add_argument("--kernel-rows", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="of prefill")
+    parser.add_argument("--decode-layers", type=int, default=36, help="of decode, where what a pass costs once weighs more")
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--heads", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")

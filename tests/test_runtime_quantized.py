@@ -403,18 +403,20 @@ def test_weights_are_prepared_once_until_they_are_forgotten() -> None:
     block, x, widths = Block(), values((1, 2, 24), 0), torch.full((1, 2), 8, dtype=torch.uint8)
     executor = IntegerExecutor(weights="int8")
     first = executor.run_layer(block, widths, lambda: block(x))
-    kept = executor._prepared(block.a, 8)
+    (kept,) = [linear.prepared[8] for linear in executor._linears[block] if linear.module is block.a]
     assert torch.equal(executor.run_layer(block, widths, lambda: block(x)), first)
-    assert executor._prepared(block.a, 8) is kept
+    (again,) = [linear.prepared[8] for linear in executor._linears[block] if linear.module is block.a]
+    assert again is kept
     block.a.weight.mul_(2)
     executor.forget()
     assert not torch.equal(executor.run_layer(block, widths, lambda: block(x)), first)
 
 
 def test_offloaded_weights_are_refused() -> None:
-    linear = nn.Linear(8, 8, device="meta")
+    block = nn.Sequential(nn.Linear(8, 8, device="meta"))
+    x, widths = torch.zeros(1, 2, 8), torch.full((1, 2), 8, dtype=torch.uint8)
     with pytest.raises(UnsupportedModelError, match="offloaded"):
-        IntegerExecutor(weights="int8")._prepared(linear, 8)
+        IntegerExecutor(weights="int8").run_layer(block, widths, lambda: block(x))
 
 
 def test_a_single_token_is_coded_as_among_others() -> None:

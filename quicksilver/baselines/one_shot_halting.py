@@ -51,5 +51,8 @@ class OneShotHalting(HaltingPolicy):
     def wants_attention(self, layer: int) -> bool:
         return self.acts_at(layer)
 
+    def share_out(self, layer: int) -> float | None:
+        return self.halted_share
+
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         return fill_up(view, tokens, eligible, view.attention_output.float().norm(dim=-1), self.halted_share)

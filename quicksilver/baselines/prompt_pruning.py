@@ -78,6 +78,9 @@ class PromptPruning(HaltingPolicy):
     def wants_attention(self, layer: int) -> bool:
         return self.acts_at(layer)
 
+    def share_out(self, layer: int) -> float | None:
+        return 1 - self._kept[layer]
+
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         importance = self._attention(view, tokens, eligible)
         return fill_up(view, tokens, eligible, importance, 1 - self._kept[view.layer])

@@ -65,6 +65,9 @@ class StaticDepth(HaltingPolicy):
     def chooses_causally(self) -> bool:
         return True
 
+    def share_out(self, layer: int) -> float | None:
+        return 1.0
+
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         return eligible
 
@@ -100,6 +103,9 @@ class ExponentialDecay(HaltingPolicy):
         self._halted_shares = halted_shares(
             "exponential", self.first_layer, self.last_layer, architecture.n_layers, 0.0, self.alpha
         )
+
+    def share_out(self, layer: int) -> float | None:
+        return self._halted_shares[layer] if self.even else None
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         draw = self._random(view, tokens, eligible)

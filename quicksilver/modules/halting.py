@@ -112,10 +112,24 @@ class HaltingPolicy(RuntimeModule):
         if self.forced_ids or self.forced_mask is not None:
             forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
             self._halt(tokens, tokens.active & ~spared & forced)
-        self._halt(tokens, self.choose(view, tokens, tokens.active & ~spared))
+        each = self._each(view, tokens)
+        self._halt(tokens, self.choose(view, tokens, tokens.active & ~spared), each)
 
-    def _halt(self, tokens: TokenState, mask: torch.Tensor) -> None:
-        tokens.halt(mask, missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+    def _halt(self, tokens: TokenState, mask: torch.Tensor, each: int | None = None) -> None:
+        tokens.halt(mask, missing_kv=self.missing_kv, resume_layers=self.resume_layers, each=each)
+
+    def share_out(self, layer: int) -> float | None:
+        """Share of a row's tokens that `choose` sees to be out after `layer`; None: no fixed one."""
+        return None
+
+    def _each(self, view: LayerView, tokens: TokenState) -> int | None:
+        """How many tokens of each row `choose` will take, where that follows from shapes alone."""
+        share = self.share_out(view.layer)
+        by_name = self.full_ids or self.full_mask is not None or self.forced_ids or self.forced_mask is not None
+        if share is None or by_name or view.n_each is None or tokens.n_left is None:
+            return None
+        k = max(0, math.floor(view.n_each * share + 0.5) - (view.n_each - tokens.n_left))
+        return k if k <= tokens.n_left - self.protect_first - self.protected_last else None
 
 
 @dataclass(kw_only=True)
@@ -218,6 +232,9 @@ class Halting(HaltingPolicy):
 
     def wants_attention(self, layer: int) -> bool:
         return self.rule == "capacity" and self._signal.needs_attention and self.acts_at(layer)
+
+    def share_out(self, layer: int) -> float | None:
+        return self._halted_shares[layer] if self.rule == "capacity" else None
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         if self.rule == "capacity":

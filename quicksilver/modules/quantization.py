@@ -214,10 +214,12 @@ class AdaptiveQuantization(RuntimeModule):
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         assigned = self._assigned(view, tokens)
-        protected = by_place(view, self.protect_first, 0) | by_id("protected_ids", view, self.protected_ids)
-        protected |= by_slot("protected_mask", view, self.protected_mask)
-        assigned = torch.where(protected, assigned.clamp(min=self.protected_bits), assigned)
-        possible = {*((self.bits,) if self.bits is not None else self.widths), self.protected_bits}
+        possible = {self.bits} if self.bits is not None else set(self.widths)
+        if self.protect_first or self.protected_ids or self.protected_mask is not None:
+            protected = by_place(view, self.protect_first, 0) | by_id("protected_ids", view, self.protected_ids)
+            protected |= by_slot("protected_mask", view, self.protected_mask)
+            assigned = torch.where(protected, assigned.clamp(min=self.protected_bits), assigned)
+            possible.add(self.protected_bits)
         for width in sorted(possible):
             if width != UNTOUCHED or view.layer > self.first_layer:  # at first, whoever gets no width is untouched
                 tokens.set_bits(assigned == width, width)

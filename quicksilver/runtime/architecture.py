@@ -36,6 +36,7 @@ class Architecture(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config
+        self.attention_implementation: str = model.config._attn_implementation
         self.base: nn.Module = model.base_model
         self.layers: list[nn.Module] = list(self._find_layers())
         self.n_layers = len(self.layers)
@@ -91,10 +92,6 @@ class Architecture(ABC):
     def attention_window(self, layer: int) -> int | None:
         """Sliding-window size in tokens, None for full attention."""
         return None
-
-    @property
-    def attention_implementation(self) -> str:
-        return self.config._attn_implementation
 
     def _heads(self, projected: torch.Tensor, n_heads: int) -> torch.Tensor:
         """(B, M, n_heads·head_dim) -> (B, n_heads, M, head_dim)."""

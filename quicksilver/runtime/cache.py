@@ -92,11 +92,13 @@ class KVLayout:
         entries: facts of each entry, (B, K) each.
         valid: (B, K) bool, or None when every row is full.
         order: (B, K) columns of [past, new], None: all of them, in order.
+        new: facts of what comes in, (B, M) each, whether it gets an entry or not.
     """
 
     entries: Entries
     valid: torch.Tensor | None
     order: torch.Tensor | None
+    new: Entries
 
     @property
     def slots(self) -> torch.Tensor:
@@ -115,12 +117,43 @@ class RaggedLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0  # columns of input seen, padding and skipped tokens included
-        self.entries: Entries | None = None
         self.valid: torch.Tensor | None = None  # (B, K) bool; None: rows of equal length
-        self.real_seen: torch.Tensor | None = None  # (B, 1) long, real tokens seen
         self.settled = 0  # columns seen when the prompt ended, or when entries were last merged
         self.merged = False
         self.evicted = 0  # columns seen when entries last left
+        self._entries: Entries | None = None
+        self._real_seen: torch.Tensor | None = None
+        # Every column seen is an entry, and nobody has asked for facts yet: decoding need not write down what can be counted.
+        self._plain = False
+
+    @property
+    def entries(self) -> Entries | None:
+        """Facts of each entry; None: nothing has been stored."""
+        if self._entries is None and self._plain:
+            slots = torch.arange(self.seen, device=self.device).expand(self.keys.shape[0], -1)
+            self._entries = {"slots": slots}
+        return self._entries
+
+    @entries.setter
+    def entries(self, entries: Entries | None) -> None:
+        self._write_down()
+        self._entries = entries
+
+    @property
+    def real_seen(self) -> torch.Tensor | None:
+        """(B, 1) long, real tokens seen."""
+        if self._plain:
+            return torch.full((self.keys.shape[0], 1), self.seen, device=self.device)
+        return self._real_seen
+
+    @real_seen.setter
+    def real_seen(self, real_seen: torch.Tensor | None) -> None:
+        self._write_down()
+        self._real_seen = real_seen
+
+    def _write_down(self) -> None:
+        """Make facts of what could be counted so far, before that changes."""
+        self._entries, self._real_seen, self._plain = self.entries, self.real_seen, False
 
     @property
     def slots(self) -> torch.Tensor | None:
@@ -134,9 +167,18 @@ class RaggedLayer(DynamicLayer):
         return self.slots.new_full((self.slots.shape[0],), self.slots.shape[1]) if self.valid is None else self.valid.sum(1)
 
     @property
+    def length(self) -> torch.Tensor | int:
+        """Entries of each row, (B,) long, or of all of them."""
+        if self._plain or self.seen == 0:
+            return self.seen
+        if self.valid is not None:
+            return self.lengths
+        return 0 if self.slots is None else self.slots.shape[1]
+
+    @property
     def is_complete(self) -> bool:
         """Every column seen has a plain entry: the model's own attention mask is right."""
-        if self.seen == 0:
+        if self._plain or self.seen == 0:
             return True
         return self.valid is None and self.slots is not None and self.slots.shape[1] == self.seen and len(self.entries) == 1  # type: ignore[arg-type]
 
@@ -162,7 +204,7 @@ class RaggedLayer(DynamicLayer):
         entries = join_entries(self.entries, new)
         slots = entries["slots"]
         if keep is None and self.valid is None:
-            return KVLayout(entries, None, None)
+            return KVLayout(entries, None, None, new)
         valid = torch.ones_like(slots, dtype=torch.bool)
         n_past = slots.shape[1] - new["slots"].shape[1]
         if self.valid is not None:
@@ -174,11 +216,11 @@ class RaggedLayer(DynamicLayer):
         order = rank.argsort(dim=1, stable=True)[:, : int(valid.sum(1).max())]
         valid = valid.gather(1, order)
         entries = {name: fact.gather(1, order) for name, fact in entries.items()}
-        return KVLayout(entries, None if bool(valid.all()) else valid, order)
+        return KVLayout(entries, None if bool(valid.all()) else valid, order, new)
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K, V as (B, H_kv, K, head_dim), rows padded with zeros on the right; None when empty."""
-        if self.slots is None:
+        if self.keys is None:
             return None
         if self.valid is None:
             return self.keys, self.values
@@ -212,22 +254,25 @@ class RaggedLayer(DynamicLayer):
 
     def advance(self, n_columns: int, n_real: torch.Tensor) -> None:
         """Note that a pass of `n_columns` columns went by, n_real (B, 1) of them real."""
-        self.seen += n_columns
+        self._write_down()
         self.real_seen = n_real.clone() if self.real_seen is None else self.real_seen + n_real
+        self.seen += n_columns
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The plain path of a layer in which every token takes part. key_states: (B, H_kv, M, head_dim)."""
         self._refuse_unless_complete()
-        entries = self._plain_entries(key_states)
-        return self.write(self.plan(entries, None), key_states, value_states)
-
-    def _plain_entries(self, keys: torch.Tensor) -> Entries:
-        batch, n = keys.shape[0], keys.shape[2]
-        slots = torch.arange(self.seen, self.seen + n, device=keys.device).expand(batch, n)
-        self.advance(n, slots.new_full((batch, 1), n))
-        return {"slots": slots}
+        if self.seen:
+            key_states, value_states = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+            self.keys, self.values = key_states, value_states
+        else:
+            self.keys, self.values = _own(key_states), _own(value_states)
+        self.is_initialized = True
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._entries, self._real_seen, self._plain = None, None, True
+        self.seen = key_states.shape[2]
+        return key_states, value_states
 
     def _refuse_unless_complete(self) -> None:
         if not self.is_complete:
@@ -315,6 +360,7 @@ class RaggedLayer(DynamicLayer):
             raise UnsupportedModelError(
                 f"The last {n} cached columns cannot be taken back: K/V entries left the cache after them. Decode without speculation."
             )
+        self._write_down()
         self.seen -= n
         self.settled = min(self.settled, self.seen)
 
@@ -359,6 +405,10 @@ class MaskedLayer(RaggedLayer):
         return self.present.sum(1)  # type: ignore[union-attr]
 
     @property
+    def length(self) -> torch.Tensor | int:
+        return 0 if self.present is None else self.lengths
+
+    @property
     def is_entry(self) -> torch.Tensor:
         return self.present  # type: ignore[return-value]
 
@@ -392,8 +442,10 @@ class MaskedLayer(RaggedLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._refuse_unless_complete()
-        entries = self._plain_entries(key_states)
-        return self.append(key_states, value_states, entries, torch.ones_like(entries["slots"], dtype=torch.bool))
+        batch, n = key_states.shape[0], key_states.shape[2]
+        slots = torch.arange(self.seen, self.seen + n, device=key_states.device).expand(batch, n)
+        self.advance(n, slots.new_full((batch, 1), n))
+        return self.append(key_states, value_states, {"slots": slots}, torch.ones_like(slots, dtype=torch.bool))
 
     def _adopt_columns(self, entries: Entries, valid: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.append(keys, values, entries, valid)

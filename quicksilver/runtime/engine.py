@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from quicksilver.runtime.trace import PassTrace, Trace
 
 Execution = Literal["compact", "masked", "decide"]
 EXECUTIONS: tuple[str, ...] = ("compact", "masked", "decide")
+_NOT_WATCHED: AbstractContextManager[Sequence[torch.Tensor]] = nullcontext(())
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,14 @@ class Packing:
     width: int
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> Packing:
-        """mask: (B, N) bool."""
+    def of(cls, mask: torch.Tensor, count: int | None = None) -> Packing:
+        """mask: (B, N) bool; count: how many are set in each row, where the host knows it."""
         n = mask.shape[1]
-        counts = mask.sum(1)
-        low, high = torch.stack([counts.min(), counts.max()]).tolist()  # the one host sync of a decision
+        if count is not None:
+            low = high = count
+        else:
+            counts = mask.sum(1)
+            low, high = torch.stack([counts.min(), counts.max()]).tolist()  # the one host sync of a decision
         if low == n:
             return cls(None, None, n)
         # Padding columns are inactive tokens of the same row: scattering their own old state back harms nobody.
@@ -139,6 +143,7 @@ class _Pass:
         self.past_real = past_real[:, 0]
         self.state = PassState(valid, slots, run.arch.n_layers)
         self.state.remembers_kv = run._copies_kv
+        self.state.n_each = None if self.padded else self.n
         self.n_real = valid.sum(1, keepdim=True)
         self.pass_ids = ids.masked_fill(~valid, -1) if self.padded and ids is not None else ids
         self.is_prompt = self.seen == 0 and self.n > 1
@@ -208,6 +213,9 @@ class Run:
         if len(executors) > 1:
             raise ConfigError(f"{len(executors)} modules set precision; give one.")
         self._precision = executors[0] if executors else None
+        self._store_kind = type(self._new_store())
+        # Asked for in every layer of every pass, and a transformers config takes microseconds to answer.
+        self._windows = [self.arch.attention_window(layer) for layer in range(self.arch.n_layers)]
         changed = [type(transform).__name__ for transform in self.transforms if transform.changes_weights]
         if len(changed) > 1 or (changed and self._precision is not None):
             others = [] if self._precision is None else [type(m).__name__ for m in self.modules if m.precision is not None]
@@ -331,7 +339,7 @@ class Run:
 
     def _dense_keys(self, layer: int, current: _Pass) -> int | None:
         """Keys per query of the plain model's attention; None: its causal kernel, which skips the upper triangle."""
-        window = self.arch.attention_window(layer)
+        window = self._windows[layer]
         fits = window is None or current.n < window  # transformers gives a mask from n = window on
         if self.arch.attention_implementation == "sdpa" and current.seen == 0 and not current.padded and fits:
             return None
@@ -355,9 +363,9 @@ class Run:
 
     def _layer(self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass) -> torch.Tensor:
         cache: Cache | None = call.get(self.arch.cache_argument)
-        store = take_over(cache, layer, self._new_store(), current.past_valid) if cache is not None else None
+        store = self._store(cache, layer, current) if cache is not None else None
         self._cache = cache if cache is not None else self._cache
-        current.past_lengths.append(0 if store is None or store.slots is None else store.lengths)
+        current.past_lengths.append(0 if store is None else store.length)
 
         deciding = self._deciders(layer, current)
         wants_attention = any(module.wants_attention(layer) for module in deciding)
@@ -365,7 +373,7 @@ class Run:
         hidden = call["hidden_states"]  # (B, N, D)
         port: _PlainPort | _CompactPort | _MaskedPort | None
         plain = current.all_run and (store is None or store.is_complete) and self._in_sight(layer, current)
-        with self._watched(layer, wants_attention) as attention_output:
+        with self._watched(layer) if wants_attention else _NOT_WATCHED as attention_output:
             if plain or (self.execution == "decide" and not current.padded):
                 port = _PlainPort(store) if wants_attention or sums_attention or self._copies_kv else None
                 output = self._plain(layer, original, call, current, port if port is not None else cache)
@@ -383,7 +391,8 @@ class Run:
             received = self._received(layer, call, current, packing, packing.take(hidden), port, None, "sum")
             entries = store.entries
             own = received.gather(1, entries["slots"].clamp(0, received.shape[1] - 1))
-            entries["attention"] = entries.get("attention", torch.zeros_like(own)) + own * store.is_entry
+            total = entries.get("attention", torch.zeros_like(own)) + own * store.is_entry
+            store.entries = entries | {"attention": total}
         if deciding:
             watched = port if wants_attention else None
             attended = attention_output[0] if attention_output else None
@@ -394,12 +403,9 @@ class Run:
         return output
 
     @contextmanager
-    def _watched(self, layer: int, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """What the layer's attention returns while the context is open, if it is wanted."""
+    def _watched(self, layer: int) -> Iterator[Sequence[torch.Tensor]]:
+        """What the layer's attention returns while the context is open."""
         outputs: list[torch.Tensor] = []
-        if not wanted:
-            yield outputs
-            return
         handle = self.arch.attention(layer).register_forward_hook(
             lambda module, args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
         )
@@ -412,6 +418,12 @@ class Run:
         """Whether every query of the pass reaches back to the first token, as far as the modules' spans go."""
         span = self.arch.spans[layer]
         return span is None or current.seen + current.n <= span.reach
+
+    def _store(self, cache: Cache, layer: int, current: _Pass) -> RaggedLayer:
+        found = cache.layers[layer] if layer < len(cache.layers) else None
+        if type(found) is self._store_kind:
+            return found  # type: ignore[return-value]
+        return take_over(cache, layer, self._new_store(), current.past_valid)
 
     def _new_store(self) -> RaggedLayer:
         if self.execution == "masked":
@@ -448,7 +460,10 @@ class Run:
         state = current.state
         executing_all = self.execution == "decide"
         if current.packing is None or layer in state.resume_layers:
-            current.packing = Packing.of(state.valid if executing_all else state.active(layer))
+            if executing_all:
+                current.packing = Packing.of(state.valid, state.n_each)
+            else:
+                current.packing = Packing.of(state.active(layer), state.n_active(layer))
             current.kept = None
         packing = current.packing
         hidden, rotary = call["hidden_states"], call.get("position_embeddings")
@@ -484,7 +499,7 @@ class Run:
         weighted = self._proportional and "size" in facts
         own_keys_only = extra is None and not skipping and fresh and not weighted and self._causal_kernel_fits(layer, current)
         layout = mask = None
-        window = self.arch.attention_window(layer)
+        window = self._windows[layer]
         target = store if store is not None else self._new_store()
         if store is not None or not own_keys_only:
             layout = target.plan(facts, keep)
@@ -578,7 +593,7 @@ class Run:
         return torch.where(active[..., None], output, hidden), port
 
     def _causal_kernel_fits(self, layer: int, current: _Pass) -> bool:
-        window = self.arch.attention_window(layer)
+        window = self._windows[layer]
         in_window = window is None or current.n <= window
         return self.arch.attention_implementation == "sdpa" and in_window and self._in_sight(layer, current)
 
@@ -729,6 +744,7 @@ class Run:
             input_ids=None if current.input_ids is None else packing.take(current.input_ids),
             n_tokens=current.n_real, logits=logits, attention=attention if port is not None else None, count_flops=count,
             pass_ids=current.pass_ids, keys=None if port is None else port.new_keys, attention_output=attention_output,
+            n_each=state.n_each,
         )  # fmt: skip
         tokens = TokenState(state, view, packing.order, real)
         decided = (state.halt_layer, len(state.fusions))
@@ -764,7 +780,7 @@ class Run:
         real = current.state.active(layer) if packing.order is None else _or_all(packing.real, slots)
         received, flops = _attention_received(
             self.arch, layer, packed_before, packed_rotary, slots, real, port.keys, port.key_slots, port.key_valid, last_queries,
-            reduce,
+            reduce, current.seen + current.n,
         )  # fmt: skip
         current.work.signal_flops += flops
         return received
@@ -945,11 +961,12 @@ def _attention_received(
     key_valid: torch.Tensor | None,
     last_queries: int | None,
     reduce: str,
+    n_slots: int,
 ) -> tuple[torch.Tensor, int]:
     """Attention that keys receive from the last active tokens of a view: a small q·k product, not the full matrix.
 
-    before (B, M, D), slots, real (B, M), keys (B, H_kv, K, head_dim), key_slots, key_valid (B, K) -> (B, S) float32 by slot, S beyond
-    every slot of the view and of the keys, and the FLOPs it took. `sum`: over queries, the mean over heads.
+    before (B, M, D), slots, real (B, M), keys (B, H_kv, K, head_dim), key_slots, key_valid (B, K) -> (B, S) float32 by slot, S =
+    `n_slots` beyond every slot of the view and of the keys, and the FLOPs it took. `sum`: over queries, the mean over heads.
     """
     batch, m = slots.shape
     n_queries = m if last_queries is None else min(last_queries, m)
@@ -973,9 +990,7 @@ def _attention_received(
         received = weights.sum(dim=(1, 2, 3)) / arch.n_heads
         if reduce == "mean":
             received = received / is_query.sum(1, keepdim=True).clamp(min=1)
-    # There may be no key at all, or nothing but padding, whose slot is -1.
-    n_slots = 1 + max((int(s.max()) for s in (key_slots, slots) if s.numel()), default=0)
-    by_slot = received.new_zeros(batch, max(n_slots, 1))
+    by_slot = received.new_zeros(batch, n_slots)
     clean = received if key_valid is None else received * key_valid
     by_slot.scatter_add_(1, key_slots.clamp(min=0), clean)
     flops = batch * n_queries * 2 * (arch.query_params_per_layer + arch.n_heads * arch.head_dim * keys.shape[2])

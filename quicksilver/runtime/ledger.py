@@ -78,7 +78,7 @@ class PassWork:
     layers: list[LayerWork]
     signal_flops: int = 0
     past_real: torch.Tensor | None = None  # (B,) long, real tokens before the pass; None: every column seen
-    past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long
+    past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long, or of all rows
 
     def executed(self, arch: Architecture) -> int:
         return sum(w.flops(arch) for w in self.layers) + self.signal_flops

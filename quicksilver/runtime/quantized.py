@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ UNTOUCHED = 16
 # Values worked on at a time. Coding takes several passes over its data: in pieces they stay in a cache, and their buffers are used
 # again instead of being asked of the system anew, which cost half the speed of an int8 layer with 1024 tokens.
 PIECE = 2**19
+TINY = torch.finfo(torch.float32).tiny
 
 
 # -- nested codes ----------------------------------------------------------------------------------------------------------------
@@ -58,10 +59,11 @@ class Codes:
             for piece, part in zip(values.split(rows), parts, strict=True):
                 piece.copy_(Codes(self.bits, *part, self.group_size).decode(dtype))
             return values
-        scale, offset = (part.to(_exact(dtype))[..., None] for part in (self.scale, self.offset))
+        exact = _exact(dtype)
         # Three steps, not torch.addcmul: it takes three times as long where its arguments are broadcast.
-        values = _grouped(self.code, self.group_size).to(scale.dtype).mul_(scale).add_(offset)
-        return values.flatten(-2)[..., : self.code.shape[-1]].to(dtype)
+        values = _grouped(self.code, self.group_size).to(exact)
+        values = values.mul_(self.scale.to(exact)[..., None]).add_(self.offset.to(exact)[..., None])
+        return _ungrouped(values, self.code.shape[-1]).to(dtype)
 
 
 def encode(x: torch.Tensor, bits: int, group_size: int | None, stored_as: torch.dtype | None = None) -> Codes:
@@ -96,6 +98,7 @@ def encode(x: torch.Tensor, bits: int, group_size: int | None, stored_as: torch.
     eight, step, offset, above = _eight_bits(_grouped(x.to(_exact(x.dtype)), size), stored_as)
     code = eight.to(torch.uint8)
     if bits < 8:
+        step, offset = step.to(above.dtype), offset.to(above.dtype)
         code >>= 8 - bits
         exact = code.to(above.dtype)
         middle = exact.mean(-1, keepdim=True)
@@ -106,20 +109,23 @@ def encode(x: torch.Tensor, bits: int, group_size: int | None, stored_as: torch.
         step = torch.where(spread > 0.25, (deviation * above).sum(-1, keepdim=True) / spread, 0)
         offset = offset + above.mean(-1, keepdim=True) - step * middle
     dtype = step.dtype if stored_as is None else stored_as
-    return Codes(bits, code.flatten(-2)[..., :width], step[..., 0].to(dtype), offset[..., 0].to(dtype), size)
+    return Codes(bits, _ungrouped(code, width), step.to(dtype)[..., 0], offset.to(dtype)[..., 0], size)
 
 
 def _eight_bits(
     groups: torch.Tensor, stored_as: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes 0 to 255 of groups (..., g), as floats; their step and offset (..., 1); how far values lie above the offset."""
+    """Codes 0 to 255 of groups (..., g), as floats; their step and offset (..., 1), as they are stored; how far values lie above the
+    offset. A token of a decoder is coded so in every layer: there each operation costs what calling it costs."""
     offset = groups.amin(-1, keepdim=True)
-    step = (groups.amax(-1, keepdim=True) - offset) / 255
-    if stored_as is not None:
-        offset, step = offset.to(stored_as).to(groups.dtype), step.to(stored_as).to(groups.dtype)
-    above = groups - offset
-    code = (above / step.clamp(min=torch.finfo(step.dtype).tiny)).round_()
-    return code if stored_as is None else code.clamp_(0, 255), step, offset, above  # what was rounded may miss the range's ends
+    step = groups.amax(-1, keepdim=True).sub_(offset).div_(255)
+    if stored_as is None:
+        above = groups - offset
+        return (above / step.clamp(min=TINY)).round_(), step, offset, above
+    offset, step = offset.to(stored_as), step.to(stored_as)
+    above = groups - offset.to(groups.dtype)
+    code = (above / step.to(groups.dtype).clamp_(min=TINY)).round_()
+    return code.clamp_(0, 255), step, offset, above  # what was rounded may miss the range's ends
 
 
 def hold(x: torch.Tensor, bits: int, group_size: int | None, stored_as: torch.dtype | None = None) -> torch.Tensor:
@@ -140,7 +146,12 @@ def _grouped(x: torch.Tensor, size: int) -> torch.Tensor:
     missing = -x.shape[-1] % size
     if missing:
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1)
-    return x.unflatten(-1, (-1, size))
+    return x.view(*x.shape[:-1], -1, size) if x.is_contiguous() else x.unflatten(-1, (-1, size))
+
+
+def _ungrouped(x: torch.Tensor, width: int) -> torch.Tensor:
+    """What `_grouped` grouped: (..., G, size) -> (..., width)."""
+    return x.flatten(-2) if x.shape[-2] * x.shape[-1] == width else x.flatten(-2)[..., :width]
 
 
 def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
@@ -172,16 +183,22 @@ class ByWidth:
     """The rows of a flattened batch of tokens at each width that occurs: (n,) long, or None for all of them."""
 
     rows: dict[int, torch.Tensor | None]
+    _last: ClassVar[tuple[torch.Tensor, ByWidth] | None] = None
 
     @classmethod
     def of(cls, bits: torch.Tensor) -> ByWidth:
-        """bits: uint8 of any shape."""
+        """bits: uint8 of any shape, and not written to afterwards."""
+        last = ByWidth._last
+        # Where nothing is packed, all layers of a pass and their caches ask about the same tensor: it is looked at once.
+        if last is not None and last[0] is bits:
+            return last[1]
         flat = bits.reshape(-1)
         counts = flat.bincount(minlength=UNTOUCHED + 1).tolist()  # the host's one look at the device
         found = [width for width in WIDTHS if counts[width]]
-        if len(found) == 1:
-            return cls({found[0]: None})
-        return cls({width: (flat == width).nonzero()[:, 0] for width in found})
+        one = len(found) == 1
+        answer = cls({width: None if one else (flat == width).nonzero()[:, 0] for width in found})
+        ByWidth._last = (bits, answer)
+        return answer
 
     @property
     def all_untouched(self) -> bool:
@@ -217,6 +234,14 @@ class _Part(NamedTuple):
     weight_bits: int
 
 
+class _Linear(NamedTuple):
+    """A linear layer, the attributes of its instance, and its weights at the widths they were asked for."""
+
+    instance: dict[str, Any]
+    module: nn.Module
+    prepared: dict[int, Any]
+
+
 class SimulatedExecutor(PrecisionExecutor):
     """Float arithmetic on values that have been held at the tokens' widths: what the policy does to quality, at no gain in speed.
 
@@ -249,33 +274,32 @@ class SimulatedExecutor(PrecisionExecutor):
 
     def forget(self) -> None:
         """Drop what was prepared of a model's weights: they may have changed since."""
-        self._weights: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]] = weakref.WeakKeyDictionary()
-        self._linears: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
-        self._known: tuple[torch.Tensor, ByWidth] | None = None
+        self._linears: weakref.WeakKeyDictionary[nn.Module, list[_Linear]] = weakref.WeakKeyDictionary()
 
     def run_layer(self, layer: nn.Module, bits: torch.Tensor, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        by_width = self._by_width(bits)
+        by_width = ByWidth.of(bits)
         if self.scope == "residual" or by_width.all_untouched:
             return call()
-        if layer not in self._linears:
-            self._linears[layer] = [m for m in layer.modules() if isinstance(m, (nn.Linear, Conv1D))]
-        linears = self._linears[layer]
-        previous = [linear.__dict__.get("forward") for linear in linears]
+        linears = self._linears.get(layer)
+        if linears is None:
+            linears = [_Linear(m.__dict__, m, {}) for m in layer.modules() if isinstance(m, (nn.Linear, Conv1D))]
+            self._linears[layer] = linears
+        previous = [linear.instance.get("forward") for linear in linears]
         seen: dict[str, Any] = {}
         for linear in linears:
             # Straight into the instance: nn.Module's own __setattr__ takes longer than a token's norm.
-            linear.__dict__["forward"] = functools.partial(self._linear, linear, linear.forward, by_width, seen)
+            linear.instance["forward"] = functools.partial(self._linear, linear, linear.module.forward, by_width, seen)
         try:
             return call()
         finally:
             for linear, forward in zip(linears, previous, strict=True):
                 if forward is None:
-                    del linear.__dict__["forward"]
+                    del linear.instance["forward"]
                 else:
-                    linear.__dict__["forward"] = forward
+                    linear.instance["forward"] = forward
 
     def hold_kv(self, states: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-        by_width = self._by_width(bits)
+        by_width = ByWidth.of(bits)
         if not self.kv or by_width.all_untouched:
             return states
         batch, heads, n, width = states.shape
@@ -286,20 +310,14 @@ class SimulatedExecutor(PrecisionExecutor):
         return PackedLayer(self.kv_group_size) if self.kv else RaggedLayer()
 
     def hold_states(self, states: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-        by_width = self._by_width(bits)
+        by_width = ByWidth.of(bits)
         if self.scope != "residual" or by_width.all_untouched:
             return states
         return by_width.hold(states.flatten(0, 1), self.group_size).view_as(states)
 
-    def _by_width(self, bits: torch.Tensor) -> ByWidth:
-        # Where nothing is packed, all layers of a pass are given the same tensor: it is looked at once.
-        if self._known is None or self._known[0] is not bits:
-            self._known = (bits, ByWidth.of(bits))
-        return self._known[1]
-
     def _linear(
         self,
-        linear: nn.Module,
+        linear: _Linear,
         original: Callable[[torch.Tensor], torch.Tensor],
         by_width: ByWidth,
         seen: dict[str, Any],
@@ -332,22 +350,22 @@ class SimulatedExecutor(PrecisionExecutor):
     def _weight_bits(self, width: int) -> int:
         return width if width == UNTOUCHED or self.weights == "token" else 8
 
-    def _product(self, linear: nn.Module, inputs: Any, weight_bits: int) -> torch.Tensor:
+    def _product(self, linear: _Linear, inputs: Any, weight_bits: int) -> torch.Tensor:
         matrix = self._prepared(linear, weight_bits)
-        return F.linear(inputs, matrix, linear.bias)  # type: ignore[arg-type]
+        return F.linear(inputs, matrix, linear.module.bias)  # type: ignore[arg-type]
 
-    def _prepared(self, linear: nn.Module, bits: int) -> Any:
+    def _prepared(self, linear: _Linear, bits: int) -> Any:
         """The weights of a linear layer at `bits`, made once and kept."""
-        kept = self._weights.setdefault(linear, {})
+        kept, module = linear.prepared, linear.module
         if bits not in kept:
-            weight: torch.Tensor = linear.weight  # type: ignore[assignment]
+            weight: torch.Tensor = module.weight  # type: ignore[assignment]
             if weight.is_meta:
                 raise UnsupportedModelError(
                     "The weights of a linear layer are offloaded and cannot be quantised: load the model whole, or simulate with "
                     "weights='float'."
                 )
             with torch.no_grad():
-                kept[bits] = self._prepare(weight.T if isinstance(linear, Conv1D) else weight, linear.bias, bits)  # type: ignore
+                kept[bits] = self._prepare(weight.T if isinstance(module, Conv1D) else weight, module.bias, bits)  # type: ignore
         return kept[bits]
 
     def _prepare(self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Any:
@@ -422,9 +440,9 @@ class IntegerExecutor(SimulatedExecutor):
     share the product (with `weights="token"` those of one width do). The weights' codes stay in memory beside the model.
 
     The product is `torch._int_mm`: oneDNN on CPU, cuBLASLt on CUDA. Of what scripts/benchmark_quantization.py compares, oneDNN's
-    qlinear is faster for one token and, by the number of rows, slower or faster for many, but wants the weights packed a second
-    time; fbgemm is faster for one, but codes a whole batch with one scale or goes through tensor types that torch has deprecated. Where `_int_mm` is missing or inexact the
-    codes are multiplied as floats: one warning, and `kernel` says so.
+    qlinear is by the number of rows slower or faster for many, but wants the weights packed a second time; fbgemm codes a whole
+    batch with one scale or goes through tensor types that torch has deprecated. For one token all of them wait for the weights.
+    Where `_int_mm` is missing or inexact the codes are multiplied as floats: one warning, and `kernel` says so.
     """
 
     _warned = False
@@ -469,7 +487,7 @@ class IntegerExecutor(SimulatedExecutor):
         added = scale.new_zeros(()) if bias is None else bias.to(scale.dtype)
         return _IntegerWeight(code.contiguous().T, scale, channel_sum, added)
 
-    def _product(self, linear: nn.Module, inputs: Any, weight_bits: int) -> torch.Tensor:
+    def _product(self, linear: _Linear, inputs: Any, weight_bits: int) -> torch.Tensor:
         weight: _IntegerWeight = self._prepared(linear, weight_bits)
         rows = max(256, 4 * PIECE // weight.scale.shape[0])  # fewer would slow the product down
         if inputs.code.shape[0] <= 2 * rows:
@@ -549,7 +567,7 @@ class PackedLayer(RaggedLayer):
     @property
     def is_packed(self) -> bool:
         """False until entries with widths come in: so far this is a plain RaggedLayer."""
-        return self.entries is not None and "bits" in self.entries
+        return self._entries is not None and "bits" in self._entries
 
     def resident_bytes(self) -> int:
         return super().resident_bytes() + sum(part.nbytes for pool in self._pools.values() for part in pool)
@@ -587,22 +605,22 @@ class PackedLayer(RaggedLayer):
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if "bits" not in layout.entries:
             return super().write(layout, keys, values)
-        past = 0 if self.entries is None else self.entries["slots"].shape[1]
+        past = self.entries is not None
         pools = self._as_pools()
         self.is_initialized = True
         self.dtype, self.device = keys.dtype, keys.device
-        batch, self._heads, n, self._head_dim = keys.shape
-        bits = layout.entries["bits"]
-        if layout.order is not None:  # back to the order of [past, new]; what the layout leaves out is coded as anything
-            bits = bits.new_full((batch, past + n), UNTOUCHED).scatter(1, layout.order, bits)
+        batch, self._heads, _, self._head_dim = keys.shape
+        bits = layout.new.get("bits")
+        if bits is None:
+            bits = torch.full_like(layout.new["slots"], UNTOUCHED, dtype=torch.uint8)
         states = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)], dim=2)  # (B, M, 2, H_kv, head_dim)
-        new = ByWidth.of(bits[:, past:])
+        new = ByWidth.of(bits)
         if layout.order is None and (batch == 1 or len(pools.keys() | new.rows.keys()) == 1):
             self._append(pools, states, new)  # decoding ends here
             self.entries, self.valid, self.keys, self.values = layout.entries, layout.valid, None, None
         else:
             at = self._places() if past else torch.zeros(batch, 0, dtype=torch.long, device=keys.device)
-            pools, new_at = self._extended(pools, bits[:, past:], states)
+            pools, new_at = self._extended(pools, bits, states)
             at = torch.cat([at, new_at], dim=1)
             self._settle(layout.entries, layout.valid, at if layout.order is None else at.gather(1, layout.order), pools)
         return self.padded()  # type: ignore[return-value]

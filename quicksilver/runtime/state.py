@@ -62,6 +62,15 @@ class PassState:
         self.remembers_kv = True
         self.kept_kv: set[str] = set()  # missing_kv modes other than drop that some token may be under
         self.resume_layers: set[int] = set()
+        # Of rows without padding, by halts that said how many they took of each: (tokens, layer they take part in again).
+        self.n_each: int | None = None
+        self.counted: list[tuple[int, int]] | None = []
+
+    def n_active(self, layer: int) -> int | None:
+        """How many tokens of each row take part in `layer`, where all rows have as many and the host knows it."""
+        if self.n_each is None or self.counted is None:
+            return None
+        return self.n_each - sum(tokens for tokens, resumed in self.counted if resumed > layer)
 
     def active(self, layer: int) -> torch.Tensor:
         """(B, N) bool: takes part in `layer`."""
@@ -175,6 +184,14 @@ class TokenState:
         return updated if self._index is None else field.scatter(1, self._index, updated)
 
     @property
+    def n_left(self) -> int | None:
+        """How many of each row's tokens have not been halted; None where rows may differ or only the device knows."""
+        state = self._state
+        if state.n_each is None or state.counted is None:
+            return None
+        return state.n_each - sum(tokens for tokens, _ in state.counted)
+
+    @property
     def size(self) -> torch.Tensor:
         """(B, M) float32, original tokens that each stands for."""
         return self._read(self._state.size)
@@ -198,7 +215,7 @@ class TokenState:
         before = torch.where(found, before, own)
         return torch.where(found & self.active.gather(1, before), before, own)
 
-    def halt(self, mask: torch.Tensor, *, missing_kv: str = "project", resume_layers: int = 0) -> None:
+    def halt(self, mask: torch.Tensor, *, missing_kv: str = "project", resume_layers: int = 0, each: int | None = None) -> None:
         """Freeze tokens from the next layer on.
 
         Args:
@@ -206,9 +223,12 @@ class TokenState:
             missing_kv: what later layers see of a halted token: nothing (`drop`), K/V projected from its frozen state (`project`),
                 the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, conflicts.md #9).
             resume_layers: it takes part again in that many last layers.
+            each: how many active tokens of each row `mask` has, where the module knows without asking the device: as long as
+                all halts of a pass say so, the shapes that follow cost no host sync.
 
         Raises:
             ConfigError: an unknown `missing_kv`, `resume_layers` outside 0..L.
+            RuntimeError: another number than `each` (on a GPU raised later, by the device).
         """
         state = self._state
         if missing_kv not in MISSING_KV:
@@ -220,6 +240,14 @@ class TokenState:
         if self._layer >= state.n_layers - 1:
             return  # nothing is left to save
         mask = mask & self.active
+        if each is None:
+            state.counted = None
+        else:
+            torch._assert_async(
+                (mask.sum(1) == each).all(), f"halt(each={each}): a row's mask has another number of active tokens."
+            )
+            if state.counted is not None:
+                state.counted.append((each, state.n_layers - resume_layers))
         state.halt_layer = self._write(state.halt_layer, mask, self._layer)
         state.halted_kv = self._write(state.halted_kv, mask, MISSING_KV.index(missing_kv))
         if resume_layers:
@@ -271,6 +299,7 @@ class TokenState:
         mean = (mean / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).to(view.after.dtype)
         view.after = torch.where(is_target[..., None], mean, view.after)
         grown = torch.zeros_like(size).scatter_add_(1, into, torch.where(self.active, size, 0.0))
+        state.counted = None
         self._state.size = self._write_values(state.size, torch.where(self.active & ~moves, grown, size))
         state.fused_layer = self._write(state.fused_layer, moves, self._layer)
         state.fusions.append(
@@ -318,6 +347,7 @@ class LayerView:
         input_ids: (B, M) long, or None when the model was given embeddings.
         n_tokens: (B, 1) long, real tokens of each row in this pass.
         pass_ids: (B, N) long, the ids of the whole pass, -1 for padding; None as `input_ids`.
+        n_each: what `n_tokens` says of every row, where no row is padded; else None.
     """
 
     def __init__(
@@ -339,7 +369,9 @@ class LayerView:
         pass_ids: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
         attention_output: torch.Tensor | None = None,
+        n_each: int | None = None,
     ) -> None:
+        self.n_each = n_each
         self.layer, self.n_layers, self.pass_index, self.is_prompt = layer, n_layers, pass_index, is_prompt
         self.before, self.after, self.slots, self.index, self.input_ids, self.n_tokens = (
             before,

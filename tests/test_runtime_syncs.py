@@ -1,0 +1,125 @@
+"""A capacity rule decides how many, not only who: shapes follow without asking the device, as a CUDA graph needs it (DESIGN §2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quicksilver.baselines.one_shot_halting import OneShotHalting
+from quicksilver.baselines.prompt_pruning import PromptPruning
+from quicksilver.modules import ExponentialDecay, Halting, StaticDepth
+from quicksilver.runtime import LayerView, RuntimeModule, TokenState, apply
+
+# `tolist` shows as `resolve_conj`, and does so in inference mode only.
+WAITING = ("_local_scalar_dense", "resolve_conj", "nonzero", "masked_select", "bincount", "is_nonzero", "equal", "_unique2")
+
+
+class Waits(TorchDispatchMode):
+    """What would make a host wait for a GPU: operations whose result, or whose result's shape, the host must read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for arg in args
+            if isinstance(arg, (list, tuple))
+            for index in arg
+        )
+        if name in WAITING or by_mask:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    with Waits() as mode:
+        yield mode.found
+
+
+def halting(**options: Any) -> Halting:
+    return Halting(**({"rule": "capacity", "window": (0.2, 0.8), "missing_kv": "drop"} | options))
+
+
+STATIC = {
+    "one shot": lambda: [halting(schedule="one_shot", signal="random")],
+    "gradual, drift": lambda: [halting(schedule="gradual", signal="drift")],
+    "exponential, oldest": lambda: [halting(schedule="exponential", signal="position")],
+    "least attended": lambda: [halting(schedule="one_shot", signal={"name": "attention", "last_queries": 4, "pool": 3})],
+    "resumed": lambda: [halting(schedule="one_shot", resume_layers=1)],
+    "sinks spared": lambda: [halting(schedule="one_shot", halted_share=0.4, protect_first=2)],
+    "twice": lambda: [halting(schedule="one_shot", halted_share=0.2), ExponentialDecay(alpha=0.3, missing_kv="drop")],
+    "decay": lambda: [ExponentialDecay(alpha=0.2, missing_kv="drop")],
+    "static depth": lambda: [StaticDepth(depth=0.5, missing_kv="drop")],
+    "one-shot peer": lambda: [OneShotHalting(halted_share=0.5, start=0.4, missing_kv="drop")],
+    "pruned": lambda: [PromptPruning(missing_kv="drop")],
+}
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize("policy", STATIC)
+def test_a_prompt_of_static_shapes_asks_the_device_nothing(policy: str, name: str, use_cache: bool) -> None:
+    model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
+    with torch.inference_mode(), waits() as of_its_own:  # transformers looks at the ids; not while a graph is captured
+        model(ids, use_cache=use_cache, logits_to_keep=1)
+    with torch.inference_mode(), apply(model, STATIC[policy]()) as run:
+        with waits() as found:
+            model(ids, use_cache=use_cache, logits_to_keep=1)
+        assert found == of_its_own
+        # ... and something happened: fewer tokens than came in go through the last layers but those that resume.
+        assert int(run.trace.passes[0].halt_layer.min()) < run.arch.n_layers - 1
+
+
+def test_nor_does_a_token_stopped_at_half_depth() -> None:
+    model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
+
+    def one_more() -> list[str]:
+        cache = model(ids, use_cache=True).past_key_values
+        with waits() as found:
+            model(ids[:, :1], use_cache=True, past_key_values=cache)
+        return found
+
+    with torch.inference_mode():
+        of_its_own = one_more()
+        with apply(model, [StaticDepth(depth=0.5, missing_kv="drop")]):
+            assert one_more() == of_its_own
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [Halting(tau_drift=10.0, missing_kv="drop")],  # who halts decides how many
+        [halting(schedule="one_shot", full_ids=[3])],  # how many are spared is in the ids
+    ],
+)
+def test_what_depends_on_the_data_does_ask(modules: Sequence[RuntimeModule]) -> None:
+    model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
+    with torch.inference_mode(), waits() as of_its_own:
+        model(ids, use_cache=False)
+    with torch.inference_mode(), apply(model, modules), waits() as found:
+        model(ids, use_cache=False)
+    assert len(found) > len(of_its_own)
+
+
+class Miscounted(RuntimeModule):
+    def acts_at(self, layer: int) -> bool:
+        return layer == 1
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        tokens.halt(tokens.active & (view.slots < 5), missing_kv="drop", each=6)
+
+
+def test_a_wrong_count_is_no_run() -> None:
+    model = tiny.load("llama")
+    with torch.inference_mode(), apply(model, [Miscounted()]), pytest.raises(RuntimeError, match=r"halt\(each=6\)"):
+        model(torch.arange(2, 34).view(2, 16))

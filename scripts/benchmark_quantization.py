@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, twin
 from quicksilver.modules.quantization import AdaptiveQuantization
@@ -189,19 +189,27 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
 def models(options: argparse.Namespace, layers: int) -> dict[str, tuple[PreTrainedModel, list[RuntimeModule]]]:
     """Dense and quantised, in both dtypes. The vocabulary is small: the output head is never quantised, and shall hide nothing."""
     torch.manual_seed(42)
-    config = GPT2Config(
-        n_layer=layers, n_embd=options.width, n_head=options.heads, vocab_size=1024,
-        n_positions=options.sequence + options.context + 1024, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    single = GPT2LMHeadModel(config).eval()
+    positions, ids = options.sequence + options.context + 1024, {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config: PretrainedConfig
+    if options.family == "gpt2":
+        config = GPT2Config(
+            n_layer=layers, n_embd=options.width, n_head=options.heads, vocab_size=1024, n_positions=positions, **ids
+        )
+    else:  # three matrices in the MLP: two thirds of the width, for as many weights a layer
+        config = LlamaConfig(
+            num_hidden_layers=layers, hidden_size=options.width, num_attention_heads=options.heads,
+            intermediate_size=options.width * 8 // 3 // 8 * 8, vocab_size=1024, max_position_embeddings=positions, **ids,
+        )  # fmt: skip
+    single = AutoModelForCausalLM.from_config(config).eval()
     half = copy.deepcopy(single).to(torch.bfloat16)
 
-    def quantised(depth: float) -> list[RuntimeModule]:
-        return [AdaptiveQuantization(bits=8, execution="int8", depth=depth)]
+    def quantised(depth: float, kv: bool = True) -> list[RuntimeModule]:
+        return [AdaptiveQuantization(bits=8, execution="int8", depth=depth, kv=kv)]
 
     return {
         "float32": (single, []),
         "float32, int8 from half depth": (twin(single), quantised(0.5)),
+        "float32, int8 from half depth, K/V as they are": (twin(single), quantised(0.5, kv=False)),
         "float32, int8 from the second layer on": (twin(single), quantised(0.0)),
         "bfloat16": (half, []),
         "bfloat16, int8 from half depth": (twin(half), quantised(0.5)),
@@ -256,6 +264,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel-rows", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4, help="of prefill")
     parser.add_argument("--decode-layers", type=int, default=36, help="of decode, where what a pass costs once weighs more")
+    parser.add_argument(
+        "--family", choices=("gpt2", "llama"), default="gpt2", help="whose layers; a llama's have as many weights"
+    )
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--heads", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")

@@ -33,7 +33,14 @@ PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "quantization": (
         "benchmark_quantization.py",
-        (*("--batch", "4"), *("--sequence", "256"), *("--layers", "2"), *("--kernel-rows", "1024"), *("--repeats", "3")),
+        (
+            *("--batch", "4"),
+            *("--sequence", "256"),
+            *("--layers", "2"),
+            *("--decode-layers", "12"),
+            *("--kernel-rows", "1024"),
+            *("--repeats", "3"),
+        ),
     ),
     "break_even": ("break_even.py", ("--cell-seconds", "0.5")),
     "scaling": ("scaling.py", ("--repeats", "3")),
@@ -51,8 +58,8 @@ def run(part: str, output: Path, more: Sequence[str]) -> str | None:
     return None if done.returncode == 0 else f"{script} ended with exit code {done.returncode}"
 
 
-def markdown(output: Path, notes: Mapping[str, str], seconds: Mapping[str, float]) -> str:
-    """What is in the folder, as a page."""
+def markdown(output: Path, notes: Mapping[str, str], seconds: Mapping[str, float], more: Mapping[str, Sequence[str]]) -> str:
+    """What is in the folder, as a page; `more`: the words each part was given beyond its own."""
     around = environment("cpu")
     parts = [
         "# Benchmarks",
@@ -76,7 +83,8 @@ def markdown(output: Path, notes: Mapping[str, str], seconds: Mapping[str, float
         found = json.loads((output / "benchmark_quantization.json").read_text(encoding="utf-8"))["findings"]
         frame = pd.DataFrame(found)[["part", "what", "name", "speedup", "low", "high"]].round(2)
         parts += ["## int8", "Times as fast as the first of each comparison:", _table(frame)]
-    parts += ["## This time", "\n".join(f"- {part}: {taken:.0f} s" for part, taken in seconds.items())]
+    ran = {part: " ".join([PARTS[part][0], *PARTS[part][1], *more[part]]) for part in seconds}
+    parts += ["## This time", "\n".join(f"- {part}: {taken:.0f} s (`{ran[part]}`)" for part, taken in seconds.items())]
     if notes:
         parts.append("\n".join(f"- {part}: not measured, {why}" for part, why in notes.items()))
     return "\n\n".join(parts) + "\n"
@@ -138,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if why is not None:
             notes[part] = why
     page = options.output / "README.md"
-    page.write_text(markdown(options.output, notes, seconds), encoding="utf-8")
+    page.write_text(markdown(options.output, notes, seconds, more), encoding="utf-8")
     print(f"Written: {page} ({time.monotonic() - began:.0f} s)")
     for part, why in notes.items():
         print(f"{part}: not measured, {why}.", file=sys.stderr)

@@ -380,8 +380,8 @@ class RaggedLayer(DynamicLayer):
         self._store_trimmed(self.entries, valid, keys, values)
 
     def reset(self) -> None:
-        self.keys = self.values = None
-        self.entries = self.valid = self.real_seen = None
+        self.keys = self.values = self.valid = None
+        self._entries, self._real_seen, self._plain = None, None, False
         self.seen = self.settled = self.evicted = 0
         self.merged = self.is_initialized = False
 

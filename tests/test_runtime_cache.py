@@ -1,0 +1,72 @@
+"""A layer in which every column is an entry writes no facts down until somebody asks; asking, or not, changes nothing."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import DynamicLayer
+
+from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
+from quicksilver.runtime.quantized import PackedLayer
+
+HEADS, HEAD_DIM = 2, 4
+KINDS = (RaggedLayer, PackedLayer, MaskedLayer)
+Step = tuple[str, int]
+
+
+def steps() -> st.SearchStrategy[list[Step]]:
+    grow = st.tuples(st.just("update"), st.integers(1, 4))
+    others = st.tuples(st.sampled_from(["crop", "swap", "repeat", "reset", "look"]), st.integers(1, 3))
+    return st.lists(grow | others, min_size=1, max_size=12)
+
+
+def new_states(rows: int, n: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, HEADS, n, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def look(layer: RaggedLayer) -> None:
+    """What a module may ask of a layer, and what a ledger asks."""
+    assert layer.entries is not None
+    assert layer.real_seen is not None
+    assert layer.slots is not None
+    rows = layer.real_seen.shape[0]
+    assert torch.equal(layer.slots, torch.arange(layer.seen).expand(rows, -1))
+    assert layer.lengths.tolist() == layer.real_seen[:, 0].tolist() == [layer.seen] * rows
+    assert layer.is_entry.all()
+
+
+@given(kind=st.sampled_from(KINDS), steps=steps(), curious=st.booleans())
+@settings(max_examples=60)
+def test_a_plain_layer_is_a_dynamic_one(kind: type[RaggedLayer], steps: list[Step], curious: bool) -> None:
+    layer, plain, rows = kind(), DynamicLayer(), 2
+    for number, (step, n) in enumerate(steps):
+        if step == "update":
+            keys, values = new_states(rows, n, number), new_states(rows, n, 100 + number)
+            both = layer.update(keys, values), plain.update(keys, values)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(*both, strict=True))
+        elif not layer.seen:
+            continue
+        elif step == "crop":
+            n = min(n, layer.seen)
+            layer.crop(-n)
+            plain.keys, plain.values = (part[:, :, : layer.seen] for part in (plain.keys, plain.values))
+        elif step == "swap":
+            order = torch.arange(rows).flip(0)
+            layer.reorder_cache(order)
+            plain.keys, plain.values = plain.keys[order], plain.values[order]
+        elif step == "repeat" and rows < 8:
+            layer.batch_repeat_interleave(2)
+            plain.keys, plain.values = (part.repeat_interleave(2, dim=0) for part in (plain.keys, plain.values))
+            rows *= 2
+        elif step == "reset":
+            layer.reset()
+            plain, rows = DynamicLayer(), 2
+        if layer.seen:
+            assert layer.is_complete
+            assert layer.get_seq_length() == layer.seen == plain.keys.shape[2]
+            assert torch.as_tensor(layer.length).expand(rows).tolist() == [layer.seen] * rows
+            assert torch.equal(layer.keys, plain.keys)
+            assert layer.billed_bytes() == layer.resident_bytes() == plain.keys.nbytes + plain.values.nbytes
+            if curious or step == "look":
+                look(layer)

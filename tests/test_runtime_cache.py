@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
+from quicksilver.modules import Halting
+from quicksilver.runtime import Run, UnsupportedModelError, apply
 from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
+from quicksilver.runtime.engine import Execution
 from quicksilver.runtime.quantized import PackedLayer
 
 HEADS, HEAD_DIM = 2, 4
@@ -70,3 +75,43 @@ def test_a_plain_layer_is_a_dynamic_one(kind: type[RaggedLayer], steps: list[Ste
             assert layer.billed_bytes() == layer.resident_bytes() == plain.keys.nbytes + plain.values.nbytes
             if curious or step == "look":
                 look(layer)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned or masked for it; logits, ledgers and facts are those of the long way, cropping and beams included."""
+    model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
+    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop")
+    behind: list[int] = []
+    extend = RaggedLayer.extend
+    monkeypatch.setattr(RaggedLayer, "extend", lambda self, k, v: behind.append(k.shape[2]) or extend(self, k, v))
+
+    def decoded(execution: Execution) -> tuple[list[torch.Tensor], Run, list[torch.Tensor]]:
+        with torch.no_grad(), apply(model, [module], execution=execution) as run:
+            cache = model(ids, use_cache=True).past_key_values
+            behind.clear()
+            logits = [model(ids[:, :1] + i, past_key_values=cache, use_cache=True).logits for i in range(3)]
+            cache.crop(-2)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            logits += [model(ids[:, :1] + i, past_key_values=cache, use_cache=True).logits for i in range(2)]
+            found = [layer.slots[layer.is_entry] for layer in cache.layers]
+            return logits, run, found
+
+    compact, run, slots = decoded("compact")
+    assert behind == [1] * 5 * run.arch.n_layers
+    assert run.kv_bytes.billed == run.kv_bytes.resident
+    masked, reference, expected = decoded("masked")
+    for mine, theirs in zip(compact, masked, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    assert run.flops.nominal == reference.flops.nominal
+    assert [part.tolist() for part in slots] == [part.tolist() for part in expected]
+
+
+def test_outside_the_context_a_thinned_cache_is_refused() -> None:
+    model, ids = tiny.load("llama"), torch.arange(2, 18).view(1, 16)
+    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop")
+    with torch.no_grad():
+        with apply(model, [module]):
+            cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(UnsupportedModelError, match="lacks tokens in some layers"):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)

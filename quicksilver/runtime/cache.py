@@ -123,37 +123,38 @@ class RaggedLayer(DynamicLayer):
         self.evicted = 0  # columns seen when entries last left
         self._entries: Entries | None = None
         self._real_seen: torch.Tensor | None = None
-        # Every column seen is an entry, and nobody has asked for facts yet: decoding need not write down what can be counted.
-        self._plain = False
+        # Plain columns at the end whose facts nobody has asked for: decoding need not write down what can be counted.
+        self._uncounted_entries = self._uncounted_real = self._rows = 0
 
     @property
     def entries(self) -> Entries | None:
         """Facts of each entry; None: nothing has been stored."""
-        if self._entries is None and self._plain:
-            slots = torch.arange(self.seen, device=self.device).expand(self.keys.shape[0], -1)
-            self._entries = {"slots": slots}
+        if self._uncounted_entries:
+            slots = torch.arange(self.seen - self._uncounted_entries, self.seen, device=self.device)
+            self._entries = join_entries(self._entries, {"slots": slots.expand(self._rows, -1)})
+            self._uncounted_entries = 0
         return self._entries
 
     @entries.setter
     def entries(self, entries: Entries | None) -> None:
-        self._write_down()
-        self._entries = entries
+        self._entries, self._uncounted_entries = entries, 0
 
     @property
     def real_seen(self) -> torch.Tensor | None:
         """(B, 1) long, real tokens seen."""
-        if self._plain:
-            return torch.full((self.keys.shape[0], 1), self.seen, device=self.device)
+        if self._uncounted_real:
+            if self._real_seen is None:
+                self._real_seen = torch.zeros(self._rows, 1, dtype=torch.long, device=self.device)
+            self._real_seen, self._uncounted_real = self._real_seen + self._uncounted_real, 0
         return self._real_seen
 
     @real_seen.setter
     def real_seen(self, real_seen: torch.Tensor | None) -> None:
-        self._write_down()
-        self._real_seen = real_seen
+        self._real_seen, self._uncounted_real = real_seen, 0
 
-    def _write_down(self) -> None:
-        """Make facts of what could be counted so far, before that changes."""
-        self._entries, self._real_seen, self._plain = self.entries, self.real_seen, False
+    def _count(self) -> None:
+        """Write down the facts of plain columns, before something changes that they are counted by."""
+        _ = self.entries, self.real_seen
 
     @property
     def slots(self) -> torch.Tensor | None:
@@ -169,18 +170,24 @@ class RaggedLayer(DynamicLayer):
     @property
     def length(self) -> torch.Tensor | int:
         """Entries of each row, (B,) long, or of all of them."""
-        if self._plain or self.seen == 0:
-            return self.seen
         if self.valid is not None:
             return self.lengths
-        return 0 if self.slots is None else self.slots.shape[1]
+        return self._uncounted_entries + (0 if self._entries is None else self._entries["slots"].shape[1])
+
+    @property
+    def facts(self) -> frozenset[str]:
+        """Names of what is known of entries."""
+        return frozenset(self._entries or ("slots",))
+
+    @property
+    def is_even(self) -> bool:
+        """All rows have as many entries, kept side by side as they are attended to: a further token can just be put behind them."""
+        return self.valid is None and self.keys is not None
 
     @property
     def is_complete(self) -> bool:
         """Every column seen has a plain entry: the model's own attention mask is right."""
-        if self._plain or self.seen == 0:
-            return True
-        return self.valid is None and self.slots is not None and self.slots.shape[1] == self.seen and len(self.entries) == 1  # type: ignore[arg-type]
+        return self.seen == 0 or (self.valid is None and self.length == self.seen and len(self.facts) == 1)
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -254,7 +261,7 @@ class RaggedLayer(DynamicLayer):
 
     def advance(self, n_columns: int, n_real: torch.Tensor) -> None:
         """Note that a pass of `n_columns` columns went by, n_real (B, 1) of them real."""
-        self._write_down()
+        self._count()
         self.real_seen = n_real.clone() if self.real_seen is None else self.real_seen + n_real
         self.seen += n_columns
 
@@ -263,16 +270,23 @@ class RaggedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The plain path of a layer in which every token takes part. key_states: (B, H_kv, M, head_dim)."""
         self._refuse_unless_complete()
-        if self.seen:
-            key_states, value_states = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-            self.keys, self.values = key_states, value_states
+        return self.extend(key_states, value_states)
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put plain tokens behind what an even layer has; keys: (B, H_kv, M, head_dim). Returns all K, V of the layer."""
+        n = keys.shape[2]
+        if self.keys is not None:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            self.keys, self.values = keys, values
         else:
-            self.keys, self.values = _own(key_states), _own(value_states)
+            self.keys, self.values = _own(keys), _own(values)
         self.is_initialized = True
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._entries, self._real_seen, self._plain = None, None, True
-        self.seen = key_states.shape[2]
-        return key_states, value_states
+        self.dtype, self.device = keys.dtype, keys.device
+        self._rows = keys.shape[0]
+        self._uncounted_entries += n
+        self._uncounted_real += n
+        self.seen += n
+        return keys, values
 
     def _refuse_unless_complete(self) -> None:
         if not self.is_complete:
@@ -360,7 +374,7 @@ class RaggedLayer(DynamicLayer):
             raise UnsupportedModelError(
                 f"The last {n} cached columns cannot be taken back: K/V entries left the cache after them. Decode without speculation."
             )
-        self._write_down()
+        self._count()
         self.seen -= n
         self.settled = min(self.settled, self.seen)
 
@@ -381,7 +395,8 @@ class RaggedLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.keys = self.values = self.valid = None
-        self._entries, self._real_seen, self._plain = None, None, False
+        self._entries = self._real_seen = None
+        self._uncounted_entries = self._uncounted_real = 0
         self.seen = self.settled = self.evicted = 0
         self.merged = self.is_initialized = False
 

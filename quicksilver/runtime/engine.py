@@ -125,7 +125,6 @@ class _Pass:
 
         mask = arguments.get("attention_mask")
         self.past_valid: torch.Tensor | None = None
-        past_real = torch.full((self.batch, 1), self.seen, device=device)
         self.padded = False
         if mask is not None:
             if not (isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == self.seen + self.n):
@@ -137,14 +136,19 @@ class _Pass:
             if not bool(mask.all()):
                 self.padded = True
                 self.past_valid = mask[:, : self.seen]
-                past_real = self.past_valid.sum(1, keepdim=True)
-        valid = mask[:, self.seen :] if self.padded else torch.ones(self.batch, self.n, dtype=torch.bool, device=device)  # type: ignore[index]
-        slots = past_real + valid.long().cumsum(1) - 1
-        self.past_real = past_real[:, 0]
+        if self.past_valid is not None and mask is not None:
+            valid = mask[:, self.seen :]
+            self.past_real = self.past_valid.sum(1)
+            slots = self.past_real[:, None] + valid.long().cumsum(1) - 1
+            self.n_real = valid.sum(1, keepdim=True)
+        else:
+            valid = torch.ones(self.batch, self.n, dtype=torch.bool, device=device)
+            self.past_real = torch.full((self.batch,), self.seen, device=device)
+            slots = torch.arange(self.seen, self.seen + self.n, device=device).expand(self.batch, -1)
+            self.n_real = torch.full((self.batch, 1), self.n, device=device)
         self.state = PassState(valid, slots, run.arch.n_layers)
         self.state.remembers_kv = run._copies_kv
         self.state.n_each = None if self.padded else self.n
-        self.n_real = valid.sum(1, keepdim=True)
         self.pass_ids = ids.masked_fill(~valid, -1) if self.padded and ids is not None else ids
         self.is_prompt = self.seen == 0 and self.n > 1
         self.index = run.pass_index
@@ -378,6 +382,9 @@ class Run:
                 port = _PlainPort(store) if wants_attention or sums_attention or self._copies_kv else None
                 output = self._plain(layer, original, call, current, port if port is not None else cache)
                 packing = Packing(None, None, current.n)
+            elif not (wants_attention or sums_attention) and store is not None and self._just_behind(layer, store, current):
+                output = self._behind(original, call, current, store)
+                packing, port = Packing(None, None, current.n), None
             elif self.execution == "compact" or self.execution == "decide":
                 output, packing, port = self._compact(layer, original, call, current, store)
             else:
@@ -452,6 +459,30 @@ class Run:
         """The layer as the model called it: the model's own mask, every token."""
         current.work.layers.append(LayerWork(current.batch, current.n, self._dense_keys(layer, current)))
         return original(**(call | {self.arch.cache_argument: cache}))
+
+    def _just_behind(self, layer: int, store: RaggedLayer, current: _Pass) -> bool:
+        """One new token in each row, nothing decided about it yet: it sees all that the layer has, so there is nothing to plan or mask."""
+        window = self._windows[layer]
+        return (
+            current.n == 1
+            and current.all_run
+            and store.is_even
+            and self.execution == "compact"
+            and not self._copies_kv
+            and self.arch.attention_implementation == "sdpa"
+            and (window is None or current.seen < window)
+            and self._in_sight(layer, current)
+            and not (self._proportional and "size" in store.facts)
+        )
+
+    def _behind(
+        self, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, store: RaggedLayer
+    ) -> torch.Tensor:
+        output = original(**(call | {"attention_mask": None, self.arch.cache_argument: _BehindPort(store)}))
+        keys = store.length
+        assert isinstance(keys, int)
+        current.work.layers.append(LayerWork(current.batch, 1, keys))
+        return output
 
     def _compact(
         self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, store: RaggedLayer | None
@@ -861,6 +892,16 @@ class _PlainPort:
         return torch.arange(self.keys.shape[2], device=self.keys.device).expand(self.keys.shape[0], -1)
 
     key_valid = None
+
+
+class _BehindPort:
+    """Stands where the layer expects its cache: puts K and V behind what there is."""
+
+    def __init__(self, store: RaggedLayer) -> None:
+        self.store = store
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.store.extend(keys, values)
 
 
 class _CompactPort:

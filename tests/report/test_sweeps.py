@@ -371,7 +371,7 @@ def test_every_combination_of_letters_is_ordered():
 
 
 def test_what_the_page_shows_is_what_there_is(made):
-    page = Path(__file__).resolve().parents[1] / "docs" / "sweeps-and-budgets.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "sweeps-and-budgets.md"
     blocks = dict.fromkeys(("yaml", "python"))
     for language in blocks:
         blocks[language] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

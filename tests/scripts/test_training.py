@@ -266,7 +266,7 @@ t.train(t.Path({work!r}), t.Path({data!r}))
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_with_the_same_weights(tmp_path: Path, data: Path, uninterrupted: Path) -> None:
     """kill -9 as soon as there is something to lose: in the corpus, before a checkpoint, while one is written."""
-    code = SIGKILLED.format(path=[p for p in sys.path if p], work=str(tmp_path), data=str(data))
+    code = SIGKILLED.format(path=[str(Path(__file__).parent), *(p for p in sys.path if p)], work=str(tmp_path), data=str(data))
     moments: list[Callable[[], bool]] = [
         lambda: (tmp_path / "corpus").exists(),
         lambda: (tmp_path / "corpus" / "corpus.json").exists(),

@@ -218,7 +218,7 @@ def test_all_runs_that_differ_in_modules_only_share_their_dense_run():
 
 
 def test_the_package_ships_the_configs():
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     setuptools = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     assert setuptools["package-dir"]["quicksilver.conf"] == "conf"
     assert any(pattern.endswith("**/*.yaml") for pattern in setuptools["package-data"]["quicksilver.conf"])

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 import quicksilver
 from quicksilver.harness.config import GROUPS, choices, compose
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LOCK = [
     line for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")

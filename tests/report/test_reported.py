@@ -11,7 +11,7 @@ import yaml
 from quicksilver.harness.config import config_dir
 from quicksilver.report.reported import quantities, quantity, reported
 
-PAPER = Path(__file__).resolve().parents[2] / "shared" / "paper" / "quicksilver.txt"
+PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "quicksilver.txt"
 CLAIMS = list(reported().values())
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import fakes
 import pandas as pd
 import pytest
-from test_report_reproduce import harness  # noqa: F401  (a fixture)
 
 from quicksilver import reproduce
 from quicksilver.harness.store import Store
@@ -231,7 +230,7 @@ def test_the_csv_reads_back(table, tmp_path):
 
 
 @pytest.fixture
-def table11(harness, monkeypatch):  # noqa: F811
+def table11(harness, monkeypatch):
     """Two experiments over hand-made records, which the others would not find their numbers in."""
     monkeypatch.setattr(reproduce, "artefacts", lambda: [find("table", "11"), find("figure", "6")])
     return harness

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from quicksilver.measure import token_byte_lengths
 from quicksilver.runtime import ConfigError
 
-DATA = Path(os.environ.get("QUICKSILVER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("QUICKSILVER_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 
 
 def byte_level() -> Tokenizer:

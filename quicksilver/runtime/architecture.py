@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_rotary
@@ -77,6 +78,25 @@ class Architecture(ABC):
         """K and V of layer `layer` for states entering it: hidden (B, M, D) -> two of (B, H_kv, M, head_dim)."""
 
     @abstractmethod
+    def input_norm(self, layer: int) -> nn.Module:
+        """The norm that states pass on their way into a layer's attention."""
+
+    def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What that norm gives before its gain and bias: hidden (..., D) -> (..., D), in float32."""
+        norm = self.input_norm(layer)
+        if isinstance(norm, nn.LayerNorm):
+            return functional.layer_norm(hidden.float(), (self.width,), eps=norm.eps)
+        return functional.rms_norm(hidden.float(), (self.width,), eps=norm.variance_epsilon)  # type: ignore[arg-type]
+
+    def project_kv_unrotated(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `project_kv`, K before its rotation (after its norm, where it has one)."""
+        return self.project_kv(layer, hidden, None)
+
+    def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """K as the layer stores it, from K before its rotation: keys (B, H_kv, M, head_dim), rotary of the same M tokens."""
+        return keys
+
+    @abstractmethod
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         """Q of layer `layer`: hidden (B, M, D) -> (B, H, M, head_dim)."""
 
@@ -112,6 +132,9 @@ class GPT2Architecture(Architecture):
     def attention(self, layer: int) -> nn.Module:
         return self.layers[layer].attn
 
+    def input_norm(self, layer: int) -> nn.Module:
+        return self.layers[layer].ln_1  # type: ignore[return-value]
+
     def _columns(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of the fused q, k, v projection (Conv1D keeps its weight as (in, out))."""
         fused = self.attention(layer).c_attn
@@ -140,6 +163,12 @@ class LlamaArchitecture(Architecture):
 
     def attention(self, layer: int) -> nn.Module:
         return self.layers[layer].self_attn
+
+    def input_norm(self, layer: int) -> nn.Module:
+        return self.layers[layer].input_layernorm  # type: ignore[return-value]
+
+    def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        return self._rotate(layer, keys, rotary)
 
     def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         if rotary is None or not getattr(self.attention(layer), "use_rope", True):
@@ -191,6 +220,12 @@ class GPTNeoXArchitecture(Architecture):
 
     def attention(self, layer: int) -> nn.Module:
         return self.layers[layer].attention
+
+    def input_norm(self, layer: int) -> nn.Module:
+        return self.layers[layer].input_layernorm  # type: ignore[return-value]
+
+    def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        return keys if rotary is None else apply_partial_rotary(keys, keys, *rotary)[1]
 
     def _rotated_qkv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, ...]:
         # The fused weight interleaves q, k and v of each head: a slice would copy it, so the whole product is taken.

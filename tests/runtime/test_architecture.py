@@ -1,0 +1,39 @@
+"""What a family's adapter says of its layers: K and V before the rotation, and the norm before its gain."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from quicksilver.runtime import architecture_of
+
+
+@pytest.fixture(params=tiny.FAMILIES)
+def arch(request: pytest.FixtureRequest):
+    return architecture_of(tiny.load(request.param))
+
+
+def rotary_of(arch, n: int):
+    if not hasattr(arch.base, "rotary_emb"):
+        return None
+    return arch.base.rotary_emb(torch.zeros(1, n, arch.width), torch.arange(3, n + 3)[None])
+
+
+def test_rotating_unrotated_keys_gives_the_layers_own(arch) -> None:
+    hidden, rotary = torch.randn(2, 6, arch.width), rotary_of(arch, 6)
+    moved = False
+    for layer in range(arch.n_layers):
+        keys, values = arch.project_kv(layer, hidden, rotary)
+        raw, same_values = arch.project_kv_unrotated(layer, hidden)
+        torch.testing.assert_close(arch.rotate_keys(layer, raw, rotary), keys)
+        torch.testing.assert_close(same_values, values)
+        moved |= not torch.allclose(raw, keys)
+    assert moved == (rotary is not None)
+
+
+def test_gain_and_bias_on_the_normalised_input_give_the_norm(arch) -> None:
+    hidden = 3 * torch.randn(2, 6, arch.width) + 1
+    norm = arch.input_norm(1)
+    bias = 0 if getattr(norm, "bias", None) is None else norm.bias
+    torch.testing.assert_close(arch.normalised_input(1, hidden) * norm.weight + bias, norm(hidden))

@@ -34,7 +34,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from quicksilver.runtime import MISSING_KV, LayerView, QuickSilverError, Run, RuntimeModule, TokenState, Trace, apply
+from quicksilver.runtime import MISSING_KV, LayerView, QuickSilverError, Run, RuntimeModule, TokenPolicy, TokenState, Trace, apply
 
 VOCABULARY = 61
 LAYERS = 5
@@ -195,8 +195,18 @@ def chance(seed: int, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> tor
     return (x % 10007).float() / 10007
 
 
+class Halts(TokenPolicy):
+    """Halts tokens by its `missing_kv`."""
+
+    missing_kv: str
+
+    @property
+    def copies_kv(self) -> bool:
+        return self.missing_kv in ("copy", "mixed")
+
+
 @dataclass
-class Hashed(RuntimeModule):
+class Hashed(Halts):
     """Causal: whether a token halts, how, and whether its K/V is skipped, is a hash of layer, slot and token id.
 
     Args:
@@ -213,10 +223,6 @@ class Hashed(RuntimeModule):
     seed: int = 0
 
     priority = 10
-
-    @property
-    def copies_kv(self) -> bool:
-        return self.missing_kv in ("copy", "mixed")
 
     def halts(self, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return (chance(self.seed, layer, slots, ids) < self.halt) & (slots >= self.protect)
@@ -245,7 +251,7 @@ class Hashed(RuntimeModule):
 
 
 @dataclass
-class DriftBelow(RuntimeModule):
+class DriftBelow(Halts):
     """Causal, threshold-like: a token halts once its relative drift is below tau. Reads floating-point states."""
 
     tau: float = 0.4
@@ -259,7 +265,7 @@ class DriftBelow(RuntimeModule):
 
 
 @dataclass
-class EntropyBelow(RuntimeModule):
+class EntropyBelow(Halts):
     """Causal: a token halts once the logit lens is sure; asks only about tokens with an even id."""
 
     nats: float = 3.5
@@ -274,7 +280,7 @@ class EntropyBelow(RuntimeModule):
 
 
 @dataclass
-class Capacity(RuntimeModule):
+class Capacity(Halts):
     """Non-causal, for prompts: after each layer the share of a row's tokens that is active falls to `share` of the row.
 
     The least attended tokens halt first (`signal="attention"`), or those that move least ("drift"). Rows of one batch that differ in
@@ -312,7 +318,7 @@ class Capacity(RuntimeModule):
 
 
 @dataclass
-class SkipLeastAttended(RuntimeModule):
+class SkipLeastAttended(TokenPolicy):
     """Non-causal KV skipping inside the prompt: the tokens that receive less attention than `below` lose their K/V."""
 
     below: float = 0.05
@@ -335,7 +341,7 @@ class SkipLeastAttended(RuntimeModule):
 
 
 @dataclass
-class Never(RuntimeModule):
+class Never(TokenPolicy):
     """Looks at everything, decides nothing."""
 
     attention: bool = False
@@ -355,7 +361,7 @@ class Never(RuntimeModule):
 
 
 @dataclass
-class HaltAll(RuntimeModule):
+class HaltAll(Halts):
     """Every token stops after layer `at`."""
 
     at: int

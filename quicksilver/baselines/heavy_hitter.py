@@ -10,14 +10,14 @@ import torch
 
 from quicksilver.modules.checks import choice, count
 from quicksilver.modules.signals import lowest, slot_draw
-from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.state import CacheView, LayerView, TokenState
+from quicksilver.runtime.module import EvictionPolicy
+from quicksilver.runtime.state import CacheView
 
 CRITERIA = ("attention", "random")
 
 
 @dataclass(kw_only=True)
-class HeavyHitter(RuntimeModule):
+class HeavyHitter(EvictionPolicy):
     """Each layer keeps the K/V of its `recent` newest tokens and of the `heavy` others that have received most attention so far.
 
     Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al., arXiv 2306.14048),
@@ -57,21 +57,11 @@ class HeavyHitter(RuntimeModule):
     def causal(self) -> bool:
         return False
 
-    @property
-    def evicts_cache(self) -> bool:
-        return True
-
     def null(self, seed: int) -> HeavyHitter:
         return replace(self, criterion="random", seed=seed)
 
     def sums_attention(self, layer: int) -> bool:
         return self.criterion == "attention"
-
-    def acts_at(self, layer: int) -> bool:
-        return False
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        """Nothing: it decides about the cache alone."""
 
     def evict(self, view: CacheView) -> torch.Tensor | None:
         surplus = view.present.sum(1, keepdim=True) - (self.heavy + self.recent)

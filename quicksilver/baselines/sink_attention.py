@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from quicksilver.modules.checks import count
-from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.state import CacheView, LayerView, Span, TokenState
+from quicksilver.runtime.module import EvictionPolicy, SpanPolicy
+from quicksilver.runtime.state import CacheView, Span
 
 
 @dataclass(kw_only=True)
-class SinkAttention(RuntimeModule):
+class SinkAttention(SpanPolicy, EvictionPolicy):
     """Every query attends to the last `window` tokens, itself included, and to the first `sinks`; the K/V of the others leaves. Causal.
 
     Source: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., arXiv 2309.17453).
@@ -38,16 +38,6 @@ class SinkAttention(RuntimeModule):
 
     def span(self, layer: int) -> Span:
         return Span(self.window, self.sinks)
-
-    @property
-    def evicts_cache(self) -> bool:
-        return True
-
-    def acts_at(self, layer: int) -> bool:
-        return False
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        """Nothing: what a query sees follows from its slot."""
 
     def evict(self, view: CacheView) -> torch.Tensor | None:
         # The next query stands at slot n_seen: beside itself it sees window - 1 of those here.

@@ -13,14 +13,14 @@ from quicksilver.modules.checks import choice, count, layer_after, number
 from quicksilver.modules.overrides import by_place
 from quicksilver.modules.signals import lowest, share_of
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.state import LayerView, TokenState
 
 METRICS = ("keys", "states")
 
 
 @dataclass(kw_only=True)
-class TokenMerging(RuntimeModule):
+class TokenMerging(TokenPolicy):
     """After every layer the most alike pairs of a bipartite matching become one token each.
 
     Source: "Token Merging: Your ViT But Faster" (Bolya et al., arXiv 2210.09461). The tokens are split into alternating sets A and

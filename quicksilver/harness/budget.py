@@ -232,6 +232,8 @@ def freeze(found: Fit, folder: Path | str, *, workplace: Workplace | None = None
     """
     workplace = workplace or Workplace()
     folder, name = Path(folder), f"{found.dial.name}_{found.budget.slug}"
+    from quicksilver.modules.thresholds import Calibrated, Calibration
+
     store = Store(found.config.results_dir)
     modules, _ = calibrated_modules(found.config, workplace, store)
     entries = {key: dict(entry) for key, entry in sorted(found.config.modules.items())}
@@ -239,7 +241,7 @@ def freeze(found: Fit, folder: Path | str, *, workplace: Workplace | None = None
     with store.writing():
         path.parent.mkdir(parents=True, exist_ok=True)
         for entry, module in zip(entries.values(), modules, strict=True):
-            if found.dial.percentile and getattr(module, "calibration", None) is not None:
+            if found.dial.percentile and isinstance(module, Calibrated) and isinstance(module.calibration, Calibration):
                 entry["calibration"] = str(folder / f"{name}.calibration.json")
                 module.calibration.save(entry["calibration"])
         unit = "saves" if found.budget.kind == "save" else "costs"

@@ -172,7 +172,9 @@ def _file_digest(name: str, path: str) -> str:
 
 
 def _asks_for_calibration(module: Any) -> bool:
-    return bool(getattr(module, "calibration_signals", ()))
+    from quicksilver.modules.thresholds import Calibrated
+
+    return isinstance(module, Calibrated) and bool(module.calibration_signals())
 
 
 # --- planning -------------------------------------------------------------------------------------------------------------------
@@ -497,7 +499,7 @@ def _describe(
         "thresholds": {name: thresholds_of(module) for name, module in zip(sorted(config.modules), modules, strict=True)},
         # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
         "kernels": {
-            name: module.kernel for name, module in zip(sorted(config.modules), modules, strict=True) if hasattr(module, "kernel")
+            name: module.kernel for name, module in zip(sorted(config.modules), modules, strict=True) if module.kernel is not None
         },
         "config": dataclasses.asdict(config),
         "package": {"version": __version__, "source_digest": source_digest(type(m) for m in modules)},

@@ -25,7 +25,7 @@ from quicksilver.runtime import quantized
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
 from quicksilver.runtime.engine import Packing, Run
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import MergePolicy, RuntimeModule, TokenPolicy
 from quicksilver.runtime.state import TokenState
 
 # What each component is; `report` prints these words. The last two are what is left inside and outside the layers.
@@ -141,8 +141,9 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
             stack.enter_context(_clocked(owner, name, component, clock))
         for module in modules:
             component = "fusion" if isinstance(module, TokenFusion) else "decisions"
-            for verb in ("decide", "merge_cache"):
-                stack.enter_context(_clocked(module, verb, component, clock))
+            for kind, method in ((TokenPolicy, "decide"), (MergePolicy, "merge_cache")):
+                if isinstance(module, kind):
+                    stack.enter_context(_clocked(module, method, component, clock))
         yield
 
 

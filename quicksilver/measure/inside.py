@@ -19,7 +19,7 @@ from quicksilver.modules.signals import AttentionReceived, Drift
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.engine import Execution, apply
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import RuntimeModule, TokenPolicy
 from quicksilver.runtime.state import LayerView, TokenState
 from quicksilver.runtime.trace import PassTrace
 
@@ -92,7 +92,7 @@ def look_inside(
 
 
 @dataclass
-class _Attention(RuntimeModule):
+class _Attention(TokenPolicy):
     """Decides nothing: keeps the attention that the active tokens of a row of N receive, by layer."""
 
     n: int

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from quicksilver import __version__
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.signals import Drift, Entropy, Signal
-from quicksilver.modules.thresholds import Calibration, halted_key, model_digest
+from quicksilver.modules.thresholds import Calibrated, Calibration, halted_key, model_digest
 from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import RuntimeModule, TokenPolicy
 from quicksilver.runtime.state import LayerView, TokenState
 
 GRID = tuple(range(1, 100))
@@ -31,7 +31,7 @@ Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 @dataclass
-class Measuring(RuntimeModule):
+class Measuring(TokenPolicy):
     """Decides nothing: collects the signals of the active tokens, or of those that another module has just halted."""
 
     signals: Sequence[Signal]
@@ -152,13 +152,13 @@ def calibrate_modules(
     Returns:
         The calibration, or None when no module asks.
     """
-    asking = [m for m in modules if getattr(m, "calibration_signals", ())]
+    asking = [m for m in modules if isinstance(m, Calibrated) and m.calibration_signals()]
     if not asking:
         return None
-    asked = {s.key: s for m in asking for s in m.calibration_signals}  # type: ignore[attr-defined]
+    asked = {s.key: s for m in asking for s in m.calibration_signals()}
     calibration = calibrated(folder, model, windows, signals=list(({s.key: s for s in SIGNALS} | asked).values()), **options)
     for module in asking:
-        module.calibration = calibration  # type: ignore[attr-defined]
+        module.calibration = calibration
     return calibration
 
 

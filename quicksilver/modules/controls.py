@@ -21,7 +21,7 @@ from quicksilver.modules.signals import Random
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy
 from quicksilver.runtime.precision import PrecisionExecutor
 from quicksilver.runtime.state import MISSING_KV, CacheView, Fusion, LayerView, MissingKV, Precision, Span, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
@@ -115,7 +115,7 @@ class ExponentialDecay(HaltingPolicy):
 
 
 @dataclass
-class Replay(RuntimeModule):
+class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (DESIGN §4).
 
     Give the model the same batches in the same order, without `run.reset()` in between. The decisions are made already, so a
@@ -153,7 +153,7 @@ class Replay(RuntimeModule):
 
     @property
     def proportional_attention(self) -> bool:
-        return any(module.proportional_attention for module in self.like)
+        return any(module.proportional_attention for module in self.like if isinstance(module, TokenPolicy))
 
     @property
     def merges_cache(self) -> bool:
@@ -164,11 +164,13 @@ class Replay(RuntimeModule):
         return any(p.evictions for p in self.trace.passes)
 
     def span(self, layer: int) -> Span | None:
-        return next((span for module in self.like if (span := module.span(layer)) is not None), None)
+        spans = (module.span(layer) for module in self.like if isinstance(module, SpanPolicy))
+        return next((span for span in spans if span is not None), None)
 
     @property
     def precision(self) -> PrecisionExecutor | None:
-        return next((module.precision for module in self.like if module.precision is not None), None)
+        executors = (module.precision for module in self.like if isinstance(module, TokenPolicy))
+        return next((executor for executor in executors if executor is not None), None)
 
     def bind(self, architecture: Architecture) -> None:
         if self.trace.n_layers != architecture.n_layers:
@@ -344,7 +346,7 @@ def _fused_again(p: PassTrace) -> PassTrace:
 
 
 @dataclass
-class _LensPrediction(RuntimeModule):
+class _LensPrediction(TokenPolicy):
     """Decides nothing: notes by layer which columns of the pass the logit lens predicts what for: (index, predicted), (B, M)."""
 
     noted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

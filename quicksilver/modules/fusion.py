@@ -15,10 +15,17 @@ import torch.nn.functional as F
 from quicksilver.modules.checks import choice, count, layer_after, number, odd, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Random, Signal, _mix, lowest, pooled, share_of
-from quicksilver.modules.thresholds import Calibration, Thresholds, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.thresholds import (
+    Calibrated,
+    Calibration,
+    Thresholds,
+    check_thresholds,
+    is_percentile,
+    resolve_thresholds,
+)
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import MergePolicy, TokenPolicy
 from quicksilver.runtime.state import CacheView, LayerView, TokenState
 
 DISTANCES = ("l2", "relative", "cosine")
@@ -93,7 +100,7 @@ class ContextDivergence(NeighbourDistance):
 
 
 @dataclass(kw_only=True)
-class TokenFusion(RuntimeModule):
+class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     """Carry neighbours whose states are close on as one super-token, in the slot of the last of them (paper 2.3, App. D, I).
 
     Neighbours are consecutive tokens of the sequence: one that halted separates those beside it (D.6), one that was merged away
@@ -250,9 +257,7 @@ class TokenFusion(RuntimeModule):
         observers = (self.attention_queries or 0) if self.criterion == "attention" else 0
         return replace(self, criterion="random", seed=seed, protect_last=max(self.protect_last, observers))
 
-    @property
     def calibration_signals(self) -> list[Signal]:
-        """What a percentile is asked of while there is no calibration."""
         asked: list[tuple[Signal, Thresholds | None]] = [(self._context, self.tau_context)]
         if self.rule == "threshold":
             asked.append((self._distance, self.tau_fuse))

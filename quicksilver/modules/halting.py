@@ -14,10 +14,17 @@ import torch
 from quicksilver.modules.checks import choice, count, fractions, layer_after, number, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.modules.thresholds import Calibration, Thresholds, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.thresholds import (
+    Calibrated,
+    Calibration,
+    Thresholds,
+    check_thresholds,
+    is_percentile,
+    resolve_thresholds,
+)
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.state import MISSING_KV, LayerView, MissingKV, TokenState
 
 SCHEDULES = ("one_shot", "gradual", "exponential")
@@ -25,7 +32,7 @@ UNITS = {"nats": 1.0, "bits": math.log(2)}  # in nats
 
 
 @dataclass(kw_only=True)
-class HaltingPolicy(RuntimeModule):
+class HaltingPolicy(TokenPolicy):
     """What every way of halting shares: where it may act, whom it must not or always halts, how halted tokens are held.
 
     Full processing wins over forced halting, and forced halting over the policy's own choice (2.1; the formula there is a slip,
@@ -90,6 +97,10 @@ class HaltingPolicy(RuntimeModule):
     def causal(self) -> bool:
         return self.chooses_causally and not self.protected_last
 
+    @property
+    def copies_kv(self) -> bool:
+        return self.missing_kv == "copy"
+
     def bind(self, architecture: Architecture) -> None:
         n_layers = architecture.n_layers
         self.first_layer = layer_after(self.window[0], n_layers)
@@ -133,7 +144,7 @@ class HaltingPolicy(RuntimeModule):
 
 
 @dataclass(kw_only=True)
-class Halting(HaltingPolicy):
+class Halting(HaltingPolicy, Calibrated):
     """Freeze tokens that have settled (paper 2.1, App. B): a signal says how settled a token is, a rule how many of them halt.
 
     `rule="threshold"`, the paper's: a token halts when its drift *and* its entropy are below the layer's thresholds. Causal.
@@ -203,9 +214,7 @@ class Halting(HaltingPolicy):
     def chooses_causally(self) -> bool:
         return self.rule == "threshold"
 
-    @property
     def calibration_signals(self) -> list[Signal]:
-        """What a percentile is asked of while there is no calibration."""
         if self.rule == "capacity" or self.calibration is not None:
             return []
         return [s for s, tau in ((self._drift, self.tau_drift), (self._entropy, self.tau_entropy)) if is_percentile(tau)]

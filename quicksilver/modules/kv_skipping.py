@@ -13,6 +13,7 @@ from quicksilver.modules.checks import choice, count, layer_after, number, token
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
 from quicksilver.modules.thresholds import (
+    Calibrated,
     Calibration,
     Thresholds,
     check_thresholds,
@@ -22,14 +23,14 @@ from quicksilver.modules.thresholds import (
 )
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.state import LayerView, TokenState
 
 CRITERIA = ("halted", "attention", "halted_and_attention")
 
 
 @dataclass(kw_only=True)
-class KVSkipping(RuntimeModule):
+class KVSkipping(TokenPolicy, Calibrated):
     """Keep no K/V of tokens that later queries have no use for: neither stored nor attended (paper 2.2, App. C).
 
     `halted` (2.2): tokens as they halt. Causal. `attention` (C.2): tokens that go on, when in this layer the most attention any
@@ -94,9 +95,7 @@ class KVSkipping(RuntimeModule):
     def causal(self) -> bool:
         return self.criterion == "halted" and not self.protect_last
 
-    @property
     def calibration_signals(self) -> list[Signal]:
-        """What a percentile is asked of while there is no calibration."""
         asked = self.criterion != "halted" and is_percentile(self.tau_kv) and self.calibration is None
         return [self._attention] if asked else []
 

@@ -14,11 +14,18 @@ from quicksilver.modules.checks import choice, count, layer_after, number, token
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Entropy, Random, Signal
-from quicksilver.modules.thresholds import Calibration, Thresholds, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.thresholds import (
+    Calibrated,
+    Calibration,
+    Thresholds,
+    check_thresholds,
+    is_percentile,
+    resolve_thresholds,
+)
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import BETA, BETA_APP_J
-from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.quantized import UNTOUCHED, WIDTHS, IntegerExecutor, SimulatedExecutor
 from quicksilver.runtime.state import LayerView, TokenState
 from quicksilver.runtime.trace import Trace
@@ -28,7 +35,7 @@ BETAS = {"bits_over_16": BETA, "app_j": BETA_APP_J}
 
 
 @dataclass(kw_only=True)
-class AdaptiveQuantization(RuntimeModule):
+class AdaptiveQuantization(TokenPolicy, Calibrated):
     """Hold each token at 8, 4 or 2 bits by its entropy H at half depth (paper 2.5): from there on the inputs of its linear layers
     and its K/V.
 
@@ -173,14 +180,7 @@ class AdaptiveQuantization(RuntimeModule):
     def precision(self) -> SimulatedExecutor:
         return self._executor
 
-    @property
-    def kernel(self) -> str:
-        """What computed the products of quantised tokens so far."""
-        return self._executor.kernel
-
-    @property
     def calibration_signals(self) -> list[Signal]:
-        """What a percentile is asked of while there is no calibration."""
         asked = is_percentile(self.tau_low) or is_percentile(self.tau_high)
         return [self._entropy] if asked and self.rule == "entropy" and self.calibration is None else []
 

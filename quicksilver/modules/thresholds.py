@@ -8,6 +8,7 @@ import math
 import os
 import re
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from quicksilver.modules.checks import number
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quicksilver.modules.signals import Signal
     from quicksilver.runtime.architecture import Architecture
 
 SCHEMA = "quicksilver-calibration-1"
@@ -94,6 +96,20 @@ class Calibration:
             raise ConfigError(f"There is no calibration file {path}: {REMEDY}.") from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
             raise ConfigError(f"{path} is not a readable calibration ({error}): delete it and calibrate again.") from error
+
+
+class Calibrated(ABC):
+    """A module whose thresholds may be percentiles of what a calibration measured.
+
+    Attributes:
+        calibration: a `Calibration`, the path of one, or None until somebody measures one (`calibration.calibrate_modules`).
+    """
+
+    calibration: Calibration | Path | str | None
+
+    @abstractmethod
+    def calibration_signals(self) -> list[Signal]:
+        """The signals whose percentiles are thresholds and have not been measured; empty where `calibration` is given."""
 
 
 def halted_key(key: str) -> str:

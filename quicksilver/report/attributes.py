@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 VERBS = ("halt", "skip_kv", "fuse", "set_bits")  # of TokenState
-METHODS = ("merge_cache", "evict", "span", "applied")  # of RuntimeModule and Transform, where a class has its own
+METHODS = ("merge_cache", "evict", "span", "applied")  # of the kinds of module that are no TokenPolicy
 _CONTROLS = "quicksilver.modules.controls"  # nulls and oracles are no techniques
 
 
@@ -50,18 +50,18 @@ def techniques() -> pd.DataFrame:
 
 
 def verbs(cls: type) -> list[str]:
-    """What the class, its bases included, calls on the token state, and which further methods of the runtime it has of its own."""
+    """What the class, its bases included, calls on the token state, and which methods of the other kinds of module it has."""
     called = set().union(*(_calls(base) for base in cls.__mro__ if base.__module__.startswith("quicksilver.")))
-    return [verb for verb in VERBS if verb in called] + [method for method in METHODS if _has(cls, method)]
+    return [verb for verb in VERBS if verb in called] + [method for method in METHODS if hasattr(cls, method)]
 
 
 def weights(module: Any) -> str:
     """What happens to the model's weights while the module is applied."""
-    from quicksilver.runtime import Transform
+    from quicksilver.runtime import TokenPolicy, Transform
 
     if isinstance(module, Transform) and module.changes_weights:
         return "exchanged while applied"
-    executor = module.precision
+    executor = module.precision if isinstance(module, TokenPolicy) else None
     return (
         "frozen" if executor is None or getattr(executor, "weights", "float") == "float" else "frozen, coded copies beside them"
     )
@@ -69,21 +69,15 @@ def weights(module: Any) -> str:
 
 def _claims(module: Any) -> frozenset[str]:
     """What the runtime gives to one module only."""
-    from quicksilver.runtime import Transform
+    from quicksilver.runtime import SpanPolicy, TokenPolicy, Transform
 
     claimed = set()
-    if module.precision is not None or (isinstance(module, Transform) and module.changes_weights):
+    quantises = isinstance(module, TokenPolicy) and module.precision is not None
+    if quantises or (isinstance(module, Transform) and module.changes_weights):
         claimed.add("weights")
-    if module.span(0) is not None:
+    if isinstance(module, SpanPolicy) and module.span(0) is not None:
         claimed.add("span")
     return frozenset(claimed)
-
-
-def _has(cls: type, method: str) -> bool:
-    from quicksilver.runtime import RuntimeModule, Transform
-
-    own = getattr(cls, method, None)
-    return own is not None and own not in (getattr(RuntimeModule, method, None), getattr(Transform, method, None))
 
 
 @cache

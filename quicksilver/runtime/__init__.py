@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.engine import EXECUTIONS, KVBytes, Run, apply
     from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
     from quicksilver.runtime.ledger import Flops
-    from quicksilver.runtime.module import RuntimeModule, Transform
+    from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
     from quicksilver.runtime.precision import PrecisionExecutor
     from quicksilver.runtime.state import (
         MISSING_KV,
@@ -34,7 +34,7 @@ _HOME = {
     "engine": ("EXECUTIONS", "KVBytes", "Run", "apply"),
     "errors": ("ConfigError", "QuickSilverError", "UnsupportedModelError"),
     "ledger": ("Flops",),
-    "module": ("RuntimeModule", "Transform"),
+    "module": ("EvictionPolicy", "MergePolicy", "RuntimeModule", "SpanPolicy", "TokenPolicy", "Transform"),
     "precision": ("PrecisionExecutor",),
     "state": (
         "MISSING_KV",
@@ -52,8 +52,10 @@ _HOME = {
 }
 
 __all__ = [
-    "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Eviction", "Flops", "Fusion", "KVBytes", "LayerView", "PassState", "PassTrace", "Precision", "PrecisionExecutor", "QuickSilverError",
-    "Run", "RuntimeModule", "Span", "TokenState", "Trace", "Transform", "UnsupportedModelError", "apply", "architecture_of",
+    "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Eviction", "EvictionPolicy", "Flops",
+    "Fusion", "KVBytes", "LayerView", "MergePolicy", "PassState", "PassTrace", "Precision", "PrecisionExecutor",
+    "QuickSilverError", "Run", "RuntimeModule", "Span", "SpanPolicy", "TokenPolicy", "TokenState", "Trace", "Transform",
+    "UnsupportedModelError", "apply", "architecture_of",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from quicksilver.runtime.architecture import Architecture, Rotary, architecture_
 from quicksilver.runtime.cache import Entries, KVLayout, MaskedLayer, RaggedLayer, join_entries, take_over
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
-from quicksilver.runtime.module import RuntimeModule, Transform
+from quicksilver.runtime.module import KINDS, EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
 from quicksilver.runtime.state import CacheMerge, CacheView, Eviction, LayerView, PassState, Span, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
@@ -57,7 +57,7 @@ def apply(
         decision_layers: layers after which modules are asked (0-based); None: after every layer. Fewer means fewer host syncs on a GPU.
 
     Raises:
-        ConfigError: an unknown execution, a decision layer the model lacks, a model in training mode, options a module refuses.
+        ConfigError: an unknown execution, a decision layer the model lacks, a model in training mode, options a module refuses, a module of no kind.
         UnsupportedModelError: no adapter for the model's family or attention implementation.
     """
     return Run(model, modules, execution, decision_layers)
@@ -170,7 +170,7 @@ class Run:
 
     Attributes:
         arch: the model's adapter.
-        modules: the modules that decide, in the order they are asked.
+        modules: the modules that decide, in the order they are asked; token_policies: those that decide about tokens.
         transforms: what changes the model for the length of the context.
     """
 
@@ -188,14 +188,21 @@ class Run:
             if wrong:
                 raise ConfigError(f"decision_layers={wrong} do not exist: the model has layers 0 to {self.arch.n_layers - 1}.")
         self.decision_layers = None if decision_layers is None else frozenset(decision_layers)
+        for module in modules:
+            if not isinstance(module, KINDS):
+                raise ConfigError(
+                    f"{type(module).__name__} is no kind of runtime module: derive it from one or more of "
+                    f"{', '.join(kind.__name__ for kind in KINDS)}."
+                )
         self.transforms = [module for module in modules if isinstance(module, Transform)]
         self.modules = sorted(
             (module for module in modules if not isinstance(module, Transform)), key=lambda module: module.priority
         )
+        self.token_policies = [module for module in self.modules if isinstance(module, TokenPolicy)]
         for module in (*self.transforms, *self.modules):
             module.bind(self.arch)
         if self.decision_layers:
-            for module in self.modules:
+            for module in self.token_policies:
                 would = [layer for layer in range(self.arch.n_layers) if module.acts_at(layer)]
                 if would and self.decision_layers.isdisjoint(would):
                     raise ConfigError(
@@ -206,14 +213,15 @@ class Run:
             raise UnsupportedModelError(
                 f"attn_implementation={self.arch.attention_implementation!r} cannot mask tokens by slot; load the model with 'sdpa' or 'eager'."
             )
-        self._copies_kv = any(module.copies_kv for module in self.modules)
-        self._proportional = any(module.proportional_attention for module in self.modules)
+        self._copies_kv = any(module.copies_kv for module in self.token_policies)
+        self._proportional = any(module.proportional_attention for module in self.token_policies)
         executing = [] if execution == "decide" else self.modules
-        self._merging = [module for module in executing if module.merges_cache]
-        self._evicting = [module for module in executing if module.evicts_cache]
+        self._merging = [module for module in executing if isinstance(module, MergePolicy) and module.merges_cache]
+        self._evicting = [module for module in executing if isinstance(module, EvictionPolicy) and module.evicts_cache]
+        spanning = [module for module in executing if isinstance(module, SpanPolicy)]
         for layer in range(self.arch.n_layers):
-            self.arch.spans[layer] = _the_span(layer, executing)
-        executors = [module.precision for module in self.modules if module.precision is not None]
+            self.arch.spans[layer] = _the_span(layer, spanning)
+        executors = [module.precision for module in self.token_policies if module.precision is not None]
         if len(executors) > 1:
             raise ConfigError(f"{len(executors)} modules set precision; give one.")
         self._precision = executors[0] if executors else None
@@ -222,7 +230,7 @@ class Run:
         self._windows = [self.arch.attention_window(layer) for layer in range(self.arch.n_layers)]
         changed = [type(transform).__name__ for transform in self.transforms if transform.changes_weights]
         if len(changed) > 1 or (changed and self._precision is not None):
-            others = [] if self._precision is None else [type(m).__name__ for m in self.modules if m.precision is not None]
+            others = [] if self._precision is None else [type(m).__name__ for m in self.token_policies if m.precision is not None]
             raise ConfigError(f"{' and '.join([*changed, *others])} all change what the weights are multiplied as; give one.")
         self._handles: list[Any] = []
         self._previous: list[Any] = []
@@ -373,7 +381,7 @@ class Run:
 
         deciding = self._deciders(layer, current)
         wants_attention = any(module.wants_attention(layer) for module in deciding)
-        sums_attention = store is not None and any(module.sums_attention(layer) for module in self.modules)
+        sums_attention = store is not None and any(module.sums_attention(layer) for module in self._evicting)
         hidden = call["hidden_states"]  # (B, N, D)
         port: _PlainPort | _CompactPort | _MaskedPort | None
         plain = current.all_run and (store is None or store.is_complete) and self._in_sight(layer, current)
@@ -692,19 +700,19 @@ class Run:
             assert isinstance(store, RaggedLayer)
             if current.seen == 0:
                 store.settled = store.seen
-            for module in self._merging if current.seen else ():
+            for merging in self._merging if current.seen else ():
                 if store.entries is None:
                     break
-                into = module.merge_cache(self._cache_view(layer, store, current))
+                into = merging.merge_cache(self._cache_view(layer, store, current))
                 if into is not None:
                     slots = store.entries["slots"]
                     by_slot = torch.arange(store.seen, device=slots.device).repeat(current.batch, 1)
                     current.state.merges.append(CacheMerge(layer, _by_slot(store, slots.gather(1, into), by_slot)))
                     store.merge(into, None if self._precision is None else self._precision.hold_kv)
-            for module in self._evicting:
+            for evicting in self._evicting:
                 if store.entries is None:
                     break
-                gone = module.evict(self._cache_view(layer, store, current))
+                gone = evicting.evict(self._cache_view(layer, store, current))
                 if gone is not None and bool((gone := gone & store.is_entry).any()):
                     by_slot = gone.new_zeros(current.batch, store.seen)
                     current.state.evictions.append(Eviction(layer, _by_slot(store, gone, by_slot)))
@@ -723,16 +731,16 @@ class Run:
 
     # -- deciding ----------------------------------------------------------------------------------------------------------------
 
-    def _deciders(self, layer: int, current: _Pass) -> list[RuntimeModule]:
+    def _deciders(self, layer: int, current: _Pass) -> list[TokenPolicy]:
         if layer == self.arch.n_layers - 1 or (self.decision_layers is not None and layer not in self.decision_layers):
             return []
         # What a module that looks ahead knows of a prompt is legitimate; elsewhere it would be the answer (DESIGN §3).
-        return [m for m in self.modules if m.acts_at(layer) and (m.causal or m.lookahead or current.is_prompt)]
+        return [m for m in self.token_policies if m.acts_at(layer) and (m.causal or m.lookahead or current.is_prompt)]
 
     def _decide(
         self,
         layer: int,
-        deciding: list[RuntimeModule],
+        deciding: list[TokenPolicy],
         call: dict[str, Any],
         current: _Pass,
         packing: Packing,
@@ -817,7 +825,7 @@ class Run:
         return received
 
 
-def _the_span(layer: int, modules: Sequence[RuntimeModule]) -> Span | None:
+def _the_span(layer: int, modules: Sequence[SpanPolicy]) -> Span | None:
     spans = [span for module in modules if (span := module.span(layer)) is not None]
     if len(spans) > 1:
         raise ConfigError(f"{len(spans)} modules limit how far back the queries of layer {layer} see; give one.")

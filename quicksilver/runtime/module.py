@@ -1,4 +1,16 @@
-"""The base class of a runtime module: one mechanism, which decides and never executes."""
+"""Kinds of runtime modules: what a mechanism may decide about. A module decides and never executes.
+
+| Kind | Decides | Asked |
+|---|---|---|
+| `TokenPolicy` | which tokens halt, are fused, lose their K/V, or are held at fewer bits | after a layer |
+| `MergePolicy` | which K/V entries of the cache become one | after a pass |
+| `EvictionPolicy` | which K/V entries leave the cache | after a pass |
+| `SpanPolicy` | how far back the queries of a layer see | once, by `apply` |
+| `Transform` | nothing about tokens: it changes the model itself | when the context opens |
+
+A module that is of two kinds has two of these base classes: token fusion decides about tokens in a prompt and about the cache while
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +26,8 @@ if TYPE_CHECKING:
     from quicksilver.runtime.state import CacheView, LayerView, Span, TokenState
 
 
-class RuntimeModule(ABC):
-    """Looks at the tokens of a layer and says what shall become of them from the next layer on.
+class RuntimeModule:
+    """What all kinds share. Derive from a kind, not from this: `apply` refuses a module of no kind.
 
     `priority` orders the modules at one layer: halting 10, KV skipping 20, fusion 30, quantization 40 (paper 2.4).
     `lookahead` lets a module that looks ahead act outside a prompt too (the paper's variant); every number it touches is marked.
@@ -30,46 +42,25 @@ class RuntimeModule(ABC):
         return True
 
     @property
-    def copies_kv(self) -> bool:
-        """True when halted tokens may keep the K/V of the layer they halted at: the runtime must then remember them."""
-        return getattr(self, "missing_kv", None) == "copy"
-
-    @property
-    def proportional_attention(self) -> bool:
-        """True when a super-token shall draw attention in proportion to the tokens it stands for."""
-        return False
-
-    @property
-    def merges_cache(self) -> bool:
-        """True when `merge_cache` may do something: it is asked after every pass but the first."""
-        return False
-
-    @property
-    def evicts_cache(self) -> bool:
-        """True when `evict` may do something: it is asked after every pass."""
-        return False
-
-    def sums_attention(self, layer: int) -> bool:
-        """True where `evict` will ask for `view.attention`: the runtime then adds up what each entry receives, pass by pass. That takes
-        the q·k product of all queries once more; its cost is in the ledger."""
-        return False
-
-    def span(self, layer: int) -> Span | None:
-        """How far back the queries of a layer see; None: as far as the model has it. No decision about a token, so in no trace."""
+    def kernel(self) -> str | None:
+        """Which kernel computed the matrix products that this module changed, for the record; None: it changed none."""
         return None
 
-    @property
-    def precision(self) -> PrecisionExecutor | None:
-        """Who executes the widths this module decides; None for a module that decides none."""
-        return None
+    def bind(self, architecture: Architecture) -> None:
+        """Called once by `apply`: check the options against the model and resolve fractions of depth. Raises ConfigError."""
 
     def null(self, seed: int) -> RuntimeModule | None:
         """The same mechanism at the same budget with the choice left to chance, where replaying its decisions on other tokens would
         make no sense; None: it would."""
         return None
 
-    def bind(self, architecture: Architecture) -> None:  # noqa: B027  (optional)
-        """Called once by `apply`: check the options against the model and resolve fractions of depth. Raises ConfigError."""
+
+class TokenPolicy(RuntimeModule, ABC):
+    """Looks at the tokens of a layer and says what becomes of them from the next layer on."""
+
+    @abstractmethod
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        """Look at `view`, call the verbs of `tokens`."""
 
     def acts_at(self, layer: int) -> bool:
         """False where `decide` would do nothing: no view is built then."""
@@ -79,22 +70,72 @@ class RuntimeModule(ABC):
         """True where `decide` will ask for `view.attention_received`, `view.keys` or `view.attention_output`."""
         return False
 
+    @property
+    def copies_kv(self) -> bool:
+        """True when halted tokens may keep the K/V of the layer they halted at: the runtime must then remember them."""
+        return False
+
+    @property
+    def proportional_attention(self) -> bool:
+        """True when a super-token draws attention in proportion to the tokens it stands for."""
+        return False
+
+    @property
+    def precision(self) -> PrecisionExecutor | None:
+        """Who executes the widths this policy decides; None for a policy that decides none."""
+        return None
+
+    @property
+    def kernel(self) -> str | None:
+        return None if self.precision is None else self.precision.kernel
+
+
+class MergePolicy(RuntimeModule, ABC):
+    """Decides between two passes which K/V entries of a layer become one."""
+
+    @property
+    def merges_cache(self) -> bool:
+        """False when `merge_cache` would do nothing: it is not asked then."""
+        return True
+
     @abstractmethod
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        """Look at `view`, call the verbs of `tokens`."""
-
     def merge_cache(self, view: CacheView) -> torch.Tensor | None:
-        """Which K/V entries of a layer become one: (B, K) long, the column that carries each from now on, its own where nothing
-        happens. A group goes into its own last present entry, K and V as the mean weighted by size. None: nothing happens."""
-        return None
+        """Asked after every pass but the first, layer by layer.
 
+        Returns:
+            (B, K) long, the column that carries each entry from now on, its own where nothing happens. A group goes into its own
+            last present entry, K and V as the mean weighted by size. None: nothing happens.
+        """
+
+
+class EvictionPolicy(RuntimeModule, ABC):
+    """Decides between two passes which K/V entries of a layer leave the cache for good."""
+
+    @property
+    def evicts_cache(self) -> bool:
+        """False when `evict` would do nothing: it is not asked then."""
+        return True
+
+    def sums_attention(self, layer: int) -> bool:
+        """True where `evict` will ask for `view.attention`: the runtime then adds up what each entry receives, pass by pass. That takes
+        the q·k product of all queries once more; its cost is in the ledger."""
+        return False
+
+    @abstractmethod
     def evict(self, view: CacheView) -> torch.Tensor | None:
-        """Which K/V entries of a layer leave the cache for good: (B, K) bool. None: nothing happens."""
-        return None
+        """Asked after every pass, layer by layer: (B, K) bool, True for what leaves. None: nothing happens."""
 
 
-class Transform(RuntimeModule):
-    """Changes the model itself for the length of `apply` (its weights, its settings) and decides nothing about tokens.
+class SpanPolicy(RuntimeModule, ABC):
+    """Limits how far back queries see. That is a property of a layer and no decision about a token, so no trace holds it."""
+
+    @abstractmethod
+    def span(self, layer: int) -> Span | None:
+        """How far back the queries of `layer` see; None: as far as the model has it."""
+
+
+class Transform(RuntimeModule, ABC):
+    """Changes the model itself for the length of `apply`: its weights, or its settings.
 
     For what is compared with the mechanisms: another number format, another way to generate. It stands in the list of modules like
     one, so that it is configured, measured and compared with the dense model in the same way.
@@ -108,5 +149,5 @@ class Transform(RuntimeModule):
     def applied(self, architecture: Architecture) -> AbstractContextManager[None]:
         """Change the model, and leave nothing of it behind."""
 
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        """Nothing: it is never asked."""
+
+KINDS: tuple[type[RuntimeModule], ...] = (TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy, Transform)

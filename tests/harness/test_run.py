@@ -479,8 +479,8 @@ def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monk
         "# @package modules.first_words\n_target_: my_mechanism.FirstWords\nkept: 3\n"
     )
     (tmp_path / "my_mechanism.py").write_text(
-        "from dataclasses import dataclass\nfrom quicksilver.runtime import RuntimeModule\n\n@dataclass\nclass "
-        "FirstWords(RuntimeModule):\n"
+        "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n@dataclass\nclass "
+        "FirstWords(TokenPolicy):\n"
         "    kept: int = 3\n\n    def decide(self, view, tokens):\n        if view.layer == 2:\n"
         "            tokens.halt(tokens.active & (view.slots >= self.kept))\n"
     )

@@ -23,7 +23,7 @@ from transformers import (
 )  # fmt: skip
 
 from quicksilver.measure import attention_pairs, count_by_operator, count_executed
-from quicksilver.runtime import LayerView, RuntimeModule, TokenState, apply
+from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
 
 torch.set_num_threads(1)
 SHAPE = {"vocab_size": 53, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -45,12 +45,16 @@ def tiny(family: str) -> PreTrainedModel:
 
 
 @dataclass
-class HaltAtRandom(RuntimeModule):
+class HaltAtRandom(TokenPolicy):
     """Halts each token after a layer drawn from its slot; every second one asks for its entropy first."""
 
     seed: int = 0
     missing_kv: str = "drop"
     resume_layers: int = 0
+
+    @property
+    def copies_kv(self) -> bool:
+        return self.missing_kv == "copy"
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         draw = (view.slots * 2654435761 + self.seed * 40503 + view.slots * view.slots * 97) % 7

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from quicksilver.measure import Protocol, audit, check_allowed, score, windows_of
 from quicksilver.measure import perplexity as module_under_test
-from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenState
+from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState
 
 torch.set_num_threads(1)
 VOCABULARY = 61
@@ -48,7 +48,7 @@ def random_windows(count: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 @dataclass
-class HaltOddTokens(RuntimeModule):
+class HaltOddTokens(TokenPolicy):
     """Causal: a token's own id decides. Halts after the first layer."""
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
@@ -57,7 +57,7 @@ class HaltOddTokens(RuntimeModule):
 
 
 @dataclass
-class HaltIfNextIsOdd(RuntimeModule):
+class HaltIfNextIsOdd(TokenPolicy):
     """Reads the next token's id, and says that it does not."""
 
     lookahead: bool = False

@@ -19,7 +19,7 @@ from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, cal
 from quicksilver.modules.calibration import SIGNALS, calibration_path
 from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
 from quicksilver.modules.thresholds import model_digest
-from quicksilver.runtime import ConfigError, LayerView, RuntimeModule, TokenState
+from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.architecture import architecture_of
 
 WINDOWS = torch.randint(0, tiny.VOCABULARY, (6, 24), generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> 
     assert all(rows[-1] is None for rows in of_llama.percentiles.values())  # nothing halts after the last layer
 
 
-class Attended(RuntimeModule):
+class Attended(TokenPolicy):
     """Notes the attention of the tokens that halt, by layer."""
 
     priority = 60
@@ -173,7 +173,7 @@ def test_modules_that_ask_get_what_they_ask_for(tmp_path: Path) -> None:
     asking = Halting(tau_drift="p25", tau_entropy="p50", entropy="latent")
     skipping = KVSkipping(criterion="halted_and_attention", tau_kv="p95", last_queries=4)
     given_numbers, ranked = Halting(tau_drift=0.1), Halting(rule="capacity", tau_drift="p25")
-    assert asking.calibration_signals == [Drift(), Entropy("latent")]
+    assert asking.calibration_signals() == [Drift(), Entropy("latent")]
     made = calibrate_modules([asking, skipping, given_numbers, ranked], tmp_path, model, WINDOWS)
     assert made is not None
     assert asking.calibration is skipping.calibration is made

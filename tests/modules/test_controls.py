@@ -22,7 +22,7 @@ from quicksilver.modules import (
     perfect_exit,
     shuffled,
 )  # fmt: skip
-from quicksilver.runtime import MISSING_KV, ConfigError, LayerView, PassTrace, RuntimeModule, TokenState, Trace
+from quicksilver.runtime import MISSING_KV, ConfigError, LayerView, PassTrace, RuntimeModule, TokenPolicy, TokenState, Trace
 
 FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
 
@@ -110,7 +110,7 @@ def test_replaying_a_trace_gives_the_run_again(
     tiny.assert_close(batch.real(run.logits), batch.real(again.logits), atol=2e-5)
 
 
-class MergePairs(RuntimeModule):
+class MergePairs(TokenPolicy):
     """After layer 1, slots 2 and 3 become one."""
 
     priority = 30

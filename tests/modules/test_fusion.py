@@ -511,9 +511,9 @@ def test_a_percentile_fuses_that_share_of_the_pairs() -> None:
     model = tiny.load("gpt2")
     windows = torch.randint(0, tiny.VOCABULARY, (12, 64), generator=torch.Generator().manual_seed(0))
     fusion = TokenFusion(tau_fuse="p15", tau_context="p80", context_window=8, start=0.4, protect_first=0, protect_last=0)
-    assert [s.key for s in fusion.calibration_signals] == ["context-l2-8", "neighbour-l2"]
-    fusion.calibration = calibrate(model, windows, signals=fusion.calibration_signals)
-    assert not fusion.calibration_signals
+    assert [s.key for s in fusion.calibration_signals()] == ["context-l2-8", "neighbour-l2"]
+    fusion.calibration = calibrate(model, windows, signals=fusion.calibration_signals())
+    assert not fusion.calibration_signals()
     with torch.no_grad(), apply(model, [fusion]) as run:
         model(windows)
     share = int((run.trace.passes[0].fused_layer < tiny.LAYERS - 1).sum()) / (12 * 63)

@@ -241,7 +241,7 @@ def test_percentiles_are_calibrated(normalisation: Any) -> None:
     model = tiny.load("llama")
     windows = torch.randint(1, tiny.VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(0))
     module = AdaptiveQuantization(tau_low="p30", tau_high="p70", normalisation=normalisation)
-    assert [signal.key for signal in module.calibration_signals] == ["entropy-logit_lens"]
+    assert [signal.key for signal in module.calibration_signals()] == ["entropy-logit_lens"]
     module.calibration = calibrate(model, windows)
     with torch.no_grad(), apply(model, [module]) as run:
         model(windows, use_cache=False)

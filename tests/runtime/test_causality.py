@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
-from quicksilver.runtime import LayerView, RuntimeModule, TokenState, apply
+from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
 
 # -- 3: passes -------------------------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def test_what_comes_after_does_not_matter(
 
 
 @dataclass
-class Peeking(RuntimeModule):
+class Peeking(TokenPolicy):
     """Drops a token before an even one, and says that it is causal: it is not."""
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:

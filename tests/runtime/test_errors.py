@@ -15,7 +15,16 @@ from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, DynamicCa
 
 import quicksilver
 from quicksilver import runtime
-from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenState, UnsupportedModelError, apply
+from quicksilver.runtime import (
+    ConfigError,
+    LayerView,
+    QuickSilverError,
+    RuntimeModule,
+    TokenPolicy,
+    TokenState,
+    UnsupportedModelError,
+    apply,
+)
 
 BATCH = Batch((tuple(range(1, 13)),))
 
@@ -56,8 +65,18 @@ def test_a_misspelt_execution_lists_the_right_ones() -> None:
         apply(tiny.load("gpt2"), [], execution="compct")  # type: ignore[arg-type]
 
 
+def test_a_module_of_no_kind_is_refused() -> None:
+    class Decides(RuntimeModule):
+        def decide(self, view: LayerView, tokens: TokenState) -> None: ...
+
+    with pytest.raises(
+        ConfigError, match="Decides is no kind of runtime module: derive it from one or more of TokenPolicy, Merge"
+    ):
+        apply(tiny.load("gpt2"), [Decides()])
+
+
 def test_a_module_that_would_never_be_asked_says_where_it_acts() -> None:
-    class AfterOne(RuntimeModule):
+    class AfterOne(TokenPolicy):
         def acts_at(self, layer: int) -> bool:
             return layer == 1
 
@@ -150,7 +169,7 @@ def test_a_sliding_window_that_has_dropped_tokens_is_not_adopted() -> None:
         model(BATCH.ids[:, :1], past_key_values=cache)
 
 
-class Calls(RuntimeModule):
+class Calls(TokenPolicy):
     """Calls what it is given at layer 1."""
 
     def __init__(self, call: Any) -> None:

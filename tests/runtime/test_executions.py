@@ -14,7 +14,7 @@ from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
 from torch import nn
 from transformers import PreTrainedModel
 
-from quicksilver.runtime import LayerView, QuickSilverError, RuntimeModule, TokenState, apply, architecture_of
+from quicksilver.runtime import LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState, apply, architecture_of
 
 # -- compact and masked ------------------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ def test_eager_attention_refuses_a_token_without_keys_and_says_what_to_do(execut
         tiny.forward(model, batch, [SkipAll(at=1)], execution=execution)
 
 
-class SkipAll(RuntimeModule):
+class SkipAll(TokenPolicy):
     def __init__(self, at: int) -> None:
         self.at = at
 
@@ -198,7 +198,7 @@ def test_halting_by_hand(
     tiny.assert_close(found.logits, arch.logits(hidden))
 
 
-class LensAtHalt(RuntimeModule):
+class LensAtHalt(TokenPolicy):
     """Halts by hash and notes what the logit lens says of each token it halts, and every state it sees."""
 
     priority = 10
@@ -250,7 +250,7 @@ def test_a_resumed_token_goes_on_from_its_frozen_state(execution: str) -> None:
 def test_several_modules_are_asked_in_order_of_priority_and_see_what_came_before() -> None:
     asked: list[tuple[int, int, int]] = []
 
-    class Noting(RuntimeModule):
+    class Noting(TokenPolicy):
         def __init__(self, priority: int) -> None:
             self.priority = priority  # type: ignore[misc]
 
@@ -269,7 +269,7 @@ def test_several_modules_are_asked_in_order_of_priority_and_see_what_came_before
 # -- what a module is shown --------------------------------------------------------------------------------------------------------
 
 
-class Attention(RuntimeModule):
+class Attention(TokenPolicy):
     """Notes the attention received by slot, after halting by `inner`."""
 
     priority = 10
@@ -343,7 +343,7 @@ def test_nobody_receives_attention_where_no_key_is_left(execution: str, reduce: 
     assert (module.found[0, 3] == 0).all()
 
 
-class Watching(RuntimeModule):
+class Watching(TokenPolicy):
     """Checks the view against the batch it came from."""
 
     priority = 5
@@ -377,7 +377,7 @@ def test_the_view_shows_real_tokens_in_their_own_slots(data: st.DataObject, exec
         assert is_prompt == (index == 0 and module.sizes[0] > 1)
 
 
-class Lens(RuntimeModule):
+class Lens(TokenPolicy):
     def __init__(self) -> None:
         self.entropies: list[torch.Tensor] = []
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import Batch, Capacity, HaltAll, Hashed
 from transformers import DynamicCache, PreTrainedModel
 
-from quicksilver.runtime import Run, RuntimeModule, Trace, apply
+from quicksilver.runtime import Run, RuntimeModule, TokenPolicy, Trace, apply
 
 flops = pytest.importorskip("quicksilver.measure.flops")
 
@@ -301,7 +301,7 @@ def test_a_cache_made_outside_is_adopted(name: str, execution: str, batch: Batch
     torch.testing.assert_close(found[real], expected.logits[:, outside:][real], atol=1e-5, rtol=1e-5)
 
 
-class FromPass(RuntimeModule):
+class FromPass(TokenPolicy):
     """`inner`, silent before pass `first`."""
 
     priority = 10

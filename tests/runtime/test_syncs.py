@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quicksilver.baselines.one_shot_halting import OneShotHalting
 from quicksilver.baselines.prompt_pruning import PromptPruning
 from quicksilver.modules import ExponentialDecay, Halting, StaticDepth
-from quicksilver.runtime import LayerView, RuntimeModule, TokenState, apply
+from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
 
 # `tolist` shows as `resolve_conj`, and does so in inference mode only.
 WAITING = ("_local_scalar_dense", "resolve_conj", "nonzero", "masked_select", "bincount", "is_nonzero", "equal", "_unique2")
@@ -111,7 +111,7 @@ def test_what_depends_on_the_data_does_ask(modules: Sequence[RuntimeModule]) -> 
     assert len(found) > len(of_its_own)
 
 
-class Miscounted(RuntimeModule):
+class Miscounted(TokenPolicy):
     def acts_at(self, layer: int) -> bool:
         return layer == 1
 

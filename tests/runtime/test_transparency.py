@@ -15,7 +15,7 @@ from tiny import Batch, Hashed, Never
 from torch import nn
 from transformers import PreTrainedModel
 
-from quicksilver.runtime import ConfigError, LayerView, RuntimeModule, TokenState, apply, architecture_of
+from quicksilver.runtime import ConfigError, LayerView, RuntimeModule, TokenPolicy, TokenState, apply, architecture_of
 
 MODULES = st.sampled_from(["none", "silent", "attentive"])
 
@@ -125,7 +125,7 @@ def test_generate_keeps_the_kwargs_and_outputs_of_the_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found.attentions, plain.attentions, strict=True))
 
 
-class Refuses(RuntimeModule):
+class Refuses(TokenPolicy):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         if view.layer == 2:
             raise ZeroDivisionError("a module broke")
@@ -160,7 +160,7 @@ def test_a_module_that_broke_once_may_be_called_again_inside_the_same_block() ->
 def test_options_that_are_refused_leave_the_model_alone() -> None:
     model = tiny.load("gpt2")
 
-    class Picky(RuntimeModule):
+    class Picky(TokenPolicy):
         def bind(self, architecture: Any) -> None:
             raise ConfigError("no")
 

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from quicksilver.harness.record import Record
+from quicksilver.harness.stats import bootstrap
 from quicksilver.report import flows, inside
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims import Answer
@@ -21,7 +22,6 @@ from quicksilver.report.figures import GREY, PALETTE, Figure, panels, style
 from quicksilver.report.verdicts import Estimate
 
 TEXT = inside.SENTENCE
-_RESAMPLES = 1_000
 PANELS = {
     "overridden": "(a) Dynamic token halting",
     "all four": "(b) KV skipping",
@@ -159,10 +159,8 @@ def correlation(panel: Mapping[str, Outcome]) -> Estimate | None:
     if record is None:
         return None
     texts = range(inside.WINDOW, len(record["texts"]))
-    pairs = np.concatenate([_entropy_and_error(record.signals(text)) for text in texts])
-    drawn = np.random.default_rng(0).integers(0, len(pairs), size=(_RESAMPLES, len(pairs)))
-    low, high = np.percentile([_pearson(pairs[rows]) for rows in drawn], (2.5, 97.5))
-    return Estimate(_pearson(pairs), float(low), float(high))
+    entropy, error = np.concatenate([_entropy_and_error(record.signals(text)) for text in texts]).T
+    return Estimate(*map(float, bootstrap(_pearson, entropy, error)))
 
 
 def _entropy_and_error(signals: pd.DataFrame) -> np.ndarray:
@@ -172,8 +170,9 @@ def _entropy_and_error(signals: pd.DataFrame) -> np.ndarray:
     return np.column_stack([entropy, error])[inside.layers(signals, "bits").loc[first].to_numpy() < 16]
 
 
-def _pearson(pairs: np.ndarray) -> float:
-    return float(np.corrcoef(pairs.T)[0, 1])
+def _pearson(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
+    return (x * y).sum(-1) / np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
 
 
 ANSWERS = {

@@ -1,11 +1,14 @@
-"""Is a difference more than noise? Bootstrap over windows, paired: both runs scored the same windows, so their common
-difficulty cancels."""
+"""Is a difference more than noise? Every interval is made here: `scipy.stats.bootstrap` over windows, paired, because both runs scored the
+same windows, so their common difficulty cancels.
+
+The intervals are percentile intervals. BCa has none where a run equals its baseline: its correction divides by the spread of the windows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +19,69 @@ if TYPE_CHECKING:
     from quicksilver.harness.record import Record
 
 MIN_WINDOWS = 8  # below it a percentile interval of resampled windows covers far less than it says
-_RESAMPLED_AT_A_TIME = 4_000_000  # entries of the index matrix held at once: 32 MB
+RESAMPLES = 10_000
+_RESAMPLED_AT_A_TIME = 4_000_000  # numbers held at once: 32 MB
+
+
+class Interval(NamedTuple):
+    """A statistic of all windows and the ends of its interval: numbers, or (K,) each for a statistic of K values."""
+
+    value: Any
+    low: Any
+    high: Any
+
+
+def bootstrap(
+    statistic: Callable[..., NDArray[np.float64]],
+    *samples: ArrayLike,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Interval:
+    """`statistic` of paired samples with its percentile interval; what stands at one place of every sample is drawn together.
+
+    Args:
+        statistic: of as many arrays as there are samples, each (…, R, W), to (R,), or to (K, R) for K values; also without R.
+        samples: (W,) each, or (…, W): observations along the last axis.
+        resamples: bootstrap draws.
+        seed: of the draws. The order of the observations does not matter.
+        confidence: share of the draws inside the interval.
+
+    Raises:
+        ConfigError: fewer than 8 observations, samples that do not pair, numbers that are not finite.
+    """
+    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
+    sizes = {array.shape[-1] for array in arrays}
+    if len(sizes) > 1:
+        raise ConfigError(f"windows do not pair: the samples have {', '.join(map(str, sorted(sizes)))} of them.")
+    (size,) = sizes
+    if size < MIN_WINDOWS:
+        raise ConfigError(
+            f"an interval needs at least {MIN_WINDOWS} windows and there are {size}: raise dataset.windows, or take a longer text."
+        )
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise ConfigError("an interval needs finite numbers in every window.")
+    if resamples < 100 or not 0 < confidence < 1:
+        raise ConfigError(f"resamples={resamples} and confidence={confidence}: at least 100 draws, and a share between 0 and 1.")
+    from scipy import stats  # takes longer to import than everything else that a run needs of the harness
+
+    rows = np.concatenate([array.reshape(-1, size) for array in arrays])
+    order = np.lexsort(rows[::-1])  # the same windows in another order draw the same resamples
+    arrays = [array[..., order] for array in arrays]
+    batch = max(1, _RESAMPLED_AT_A_TIME // (len(arrays) * max(array.size for array in arrays)))
+    found = stats.bootstrap(
+        arrays,
+        lambda *drawn, axis: statistic(*drawn),
+        n_resamples=resamples,
+        batch=min(batch, resamples),
+        vectorized=True,
+        paired=True,
+        axis=-1,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    return Interval(statistic(*arrays), *found.confidence_interval)
 
 
 @dataclass(frozen=True)
@@ -45,7 +110,7 @@ def paired_perplexity(
     baseline_nll_nats: ArrayLike,
     baseline_tokens: ArrayLike | None = None,
     *,
-    resamples: int = 10_000,
+    resamples: int = RESAMPLES,
     seed: int = 0,
     confidence: float = 0.95,
 ) -> PairedInterval:
@@ -70,50 +135,31 @@ def paired_perplexity(
         raise ConfigError(f"windows do not pair: {nll.shape} nats, {count.shape} token counts and {base.shape} baseline nats.")
     if baseline_tokens is not None and not np.array_equal(count, np.asarray(baseline_tokens, dtype=np.float64)):
         raise ConfigError("windows do not pair: the two runs scored different numbers of tokens in a window.")
-    if len(nll) < MIN_WINDOWS:
-        raise ConfigError(
-            f"an interval needs at least {MIN_WINDOWS} windows and there are {len(nll)}: raise dataset.windows, or take a "
-            f"longer text."
-        )
-    if not (np.isfinite(nll).all() and np.isfinite(base).all() and (count > 0).all()):
-        raise ConfigError("an interval needs finite nats and at least one scored token in every window.")
-    if resamples < 100 or not 0 < confidence < 1:
-        raise ConfigError(f"resamples={resamples} and confidence={confidence}: at least 100 draws, and a share between 0 and 1.")
-
-    order = np.lexsort((count, base, nll))  # the same windows in another order draw the same resamples
-    nll, base, count = nll[order], base[order], count[order]
-    ppl, baseline_ppl = _ppl(nll.sum(), count.sum()), _ppl(base.sum(), count.sum())
-
-    rng = np.random.default_rng(seed)
-    drawn, drawn_base = np.empty(resamples), np.empty(resamples)
-    step = max(1, _RESAMPLED_AT_A_TIME // len(nll))
-    for start in range(0, resamples, step):
-        stop = min(start + step, resamples)
-        index = rng.integers(0, len(nll), size=(stop - start, len(nll)))
-        n = count[index].sum(1)
-        drawn[start:stop] = _ppl(nll[index].sum(1), n)
-        drawn_base[start:stop] = _ppl(base[index].sum(1), n)
-
-    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
-    low, high = np.percentile(drawn - drawn_base, tails)
-    low_pct, high_pct = np.percentile(100 * (drawn / drawn_base - 1), tails)
+    if not (count > 0).all():
+        raise ConfigError("an interval needs at least one scored token in every window.")
+    found = bootstrap(_perplexities, nll, base, count, resamples=resamples, seed=seed, confidence=confidence)
+    ppl, baseline_ppl, difference, relative = found.value
+    _, _, low, relative_low = found.low
+    _, _, high, relative_high = found.high
     return PairedInterval(
         ppl=float(ppl),
         baseline_ppl=float(baseline_ppl),
-        difference=float(ppl - baseline_ppl),
+        difference=float(difference),
         low=float(low),
         high=float(high),
-        relative_pct=float(100 * (ppl / baseline_ppl - 1)),
-        relative_pct_low=float(low_pct),
-        relative_pct_high=float(high_pct),
+        relative_pct=float(relative),
+        relative_pct_low=float(relative_low),
+        relative_pct_high=float(relative_high),
         windows=len(nll),
         confidence=confidence,
         resamples=resamples,
     )
 
 
-def _ppl(nats: NDArray[np.float64] | np.float64, tokens: NDArray[np.float64] | np.float64) -> NDArray[np.float64] | np.float64:
-    return np.exp(nats / tokens)
+def _perplexities(nll: NDArray[np.float64], base: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(4, …): both, their difference, and the relative one in percent, of sums over the last axis."""
+    ppl, baseline_ppl = (np.exp(nats.sum(-1) / tokens.sum(-1)) for nats in (nll, base))
+    return np.stack([ppl, baseline_ppl, ppl - baseline_ppl, 100 * (ppl / baseline_ppl - 1)])
 
 
 def paired_records(

@@ -5,6 +5,7 @@ Which record answers which claim stands in the files of `experiments/`: `Row.rep
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +14,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from quicksilver.harness.record import Record, load_record
+from quicksilver.harness.stats import bootstrap
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.contradictions import contradictions
 from quicksilver.report.effects import effects, number
@@ -31,8 +32,6 @@ PAPER_MODELS = ("gpt2-large", "gpt2-medium")
 PAPER_GPU = "A100"
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "not comparable", "not measured")
 CONTRADICTIONS = "The paper against itself"
-
-_RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
@@ -164,13 +163,11 @@ def _effects(folder: Path, dense_folder: Path) -> Mapping[str, Any]:
     return effects(load_record(folder), load_record(dense_folder))
 
 
-def saved_pct(record: Record, dense: Record, column: str, *, seed: int = 0) -> Estimate:
+def saved_pct(record: Record, dense: Record, column: str) -> Estimate:
     """What a run spared of a sum over windows (`paper_flops`), in percent of dense, with a paired bootstrap interval."""
     both = record.windows[["window", column]].merge(dense.windows[["window", column]], on="window", suffixes=("", "_dense"))
-    ours, theirs = both[column].to_numpy(float), both[f"{column}_dense"].to_numpy(float)
-    drawn = np.random.default_rng(seed).integers(0, len(both), size=(_RESAMPLES, len(both)))
-    low, high = np.percentile(100 * (1 - ours[drawn].sum(1) / theirs[drawn].sum(1)), (2.5, 97.5))
-    return Estimate(float(100 * (1 - ours.sum() / theirs.sum())), float(low), float(high))
+    found = bootstrap(lambda ours, theirs: 100 * (1 - ours.sum(-1) / theirs.sum(-1)), both[column], both[f"{column}_dense"])
+    return Estimate(*map(float, found))
 
 
 def verdict(entry: Reported, name: str, record: Record, found: Estimate, quality: Verdict | None) -> tuple[Verdict, str]:
@@ -346,7 +343,7 @@ def _reported(entry: Reported, name: str) -> str:
     """`18`, `≤ 0.2`, `0.05 to 0.1`: the number as it is claimed."""
     if name in entry.values:
         value, half = entry.values[name], entry.rounding[name]
-        return f"{value:.{max(0, -round(np.log10(2 * half)))}f}"
+        return f"{value:.{max(0, -round(math.log10(2 * half)))}f}"
     low, high = entry.bounds[name]
     return f"≤ {high:g}" if low is None else f"≥ {low:g}" if high is None else f"{low:g} to {high:g}"
 

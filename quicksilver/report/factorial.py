@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from quicksilver.harness.stats import paired_records
+from quicksilver.harness.stats import bootstrap, paired_records
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.effects import NO_VALUE, number, signed
@@ -40,7 +40,6 @@ SWEEP = sweeps.Sweep("factorial", "All combinations")
 LEDGERS = ("nominal", "executed", "paper")
 QUALITY = "nats"
 EFFECTS, SYNERGY = "effects", "synergy"
-_RESAMPLES = 2_000
 _SIZES = {
     1: "Main effects",
     2: "Two together, beyond each",
@@ -75,15 +74,17 @@ class Responses:
     tokens: NDArray[np.float64]
     flops: Mapping[str, Mapping[str, NDArray[np.float64]]]
 
-    def drawn(self, index: NDArray[np.int64]) -> dict[str, dict[str, NDArray[np.float64]]]:
-        """Responses to every combination over drawn windows, index (R, W): saved percent by ledger, nats per token: each (R,)."""
-        dense = {ledger: self.flops[ledger][""][index].sum(1) for ledger in LEDGERS}
-        saved = {
-            ledger: {name: 100 * (1 - of[index].sum(1) / dense[ledger]) for name, of in self.flops[ledger].items()}
-            for ledger in LEDGERS
-        }
-        tokens = self.tokens[index].sum(1)
-        return saved | {QUALITY: {name: of[index].sum(1) / tokens for name, of in self.nats.items()}}
+    def by_window(self) -> NDArray[np.float64]:
+        """(1 + 4 · 16, W): the tokens; then of all combinations the nats, and the operations ledger by ledger."""
+        of_all = (self.nats, *(self.flops[ledger] for ledger in LEDGERS))
+        return np.stack([self.tokens, *(of[chosen] for of in of_all for chosen in SETS)])
+
+
+def responses_of(sums: NDArray[np.float64]) -> dict[str, dict[str, NDArray[np.float64]]]:
+    """Nats per token, and by ledger what is saved in percent, of every combination; sums (65, …) as `Responses.by_window` has them."""
+    tokens, nats, *flops = sums[0], *np.split(sums[1:], 1 + len(LEDGERS))
+    saved = {ledger: dict(zip(SETS, 100 * (1 - of / of[0]), strict=True)) for ledger, of in zip(LEDGERS, flops, strict=True)}
+    return saved | {QUALITY: dict(zip(SETS, nats / tokens, strict=True))}
 
 
 def responses(outcomes: Sequence[Outcome]) -> Responses | None:
@@ -140,30 +141,36 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def _derived(found: Responses) -> Iterator[dict[str, Any]]:
-    windows = len(found.tokens)
-    # The first row is the windows as they are, all others are drawn with replacement.
-    drawn = np.random.default_rng(0).integers(0, windows, size=(_RESAMPLES, windows))
-    responses = found.drawn(np.vstack([np.arange(windows), drawn]))
+    windows = found.by_window()
+    names = list(_numbers(windows.sum(-1)))
+    intervals = bootstrap(lambda drawn: np.stack([*_numbers(drawn.sum(-1)).values()]), windows)
+    numbers: dict[tuple[str, str], dict[str, float]] = {}
+    for (panel, chosen, name), value, low, high in zip(names, *intervals, strict=True):
+        row = numbers.setdefault((panel, chosen), {})
+        row |= {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
     for chosen in SETS[1:]:
-        effects = {name: contrast(response, chosen) for name, response in responses.items()}
         named = {"key": chosen, "technique": " × ".join(FACTORS[letter][2] for letter in chosen)}
-        yield {"panel": EFFECTS, "section": _SIZES[len(chosen)], **named, **_numbers("effect", effects)}
+        yield {"panel": EFFECTS, "section": _SIZES[len(chosen)], **named, **numbers[EFFECTS, chosen]}
     for chosen in SETS:
         if len(chosen) > 1:
-            saved = {ledger: responses[ledger] for ledger in LEDGERS}
-            delta = {ledger: synergy(of, chosen) for ledger, of in saved.items()}
-            beyond = {ledger: beyond_independence(of, chosen) for ledger, of in saved.items()}
             named = {"key": chosen, "technique": " + ".join(FACTORS[letter][2] for letter in chosen)}
             said = {"reported_synergy": reported_synergy()} if chosen == LETTERS else {}
-            yield {"panel": SYNERGY, "section": "", **named, **_numbers("synergy", delta), **_numbers("beyond", beyond), **said}
+            yield {"panel": SYNERGY, "section": "", **named, **numbers[SYNERGY, chosen], **said}
 
 
-def _numbers(what: str, values: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
-    """`effect_nominal`, `effect_nominal_low`, `effect_nominal_high`, … from the value itself and its redrawn ones."""
-    found: dict[str, float] = {}
-    for name, (value, *redrawn) in values.items():
-        low, high = np.percentile(redrawn, (2.5, 97.5))
-        found |= {f"{what}_{name}": float(value), f"{what}_{name}_low": float(low), f"{what}_{name}_high": float(high)}
+def _numbers(sums: NDArray[np.float64]) -> dict[tuple[str, str, str], NDArray[np.float64]]:
+    """What the panels print, each (…), by panel, combination and column; sums (65, …) as `Responses.by_window` has them."""
+    responses = responses_of(sums)
+    found = {
+        (EFFECTS, chosen, f"effect_{name}"): contrast(response, chosen)
+        for chosen in SETS[1:]
+        for name, response in responses.items()
+    }
+    for chosen in SETS:
+        if len(chosen) > 1:
+            for ledger in LEDGERS:
+                found[SYNERGY, chosen, f"synergy_{ledger}"] = synergy(responses[ledger], chosen)
+                found[SYNERGY, chosen, f"beyond_{ledger}"] = beyond_independence(responses[ledger], chosen)
     return found
 
 

@@ -9,12 +9,12 @@ import pandas as pd
 import torch
 
 from quicksilver.harness.record import Record
+from quicksilver.harness.stats import bootstrap
 from quicksilver.report.verdicts import Estimate
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import PassTrace, Trace
 
 WIDTHS = (2, 4, 8)
-_RESAMPLES = 2_000
 
 
 def by_layer(record: Record) -> pd.DataFrame:
@@ -77,34 +77,28 @@ def _passes(record: Record) -> Iterator[tuple[int, str, PassTrace]]:
         yield first, "all" if whole else "prompt" if begins else "continuation", one
 
 
-def share_pct(counts: pd.Series, of: pd.Series, *, seed: int = 0) -> Estimate:
+def share_pct(counts: pd.Series, of: pd.Series) -> Estimate:
     """100 · Σ counts / Σ of over windows, with a bootstrap interval."""
-    part, whole = counts.to_numpy(float), of.to_numpy(float)
-    drawn = np.random.default_rng(seed).integers(0, len(part), size=(_RESAMPLES, len(part)))
-    low, high = np.percentile(100 * part[drawn].sum(1) / whole[drawn].sum(1), (2.5, 97.5))
-    return Estimate(float(100 * part.sum() / whole.sum()), float(low), float(high))
+    return Estimate(*map(float, bootstrap(lambda part, whole: 100 * part.sum(-1) / whole.sum(-1), counts, of)))
 
 
-def decay_per_layer(layers: pd.DataFrame, until: int, *, seed: int = 0) -> tuple[Estimate, float]:
+def decay_per_layer(layers: pd.DataFrame, until: int) -> tuple[Estimate, float]:
     """α of N_ℓ = N·e^(−α·ℓ) (App. K), fitted by least squares to log shares of active tokens in layers 1 to `until`, and its R².
 
     The line goes through N at layer 0; the interval is bootstrapped over windows.
     """
     kept = layers[layers["layer"] <= until]
-    active = kept.pivot(index="window", columns="layer", values="active").to_numpy(float)
-    tokens = kept.pivot(index="window", columns="layer", values="tokens").to_numpy(float)
+    active = kept.pivot(index="layer", columns="window", values="active").to_numpy(float)
+    tokens = kept.pivot(index="layer", columns="window", values="tokens").to_numpy(float)
     depth = np.arange(1, until + 1)
 
-    def fit(rows: np.ndarray) -> tuple[float, float]:
-        logs = np.log(active[rows].sum(0) / tokens[rows].sum(0))
-        alpha = float(-(depth * logs).sum() / (depth**2).sum())
-        spread = ((logs - logs.mean()) ** 2).sum()
-        return alpha, float(1 - ((logs + alpha * depth) ** 2).sum() / spread) if spread else float("nan")
+    def alpha(active: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return -np.tensordot(depth, np.log(active.sum(-1) / tokens.sum(-1)), axes=1) / (depth**2).sum()
 
-    alpha, quality = fit(np.arange(len(active)))
-    draws = np.random.default_rng(seed).integers(0, len(active), size=(_RESAMPLES // 4, len(active)))
-    low, high = np.percentile([fit(rows)[0] for rows in draws], (2.5, 97.5))
-    return Estimate(alpha, float(low), float(high)), quality
+    fitted = Estimate(*map(float, bootstrap(alpha, active, tokens)))
+    logs = np.log(active.sum(1) / tokens.sum(1))
+    spread = ((logs - logs.mean()) ** 2).sum()
+    return fitted, float(1 - ((logs + fitted.value * depth) ** 2).sum() / spread) if spread else float("nan")
 
 
 def first_resumed_layer(record: Record) -> int:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity
+from quicksilver.harness import stats
+from quicksilver.harness.stats import MIN_WINDOWS, bootstrap, paired_perplexity
 from quicksilver.runtime.errors import ConfigError
 
 RESAMPLES = 400
@@ -101,6 +102,42 @@ def test_what_cannot_have_an_interval_gives_no_number(change, says):
     nll, tokens, base, base_tokens = change(*draw_windows(0, 12))
     with pytest.raises(ConfigError, match=says):
         paired_perplexity(nll, tokens, base, base_tokens, resamples=RESAMPLES)
+
+
+def test_samples_are_drawn_together():
+    """A statistic that no draw can move is certain, and one that only unpaired draws would move too."""
+    x = np.random.default_rng(2).normal(size=30)
+    value, low, high = bootstrap(lambda x, y: (x - y).mean(-1), x, x + 0.5)
+    assert (value, low, high) == pytest.approx((-0.5, -0.5, -0.5))
+    _, low, high = bootstrap(lambda x: x.mean(-1), x)
+    assert high - low == pytest.approx(2 * 1.96 * x.std(ddof=1) / np.sqrt(30), rel=0.15)
+
+
+@given(st.integers(0, 1000), st.randoms(use_true_random=False))
+def test_values_that_are_computed_together_have_the_intervals_that_they_have_alone(seed, random):
+    x = np.random.default_rng(seed).normal(size=(3, 12))
+    together = bootstrap(lambda x: x.mean(-1), x, resamples=RESAMPLES)
+    assert together.value.shape == together.low.shape == together.high.shape == (3,)
+    assert (together.low < together.value).all()
+    assert (together.value < together.high).all()
+    order = list(range(12))
+    random.shuffle(order)
+    for one, shuffled in zip(together, bootstrap(lambda x: x.mean(-1), x[:, order], resamples=RESAMPLES), strict=True):
+        assert (one == shuffled).all()
+    x[:, 1:] = x[:, :1]  # what does not vary has no width
+    assert bootstrap(lambda x: x.mean(-1), x, resamples=RESAMPLES).low == pytest.approx(x[:, 0])
+
+
+def test_few_numbers_at_a_time_draw_what_all_at_once_draw(monkeypatch):
+    x = np.random.default_rng(2).normal(size=30)
+    whole = bootstrap(lambda x: x.mean(-1), x)
+    monkeypatch.setattr(stats, "_RESAMPLED_AT_A_TIME", 30 * 7)
+    assert bootstrap(lambda x: x.mean(-1), x) == whole
+
+
+def test_samples_of_unlike_length_do_not_pair():
+    with pytest.raises(ConfigError, match="do not pair: the samples have 12, 13"):
+        bootstrap(lambda x, y: (x - y).mean(-1), np.ones(12), np.ones(13))
 
 
 def test_seeds_and_draws_are_checked():

@@ -93,10 +93,11 @@ def test_halted_tokens_take_part_again_where_they_were_told_to(records):
 
 
 def test_a_share_is_a_ratio_of_sums_with_its_interval():
-    share = fates.share_pct(pd.Series([1, 3]), pd.Series([10, 10]))
+    share = fates.share_pct(pd.Series([1, 3] * 4), pd.Series([10, 10] * 4))
     assert share.value == pytest.approx(20)
-    assert share.low == pytest.approx(10)
-    assert share.high == pytest.approx(30)
+    assert 10 < share.low < 20 < share.high < 30
+    certain = fates.share_pct(pd.Series(range(1, 9)), pd.Series(range(10, 90, 10)))
+    assert (certain.value, certain.low, certain.high) == pytest.approx((10, 10, 10))
 
 
 @pytest.mark.parametrize("alpha", [0.02, 0.1, 0.5])

@@ -23,22 +23,22 @@ help: ## this list
 	@echo 'Variables: TABLE=11  FIGURE=n  MODEL=gpt2-large  DATASET=wikitext103  ARGS="measure.repeats=9 data.root=/folder"  PYTHON=python3.12'
 
 reproduce: $(STAMP) ## every table and figure: runs what has no record yet, goes on where it was stopped (MODEL, DATASET, ARGS)
-	@$(PY) -m quicksilver.reproduce all $(SELECTED)
+	@$(PY) -m quicksilver reproduce all $(SELECTED)
 
 reproduce-table: $(STAMP) ## run what a table of the paper still needs, print and write it (TABLE, MODEL, DATASET, ARGS)
-	@$(PY) -m quicksilver.reproduce table $(TABLE) $(SELECTED)
+	@$(PY) -m quicksilver reproduce table $(TABLE) $(SELECTED)
 
 reproduce-figure: $(STAMP) ## the same for a figure (FIGURE, MODEL, DATASET, ARGS)
-	@$(PY) -m quicksilver.reproduce figure $(or $(FIGURE),$(error say which figure: make reproduce-figure FIGURE=8)) $(SELECTED)
+	@$(PY) -m quicksilver reproduce figure $(or $(FIGURE),$(error say which figure: make reproduce-figure FIGURE=8)) $(SELECTED)
 
 claims: $(STAMP) ## every number the paper claims beside what the records at hand say; runs nothing (MODEL, DATASET, ARGS)
-	@$(PY) -m quicksilver.reproduce claims $(SELECTED)
+	@$(PY) -m quicksilver claims $(SELECTED)
 
 report: $(STAMP) ## results/report/index.html, a site of all that was made, to be opened in a browser (ARGS)
-	@$(PY) -m quicksilver.reproduce report $(ARGS)
+	@$(PY) -m quicksilver report $(ARGS)
 
 readme: $(STAMP) ## put the written tables and figures into README.md
-	@$(PY) -m quicksilver.reproduce readme
+	@$(PY) -m quicksilver readme
 
 test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)
 	$(PY) -m pytest -n auto $(ARGS)
@@ -62,13 +62,13 @@ train-reference: $(STAMP) ## train the embedded reference model again, hours (MO
 	$(PY) scripts/train_reference.py $(or $(MODEL),reference-gpt2) $(ARGS)
 
 calibrate: $(STAMP) ## thresholds from data, per layer (MODEL, DATASET, ARGS)
-	$(PY) scripts/calibrate.py $(if $(MODEL),--model $(MODEL)) $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
+	@$(PY) -m quicksilver calibrate $(SELECTED)
 
-budget: $(STAMP) ## a dial set so that a budget holds (ARGS="--save 30", or "--cost 1 --dial fusion_attention"; MODEL, DATASET)
-	$(PY) scripts/budget.py $(or $(ARGS),$(error say what: make budget ARGS="--save 30")) $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET))
+budget: $(STAMP) ## a dial set so that a budget holds (ARGS="save=30", or "cost=1 dial=fusion_attention"; MODEL, DATASET); alone: lists the dials
+	@$(PY) -m quicksilver budget $(SELECTED)
 
 benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within a quarter of an hour, into results/benchmarks/ (ARGS)
-	$(PY) scripts/benchmarks.py $(ARGS)
+	@$(PY) -m quicksilver benchmark $(ARGS)
 
 benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py
 	$(PY) scripts/benchmark_gpu.py $(ARGS)

@@ -20,8 +20,8 @@ def rows() -> list[Row]:
     found = []
     for panel in quantization.PANELS:
         found += [row for row in quantization.rows() if row.panel == panel]
-        words = (f"protocol={panel}", "measure=quick", f"modules=[{MODULE}]")
-        found.append(Row(panel, SECTION, "appendix_o", "Entropy-aware 2/4/8", words, (MODULE,)))
+        overrides = (f"protocol={panel}", "measure=quick", f"modules=[{MODULE}]")
+        found.append(Row(panel, SECTION, "appendix_o", "Entropy-aware 2/4/8", overrides, (MODULE,)))
     return found
 
 

@@ -39,12 +39,12 @@ def rows() -> list[Row]:
 def _panel_rows(panel: str) -> Iterator[Row]:
     protocol = f"protocol={panel}"
     yield Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline")
-    for section, key, technique, needs, words in ablation.steps():
-        yield Row(panel, section, key, technique, (protocol, *words), needs, f"table11.{key}")
+    for section, key, technique, needs, overrides in ablation.steps():
+        yield Row(panel, section, key, technique, (protocol, *overrides), needs, f"table11.{key}")
     if panel == "continuation":
         section = "About 40% of the prompt's work, by which tokens leave after a fifth of the depth"
-        for key, (technique, module, words) in BUDGET.items():
-            yield Row(panel, section, f"budget.{key}", technique, (protocol, f"modules=[{module}]", *words), (module,))
+        for key, (technique, module, overrides) in BUDGET.items():
+            yield Row(panel, section, f"budget.{key}", technique, (protocol, f"modules=[{module}]", *overrides), (module,))
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:

@@ -48,10 +48,10 @@ class Answers:
             pass  # a cache: without it everything is composed and planned again
         self._changed = False
 
-    def get(self, words: Sequence[str]) -> Answer | None:
-        """The answer to the words of a command line; None: it has to be found out. A record that is damaged, or whose dense record
+    def get(self, overrides: Sequence[str]) -> Answer | None:
+        """The answer to the overrides of a run; None: it has to be found out. A record that is damaged, or whose dense record
         is gone, is no answer."""
-        kept = self._known.get(_key(words))
+        kept = self._known.get(_key(overrides))
         if kept is None:
             return None
         if "reason" in kept:
@@ -64,7 +64,7 @@ class Answers:
             return None
         return None if record is None else Answer(record)
 
-    def put(self, words: Sequence[str], config: RunConfig, answer: Answer) -> None:
+    def put(self, overrides: Sequence[str], config: RunConfig, answer: Answer) -> None:
         """Remember, where model, text and modules are those of the package."""
         ours = all(
             str(entry.get("_target_", "")).startswith("quicksilver.") and not entry.get("calibration")
@@ -72,8 +72,8 @@ class Answers:
         )
         if config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours:
             kept = {"reason": answer.reason} if answer.record is None else {"fingerprint": answer.record.fingerprint}
-            self._changed |= self._known.get(_key(words)) != kept
-            self._known[_key(words)] = kept
+            self._changed |= self._known.get(_key(overrides)) != kept
+            self._known[_key(overrides)] = kept
 
     def save(self) -> None:
         """Write what is new.
@@ -86,8 +86,8 @@ class Answers:
             self._changed = False
 
 
-def _key(words: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:20]
+def _key(overrides: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(overrides).encode()).hexdigest()[:20]
 
 
 def _stamp() -> str:

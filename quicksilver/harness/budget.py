@@ -22,7 +22,7 @@ from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import ConfigError
 
 LEDGERS = ("executed", "nominal", "paper")
-SEARCH = ("dataset.part=calibration", "measure=sweep")  # below the words of the user and of the dial
+SEARCH = ("dataset.part=calibration", "measure=sweep")  # below the overrides of the user and of the dial
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Dial:
 
     Attributes:
         name: of its file in conf/budget.
-        words: the run, as words of a command line, the dial left out.
+        overrides: the run, the dial left out.
         keys: the options that get its value.
         low, high: its ends.
         percentile: its values are percentiles, p25, which the search and later runs take from one calibration.
     """
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     keys: tuple[str, ...]
     low: float
     high: float
@@ -46,7 +46,7 @@ class Dial:
 
     def at(self, value: float) -> tuple[str, ...]:
         """The run with the dial at `value`."""
-        return (*self.words, *(f"{key}={self.text(value)}" for key in self.keys))
+        return (*self.overrides, *(f"{key}={self.text(value)}" for key in self.keys))
 
     def text(self, value: float) -> str:
         """The value as a configuration has it."""
@@ -57,7 +57,7 @@ class Dial:
 class _DialFile:
     """What a yaml of conf/budget may have."""
 
-    words: list[str] = MISSING
+    overrides: list[str] = MISSING
     keys: list[str] = MISSING
     low: float = MISSING
     high: float = MISSING
@@ -85,7 +85,7 @@ def load_dial(name: str) -> Dial:
     assert isinstance(found, _DialFile)
     if not found.low < found.high:
         raise ConfigError(f"{path}: low={found.low:g} must lie below high={found.high:g}.")
-    return Dial(path.stem, tuple(found.words), tuple(found.keys), found.low, found.high, found.percentile)
+    return Dial(path.stem, tuple(found.overrides), tuple(found.keys), found.low, found.high, found.percentile)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def fit(
     Saving grows with the dial; where cost does not, the position found is within the budget and need not be the last one that is.
 
     Args:
-        overrides: the user's words: model, dataset, windows …
+        overrides: the user's: model, dataset, windows …
         halvings: of the interval between the dial's ends.
 
     Raises:
@@ -225,7 +225,7 @@ def fit(
 def freeze(found: Fit, folder: Path | str, *, workplace: Workplace | None = None) -> Path:
     """Write the modules of a fit as FOLDER/modules/NAME.yaml, and beside it the calibration that its percentiles are of.
 
-    `python -m quicksilver.run --config-dir FOLDER modules=[NAME]` uses them.
+    `quicksilver run --config-dir FOLDER modules=[NAME]` uses them.
 
     Returns:
         The yaml; its stem is the name.
@@ -254,11 +254,11 @@ def freeze(found: Fit, folder: Path | str, *, workplace: Workplace | None = None
     return path
 
 
-def frozen_words(found: Fit, yaml: Path) -> tuple[str, ...]:
-    """The words of a run with what `freeze` wrote, without its folder: the dial's, and the frozen calibration of percentiles."""
-    words = found.dial.at(found.chosen.value)
+def frozen_overrides(found: Fit, yaml: Path) -> tuple[str, ...]:
+    """The overrides of a run with what `freeze` wrote, without its folder: the dial's, and the frozen calibration of percentiles."""
+    overrides = found.dial.at(found.chosen.value)
     if not found.dial.percentile:
-        return words
+        return overrides
     written = OmegaConf.load(yaml)
     kept = [f"modules.{key!s}.calibration={entry.calibration}" for key, entry in written.items() if entry.get("calibration")]
-    return (*words, *kept)
+    return (*overrides, *kept)

@@ -210,7 +210,7 @@ def choices(group: str, extra_dirs: Sequence[Path] = ()) -> list[str]:
 
 
 def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
-    """The jobs of `quicksilver.run -m experiment=NAME`, each as words of a command line, in Hydra's order.
+    """The jobs of `quicksilver run -m experiment=NAME`, each as overrides, in Hydra's order.
 
     Raises:
         ConfigError: there is no such experiment, or it sweeps nothing.
@@ -236,7 +236,7 @@ def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """Compose one run from the words of a command line, `["model=gpt2", "modules=[halting]", "modules.halting.resume_layers=4"]`.
+    """Compose one run from overrides, `["model=gpt2", "modules=[halting]", "modules.halting.resume_layers=4"]`.
 
     Raises:
         ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.

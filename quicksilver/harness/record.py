@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # a second to import, which no refusal should wait for
+    import pandas as pd
 
 SCHEMA_VERSION = 1
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
@@ -77,6 +79,8 @@ class Record:
         Raises:
             ConfigError: the file is damaged.
         """
+        import pandas as pd
+
         path = self.path / WINDOWS
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != self.data["files"][WINDOWS]["sha256"]:
@@ -93,6 +97,7 @@ class Record:
         Raises:
             ConfigError: the run looked into no text, not into that many, or the file is damaged.
         """
+        import pandas as pd
         from safetensors.numpy import load_file
 
         texts = self.get("texts") or []
@@ -173,6 +178,8 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
     Raises:
         ConfigError: a directory there is not a whole record.
     """
+    import pandas as pd
+
     runs = Path(results_dir) / "runs"
     folders = sorted(p for p in runs.iterdir() if p.is_dir() and not p.name.startswith(".")) if runs.is_dir() else []
     rows = [dict(_flatten(load_record(folder).data)) for folder in folders]

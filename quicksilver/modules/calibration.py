@@ -1,6 +1,6 @@
 """Measure a model's signals on text, for thresholds that are percentiles (paper B.2, C.3).
 
-Made once per model and data by `calibrated` (scripts/calibrate.py is its command line), kept as JSON, and found again by digest.
+Made once per model and data by `calibrated` (`quicksilver calibrate` is its command line), kept as JSON, and found again by digest.
 """
 
 from __future__ import annotations

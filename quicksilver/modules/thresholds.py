@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 SCHEMA = "quicksilver-calibration-1"
-REMEDY = "run `python scripts/calibrate.py --model MODEL --text FILE` and give its file as calibration=FILE, or give a number"
+REMEDY = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 
 Thresholds = float | Sequence[float] | str  # one for all layers, one per layer, or a calibrated percentile such as "p25"
 _PERCENTILE = re.compile(r"p(\d+(?:\.\d+)?)")

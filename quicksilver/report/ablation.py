@@ -57,10 +57,10 @@ LOOKAHEAD = "† looks ahead: its perplexity knows tokens that it is asked to pr
 
 
 def steps() -> Iterator[tuple[str, str, str, tuple[str, ...], tuple[str, ...]]]:
-    """Every mechanism alone, then one after another: section, key, technique, modules it needs, words of the command line."""
+    """Every mechanism alone, then one after another: section, key, technique, modules it needs, overrides."""
     for claim, (module, technique) in TECHNIQUES.items():
-        words = (f"modules=[{module}]", *ALWAYS.get(claim, ()), *ALONE.get(claim, ()))
-        yield "Isolated", f"isolated.{claim}", technique, (module,), words
+        overrides = (f"modules=[{module}]", *ALWAYS.get(claim, ()), *ALONE.get(claim, ()))
+        yield "Isolated", f"isolated.{claim}", technique, (module,), overrides
     for count, (claim, (_, technique)) in enumerate(TECHNIQUES.items(), start=1):
         claims = tuple(TECHNIQUES)[:count]
         together = tuple(TECHNIQUES[one][0] for one in claims)

@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from quicksilver.harness.record import Record
-from quicksilver.report.tables import Table
 from quicksilver.runtime.errors import ConfigError
 
-if TYPE_CHECKING:  # matplotlib is for who draws
+if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither
+    from quicksilver.harness.record import Record
     from quicksilver.report.figures import Figure
+    from quicksilver.report.tables import Table
 
 _FILE_NAME = re.compile(r"(table|figure)(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*\.py")
 _NAMED_FILE = re.compile(r"(table|figure)_([a-z]\w*)\.py")  # what has no number in the paper: asked for by its name
@@ -33,7 +33,7 @@ class Row:
         section: heading above it inside the panel; rows of one section follow each other.
         key: name of the row in the written frame, unique in its panel.
         technique: what is printed.
-        overrides: the run, as words of the command line of `quicksilver.run`; model and dataset are the user's.
+        overrides: the run, as `quicksilver run` takes it; model and dataset are the user's.
         needs: modules (names in conf/modules) without which this version cannot make the row.
         reported: id in reported.yaml of what the paper says; None where it says nothing.
     """

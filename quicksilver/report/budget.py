@@ -44,8 +44,7 @@ def outcomes(reports: Sequence[Report]) -> list[Outcome]:
         there = {"calibrating": (fit.chosen.record, fit.chosen.dense), **one.later}
         for key, (record, dense) in there.items():
             panel = f"{fit.dial.name} {fit.budget.slug}"
-            words = fit.dial.at(fit.chosen.value)
-            rows.append(Outcome(Row(panel, "", key, key, words), record, dense))
+            rows.append(Outcome(Row(panel, "", key, key, fit.dial.at(fit.chosen.value)), record, dense))
     return rows
 
 

@@ -18,7 +18,7 @@ from quicksilver.report.tables import Lines
 
 PANEL = "continuation"
 # Eight windows: quality stands in Table 11, over all of them.
-WORDS = (f"protocol={PANEL}", "measure=cost", "dataset.windows=8")
+OVERRIDES = (f"protocol={PANEL}", "measure=cost", "dataset.windows=8")
 DENSE, JOINT, BUDGET = "baseline", "cumulative.quantization", "budget"
 KERNELS = ("embedding", "attention", "mlp", "norms", "output_head")
 COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
@@ -40,10 +40,10 @@ BELOW = "below resolution"
 
 def rows(keys: Sequence[str] | None = None) -> list[Row]:
     """Dense inference, every mechanism alone, one after another, and the attention budget; or those of them in `keys`."""
-    found = [Row(PANEL, "", DENSE, "Dense baseline", (*WORDS, "modules=[]"))]
-    for section, key, technique, needs, words in ablation.steps():
-        found.append(Row(PANEL, section, key, technique, (*WORDS, *words), needs))
-    attention = (*WORDS, "modules=[halting_attention]")
+    found = [Row(PANEL, "", DENSE, "Dense baseline", (*OVERRIDES, "modules=[]"))]
+    for section, key, technique, needs, overrides in ablation.steps():
+        found.append(Row(PANEL, section, key, technique, (*OVERRIDES, *overrides), needs))
+    attention = (*OVERRIDES, "modules=[halting_attention]")
     found.append(Row(PANEL, "By attention", BUDGET, "Halting, least attention", attention, ("halting_attention",)))
     return found if keys is None else [row for row in found if row.key in keys]
 

@@ -27,17 +27,17 @@ class Technique:
 
     Attributes:
         name: what is printed.
-        words: a value of the dial to the words of the command line.
+        overrides: of a value of the dial.
         dial: its values.
     """
 
     name: str
-    words: Callable[[float], tuple[str, ...]]
+    overrides: Callable[[float], tuple[str, ...]]
     dial: tuple[float, ...] = SHARES
 
 
-def _halting(*words: str) -> Callable[[float], tuple[str, ...]]:
-    return lambda share: ("modules=[halting_attention]", *words, f"modules.halting.halted_share={share}")
+def _halting(*more: str) -> Callable[[float], tuple[str, ...]]:
+    return lambda share: ("modules=[halting_attention]", *more, f"modules.halting.halted_share={share}")
 
 
 def _static(depth: float) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def rows() -> list[Row]:
     """A row a technique and value of its dial."""
     always = ("protocol=continuation", "measure=sweep", "dataset.windows=64")
     return [
-        Row(PANEL, technique.name, f"{key}.{value:g}", f"{value:g}", (*always, *technique.words(value)))
+        Row(PANEL, technique.name, f"{key}.{value:g}", f"{value:g}", (*always, *technique.overrides(value)))
         for key, technique in TECHNIQUES.items()
         for value in technique.dial
     ]

@@ -39,9 +39,9 @@ def halting() -> Row:
 
 def overridden() -> Row:
     """The same with words that must halt and words that must not."""
-    words = (f"modules.halting.forced_ids=[{','.join(FORCED)}]", f"modules.halting.full_ids=[{','.join(FULL)}]")
+    overrides = (f"modules.halting.forced_ids=[{','.join(FORCED)}]", f"modules.halting.full_ids=[{','.join(FULL)}]")
     row = halting()
-    return Row("", "", "overridden", "Token halting, some words told", (*row.overrides, *words))
+    return Row("", "", "overridden", "Token halting, some words told", (*row.overrides, *overrides))
 
 
 def quantization() -> Row:

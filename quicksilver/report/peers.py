@@ -45,7 +45,7 @@ PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_lookup": (FORMAT, "Prompt lookup (speculative)", ()),
 }
 _PEER = ("measure.null_control=none",)
-# Ours: modules joined by `+` -> what is printed, further words. The first two are rows of Table 11, and the same records. A number format
+# Ours: modules joined by `+` -> what is printed, further overrides. The first two are rows of Table 11, and the same records. A number format
 # goes with any of them. Yamls called `*best*` are rows as well.
 BEST: dict[str, tuple[str, tuple[str, ...]]] = {
     "halting_attention": ("Halting, least attended", ()),
@@ -64,15 +64,15 @@ def rows() -> list[Row]:
     found = [Row(PANEL, DENSE, "dense", "Dense float32", (*_ALWAYS, "modules=[]"))]
     for key, (section, technique, dial) in PEERS.items():
         module = key.partition(".")[0]
-        words = (*_ALWAYS, *_PEER, *(() if section == WORK else _DECODING), f"modules=[{module}]", *dial)
-        found.append(Row(PANEL, section, key, technique, words, (module,)))
+        overrides = (*_ALWAYS, *_PEER, *(() if section == WORK else _DECODING), f"modules=[{module}]", *dial)
+        found.append(Row(PANEL, section, key, technique, overrides, (module,)))
     best: dict[str, tuple[str, tuple[str, ...]]] = {
         name: (name.replace("_", " ").capitalize(), ()) for name in choices("modules") if "best" in name
     }
-    for joined, (technique, words) in (BEST | best).items():
+    for joined, (technique, overrides) in (BEST | best).items():
         modules = tuple(joined.split("+"))
         chosen = f"modules=[{','.join(modules)}]"
-        found.append(Row(PANEL, OURS, f"ours.{joined}", technique, (*_ALWAYS, chosen, *words), modules))
+        found.append(Row(PANEL, OURS, f"ours.{joined}", technique, (*_ALWAYS, chosen, *overrides), modules))
     return found
 
 

@@ -43,15 +43,19 @@ def rows() -> list[Row]:
 
 
 def _panel_rows(panel: str) -> list[Row]:
-    words = (f"protocol={panel}", _MEASURE)
-    found = [Row(panel, "", "baseline", "Full precision", (*words, "modules=[]"), reported="table3.baseline")]
+    overrides = (f"protocol={panel}", _MEASURE)
+    found = [Row(panel, "", "baseline", "Full precision", (*overrides, "modules=[]"), reported="table3.baseline")]
     for claim, (technique, module) in STRATEGIES.items():
         null = (_NO_NULL,) if claim == "uniform8" else ()
-        found.append(Row(panel, PRINTED, claim, technique, (*words, f"modules=[{module}]", *null), (module,), f"table3.{claim}"))
+        found.append(
+            Row(panel, PRINTED, claim, technique, (*overrides, f"modules=[{module}]", *null), (module,), f"table3.{claim}")
+        )
     for claim, thresholds in paper_percentiles().items():
         technique, module = STRATEGIES[claim]
         given = tuple(f"modules.{MODULE}.{name}=p{value:.4g}" for name, value in thresholds.items())
-        found.append(Row(panel, CALIBRATED, f"{claim}.calibrated", technique, (*words, f"modules=[{module}]", *given), (module,)))
+        found.append(
+            Row(panel, CALIBRATED, f"{claim}.calibrated", technique, (*overrides, f"modules=[{module}]", *given), (module,))
+        )
     return found
 
 

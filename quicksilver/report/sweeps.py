@@ -1,6 +1,6 @@
 """Sweeps: a Hydra multirun of conf/experiment as a panel of a table and as a picture of what is saved against what it costs.
 
-The axes stand in the experiment's yaml alone: `python -m quicksilver.run -m experiment=NAME` makes the same records.
+The axes stand in the experiment's yaml alone: `quicksilver run -m experiment=NAME` makes the same records.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sweep:
         experiment: its name in conf/experiment; also the panel's key.
         title: what it asks.
         shown: the columns of what is saved, keys of `SAVED`; the first one spans the front and the picture.
-        beside: rows outside of the sweep, printed name to further words of the command line.
+        beside: rows outside of the sweep, printed name to further overrides.
         base: the one of them that all others are compared with as well; None: dense inference alone.
     """
 
@@ -75,9 +75,11 @@ class Sweep:
         from quicksilver.harness.config import sweep_jobs
 
         rows = []
-        for experiment, *words in sweep_jobs(self.experiment):
-            technique = " ".join(f"{_short(key)}={value}" for key, _, value in (word.partition("=") for word in words))
-            rows.append(Row(self.experiment, "", technique, technique, (experiment, *words)))
+        for experiment, *overrides in sweep_jobs(self.experiment):
+            technique = " ".join(
+                f"{_short(key)}={value}" for key, _, value in (override.partition("=") for override in overrides)
+            )
+            rows.append(Row(self.experiment, "", technique, technique, (experiment, *overrides)))
         for technique, more in self.beside.items():
             rows.append(Row(self.experiment, "Beside the sweep", technique, technique, (f"experiment={self.experiment}", *more)))
         return rows
@@ -89,9 +91,9 @@ class Sweep:
 
 
 def _settings(row: Row) -> dict[str, str]:
-    """Key to value of a job's own words; `[halting]` as `halting`."""
-    words = (word.partition("=") for word in row.overrides[1:])
-    return {key: value.strip("[]") if key == "modules" else value for key, _, value in words}
+    """Key to value of a job's own overrides; `[halting]` as `halting`."""
+    overrides = (override.partition("=") for override in row.overrides[1:])
+    return {key: value.strip("[]") if key == "modules" else value for key, _, value in overrides}
 
 
 def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
@@ -167,7 +169,7 @@ def table(
 def panel(sweep: Sweep, outcomes: Sequence[Outcome], columns: Sequence[Column], title: str | None = None) -> Panel:
     """A sweep with these columns; below it the command that makes its records, and how they were made."""
     notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == sweep.experiment])
-    command = f"Made by: python -m quicksilver.run -m experiment={sweep.experiment}"
+    command = f"Made by: quicksilver run -m experiment={sweep.experiment}"
     return Panel(sweep.experiment, title or sweep.title, tuple(columns), (command, *notes))
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import budget as command
 import pytest
 from harness_world import make_text, make_world
 
-from quicksilver.harness import budget as budgets
-from quicksilver.harness.budget import Budget, Dial, dials, fit, freeze, frozen_words, load_dial
+from quicksilver.harness.budget import Budget, Dial, dials, fit, freeze, frozen_overrides, load_dial
 from quicksilver.harness.config import build_modules, compose
 from quicksilver.harness.run import Workplace, ensure, is_done
 from quicksilver.modules.thresholds import Calibration
@@ -110,7 +108,7 @@ def test_a_prompts_flops_are_refused_where_there_is_no_prompt(words):
 
 def frozen(found, folder: Path, words: list[str]):
     path = freeze(found, folder)
-    return path, compose([f"hydra.searchpath=[file://{folder}]", *words, f"modules=[{path.stem}]", *found.dial.words[-1:]])
+    return path, compose([f"hydra.searchpath=[file://{folder}]", *words, f"modules=[{path.stem}]", *found.dial.overrides[-1:]])
 
 
 def test_what_is_written_is_the_module_that_was_found(saving, words, tmp_path):
@@ -126,7 +124,7 @@ def test_percentiles_keep_the_numbers_they_were_found_with(percentile, words, tm
     kept = Calibration.load(config.modules["halting"]["calibration"])
     # On a text of its own, whose percentiles would be others.
     elsewhere = [f"dataset.files.calibration={make_text(tmp_path / 'elsewhere.txt', seed=9, words=300)}"]
-    (frozen_there,) = ensure([compose([*words, *elsewhere, *frozen_words(percentile, path)])])
+    (frozen_there,) = ensure([compose([*words, *elsewhere, *frozen_overrides(percentile, path)])])
     (anew,) = ensure([compose([*words, *elsewhere, *DRIFT.at(percentile.chosen.value)])])
     assert frozen_there["calibration"] is None
     assert anew["calibration"] is not None
@@ -138,7 +136,7 @@ def test_percentiles_keep_the_numbers_they_were_found_with(percentile, words, tm
 
 def test_a_calibration_of_ones_own_is_used_and_stays_in_the_config(percentile, words, tmp_path):
     path = freeze(percentile, tmp_path)
-    config = compose([*words, *frozen_words(percentile, path)])
+    config = compose([*words, *frozen_overrides(percentile, path)])
     given = config.modules["halting"]["calibration"]
     (record,) = ensure([config], workplace=Workplace())
     assert config.modules["halting"]["calibration"] == given == str(tmp_path / "drift_save10_nominal.calibration.json")
@@ -164,10 +162,10 @@ def test_every_dial_turns_from_end_to_end(name):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("words: [a]\nkeys: [b]\nlow: 1\nhigh: 2\nlower: 3\n", "lower"),
-        ("words: [a]\nkeys: [b]\nlow: 2\nhigh: 1\n", "low=2 must lie below high=1"),
-        ("words: [a]\nkeys: [b]\nlow: much\nhigh: 1\n", "is no dial"),
-        ("words: [a]\n", "is no dial"),
+        ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\nlower: 3\n", "lower"),
+        ("overrides: [a]\nkeys: [b]\nlow: 2\nhigh: 1\n", "low=2 must lie below high=1"),
+        ("overrides: [a]\nkeys: [b]\nlow: much\nhigh: 1\n", "is no dial"),
+        ("overrides: [a]\n", "is no dial"),
     ],
 )
 def test_a_yaml_that_is_no_dial_is_refused(tmp_path, content, said):
@@ -180,30 +178,3 @@ def test_a_yaml_that_is_no_dial_is_refused(tmp_path, content, said):
 def test_a_dial_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="There is no dial haltin. There are: .*halting_attention"):
         load_dial("haltin")
-
-
-# --- the command ----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_sets_freezes_and_reports(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(budgets, "load_dial", lambda name: SHARE)
-    monkeypatch.setattr(command, "load_dial", lambda name: SHARE)
-    asked = ["--save", "20", "--save", "94", "--of", "prompt_nominal", "--halvings", "2", "--transfer", "file", *words]
-    assert command.main(asked) == 1  # the second budget cannot be met; the first is reported all the same
-    out, err = capsys.readouterr()
-    assert "cannot save 94% of prompt nominal FLOPs" in err
-    assert "--config-dir" in out
-    assert max(map(len, out[out.index("Budgets:") :].partition("Written:")[0].splitlines())) <= 150
-    lines = [line.split() for line in out.splitlines() if line.startswith(("calibrating ", "test ", "file "))]
-    assert [line[0] for line in lines] == ["calibrating", "test", "file"]
-    assert {line[1] for line in lines} == {lines[0][1]}  # one position of the dial for all
-    assert lines[0][4] == "yes"
-    results = Path(next(word for word in words if word.startswith("results_dir=")).removeprefix("results_dir="))
-    assert (results / "tables" / "budget-share-tiny-file.csv").is_file()
-    assert (results / "budget" / "modules" / "share_save20_prompt_nominal.yaml").is_file()
-
-
-def test_a_command_that_asks_for_nothing_says_what_to_ask(capsys):
-    with pytest.raises(SystemExit):
-        command.main([])
-    assert "--save 30" in capsys.readouterr().err

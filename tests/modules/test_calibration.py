@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import calibrate as script
 import numpy as np
 import pytest
 import tiny
@@ -196,7 +195,7 @@ def test_what_does_not_belong_is_refused_with_the_remedy(tmp_path: Path, of_llam
     said = refusal(of_llama, "gpt2")
     assert "tau_drift='p25'" in said
     assert "other weights" in said
-    assert "scripts/calibrate.py" in said
+    assert "quicksilver calibrate" in said
     shallow = Calibration(3, of_llama.grid, of_llama.percentiles, {})
     assert "3 layers and this one has 5" in refusal(shallow)
     assert "Percentile p99.5 is outside the calibrated p1 to p99" in refusal(of_llama, tau="p99.5")
@@ -204,7 +203,7 @@ def test_what_does_not_belong_is_refused_with_the_remedy(tmp_path: Path, of_llam
     assert "has drift-l2, not 'drift-relative': calibrate again" in refusal(only_l2)
     missing = refusal(tmp_path / "none.json")
     assert "none.json" in missing
-    assert "scripts/calibrate.py" in missing
+    assert "quicksilver calibrate" in missing
     for content, why in (("{", "not a readable calibration"), ('{"schema": "other"}', "'other'"), ("[]", "list"), ("{}", "None")):
         (tmp_path / "bad.json").write_text(content)
         said = refusal(tmp_path / "bad.json")
@@ -215,49 +214,3 @@ def test_what_does_not_belong_is_refused_with_the_remedy(tmp_path: Path, of_llam
     assert "'grid'" in refusal(tmp_path / "bad.json")
     with pytest.raises(ConfigError, match=r"shape \(W, N\).*\(0, 8\).*more text"):
         calibrate(tiny.load("gpt2"), WINDOWS[:0, :8])
-
-
-def test_the_command_line_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("Once upon a time there was a small dog. It had a red ball and it liked to play all day. " * 20)
-    words = [
-        "--model",
-        "stories260k",
-        "--data-root",
-        str(data_root),
-        "--text",
-        str(text),
-        "--windows",
-        "3",
-        "--window-tokens",
-        "64",
-    ]
-    words += ["--output", str(tmp_path / "out"), "--kv"]
-    path = script.main(words)
-    printed = capsys.readouterr().out
-    assert "measured: 3 windows of 64 tokens" in printed
-    assert f"calibration={path}" in printed
-    calibration = Calibration.load(path)
-    assert set(calibration.percentiles) == {s.key for s in SIGNALS} | {"attention-max-16-halted"}
-    assert calibration.provenance["source"]["text"] == str(text)
-    model = tiny.load(tiny.STORIES)
-    Halting(tau_drift="p25", tau_entropy="p25", calibration=path).bind(architecture_of(model))
-    row = next(line for line in printed.splitlines() if line.split()[0] == "1")
-    assert float(row.split()[1]) == pytest.approx(calibration.thresholds("drift-relative", 25)[1], abs=1e-4)
-    assert script.main(words) == path
-    assert "found: 3 windows" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--dataset", "wikitext"], ["--dataset wikitext", "wikitext103", "--text FILE"]),
-        (["--text", "/no/such.txt"], ["/no/such.txt"]),
-        (["--model", "/no/such/model"], ["/no/such/model"]),
-    ],
-)
-def test_the_command_line_refuses_with_the_choices(words: list[str], said: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        script.main(words)
-    for part in said:
-        assert part in str(error.value)

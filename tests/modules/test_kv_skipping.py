@@ -139,7 +139,7 @@ def test_attention_criteria_leave_decoding_alone() -> None:
         ({"criterion": "attention", "tau_kv": 1.5}, ["tau_kv=1.5", "from 0 to 1"]),
         ({"criterion": "attention", "tau_kv": "low"}, ["tau_kv='low'", "not a number"]),
         ({"criterion": "attention", "tau_kv": [0.1] * 3}, ["tau_kv has 3 values", "10 layers"]),
-        ({"criterion": "attention", "tau_kv": "p95"}, ["tau_kv='p95'", "no calibration", "scripts/calibrate.py"]),
+        ({"criterion": "attention", "tau_kv": "p95"}, ["tau_kv='p95'", "no calibration", "quicksilver calibrate"]),
         ({"criterion": "attention", "skipped_share": -0.1}, ["skipped_share=-0.1", "from 0 to 1"]),
         ({"min_depth": 12}, ["min_depth=12", "from 0 to 1"]),
         ({"min_depth": 1.0}, ["min_depth=1.0", "10 layers", "smaller fraction"]),

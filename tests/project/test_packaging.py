@@ -48,9 +48,9 @@ def test_make_hands_the_choices_on():
     command = make(
         "--dry-run", "-o", ".venv/.locked", "reproduce-table", "TABLE=3", "MODEL=gpt2", "DATASET=c4", "ARGS=seed=1"
     ).stdout
-    assert "quicksilver.reproduce table 3 model=gpt2 dataset=c4 seed=1" in command
+    assert "quicksilver reproduce table 3 model=gpt2 dataset=c4 seed=1" in command
     plain = make("--dry-run", "-o", ".venv/.locked", "reproduce-table").stdout
-    assert re.search(r"quicksilver\.reproduce table 11\s*$", plain)
+    assert re.search(r"quicksilver reproduce table 11\s*$", plain)
 
 
 def test_a_missing_python_is_one_clear_line(tmp_path):
@@ -176,7 +176,7 @@ def test_choices_that_a_page_names_are_there(page):
     assert set(GROUPS) >= {"model", "dataset", "modules", "protocol", "measure"}
 
 
-README_RUNS = re.findall(r"^python -m quicksilver\.run (.*)$", PAGES[0].read_text(encoding="utf-8"), re.MULTILINE)
+README_RUNS = re.findall(r"^quicksilver run (.*)$", PAGES[0].read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", README_RUNS)

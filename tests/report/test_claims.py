@@ -9,13 +9,15 @@ import fakes
 import pandas as pd
 import pytest
 
-from quicksilver import reproduce
+from quicksilver.cli import door
+from quicksilver.cli.commands import reproduce
 from quicksilver.harness.store import Store
 from quicksilver.report import claims
 from quicksilver.report.artefacts import Artefact, Outcome, Row, find
 from quicksilver.report.claims import Answer, Source, frame, ledger
 from quicksilver.report.contradictions import contradictions
 from quicksilver.report.reported import reported
+from quicksilver.report.reproduction import make_command
 from quicksilver.report.verdicts import Estimate
 from quicksilver.runtime.errors import ConfigError
 
@@ -237,7 +239,7 @@ def table11(harness, monkeypatch):
 
 
 def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
-    assert reproduce.main(["claims", f"results_dir={table11.results}"]) == 0
+    assert door.main(["claims", f"results_dir={table11.results}"]) == 0
     assert table11.made == []
     shown = capsys.readouterr().out
     assert f"make reproduce-table TABLE=11 ARGS=results_dir={table11.results}" in " ".join(shown.split())
@@ -245,8 +247,8 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
 
 
 def test_after_the_table_its_claims_are_judged(table11, capsys):
-    assert reproduce.main(["table", "11", f"results_dir={table11.results}"]) == 0
-    assert reproduce.main(["claims", f"results_dir={table11.results}"]) == 0
+    assert door.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
+    assert door.main(["claims", f"results_dir={table11.results}"]) == 0
     found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
     judged = found[found["claim"] == "table11.isolated.halting.delta_ppl"]
     assert sorted(judged["protocol"]) == ["all", "continuation"]
@@ -254,9 +256,9 @@ def test_after_the_table_its_claims_are_judged(table11, capsys):
 
 
 def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
-    assert reproduce.main(["table", "11", f"results_dir={table11.results}"]) == 0
+    assert door.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
     (table11.results / "runs" / fakes.fingerprint("halting all") / "record.json").write_text("{")
-    assert reproduce.main(["claims", f"results_dir={table11.results}"]) == 1
+    assert door.main(["claims", f"results_dir={table11.results}"]) == 1
     assert fakes.fingerprint("halting all") in capsys.readouterr().err
     found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
     assert set(found[found["claim"] == "table11.isolated.quantization.delta_ppl"]["verdict"]) == {"not reproduced"}
@@ -264,6 +266,6 @@ def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
 
 def test_another_model_has_a_ledger_of_its_own():
     assert dataclasses.is_dataclass(find("table", "11"))
-    assert reproduce._make(find("table", "11"), ["model=gpt2-large", "dataset=c4", "measure.repeats=9"]) == (
+    assert make_command(find("table", "11"), ["model=gpt2-large", "dataset=c4", "measure.repeats=9"]) == (
         "make reproduce-table TABLE=11 MODEL=gpt2-large DATASET=c4 ARGS=measure.repeats=9"
     )

@@ -192,5 +192,5 @@ def test_drawing_needs_no_torch(tmp_path):
     import subprocess
     import sys
 
-    code = "import sys, quicksilver.report.inside, quicksilver.harness.record, quicksilver.reproduce; sys.exit('torch' in sys.modules)"
+    code = "import sys, quicksilver.report.inside, quicksilver.harness.record, quicksilver.cli.commands.reproduce; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

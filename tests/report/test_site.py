@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from harness_world import make_world
 
-from quicksilver import reproduce
+from quicksilver.cli import door
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import RECORD, Record
 from quicksilver.harness.run import ensure
@@ -217,7 +217,7 @@ def test_what_a_page_shows_cannot_end_its_script(made, site, records):
 
 
 def report(results: Path) -> int:
-    return reproduce.main(["report", f"results_dir={results}"])
+    return door.main(["report", f"results_dir={results}"])
 
 
 def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, capsys):

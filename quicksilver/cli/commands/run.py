@@ -1,15 +1,18 @@
-"""One run, or a sweep, from the command line.
+"""Make one record, or those of a sweep: model × dataset × modules × protocol × measure.
 
-    python -m quicksilver.run model=reference-gpt2 dataset=python-docs modules=[halting,kv_skipping] protocol=continuation
-    python -m quicksilver.run -m modules=[halting] modules.halting.tau_drift=p10,p25,p40
+quicksilver run model=reference-gpt2 dataset=python-docs modules=[halting,kv_skipping] protocol=continuation
+quicksilver run -m modules=[halting] modules.halting.tau_drift=p10,p25,p40
+quicksilver run --cfg job modules=[halting]     prints the composed config
+quicksilver run --help                          prints the groups and their choices
 
-A run that has its record is not repeated. `--cfg job` prints the composed config, `--help` the groups and their choices.
+A run that has its record is not repeated.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -19,8 +22,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from quicksilver.cli.door import say
 from quicksilver.harness.config import config_dir, explain, run_config
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+OWN_HELP = True  # Hydra's: it lists the choices
 
 
 class JobFailed(Exception):
@@ -29,53 +35,69 @@ class JobFailed(Exception):
 
 def job(cfg: DictConfig) -> None:
     """Make or find the record of one composed config and print what it says."""
-    from quicksilver.harness.terminal import progress_bar, summary
+    from quicksilver.cli.talk import watched
+    from quicksilver.harness.terminal import summary
 
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     overrides = list(HydraConfig.get().overrides.task)
     try:
-        from quicksilver.harness.run import ensure
+        from quicksilver.harness.run import Workplace, ensure, plan
 
         config = run_config(cfg, overrides)
-        with progress_bar() as progress:
-            (record,) = ensure([config], progress=progress)
+        workplace = Workplace()
+        steps = plan([config], workplace)
+        if steps[-1].done:
+            say(
+                f"This run has its record already, of {_made(config.results_dir, steps[-1].fingerprint)}: it is shown, nothing was run."
+            )
+        with watched(steps) as progress:
+            (record,) = ensure([config], progress=progress, workplace=workplace)
         print(summary(record), flush=True)
     except QuickSilverError as error:
-        _say(f"{' '.join(overrides)}: {error}" if sweep else str(error))
-        if sweep:
-            raise JobFailed from error
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        if not sweep:
+            raise
+        say(f"{' '.join(overrides)}: {error}")
+        raise JobFailed from error
 
 
-def main() -> None:
-    """Parse the command line; exit 0 when every record is there, 2 for a config that cannot be run, 1 for a run that failed."""
+def _made(results_dir: str, fingerprint: str) -> str:
+    from quicksilver.harness.store import Store
+
+    record = Store(results_dir).get(fingerprint)
+    return str(record["finished"])[:16].replace("T", " ") if record is not None else "a moment ago"
+
+
+def main(words: Sequence[str]) -> int:
+    """Hand the words to Hydra; returns the exit code.
+
+    Raises:
+        ConfigError: a config that cannot be run.
+        QuickSilverError: a run that failed.
+    """
     # Hydra prints what it catches and exits by itself; with this it raises, and one readable message can be made of it.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    options, overrides = _split(sys.argv[1:])
-    sys.argv[1:] = [*options, *overrides]  # argparse takes overrides on one side of the options only
+    options, overrides = _split(words)
+    before = sys.argv
+    sys.argv = ["quicksilver run", *options, *overrides]  # argparse takes overrides on one side of the options only
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(job)()
     except JobFailed:
-        _say(
+        say(
             "At least one job of this sweep failed (above). The others have their records; the same command repeats only "
             "what failed."
         )
-        sys.exit(1)
+        return 1
     except (HydraException, OmegaConfBaseException) as error:
-        _say(explain(error, overrides, _extra_dirs(options)))
-        sys.exit(2)
-    except QuickSilverError as error:
-        _say(str(error))
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except KeyboardInterrupt:
-        _say("Interrupted. Finished records stay; the same command goes on from there.")
-        sys.exit(130)
+        raise ConfigError(explain(error, overrides, _extra_dirs(options))) from error
+    finally:
+        sys.argv = before
+    return 0
 
 
 _TAKE_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c")
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Hydra's options with their values, and the overrides."""
     options, overrides = [], []
     waiting = iter(words)
@@ -91,11 +113,3 @@ def _extra_dirs(options: list[str]) -> list[Path]:
     """Folders with yaml files of the user's own."""
     given = [Path(options[i + 1]).absolute() for i, word in enumerate(options) if word in ("--config-dir", "-cd")]
     return [folder for folder in given if folder.is_dir()]
-
-
-def _say(message: str) -> None:
-    print(f"quicksilver: {message}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()

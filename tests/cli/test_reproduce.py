@@ -1,4 +1,4 @@
-"""The command behind `make reproduce-table`: what a person asks for, what goes wrong, what is said. No model is run here."""
+"""`quicksilver reproduce`, the command behind `make reproduce-table`: what a person asks for, what goes wrong, what is said. No model is run here."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from fake_harness import Harness
 import quicksilver.harness.config as harness_config
 import quicksilver.harness.run as harness_run
 import quicksilver.report.artefacts as report_artefacts
-from quicksilver import reproduce
+from quicksilver.cli import door
 from quicksilver.harness import answers
+from quicksilver.harness.jobs import REFUSED
 from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.compare import Committed, committed, distance
+from quicksilver.report.readme import fill_readme
 from quicksilver.runtime.errors import ConfigError
 
 
 def table11(harness: Harness, *overrides: str) -> int:
-    return reproduce.main(["table", "11", f"results_dir={harness.results}", *overrides])
+    return door.main(["reproduce", "table", "11", f"results_dir={harness.results}", *overrides])
 
 
 def frame(harness: Harness, name: str = "table11") -> pd.DataFrame:
@@ -30,7 +32,7 @@ def frame(harness: Harness, name: str = "table11") -> pd.DataFrame:
 
 
 def test_the_list_names_what_there_is(capsys):
-    assert reproduce.main(["list"]) == 0
+    assert door.main(["list"]) == 0
     assert "table 11: the combined ablation" in capsys.readouterr().out
 
 
@@ -99,14 +101,14 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path):
         (["figure", "99"], ["no figure 99", "table 11"]),
         (["table", "11", "model=gpt5"], ["model=gpt5", "reference-gpt2", "llama2-7b"]),
         (["table", "11", "dataset=python-doc"], ["dataset=python-doc", "python-docs"]),
-        (["table", "11", "protocol=all"], ["protocol=all", "quicksilver.run"]),
-        (["table", "11", "modules.halting.tau_drift=p10"], ["modules.halting.tau_drift=p10", "quicksilver.run"]),
+        (["table", "11", "protocol=all"], ["protocol=all", "quicksilver run"]),
+        (["table", "11", "modules.halting.tau_drift=p10"], ["modules.halting.tau_drift=p10", "quicksilver run"]),
         (["table", "11", "dataset.windows=4"], ["dataset.windows=4", "at least 8"]),
         (["table", "11", "measure.repeat=4"], ["measure.repeat", "measure.repeats"]),
     ],
 )
 def test_a_request_that_makes_no_sense_is_answered_with_what_would(words, said, capsys):
-    assert reproduce.main(words) == 2
+    assert door.main(["reproduce", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [part for part in said if part not in captured.err] == []
@@ -118,7 +120,7 @@ def test_it_runs_what_is_missing_and_only_that(harness, capsys):
     assert {"dense all", "halting all", "dense continuation", "halting+kv_skipping continuation"} <= set(harness.made)
     # KV skipping alone follows attention, which is later: refused where every position is scored.
     assert "kv_skipping all" not in harness.made
-    assert frame(harness).loc[("all", "isolated.kv_skipping"), "status"] == reproduce.REFUSED
+    assert frame(harness).loc[("all", "isolated.kv_skipping"), "status"] == REFUSED
     shown = capsys.readouterr().out
     assert "refused under all:" in shown
     assert str(harness.results / "tables" / "table11.md") in shown
@@ -140,7 +142,7 @@ def test_a_failed_run_is_named_and_the_rest_is_built(harness, capsys):
     said = capsys.readouterr().err
     assert said.count("the logits of halting all are not finite") == 1
     assert "all isolated.halting, all cumulative.halting" in said
-    assert "python -m quicksilver.run" in said
+    assert "quicksilver run" in said
     assert "protocol=all 'modules=[halting]'" in said
 
     harness.broken = set()
@@ -272,15 +274,15 @@ def test_the_readme_takes_written_tables_and_figures(tmp_path):
         "before\n<!-- table11:begin -->\nold\n<!-- table11:end -->\n<!-- figure08_15:begin -->\n<!-- figure08_15:end -->\n"
     )
     with pytest.raises(ConfigError, match="TABLE=11"):
-        reproduce.fill_readme(readme, results)
+        fill_readme(readme, results)
     (results / "tables").mkdir(parents=True)
     (results / "tables" / "table11.md").write_text("## Title\n\n| a |\n")
     with pytest.raises(ConfigError, match="FIGURE=8"):
-        reproduce.fill_readme(readme, results)
+        fill_readme(readme, results)
     (results / "figures").mkdir()
     (results / "figures" / "figure08_15.png").write_bytes(b"")
     for _ in range(2):
-        assert "table11, figure08_15" in reproduce.fill_readme(readme, results)
+        assert "table11, figure08_15" in fill_readme(readme, results)
         table, figure = readme.read_text().split("<!-- table11:end -->\n")
         assert table == "before\n<!-- table11:begin -->\n### Title\n\n| a |\n"
         assert figure.splitlines()[1].endswith(f"]({results}/figures/figure08_15.png)")
@@ -336,13 +338,13 @@ def files(harness: Harness) -> dict[str, bytes]:
 
 
 def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, capsys):
-    assert reproduce.main(["all", f"results_dir={harness.results}"]) == 1
+    assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
     said = capsys.readouterr()
     assert set(files(harness)) == {f"table01.{s}" for s in ("md", "csv", "tex")} | {
         f"figure04.{s}" for s in ("svg", "png", "csv")
     }
     assert "table 9: nothing could be measured" in said.err  # refused under all
-    assert "quicksilver.reproduce table 9" in said.err
+    assert "quicksilver reproduce table 9" in said.err
     assert "2 of 3" in said.out
 
     (experiments / "table09_broken.py").write_text(
@@ -352,7 +354,7 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
     before = files(harness)
     harness.made.clear()
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("adaptive_quantization all")))
-    assert reproduce.main(["all", f"results_dir={harness.results}"]) == 1
+    assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
     said = capsys.readouterr()
     assert harness.made == ["kv_skipping all"]  # the rest has its records
     assert "ZeroDivisionError" in said.err
@@ -362,7 +364,7 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
 
     harness.broken = set()
     (experiments / "table09_broken.py").unlink()
-    assert reproduce.main(["all", f"results_dir={harness.results}"]) == 0
+    assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 0
     assert files(harness) == before
     assert "2 of 2" in capsys.readouterr().out
 
@@ -372,20 +374,20 @@ def test_all_of_a_model_that_cannot_be_had_is_one_message(harness, experiments, 
         raise ConfigError("gpt2-large: the hub cannot be reached.")
 
     monkeypatch.setattr(harness_run, "plan", refuse)
-    assert reproduce.main(["all", "model=gpt2-large"]) == 2
+    assert door.main(["reproduce", "all", "model=gpt2-large"]) == 2
     assert capsys.readouterr().err.count("cannot be reached") == 1
 
 
 def test_what_is_there_is_found_without_composing_or_planning(harness, experiments, monkeypatch, capsys):
     (experiments / "table09_broken.py").unlink()
     words = ["all", f"results_dir={harness.results}"]
-    assert reproduce.main(words) == 0
+    assert door.main(["reproduce", *words]) == 0
     before = files(harness)
     composed: list[tuple[str, ...]] = []
     compose = harness_config.compose
     monkeypatch.setattr(harness_config, "compose", lambda overrides=(): composed.append(tuple(overrides)) or compose(overrides))
     monkeypatch.setattr(harness_run, "plan", None)
-    assert reproduce.main(words) == 0
+    assert door.main(["reproduce", *words]) == 0
     assert files(harness) == before
     assert not any("modules" in word for line in composed for word in line)  # no row's
 
@@ -396,7 +398,7 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
     monkeypatch.setattr(harness_run, "ensure", harness.ensure)
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("dense all")))
     harness.made.clear()
-    assert reproduce.main(words) == 0
+    assert door.main(["reproduce", *words]) == 0
     assert harness.made == ["dense all"]  # a record without its dense one is no answer
     capsys.readouterr()
 
@@ -404,16 +406,16 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
 def test_a_changed_file_makes_everything_forgotten(harness, experiments, monkeypatch, capsys):
     (experiments / "table09_broken.py").unlink()
     words = ["all", f"results_dir={harness.results}"]
-    assert reproduce.main(words) == 0
+    assert door.main(["reproduce", *words]) == 0
     monkeypatch.setattr(answers, "_stamp", lambda: "another")
     monkeypatch.setattr(harness_run, "plan", None)
     with pytest.raises(TypeError):
-        reproduce.main(words)
+        door.main(["reproduce", *words])
     capsys.readouterr()
 
 
 def test_a_figure_is_made_like_a_table(harness, experiments, capsys):
-    assert reproduce.main(["figure", "4", f"results_dir={harness.results}"]) == 0
+    assert door.main(["reproduce", "figure", "4", f"results_dir={harness.results}"]) == 0
     said = capsys.readouterr().out
     assert "Drawn: 2 rows of key, ppl." in said
     assert str(harness.results / "figures" / "figure04.svg") in said

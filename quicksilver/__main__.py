@@ -1,0 +1,8 @@
+"""`python -m quicksilver …` is the command `quicksilver …`."""
+
+import sys
+
+from quicksilver.cli.door import main
+
+if __name__ == "__main__":
+    sys.exit(main())

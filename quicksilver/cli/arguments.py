@@ -1,0 +1,90 @@
+"""One grammar for every command: `key=value`. Some keys are the command's own, all others are overrides of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+from quicksilver.runtime.errors import ConfigError
+
+Options = TypeVar("Options")
+
+
+def split(words: Sequence[str], options: type[Options], command: str) -> tuple[Options, list[str]]:
+    """The command's own keys as an instance of the dataclass `options`, and the overrides of the run.
+
+    A field that is a list takes one value or several: `save=30`, `save=[20,40]`.
+
+    Raises:
+        ConfigError: a word that is no key=value, a key that neither the command nor a run has, a value of another type.
+    """
+    own = {field.name: field for field in dataclasses.fields(cast(Any, options))}
+    given, overrides = {}, []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals and not key.startswith("~"):
+            raise ConfigError(f"{word!r} is not key=value. Keys of {command}: {', '.join(own)}, and those of `quicksilver run`.")
+        if key in own:
+            given[key] = value
+        else:
+            _check_known(key, [*own], command)
+            overrides.append(word)
+    return _typed(options, given, own), overrides
+
+
+def check_overrides(words: Sequence[str], command: str) -> list[str]:
+    """`words` of a command that has no keys of its own.
+
+    Raises:
+        ConfigError: a word that is no key=value.
+    """
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(f"{word!r} is not key=value: quicksilver {command} model=gpt2-large dataset=wikitext103 …")
+    return list(words)
+
+
+def run_keys() -> list[str]:
+    """The first parts of the keys that a run has."""
+    from quicksilver.harness.config import GROUPS, RunConfig
+
+    return list(dict.fromkeys([*GROUPS, *(field.name for field in dataclasses.fields(RunConfig)), "hydra"]))
+
+
+def _check_known(key: str, own: list[str], command: str) -> None:
+    known = run_keys()
+    first = re.split(r"[./@:]", key.lstrip("+~"))[0]
+    if first in known:
+        return  # whether the rest of it is there, composing says
+    close = difflib.get_close_matches(first, [*own, *known], n=2)
+    hint = f"Did you mean {' or '.join(close)}? " if close else ""
+    of_its_own = f"Keys of {command}: {', '.join(own)}; of" if own else "Keys of"
+    raise ConfigError(f"{key}: there is no such key. {hint}{of_its_own} the run: {', '.join(k for k in known if k != 'hydra')}.")
+
+
+def _typed(options: type[Options], given: dict[str, str], own: dict[str, dataclasses.Field[Any]]) -> Options:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    schema: Any = OmegaConf.structured(options)
+    for key, value in given.items():
+        try:
+            read: Any = value
+            if not _is_text(own[key]):
+                read = OmegaConf.select(OmegaConf.create(f"value: {value}"), "value")
+            if OmegaConf.is_list(schema[key]) and not OmegaConf.is_list(read):
+                read = [read]
+            schema = OmegaConf.merge(schema, {key: read})
+        except (OmegaConfBaseException, YAMLError) as error:
+            kind = str(own[key].type).replace("list[", "").replace("]", "").removesuffix(" | None")
+            wanted = {"float": "a number", "int": "a whole number", "bool": "true or false"}.get(kind, kind)
+            raise ConfigError(f"{key}={value}: needs {wanted}.") from error
+    return cast(Options, OmegaConf.to_object(schema))
+
+
+def _is_text(field: dataclasses.Field[Any]) -> bool:
+    return str(field.type).removesuffix(" | None") == "str"

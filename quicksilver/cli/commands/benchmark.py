@@ -1,0 +1,67 @@
+"""What the runtime costs and saves on this machine, within a quarter of an hour; needs a clone of the repository.
+
+quicksilver benchmark
+quicksilver benchmark only=[runtime,scaling] minutes=5
+
+Writes numbers and pictures to results/benchmarks/, with a README.md that shows them.
+
+Keys of its own:
+  only=[…]          parts: runtime, quantization, break_even, scaling
+  minutes=13        no part begins after that
+  output=FOLDER     default: results/benchmarks
+  runtime=OPTIONS   further options of scripts/benchmark.py, in one word; in the same way quantization, break_even, scaling
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quicksilver.cli.arguments import split
+from quicksilver.runtime.errors import ConfigError
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmarks.py"
+PARTS = ("runtime", "quantization", "break_even", "scaling")
+
+
+@dataclass
+class Options:
+    """The command's own keys, as its help has them."""
+
+    only: list[str] = field(default_factory=list)
+    minutes: float = 13.0
+    output: str | None = None
+    runtime: str = ""
+    quantization: str = ""
+    break_even: str = ""
+    scaling: str = ""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run scripts/benchmarks.py; returns its exit code.
+
+    Raises:
+        ConfigError: a part that there is not, a key of a run, or no clone.
+    """
+    options, overrides = split(words, Options, "benchmark")
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: a benchmark has shapes of its own and no run. Keys: {', '.join(vars(options))}.")
+    if unknown := [part for part in options.only if part not in PARTS]:
+        raise ConfigError(f"only={unknown[0]}: there is no such part. Parts: {', '.join(PARTS)}.")
+    if not SCRIPT.is_file():
+        raise ConfigError("quicksilver benchmark needs a clone of the repository: its scripts are not in the installed package.")
+    return subprocess.run(command(options)).returncode
+
+
+def command(options: Options) -> list[str]:
+    """The command line of scripts/benchmarks.py."""
+    words = [sys.executable, str(SCRIPT), "--minutes", str(options.minutes)]
+    words += ["--only", *options.only] if options.only else []
+    words += ["--output", options.output] if options.output else []
+    for part in PARTS:
+        more = getattr(options, part)
+        words += [f"--{part.replace('_', '-')}={more}"] if more else []
+    return words

@@ -1,0 +1,49 @@
+"""Judge every number that the paper claims by the records that are there; run nothing.
+
+quicksilver claims
+quicksilver claims model=gpt2-large dataset=wikitext103
+
+Prints the ledger and writes it to results/claims.md and results/claims.csv. Keys: those of `quicksilver reproduce`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from quicksilver.cli.arguments import check_overrides
+from quicksilver.cli.commands.reproduce import collected, jobs_of_all
+from quicksilver.cli.talk import explain, width
+from quicksilver.harness.answers import Answers
+from quicksilver.harness.jobs import workplace
+from quicksilver.report.reproduction import base_config, make_command, name_of, recorded
+
+
+def main(words: Sequence[str]) -> int:
+    """Print and write the claims ledger; returns the exit code.
+
+    Raises:
+        ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
+        QuickSilverError: the model or the text of the overrides cannot be had.
+    """
+    from quicksilver.harness.store import Store
+    from quicksilver.report.claims import Source, ledger
+    from quicksilver.report.writing import write_files
+
+    overrides = check_overrides(words, "claims")
+    base = base_config(overrides)
+    work, troubles = jobs_of_all(overrides, Answers(base.results_dir))
+    place = workplace(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+    store, sources, failed = Store(base.results_dir), [], []
+    for artefact, jobs in work.items():
+        with collected(troubles, artefact):
+            sources.append(Source(artefact, recorded(artefact, jobs, store, place), make_command(artefact, overrides)))
+            failed += [job for job in jobs if job.error is not None]
+    table = ledger(sources, name_of("claims", base, overrides))
+    print(table.text(width()))
+    contents = {f"{table.name}.md": table.markdown().encode(), f"{table.name}.csv": table.csv().encode()}
+    print("Written: " + ", ".join(map(str, write_files(store.root, contents))))
+    explain(failed)
+    for artefact, trouble in troubles.items():
+        print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)
+    return 1 if failed or troubles else 0

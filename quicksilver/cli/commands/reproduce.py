@@ -1,0 +1,118 @@
+"""Remake tables and figures of the paper: run what has no record yet, print and write them.
+
+quicksilver reproduce table 11 model=reference-gpt2 dataset=python-docs measure.repeats=9
+quicksilver reproduce figure 8
+quicksilver reproduce all
+
+`quicksilver list` names every table and figure. A run that has its record is not repeated: stopped, the same command goes on.
+Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from quicksilver.cli.arguments import check_overrides
+from quicksilver.cli.talk import explain, show_fault, watched, width
+from quicksilver.harness.answers import Answers
+from quicksilver.harness.jobs import run_missing
+from quicksilver.report.artefacts import Artefact, artefacts, find
+from quicksilver.report.reproduction import base_config, build, command_of, jobs_of
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.harness.jobs import Job
+
+KINDS = ("table", "figure")
+
+
+def main(words: Sequence[str]) -> int:
+    """Remake one artefact, or all; returns the exit code."""
+    what, *rest = words or [""]
+    if what == "all":
+        return reproduce_all(check_overrides(rest, "reproduce all"))
+    if what not in KINDS:
+        raise ConfigError(
+            f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
+        )
+    if not rest or "=" in rest[0]:
+        raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
+    return reproduce(find(what, rest[0]), check_overrides(rest[1:], f"reproduce {what} {rest[0]}"))
+
+
+def reproduce(artefact: Artefact, overrides: Sequence[str]) -> int:
+    """Run what is missing, print and write the artefact; returns the exit code.
+
+    Raises:
+        ConfigError: overrides that no run of the artefact could have.
+        QuickSilverError: the model or the text cannot be had.
+    """
+    base = base_config(overrides)
+    answers = Answers(base.results_dir)
+    jobs = jobs_of(artefact, overrides, answers)
+    run_missing(jobs, answers, watch=watched, on_fault=show_fault)
+    failed = [job for job in jobs if job.error is not None]
+    if jobs and all(job.record is None for job in jobs):
+        explain(failed)
+        print(f"Nothing could be measured, so there is no {artefact.kind}.", file=sys.stderr)
+        return 1
+    made = build(artefact, jobs, base, overrides)
+    print(made.product.text(width()))
+    print(made.distance)
+    print("Written: " + ", ".join(map(str, made.written)))
+    explain(failed)
+    return 1 if failed else 0
+
+
+def reproduce_all(overrides: Sequence[str]) -> int:
+    """Every table and figure: run what is missing for any of them, then build one after another; returns the exit code.
+
+    What fails is named at the end; all others are built.
+
+    Raises:
+        ConfigError: overrides that no run could have.
+        QuickSilverError: the model or the text of the overrides cannot be had.
+    """
+    base = base_config(overrides)
+    answers = Answers(base.results_dir)
+    work, troubles = jobs_of_all(overrides, answers)
+    run_missing([job for jobs in work.values() for job in jobs], answers, shared=base, watch=watched, on_fault=show_fault)
+    for artefact, jobs in work.items():
+        failed = [job for job in jobs if job.error is not None]
+        if failed:
+            troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
+        if jobs and all(job.record is None for job in jobs):
+            troubles[artefact] = "nothing could be measured"
+            continue
+        with collected(troubles, artefact):
+            made = build(artefact, jobs, base, overrides)
+            print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
+    explain([job for jobs in work.values() for job in jobs if job.error is not None])
+    for artefact, trouble in troubles.items():
+        print(f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {command_of(artefact, overrides)}", file=sys.stderr)
+    total = len(artefacts())
+    print(f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures.")
+    return 1 if troubles else 0
+
+
+def jobs_of_all(overrides: Sequence[str], answers: Answers) -> tuple[dict[Artefact, list[Job]], dict[Artefact, str]]:
+    """The jobs of every artefact, and what is wrong with those that have none."""
+    work: dict[Artefact, list[Job]] = {}
+    troubles: dict[Artefact, str] = {}
+    for artefact in artefacts():
+        with collected(troubles, artefact):
+            work[artefact] = jobs_of(artefact, overrides, answers)
+    return work, troubles
+
+
+@contextmanager
+def collected(troubles: dict[Artefact, str], artefact: Artefact) -> Iterator[None]:
+    """Keep what goes wrong with one artefact from the others."""
+    try:
+        yield
+    except Exception as error:
+        show_fault(error)
+        troubles[artefact] = str(error) or repr(error)

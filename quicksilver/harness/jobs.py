@@ -1,0 +1,175 @@
+"""Rows of tables and figures on their way to records: what is remembered is read, what is refused says why, what is missing is run.
+
+Unlike `ensure`, which stops at the first run that fails, `run_missing` goes on with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quicksilver.harness.answers import Answer, Answers
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.harness.config import RunConfig
+    from quicksilver.harness.record import Record
+    from quicksilver.harness.run import Planned, Progress, Workplace
+
+NOT_YET = "not in this version"
+REFUSED = "refused under all: looks ahead"
+FAILED = "failed"
+
+# Shows how far a list of planned runs is, while the block lasts.
+Watch = Callable[[Sequence["Planned"]], AbstractContextManager[Callable[["Progress"], None]]]
+
+
+@dataclass
+class Job:
+    """One run and what became of it.
+
+    Attributes:
+        name: for people.
+        overrides: the run.
+        config: composed, where the run has to be planned; None: it is known already, or cannot be had.
+        record: of the run; reason: why there is none; error: that made it fail.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    config: RunConfig | None = None
+    record: Record | None = None
+    reason: str | None = None
+    error: Exception | None = field(default=None, repr=False)
+
+    def fail(self, error: Exception) -> None:
+        self.reason, self.error = FAILED, error
+
+
+def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: Answers) -> Job:
+    """The job with its record where that is remembered; else with its config, or with the reason why there can be no record.
+
+    Args:
+        needs: modules (names in conf/modules) without which there is no such run.
+    """
+    job = Job(name, tuple(overrides))
+    known = answers.get(job.overrides)
+    if known is not None:
+        job.record, job.reason = known.record, known.reason
+        return job
+    from quicksilver.harness.config import build_modules, choices, compose
+
+    if not set(needs) <= set(choices("modules")):
+        job.reason = NOT_YET
+        return job
+    try:
+        config = compose(job.overrides)
+        modules = build_modules(config.modules)
+    except ConfigError as error:
+        job.fail(error)
+        return job
+    # Asked before anything runs: a refusal is part of the table, not a failure. The rule is quicksilver.measure's check_allowed.
+    if config.protocol.name == "all" and not all(module.causal or module.lookahead for module in modules):
+        job.reason = REFUSED
+        answers.put(job.overrides, config, Answer(reason=REFUSED))
+    else:
+        job.config = config
+    return job
+
+
+def run_missing(
+    jobs: Sequence[Job],
+    answers: Answers,
+    *,
+    shared: RunConfig | None = None,
+    watch: Watch | None = None,
+    on_fault: Callable[[Exception], None] | None = None,
+) -> None:
+    """Give every job with a config its record, or its error.
+
+    Args:
+        shared: where the jobs have models and texts of their own: what most of them use.
+        watch: shows progress.
+        on_fault: told of what is no QuickSilverError: a fault of ours or of a library.
+
+    Raises:
+        QuickSilverError: what `shared`, or else the first run, needs (model, text) cannot be had; the others need it too.
+    """
+    if all(job.config is None for job in jobs):
+        answers.save()
+        return
+    try:
+        _run(jobs, workplace(shared), strict=shared is None, watch=watch, on_fault=on_fault)
+    finally:
+        for job in jobs:
+            if job.config is not None and job.record is not None:
+                answers.put(job.overrides, job.config, Answer(job.record))
+        answers.save()
+
+
+def workplace(shared: RunConfig | None) -> Workplace:
+    """A workplace at which the model and the text of `shared` can be had.
+
+    Raises:
+        QuickSilverError: they cannot.
+    """
+    from quicksilver.harness.run import Workplace, plan
+
+    place = Workplace()
+    if shared is not None:
+        plan([shared], place)
+    return place
+
+
+def _run(
+    jobs: Sequence[Job],
+    place: Workplace,
+    *,
+    strict: bool,
+    watch: Watch | None,
+    on_fault: Callable[[Exception], None] | None,
+) -> None:
+    from quicksilver.harness.run import ensure, plan
+
+    waiting: list[Job] = []
+    for job in jobs:
+        if job.config is None:
+            continue
+        try:
+            plan([job.config], place)
+        except QuickSilverError as error:
+            if not waiting and strict:
+                raise
+            job.fail(error)
+        else:
+            waiting.append(job)
+    while waiting:
+        configs = [job.config for job in waiting if job.config is not None]
+        try:
+            with watch(plan(configs, place)) if watch is not None else nullcontext() as report:
+                records = ensure(configs, progress=report, workplace=place)
+        except Exception as error:
+            if on_fault is not None and not isinstance(error, QuickSilverError):
+                on_fault(error)
+            waiting = _without_failed(waiting, error, place)
+            continue
+        for job, record in zip(waiting, records, strict=True):
+            job.record = record
+        return
+
+
+def _without_failed(waiting: Sequence[Job], error: Exception, place: Workplace) -> list[Job]:
+    """Mark the jobs that the run which just failed stood for (rows may share one; all rows of a protocol need its dense run)."""
+    from quicksilver.harness.run import plan
+
+    planned = [plan([job.config], place) if job.config is not None else [] for job in waiting]
+    broken = next(step.fingerprint for steps in planned for step in steps if not step.done)
+    left = []
+    for job, steps in zip(waiting, planned, strict=True):
+        if any(step.fingerprint == broken for step in steps):
+            job.fail(error)
+        else:
+            left.append(job)
+    return left

@@ -1,0 +1,127 @@
+"""From an artefact of `experiments/` and the overrides of a person to its jobs, and from their records to the files in results/."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quicksilver.harness.answers import Answers
+from quicksilver.harness.jobs import Job, make_job
+from quicksilver.report.artefacts import Artefact, Outcome, Row
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.harness.config import RunConfig
+    from quicksilver.harness.run import Workplace
+    from quicksilver.harness.store import Store
+    from quicksilver.report.figures import Figure
+    from quicksilver.report.tables import Table
+
+# Where something is or goes does not change what is measured: no other name for the table.
+_NEUTRAL = ("results_dir", "data.root", "tracker")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A table or figure that was written; `distance` says in a sentence how far it is from the committed one."""
+
+    product: Table | Figure
+    distance: str
+    written: list[Path]
+
+
+def base_config(overrides: Sequence[str]) -> RunConfig:
+    """The config that the overrides of a person alone compose.
+
+    Raises:
+        ConfigError: overrides that no artefact takes.
+    """
+    from quicksilver.harness.config import compose
+
+    for override in overrides:
+        key = override.lstrip("+~").split("=")[0]
+        if key in ("protocol", "protocol.name") or key.split(".")[0] == "modules":
+            raise ConfigError(
+                f"{override}: a table or figure sets protocol and modules itself. "
+                f"To vary them: quicksilver run {shlex.quote(override)} …"
+            )
+    base = compose(list(overrides))
+    from quicksilver.harness.stats import MIN_WINDOWS
+
+    if base.dataset.windows is not None and base.dataset.windows < MIN_WINDOWS:
+        raise ConfigError(f"dataset.windows={base.dataset.windows}: intervals need at least {MIN_WINDOWS} windows.")
+    return base
+
+
+def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers) -> list[Job]:
+    """One job for each row of the artefact, in their order."""
+    return [
+        make_job(f"{row.panel} {row.key}", (*overrides, *row.overrides), row.needs, answers) for row in artefact.experiment.rows()
+    ]
+
+
+def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str]) -> Made:
+    """Make the artefact from its records and write it into results/tables or results/figures."""
+    from quicksilver.harness.store import Store
+    from quicksilver.report.compare import committed, distance
+
+    store = Store(base.results_dir)
+    outcomes = [
+        Outcome(row, job.record, store.dense_of(job.record) if job.record else None, job.reason)
+        for row, job in zip(artefact.experiment.rows(), jobs, strict=True)
+    ]
+    product = artefact.build(outcomes, name_of(artefact.name, base, overrides))
+    folder = Path(base.results_dir) / f"{artefact.kind}s"
+    reference = committed(folder / f"{product.name}.csv")
+    return Made(product, distance(product.frame, reference, f"{product.name}.csv"), product.write(folder))
+
+
+def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None) -> list[Outcome]:
+    """The outcomes of the artefact as far as they are on disk; nothing is run. A record that is damaged makes its job fail."""
+    return [_recorded(row, job, store, place) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
+
+
+def _recorded(row: Row, job: Job, store: Store, place: Workplace | None) -> Outcome:
+    try:
+        if job.config is not None:
+            from quicksilver.harness.run import plan
+
+            job.record = store.get(plan([job.config], place)[-1].fingerprint)
+        return Outcome(row, job.record, store.dense_of(job.record) if job.record else None, job.reason)
+    except QuickSilverError as error:
+        job.record = None
+        job.fail(error)
+        return Outcome(row, reason=job.reason)
+
+
+def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
+    """`table11` for the embedded default; model and dataset in the name of others, and a digest where more was changed."""
+    from quicksilver.harness.config import compose
+
+    default = compose([])
+    more = sorted(override for override in overrides if override.split("=")[0] not in ("model", "dataset", *_NEUTRAL))
+    parts = [name]
+    if more or (base.model.name, base.dataset.name) != (default.model.name, default.dataset.name):
+        parts += [base.model.name, base.dataset.name]
+    if more:
+        parts.append(hashlib.sha256("\n".join(more).encode()).hexdigest()[:6])
+    return re.sub(r"[^\w.-]", "_", "-".join(parts))  # a model's name may be a path
+
+
+def make_command(artefact: Artefact, overrides: Sequence[str]) -> str:
+    """`make reproduce-table TABLE=11 MODEL=gpt2-large`: what repeats the artefact in a clone."""
+    parts = ["make", f"reproduce-{artefact.kind}", f"{artefact.kind.upper()}={artefact.numbers[0]}"]
+    selected = [override for override in overrides if override.split("=")[0] in ("model", "dataset")]
+    parts += [f"{key.upper()}={value}" for key, value in (override.split("=", 1) for override in selected)]
+    more = [override for override in overrides if override not in selected]
+    return shlex.join(parts) + (f" ARGS={shlex.quote(shlex.join(more))}" if more else "")
+
+
+def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
+    """`quicksilver reproduce table 11 model=gpt2-large`: what repeats the artefact anywhere."""
+    return shlex.join(["quicksilver", "reproduce", artefact.kind, artefact.numbers[0], *overrides])

@@ -1,0 +1,57 @@
+"""`quicksilver calibrate`: measures once, names its file, and speaks the grammar of every other command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from quicksilver.cli import door
+from quicksilver.modules.calibration import SIGNALS, Calibration
+from quicksilver.modules.halting import Halting
+from quicksilver.runtime.architecture import architecture_of
+
+
+def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a small dog. It had a red ball and it liked to play all day. " * 20)
+    words = ["calibrate", "model=stories260k", f"data.root={data_root}", f"text={text}", "dataset.calibration_windows=3"]
+    words += ["protocol.window_tokens=64", f"output={tmp_path / 'out'}", f"results_dir={tmp_path / 'results'}", "kv=true"]
+    assert door.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "measured: 3 windows of 64 tokens" in printed
+    path = printed.splitlines()[-1].removeprefix("calibration=")
+    calibration = Calibration.load(path)
+    assert set(calibration.percentiles) == {s.key for s in SIGNALS} | {"attention-max-16-halted"}
+    assert calibration.provenance["source"]["text"] == str(text)
+    model = tiny.load(tiny.STORIES)
+    Halting(tau_drift="p25", tau_entropy="p25", calibration=path).bind(architecture_of(model))
+    row = next(line for line in printed.splitlines() if line.split()[0] == "1")
+    assert float(row.split()[1]) == pytest.approx(calibration.thresholds("drift-relative", 25)[1], abs=1e-4)
+    assert door.main(words) == 0
+    again = capsys.readouterr().out
+    assert "found: 3 windows" in again
+    assert again.splitlines()[-1] == f"calibration={path}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dataset=wikitext"], ["dataset=wikitext", "wikitext103"]),
+        (["text=/no/such.txt"], ["/no/such.txt"]),
+        (["model=folder", "model.path=/no/such/model", "model.name=x"], ["/no/such/model"]),
+        (["kv=maybe"], ["kv=maybe", "true or false"]),
+        (["--model", "gpt2"], ["--model", "key=value"]),
+        (["modules=[halting]"], ["modules=[halting]", "dense"]),
+        (["last_query=3"], ["last_query", "last_queries"]),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_choices(
+    words: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert door.main(["calibrate", f"results_dir={tmp_path}", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert [part for part in said if part not in captured.err] == []

@@ -1,0 +1,123 @@
+"""`quicksilver run`: one run, a sweep, a mechanism of one's own, and what is said of mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness_world import make_world
+
+from quicksilver.cli import door
+from quicksilver.harness.config import compose, sweep_jobs
+from quicksilver.harness.record import load_record, record_frame
+from quicksilver.harness.run import is_done
+
+CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[str]:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def words(world, tmp_path) -> list[str]:
+    """Overrides of a quick dense run with a results folder of its own."""
+    return [*world, f"results_dir={tmp_path / 'results'}"]
+
+
+def run(*words: str) -> int:
+    return door.main(["run", *words])
+
+
+def test_one_run_prints_what_its_record_says(words, capsys):
+    assert run(*words, *CAPACITY, "measure=default", "measure.repeats=3") == 0
+    out, err = capsys.readouterr()
+    folder = Path(out.splitlines()[-1].split()[-1])
+    record = load_record(folder)
+    assert "tiny | file | halting | continuation" in out
+    assert f"perplexity   {record['ppl']:.4g} per token, {record['bits_per_byte']:.4g} bits per byte" in out
+    assert f"{record['tokens']} scored" in out
+    assert f"executed {100 * (1 - record['prompt_executed_flops'] / record['dense_prompt_executed_flops']):.1f}%" in out
+    assert "against dense" in out
+    assert "its null" in out
+    assert "of the prompt's" in out
+    assert "Traceback" not in err
+    assert not Path("outputs").exists()
+
+
+def test_a_mistake_on_the_command_line_is_one_line_and_no_number(words, capsys):
+    for mistake, says in (("modules=[haltin]", "Did you mean halting"), ("seed=x", "needs a whole number")):
+        assert run(*words, mistake) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert err.startswith("quicksilver: ")
+        assert says in err
+
+
+def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(words, capsys):
+    sweep = ["-m", *words, "modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0"]
+    assert run(*sweep, "modules.halting.tau_drift=p40,abc,p60") == 1
+    out, err = capsys.readouterr()
+    assert out.count("perplexity ") >= 2
+    assert out.count("record  ") == 2
+    assert "tau_drift='abc' is not a number" in err
+    assert "At least one job of this sweep failed" in err
+    assert "Traceback" not in err
+    assert run(*sweep, "modules.halting.tau_drift=p40,p60") == 0
+
+
+def test_the_jobs_of_an_experiment_are_found_again_one_by_one(words, capsys):
+    here = [*words, "dataset.windows=9"]  # the words of a person win over those of the experiment
+    assert run("-m", "experiment=minimum_depth", *here, "modules.halting.resume_layers=0") == 0
+    jobs = [compose([*job, *here, "modules.halting.resume_layers=0"]) for job in sweep_jobs("minimum_depth")]
+    assert all(is_done(config) for config in jobs)
+    assert capsys.readouterr().out.count("9 windows of") == len(jobs)
+    assert not is_done(compose([*sweep_jobs("minimum_depth")[0], *words]))
+
+
+def test_a_sweep_over_lists_of_modules(words, capsys):
+    assert run("-m", *words, "modules=[],[static_depth],[static_depth,kv_skipping]") == 0
+    results = next(w.split("=")[1] for w in words if w.startswith("results_dir"))
+    assert set(record_frame(results)["label"].str.split(" | ", regex=False).str[2]) == {
+        "dense",
+        "static_depth",
+        "static_depth+kv_skipping",
+    }
+
+
+def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf" / "modules").mkdir(parents=True)
+    (tmp_path / "conf" / "modules" / "first_words.yaml").write_text(
+        "# @package modules.first_words\n_target_: my_mechanism.FirstWords\nkept: 3\n"
+    )
+    (tmp_path / "my_mechanism.py").write_text(
+        "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n@dataclass\nclass "
+        "FirstWords(TokenPolicy):\n"
+        "    kept: int = 3\n\n    def decide(self, view, tokens):\n        if view.layer == 2:\n"
+        "            tokens.halt(tokens.active & (view.slots >= self.kept))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = ["--config-dir", str(tmp_path / "conf"), *words]
+    assert run(*mine, "modules=[first_words]", "modules.first_words.kept=5") == 0
+    assert "first_words" in capsys.readouterr().out
+    assert run(*mine, "modules=[first_word]") == 2
+    assert "Did you mean first_words" in capsys.readouterr().err
+    assert run(*mine, "modules=[first_words]", "modules.first_words.keep=5") == 2
+    assert "Did you mean modules.first_words.kept" in capsys.readouterr().err
+
+
+def test_a_run_that_has_its_record_says_so_and_runs_nothing(words, capsys, monkeypatch):
+    assert run(*words) == 0
+    first = capsys.readouterr()
+    assert "1 to do" in first.err
+
+    def nothing_runs(*_args, **_options):
+        raise AssertionError("a run that has its record was repeated")
+
+    monkeypatch.setattr("quicksilver.harness.run._run", nothing_runs)
+    assert run(*words) == 0
+    again = capsys.readouterr()
+    assert again.out == first.out
+    assert "has its record already" in again.err

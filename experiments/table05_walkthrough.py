@@ -1,7 +1,7 @@
 """Table 5: the paper's sample sentence through all four modules, token by token.
 
 Claims: the statements of the paper's Table 5 about single words (reported_tokens.yaml, table5.…). Its rule for K/V contradicts itself
-(conflicts.md #11).
+(docs/conflicts.md #11).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Table 10: the rows of Table 3 again, with Appendix O's own thresholds on entropies over log V.
 
-Claims: those of Table 3; Appendix O prints its rows above another rule, (0.25, 0.65) on normalised entropies (conflicts.md #18).
+Claims: those of Table 3; Appendix O prints its rows above another rule, (0.25, 0.65) on normalised entropies (docs/conflicts.md #18).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Two panels, one per protocol. Under `all` only causal modules are allowed, so te
 Which thresholds a module has stands in conf/modules; only what makes a row this row is said here.
 
 Claims: the nine rows of the paper's Table 11 (reported.yaml). P.4 and the abstract report other numbers for the same quantity
-(conflicts.md #23); the legend quotes them.
+(docs/conflicts.md #23); the legend quotes them.
 """
 
 from __future__ import annotations

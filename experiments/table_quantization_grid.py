@@ -3,7 +3,7 @@
 The grid is scored on the part of the text that calibrates, as the paper's is on validation text. Its thresholds are of min-max scaled
 entropies (E.1), so it acts in prompts only, and what it saves is of the prompt. Utility is that of E.9, against a uniform 8 bits.
 
-Claims: E.5 and E.9 (8.6% for 0.10 of perplexity), which name different pairs, neither on the grid's scale (conflicts.md #18).
+Claims: E.5 and E.9 (8.6% for 0.10 of perplexity), which name different pairs, neither on the grid's scale (docs/conflicts.md #18).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def policies(layers: int) -> dict[str, Callable[[], list[RuntimeModule]]]:
 
 
 def invariants(shape: Shape, options: argparse.Namespace) -> list[Row]:
-    """DESIGN's invariants on this device, in float32 on few layers: largest difference of a logit, and what is allowed."""
+    """The invariants of docs/design.md Â§8 on this device, in float32 on few layers: largest difference of a logit, and what is allowed."""
     # Tensor cores would round the factors of float32 products: an invariant is about the runtime.
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

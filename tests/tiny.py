@@ -44,7 +44,7 @@ SLIDING_WINDOW = 7
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen2-mixed", "qwen3", "smollm3", "gpt_neox")
 STORIES = "stories260K"
 MODELS = (*FAMILIES, STORIES)
-NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of DESIGN §9 into ../shared/data"
+NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data"
 
 
 def data_folder() -> Path | None:
@@ -471,7 +471,7 @@ def assert_same_decisions(a: list[dict[str, torch.Tensor]], b: list[dict[str, to
 
 
 def assert_close(a: Sequence[torch.Tensor] | torch.Tensor, b: Sequence[torch.Tensor] | torch.Tensor, atol: float = 1e-5) -> None:
-    """Equal to 1e-5, as DESIGN §8 has it for float32; of values beyond 10, as a trained model's logits are, to a millionth of the largest."""
+    """Equal to 1e-5, as docs/design.md §8 has it for float32; of values beyond 10, as a trained model's logits are, to a millionth of the largest."""
     for left, right in zip(a, b, strict=True):
         largest = float(right.abs().max()) if right.numel() else 0.0
         torch.testing.assert_close(left, right, atol=atol * max(1.0, largest / 10), rtol=1e-5)

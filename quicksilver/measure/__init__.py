@@ -1,6 +1,6 @@
 """What a run is worth and what it cost: quality, FLOPs, wall clock, energy and memory, each in a pass of its own.
 
-Floor: above runtime and modules, below data, harness and report (DESIGN §7). Names are imported when asked for: a stopwatch needs torch
+Floor: above runtime and modules, below data, harness and report (docs/design.md §7). Names are imported when asked for: a stopwatch needs torch
 alone, perplexity needs pandas as well.
 """
 

@@ -1,6 +1,6 @@
 """Executed floating-point operations, counted by interposition: every operator that runs reports its shapes.
 
-This is the check on the analytic ledgers of `quicksilver.runtime.ledger` (DESIGN §5): both must agree within 1%.
+This is the check on the analytic ledgers of `quicksilver.runtime.ledger` (docs/design.md §5): both must agree within 1%.
 One multiply-accumulate is two operations. Matrix products and attention are counted; elementwise work (norms,
 activations, drift) is not: it is below 1% of a layer and no ledger has it.
 """

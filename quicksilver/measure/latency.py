@@ -1,6 +1,6 @@
 """Wall clock: two or more callables timed in turns, so that a slow minute of the machine hits all of them alike.
 
-Latency is measured in a pass of its own: no trace, no quality, no FLOP counting (conflicts #27).
+Latency is measured in a pass of its own: no trace, no quality, no FLOP counting (docs/conflicts.md #27).
 """
 
 from __future__ import annotations

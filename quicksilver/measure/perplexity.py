@@ -1,7 +1,7 @@
 """Perplexity under a named protocol, with the decisions, FLOPs and the no-lookahead audit of the same forward passes.
 
-A perplexity means nothing without its protocol (conflicts #25): which windows, which positions are scored, what was cached.
-Two protocols (DESIGN §3):
+A perplexity means nothing without its protocol (docs/conflicts.md #25): which windows, which positions are scored, what was cached.
+Two protocols (docs/design.md §3):
 
     all            one forward pass of each window; every position but the first is scored. Causal modules only.
     continuation   the first `prompt_tokens` of a window are processed in one call, with every module allowed; the tokens
@@ -109,7 +109,7 @@ def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int, limit: int
 
 
 def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol) -> None:
-    """Refuse modules that look ahead where every position is scored (DESIGN §3).
+    """Refuse modules that look ahead where every position is scored (docs/design.md §3).
 
     Raises:
         ConfigError: a module that is neither causal nor marked `lookahead`, under `all`.
@@ -353,7 +353,7 @@ def _check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, m
 
 @dataclass(frozen=True)
 class Audit:
-    """Whether logits moved when tokens after them were replaced (DESIGN §3).
+    """Whether logits moved when tokens after them were replaced (docs/design.md §3).
 
     Attributes:
         max_abs_logit_difference: largest change of a logit that may not depend on what was replaced. Rounding leaves about

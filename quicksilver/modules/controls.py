@@ -1,4 +1,4 @@
-"""Nulls and oracles: what a way of halting must be compared with (DESIGN §4).
+"""Nulls and oracles: what a way of halting must be compared with (docs/design.md §4).
 
 Many nulls are `Halting` with another signal: at random or by position at an exact rate is `Halting(rule="capacity",
 signal="random")` and `signal="position"`. Here is what that does not cover.
@@ -116,7 +116,7 @@ class ExponentialDecay(HaltingPolicy):
 
 @dataclass
 class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
-    """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (DESIGN §4).
+    """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (docs/design.md §4).
 
     Give the model the same batches in the same order, without `run.reset()` in between. The decisions are made already, so a
     replay acts in every pass and counts as causal: whether the *trace* looked ahead is for whoever made it to know.

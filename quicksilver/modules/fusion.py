@@ -69,7 +69,7 @@ class NeighbourDistance(Signal):
 class ContextDivergence(NeighbourDistance):
     """δ_ctx of D.8: the distance between the contexts of a token and of its left neighbour.
 
-    A context is the mean state of the `window` active tokens around (conflicts.md #17: the model's own states, no sentence
+    A context is the mean state of the `window` active tokens around (docs/conflicts.md #17: the model's own states, no sentence
     encoder). Looks ahead by half a window.
     """
 
@@ -121,7 +121,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
             the paper's: at 30% it cost a quarter of what likeness cost (docs/fusion-and-causality.md). `random`: a hash of seed,
             layer, slot and token id in [0, 1), so that under `threshold` each pair fuses with probability `tau_fuse`.
         fused_share: for `capacity`: share of a row's real tokens merged away, over all fusion layers together, in equal steps.
-        start: fraction of the layers gone through before tokens fuse (conflicts.md #12).
+        start: fraction of the layers gone through before tokens fuse (docs/conflicts.md #12).
         every: fuse again every so many layers from there on; 0: once.
         max_group: original tokens a super-token may stand for; None: any number.
         merge: a super-token's state is the mean of its parts, weighted by the original tokens in each (`size`), plain (`mean`,
@@ -130,7 +130,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         attention_pool: for `criterion="attention"`, an odd number: a token counts as the most attended of so many around it.
         proportional: a super-token draws attention as all its original tokens would: log size is added to its scores (ToMe,
             arXiv 2210.09461). Needs a mask, so that the causal kernel is no longer used.
-        first: which mechanism chooses first at a layer (conflicts.md #16): `halting` (2.4), or `fusion` (Table 6).
+        first: which mechanism chooses first at a layer (docs/conflicts.md #16): `halting` (2.4), or `fusion` (Table 6).
         exempt_ids, exempt_mask: tokens that are never fused, by id, or by slot: a bool tensor (S,) or (B, S).
         anchors: sequences of token ids, such as those of "Question:"; their tokens are never fused (2.3).
         token_counts: how often each token id occurs in some corpus, V numbers or a JSON file of them.

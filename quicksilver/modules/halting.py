@@ -36,7 +36,7 @@ class HaltingPolicy(TokenPolicy):
     """What every way of halting shares: where it may act, whom it must not or always halts, how halted tokens are held.
 
     Full processing wins over forced halting, and forced halting over the policy's own choice (2.1; the formula there is a slip,
-    conflicts.md #8). A subclass says whom it would halt: `choose`.
+    docs/conflicts.md #8). A subclass says whom it would halt: `choose`.
 
     Args:
         window: first and last point of the depth at which a token may halt, as fractions of the layers gone through (G.2: 6 to 24
@@ -159,7 +159,7 @@ class Halting(HaltingPolicy, Calibrated):
         tau_drift, tau_entropy: a number, one number per layer, or a percentile of `calibration` such as "p25" (B.2). None: not
             tested.
         unit: of `tau_entropy` where it is given as numbers (percentiles are in nats).
-        drift, entropy: which drift (`relative`, `l2`, `cosine`) and entropy (`logit_lens`, `latent`, `histogram`): conflicts.md
+        drift, entropy: which drift (`relative`, `l2`, `cosine`) and entropy (`logit_lens`, `latent`, `histogram`): docs/conflicts.md
             #3, #5.
         calibration: a `Calibration` or the path of one; percentiles need it.
         signal: for `capacity`: drift, update_norm, entropy, attention, position, random, or a mapping of a name and its options.

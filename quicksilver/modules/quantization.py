@@ -49,13 +49,13 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         bits: one width for every token, whatever its entropy: the uniform rows of Table 3.
         mix: the null: widths at random, with these shares of the tokens, one a width. `mix_of` says what a run's was.
         seed: of `mix`; the draw is a hash of (seed, layer, slot, token id).
-        source: entropy of what, as `signals.Entropy` has it (conflicts.md #5): `logit_lens`, `latent` or `histogram`.
+        source: entropy of what, as `signals.Entropy` has it (docs/conflicts.md #5): `logit_lens`, `latent` or `histogram`.
         unit: of the thresholds where they are numbers and H is not normalised: nats or bits.
         normalisation: `none`; `log_vocab`: over its greatest value, the logarithm of the number of outcomes (App. O); `minmax`:
             between the least and the greatest H of the batch's tokens (E.1). With `minmax` a token's width depends on later
             tokens and on batch mates: not causal, so it acts in prompts only.
         tau_low, tau_high: a number, one a layer, or a percentile of `calibration` such as "p30". The paper has (1.0, 2.3),
-            (0.3, 0.6) and (0.25, 0.65): conflicts.md #18.
+            (0.3, 0.6) and (0.25, 0.65): docs/conflicts.md #18.
         calibration: a `Calibration` or the path of one; percentiles need it.
         protected_ids, protected_mask: tokens that get at least `protected_bits` (R.2: names, numbers, rare words), by id, or by
             slot: a bool tensor (S,) or (B, S).
@@ -65,13 +65,13 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         execution: `simulate`: float products of dequantised values, groups of `group_size`. `int8`: integer products, one scale a
             token; tokens of 16 bits in float. How a product was really done is in `kernel`.
         scope: `linear`: the inputs of every linear layer. `residual`: the hidden state once, when widths are decided
-            (conflicts.md #19); the paper's ledger charges widths all the same.
+            (docs/conflicts.md #19); the paper's ledger charges widths all the same.
         weights: `float`: the model's own; `int8`: quantised tokens meet 8-bit weights, one scale an output channel; `token`: they
             meet the leading bits of those, as many as they have. None: float for `simulate`, int8 for `int8`.
         group_size: values that share a scale under `simulate`; None: all of a token's.
         kv: hold K/V at the token's width as well, packed in the cache.
         kv_group_size: values of a head that share a scale there.
-        beta: what the paper's ledger charges a width: `bits_over_16`, or App. J's `app_j` (conflicts.md #22).
+        beta: what the paper's ledger charges a width: `bits_over_16`, or App. J's `app_j` (docs/conflicts.md #22).
         lookahead: act outside prompts too, although `minmax` looks ahead; every number it touches is marked.
 
     Raises:

@@ -52,7 +52,7 @@ class Signal(ABC):
 
 @dataclass(frozen=True)
 class Drift(Signal):
-    """How far a layer moved the state (paper 2.1; the kinds are conflicts.md #3).
+    """How far a layer moved the state (paper 2.1; the kinds are docs/conflicts.md #3).
 
     `relative`: ‖h^ℓ − h^{ℓ−1}‖₂ / ‖h^ℓ‖₂; `l2`: ‖h^ℓ − h^{ℓ−1}‖₂ in state units (the paper's); `cosine`: 1 − cos(h^{ℓ−1}, h^ℓ), 0
     to 2.
@@ -91,7 +91,7 @@ class UpdateNorm(Signal):
 
 @dataclass(frozen=True)
 class Entropy(Signal):
-    """Entropy in nats (conflicts.md #4, #5).
+    """Entropy in nats (docs/conflicts.md #4, #5).
 
     `logit_lens`: of softmax(head(final_norm(h^ℓ))), paper 2.1; computed only where it is asked for, because the head costs more
     than three layers. `latent`: of softmax over the D entries of h^ℓ (2.5). `histogram`: of the counts of the standardised

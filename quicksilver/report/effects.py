@@ -50,7 +50,7 @@ def effects(record: Record, dense: Record) -> dict[str, Any]:
         row[f"{ledger}_flops"] = record.get(f"{ledger}_flops")
         row[f"{ledger}_flops_saved_pct"] = saved_pct(record, f"{ledger}_flops")
     row["kv_bytes_saved_pct"] = saved_pct(record, "kv_bytes_resident", "dense_kv_bytes")
-    # A latency of masked execution says nothing: everything is computed there, then undone (DESIGN §4).
+    # A latency of masked execution says nothing: everything is computed there, then undone (docs/design.md §4).
     if record["execution"] == "compact":
         for phase in ("", "prompt_"):
             if record.get(f"{phase}latency_ms"):

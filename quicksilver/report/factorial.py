@@ -221,7 +221,7 @@ def legend() -> tuple[str, ...]:
         "δ: what is saved together minus the sum of what each saves alone (P.1), in points: below 0 the parts overlap (sub-additive). "
         "independent: minus what they would save if each took its share of what the others leave.",
         f"The paper's own numbers (P.4) give δ = {reported_synergy():+.1f} points and {reported_beyond_independence():+.1f} against "
-        "independence: sub-additive, though the text there calls it super-additive (conflicts.md #24).",
+        "independence: sub-additive, though the text there calls it super-additive (docs/conflicts.md #24).",
         "In the executed ledger δ is large where deciding costs much: a mechanism that leaves fewer tokens leaves fewer to decide about.",
         "95% intervals, bootstrap over windows, all combinations of one draw from the same windows.",
     )

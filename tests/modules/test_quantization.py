@@ -584,7 +584,7 @@ def test_executed_is_what_is_counted_from_outside(name: str, execution: Any) -> 
 @pytest.mark.parametrize(("options", "saved"), [({"bits": 8}, 0.25), ({"bits": 4}, 0.375), ({"bits": 8, "beta": "app_j"}, 0.0),
                                                 ({"bits": 2, "beta": "app_j"}, 0.375), ({"bits": 8, "depth": 0.25}, 0.375)])  # fmt: skip
 def test_the_paper_s_ledger_charges_by_width(options: dict[str, Any], saved: float) -> None:
-    """β = bits/16 in the layers after half depth: 25%, and Table 3's 26.4% where 19 of 36 layers are covered (conflicts.md #22)."""
+    """β = bits/16 in the layers after half depth: 25%, and Table 3's 26.4% where 19 of 36 layers are covered (docs/conflicts.md #22)."""
     model = tiny.build("gpt2", n_layer=8).eval()
     flops = tiny.forward(model, Batch((tuple(range(1, 20)),)), [AdaptiveQuantization(**options)]).run.flops
     assert 1 - flops.paper / flops.dense_paper == pytest.approx(saved, abs=1e-6)
@@ -614,7 +614,7 @@ def test_the_packed_cache_is_small_in_the_layers_that_are_covered() -> None:
 
 
 def test_trained_weights_bear_8_and_4_bits_and_not_2() -> None:
-    """stories260K on a text of its own: real activations. Perplexity over dense, from half depth on (DESIGN §4: 4 bits cost little)."""
+    """stories260K on a text of its own: real activations. Perplexity over dense, from half depth on (docs/design.md §4: 4 bits cost little)."""
     model = tiny.load(tiny.STORIES)
     torch.manual_seed(0)
     ids = model.generate(

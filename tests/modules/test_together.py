@@ -1,4 +1,4 @@
-"""All 2⁴ combinations of the mechanisms: the invariants of each hold for all of them together (DESIGN §8).
+"""All 2⁴ combinations of the mechanisms: the invariants of each hold for all of them together (docs/design.md §8).
 
 In float64: where codes have two bits, the last digit of a float32 sum, which follows the shapes, decides a whole step.
 """

@@ -147,14 +147,22 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+def headings(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and mkdocs make them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().strip().replace(" ", "-") for heading in found}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_that_a_page_names_are_there(page):
     text = page.read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
-    headings = {
-        "#" + re.sub(r"[^\w -]", "", found).lower().replace(" ", "-") for found in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    }
-    assert [link for link in links if not (link in headings if link.startswith("#") else (page.parent / link).exists())] == []
+    broken = []
+    for link in (link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    assert broken == []
     named = re.findall(r"`((?:quicksilver|conf|tests|experiments|scripts|docs)/[\w./-]+)`", text)
     assert [name for name in named if not (ROOT / name).exists() and "quiet_tokens" not in name] == []
 

@@ -51,7 +51,7 @@ class OneShotHalting(HaltingPolicy):
     def wants_attention(self, layer: int) -> bool:
         return self.acts_at(layer)
 
-    def share_out(self, layer: int) -> float | None:
+    def halted_share_after(self, layer: int) -> float | None:
         return self.halted_share
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ class PromptPruning(HaltingPolicy):
     def wants_attention(self, layer: int) -> bool:
         return self.acts_at(layer)
 
-    def share_out(self, layer: int) -> float | None:
+    def halted_share_after(self, layer: int) -> float | None:
         return 1 - self._kept[layer]
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:

@@ -123,19 +123,18 @@ class HaltingPolicy(TokenPolicy):
         if self.forced_ids or self.forced_mask is not None:
             forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
             self._halt(tokens, tokens.active & ~spared & forced)
-        each = self._each(view, tokens)
-        self._halt(tokens, self.choose(view, tokens, tokens.active & ~spared), each)
+        self._halt(tokens, self.choose(view, tokens, tokens.active & ~spared), self._count_per_row(view, tokens))
 
-    def _halt(self, tokens: TokenState, mask: torch.Tensor, each: int | None = None) -> None:
-        tokens.halt(mask, missing_kv=self.missing_kv, resume_layers=self.resume_layers, each=each)
+    def _halt(self, tokens: TokenState, mask: torch.Tensor, count_per_row: int | None = None) -> None:
+        tokens.halt(mask, missing_kv=self.missing_kv, resume_layers=self.resume_layers, each=count_per_row)
 
-    def share_out(self, layer: int) -> float | None:
-        """Share of a row's tokens that `choose` sees to be out after `layer`; None: no fixed one."""
+    def halted_share_after(self, layer: int) -> float | None:
+        """Share of a row's tokens that have halted once `choose` was asked after `layer`; None: it depends on the data."""
         return None
 
-    def _each(self, view: LayerView, tokens: TokenState) -> int | None:
-        """How many tokens of each row `choose` will take, where that follows from shapes alone."""
-        share = self.share_out(view.layer)
+    def _count_per_row(self, view: LayerView, tokens: TokenState) -> int | None:
+        """How many tokens of each row `choose` halts, where that follows from shapes alone; None: only the device knows."""
+        share = self.halted_share_after(view.layer)
         by_name = self.full_ids or self.full_mask is not None or self.forced_ids or self.forced_mask is not None
         if share is None or by_name or view.n_each is None or tokens.n_left is None:
             return None
@@ -242,7 +241,7 @@ class Halting(HaltingPolicy, Calibrated):
     def wants_attention(self, layer: int) -> bool:
         return self.rule == "capacity" and self._signal.needs_attention and self.acts_at(layer)
 
-    def share_out(self, layer: int) -> float | None:
+    def halted_share_after(self, layer: int) -> float | None:
         return self._halted_shares[layer] if self.rule == "capacity" else None
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         if self.mix is not None:
             self.mix = _shares(self.mix, self.widths)
             if self.bits is not None:
-                raise ConfigError(f"bits={self.bits} gives all tokens one width and mix={list(self.mix)} draws them: give one.")
+                raise ConfigError(f"bits={self.bits} and mix={list(self.mix)} are mutually exclusive: remove one.")
         self._check_entropy()
         self.protected_ids = token_ids("protected_ids", self.protected_ids)
         check_mask("protected_mask", self.protected_mask)

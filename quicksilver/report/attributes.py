@@ -28,7 +28,7 @@ def techniques() -> pd.DataFrame:
     built: dict[type, tuple[str, Any]] = {}
     for name in choices("modules"):
         (module,) = build_modules(compose([f"modules=[{name}]"]).modules)
-        if type(module).__module__ != _CONTROLS:
+        if not type(module).__module__.startswith(_CONTROLS):
             shortest = min((name, built.get(type(module), (name,))[0]), key=len)
             built[type(module)] = (shortest, module if shortest == name else built[type(module)][1])
     claims = {cls: _claims(module) for cls, (_, module) in built.items()}

@@ -63,6 +63,7 @@ def make(
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint(name),
         "dense_fingerprint": None if dense else fingerprint(f"dense {protocol}"),
+        "identity": {},
         "config": {"seed": 0, "model": {"name": "reference-gpt2"}, "dataset": {"name": "python-docs"}},
         "execution": "compact",
         "lookahead": False,

@@ -1,7 +1,5 @@
 """The separate passes of one run: quality, null, audit, executed FLOPs, wall clock, memory, a look inside. What is timed is never also
 traced or counted.
-
-This file and what it imports decide every number of a record; `fingerprint.py` hashes exactly that.
 """
 
 from __future__ import annotations

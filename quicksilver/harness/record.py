@@ -25,7 +25,7 @@ from quicksilver.runtime.errors import ConfigError
 if TYPE_CHECKING:  # a second to import, which no refusal should wait for
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
 SIGNALS = "signals.safetensors"
 
@@ -148,12 +148,15 @@ def load_record(folder: Path | str) -> Record:
     if not isinstance(data, dict) or "schema_version" not in data:
         raise _corrupt(folder, f"{RECORD} has no schema_version")
     if data["schema_version"] != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{folder} is a record of schema {data['schema_version']} and this version of QuickSilver reads schema "
-            f"{SCHEMA_VERSION}. "
-            "Move that folder away to have the run made again, or read it with the version that wrote it."
+        older = isinstance(data["schema_version"], int) and data["schema_version"] < SCHEMA_VERSION
+        update = (
+            f"Bring it up to date with `python -m quicksilver.harness.rekey results_dir={folder.parents[1]}`. " if older else ""
         )
-    missing = [key for key in ("fingerprint", "dense_fingerprint", "config", "files") if key not in data]
+        raise ConfigError(
+            f"{folder} is a record of schema {data['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
+            f"{update}Move that folder away to have the run made again, or read it with the version that wrote it."
+        )
+    missing = [key for key in ("fingerprint", "dense_fingerprint", "identity", "config", "files") if key not in data]
     if missing:
         raise _corrupt(folder, f"{RECORD} has no {missing[0]}")
     if data["fingerprint"] != folder.name:
@@ -172,7 +175,8 @@ def _corrupt(folder: Path, why: str) -> ConfigError:
 def record_frame(results_dir: Path | str) -> pd.DataFrame:
     """All records below `results_dir`, one row each.
 
-    Nested entries are joined with dots (`latency_ms.median`, `config.model.name`), lists are left out. The index is the
+    Nested entries are joined with dots (`latency_ms.median`, `config.model.name`), lists are left out, and so is `identity`, which
+    repeats the configuration. The index is the
     fingerprint, rows are in order of their start.
 
     Raises:
@@ -182,7 +186,7 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
 
     runs = Path(results_dir) / "runs"
     folders = sorted(p for p in runs.iterdir() if p.is_dir() and not p.name.startswith(".")) if runs.is_dir() else []
-    rows = [dict(_flatten(load_record(folder).data)) for folder in folders]
+    rows = [dict(_flatten({k: v for k, v in load_record(folder).data.items() if k != "identity"})) for folder in folders]
     if not rows:
         return pd.DataFrame(index=pd.Index([], name="fingerprint"))
     return pd.DataFrame(rows).sort_values("started", kind="stable").set_index("fingerprint")

@@ -19,11 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from quicksilver import __version__
+from quicksilver import __version__, numerics
 from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.text import Text, read_text
 from quicksilver.harness.config import RunConfig, build_modules, module_class
-from quicksilver.harness.fingerprint import fingerprint, source_digest
+from quicksilver.harness.identity import Identity, foreign_sources
 from quicksilver.harness.record import SCHEMA_VERSION, SIGNALS, TRACE, WINDOWS, Record
 from quicksilver.harness.store import Draft, Store
 from quicksilver.harness.tracker import check_tracker, mirror
@@ -81,7 +81,7 @@ class Workplace:
         self._files: dict[str, tuple[ModelFiles, str]] = {}
         self._loaded: tuple[str, Loaded] | None = None
         self._windows: dict[tuple[str, ...], Windows] = {}
-        self._fingerprints: dict[str, str] = {}
+        self._identities: dict[str, Identity] = {}
 
     def text(self, config: RunConfig, part: Part) -> Text:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
@@ -129,14 +129,18 @@ class Workplace:
         return self._windows[key]
 
     def fingerprint(self, config: RunConfig) -> str:
-        key = _key(config)
-        if key not in self._fingerprints:
-            self._fingerprints[key] = self._fingerprint(config)
-        return self._fingerprints[key]
+        return self.identity(config).fingerprint
 
-    def _fingerprint(self, config: RunConfig) -> str:
+    def identity(self, config: RunConfig) -> Identity:
+        """What the record of a config is of."""
+        key = _key(config)
+        if key not in self._identities:
+            self._identities[key] = self._identity(config)
+        return self._identities[key]
+
+    def _identity(self, config: RunConfig) -> Identity:
         modules = build_modules(config.modules)
-        digests: dict[str, Any] = {"text": self.text(config, "test").digest, "weights": self.files(config)[1]}
+        digests = {"text": self.text(config, "test").digest, "weights": self.files(config)[1]}
         if any(_asks_for_calibration(module) for module in modules):
             digests["calibration_text"] = self.text(config, "calibration").digest
         identity = config.identity()
@@ -146,7 +150,7 @@ class Workplace:
             if isinstance(path, str):
                 digests[f"calibration.{name}"] = _file_digest(name, path)
                 identity["modules"][name] = {k: v for k, v in entry.items() if k != "calibration"}
-        return fingerprint(identity, digests, [module_class(name, entry) for name, entry in config.modules.items()])
+        return Identity(identity, digests, foreign_sources(module_class(name, entry) for name, entry in config.modules.items()))
 
 
 def _root(config: RunConfig) -> Path | None:
@@ -431,8 +435,7 @@ def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) ->
     if not any(_asks_for_calibration(module) for module in modules):
         return modules, None
     windows, text = workplace.windows(config, "calibration"), workplace.text(config, "calibration")
-    # A changed signal must not find yesterday's percentiles: the code is part of the place.
-    folder = store.root / "calibration" / source_digest()
+    folder = store.root / "calibration"
     source = {"model": config.model.name, "dataset": config.dataset.name, "text": text.source}
     with store.writing():
         calibration = calibrate_modules(
@@ -502,7 +505,8 @@ def _describe(
             name: module.kernel for name, module in zip(sorted(config.modules), modules, strict=True) if module.kernel is not None
         },
         "config": dataclasses.asdict(config),
-        "package": {"version": __version__, "source_digest": source_digest(type(m) for m in modules)},
+        "identity": workplace.identity(config).to_json(),
+        "package": {"version": __version__, "numerics_version": numerics.VERSION},
         "environment": environment(),
     }
 

@@ -87,5 +87,5 @@ def scalars(record: Record) -> dict[str, Any]:
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 flat[f"{prefix}{key}"] = value
 
-    add({k: v for k, v in record.data.items() if k not in ("config", "environment", "files")}, "")
+    add({k: v for k, v in record.data.items() if k not in ("config", "identity", "environment", "files")}, "")
     return flat

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from quicksilver import __version__
+from quicksilver import numerics
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.signals import Drift, Entropy, Signal
 from quicksilver.modules.thresholds import Calibrated, Calibration, halted_key, model_digest
@@ -169,7 +169,7 @@ def _provenance(model: PreTrainedModel, windows: torch.Tensor) -> dict[str, Any]
         "data_digest": hashlib.sha256(windows.cpu().to(torch.int64).contiguous().numpy().tobytes()).hexdigest(),
         "windows": windows.shape[0],
         "window_tokens": windows.shape[1],
-        "package_version": __version__,
+        "numerics_version": numerics.VERSION,
     }
 
 

@@ -433,7 +433,7 @@ class Site:
 
 
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
-_SHOWN_APART = ("config", "environment", "files", "schema_version", "fingerprint", "label", "texts")
+_SHOWN_APART = ("config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts")
 _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
     *("started", "finished", "seconds"),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from harness_world import LAYERS, PROMPT, WINDOW, make_text, make_world
 
-from quicksilver.harness import fingerprint as fingerprints
 from quicksilver.harness import run as harness
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import record_frame
@@ -348,59 +347,6 @@ def test_a_calibration_file_counts_by_content(words, finished, tmp_path):
     assert fingerprint_of(*words, *THRESHOLD, f"modules.halting.calibration={copy}") != given[0]
     with pytest.raises(ConfigError, match=r"calibration=/nowhere cannot be read"):
         fingerprint_of(*words, *THRESHOLD, "modules.halting.calibration=/nowhere")
-
-
-def test_code_counts_by_its_syntax_and_only_where_a_run_uses_it(tmp_path, monkeypatch):
-    package = tmp_path / "quicksilver"
-    for name, text in {
-        "harness/passes.py": "from quicksilver.measure import score\n",
-        "measure/__init__.py": "from quicksilver.measure.perplexity import score\n",
-        "measure/perplexity.py": '"""Prose."""\ndef score():\n    """More."""\n    return 1\n',
-        "modules/calibration.py": "from .signals import drift\n",
-        "modules/signals.py": "drift = 1\n",
-        "modules/halting.py": "x = 1\n",
-        "report/tables.py": "x = 1\n",
-    }.items():
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(text)
-    monkeypatch.setattr(fingerprints, "_PACKAGE", package)
-    assert set(fingerprints.source_files(fingerprints.PASSES)) == {
-        "quicksilver.harness.passes",
-        "quicksilver.measure",
-        "quicksilver.measure.perplexity",
-        "quicksilver.modules.calibration",
-        "quicksilver.modules.signals",
-    }
-
-    def rewritten(name: str, text: str) -> str:
-        (package / name).write_text(text)
-        fingerprints._parse.cache_clear()
-        return fingerprints.source_digest()
-
-    base = fingerprints.source_digest()
-    assert rewritten("report/tables.py", "x = 2\n") == base
-    assert rewritten("modules/halting.py", "x = 2\n") == base
-    assert rewritten("measure/perplexity.py", '"""Other."""\n\n\ndef score():  # why\n    return 1\n') == base
-    assert rewritten("measure/perplexity.py", "def score():\n    return 2\n") != base
-    halting = fingerprints.source_digest([Halting])
-    assert halting != fingerprints.source_digest()
-    (package / "modules/halting.py").write_text("x = 3\n")
-    fingerprints._parse.cache_clear()
-    assert fingerprints.source_digest([Halting]) != halting
-
-
-def test_the_real_passes_pull_in_all_that_computes_and_nothing_that_reports():
-    files = set(fingerprints.source_files(fingerprints.PASSES))
-    assert {
-        "quicksilver.runtime.engine",
-        "quicksilver.runtime.ledger",
-        "quicksilver.measure.perplexity",
-        "quicksilver.data.windows",
-    } <= files
-    assert not any(
-        name.startswith(("quicksilver.report", "quicksilver.harness.config", "quicksilver.harness.run")) for name in files
-    )
-    assert "quicksilver.modules.kv_skipping" in set(fingerprints.source_files(["quicksilver.modules.kv_skipping"]))
 
 
 # -- trackers -------------------------------------------------------------------------------------------------------------------

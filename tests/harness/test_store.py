@@ -30,6 +30,7 @@ def content(fingerprint: str = PRINT, **more) -> dict:
         "dense_fingerprint": None,
         "label": "a run",
         "started": "2026-01-01",
+        "identity": {},
         "config": {"measure": {"name": "quick"}},
         "ppl": 2.0,
         **more,
@@ -215,7 +216,7 @@ DAMAGE = {
     "a torn file": (lambda p: (p / "windows.parquet").write_bytes(b"PAR1"), "windows.parquet is cut short"),
     "another schema": (
         lambda p: (p / "record.json").write_text(json.dumps(content(files={}) | {"schema_version": 99})),
-        "a record of schema 99 and this version of QuickSilver reads schema 1",
+        "a record of schema 99 and this version of QuickSilver reads schema 2",
     ),
 }
 

@@ -141,7 +141,7 @@ def test_it_is_measured_once_and_found_by_digest(tmp_path: Path, monkeypatch: py
     first = calibrated(tmp_path, model, WINDOWS, signals=[Drift()])
     assert first.provenance["windows"] == 6
     assert first.provenance["model_digest"] == model_digest(model)
-    assert {"package_version", "dtype", "data_digest", "window_tokens", "torch"} <= set(first.provenance)
+    assert {"numerics_version", "dtype", "data_digest", "window_tokens", "torch"} <= set(first.provenance)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("measured again")

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from quicksilver.measure.latency import Alternation, alternate, twin
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, StaticDepth, TokenFusion
-from quicksilver.report.figures import Figure, panels, style
+from quicksilver.report.figure import Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 
 PHASES = ("prefill", "decode")

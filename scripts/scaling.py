@@ -26,7 +26,7 @@ from shapes import ROOT, SHAPES, environment, model_of, random_ids
 
 from quicksilver.measure.latency import alternate, twin
 from quicksilver.modules import ExponentialDecay
-from quicksilver.report.figures import DASHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.runtime import ConfigError, apply
 
 ALPHAS = (0.05, 0.1)  # per layer, App. J

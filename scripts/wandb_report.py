@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from quicksilver.report.site import Piece, Site
+from quicksilver.report.site.site import Piece, Site
 from quicksilver.report.wandb import sweeps
 from quicksilver.runtime.errors import QuickSilverError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 import sys
@@ -10,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither
     from quicksilver.harness.record import Record
-    from quicksilver.report.figures import Figure
-    from quicksilver.report.tables import Table
+    from quicksilver.report.figure import Figure
+    from quicksilver.report.table import Table
 
 _FILE_NAME = re.compile(r"(table|figure)(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*\.py")
 _NAMED_FILE = re.compile(r"(table|figure)_([a-z]\w*)\.py")  # what has no number in the paper: asked for by its name
@@ -130,13 +132,8 @@ class Artefact:
         Raises:
             ConfigError: it needs a library that is not installed.
         """
-        spec = importlib.util.spec_from_file_location(f"quicksilver_{self.path.stem}", self.path)
-        assert spec is not None  # a .py file always has a loader
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses ask for the module they are in
         try:
-            spec.loader.exec_module(module)
+            module = _imported(self.path)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] == "quicksilver":
                 raise
@@ -146,17 +143,38 @@ class Artefact:
         return cast(Experiment, module)
 
 
+_PACKAGE = Path(__file__).resolve().parent.parent
+_EXPERIMENTS = _PACKAGE.parent / "experiments" if (_PACKAGE.parent / "experiments").is_dir() else _PACKAGE / "experiments"
+
+
 def experiments_folder() -> Path:
     """`experiments/` of a clone, or the copy inside an installed package."""
-    package = Path(__file__).resolve().parent.parent
-    clone = package.parent / "experiments"
-    return clone if clone.is_dir() else package / "experiments"
+    return _EXPERIMENTS
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module in this file: one of `quicksilver.experiments`, or a single file that lies elsewhere."""
+    if path.is_relative_to(_EXPERIMENTS):
+        package = "quicksilver.experiments"
+        if package not in sys.modules:  # in a clone that is not installed it stands beside the package
+            _loaded(package, _EXPERIMENTS / "__init__.py", [str(_EXPERIMENTS)])
+        return importlib.import_module(".".join((package, *path.relative_to(_EXPERIMENTS).with_suffix("").parts)))
+    return _loaded(f"quicksilver_{path.stem}", path)
+
+
+def _loaded(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    assert spec is not None  # a .py file always has a loader
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses ask for the module they are in
+    spec.loader.exec_module(module)
+    return module
 
 
 def artefacts(folder: Path | None = None) -> list[Artefact]:
     """Every table and figure that there is, tables first, by number."""
     found = []
-    for path in sorted((folder or experiments_folder()).iterdir()):
+    for path in sorted((folder or experiments_folder()).rglob("*.py"), key=lambda path: path.name):
         if match := _FILE_NAME.fullmatch(path.name):
             found.append(Artefact(match[1], tuple(map(_plain, match[2].split("_"))), path))
         elif match := _NAMED_FILE.fullmatch(path.name):

@@ -10,10 +10,11 @@ import pandas as pd
 
 from quicksilver.harness.budget import Fit
 from quicksilver.harness.record import Record
-from quicksilver.report import ablation, provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.effects import interval_cell, number, saved_pct, signed, versus_null_cell
-from quicksilver.report.tables import Column, Lines, Panel, Table
+from quicksilver.report.cells import interval_cell, number, signed, versus_null_cell
+from quicksilver.report.comparison import saved_pct
+from quicksilver.report.table import Column, Lines, Panel, Table
 
 LEGEND = (
     "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on the calibrating text alone and then left "
@@ -49,9 +50,9 @@ def outcomes(reports: Sequence[Report]) -> list[Outcome]:
 
 
 def frame(reports: Sequence[Report]) -> pd.DataFrame:
-    """What `ablation.frame` has of every outcome, and what was asked and reached."""
+    """What `comparison.frame` has of every outcome, and what was asked and reached."""
     there = outcomes(reports)
-    rows = ablation.frame(there)
+    rows = comparison.frame(there)
     asked = [one for one in reports for _ in range(1 + len(one.later))]
     rows.insert(4, "budget", [str(one.found.budget) for one in asked])
     rows.insert(5, "dial", [f"{key.rpartition('.')[2]}={value}" for key, value in map(_dial, asked)])
@@ -92,7 +93,7 @@ def table(reports: Sequence[Report], name: str) -> Table:
         notes = (f"{len(one.found.steps)} positions of the dial tried on the calibrating text.", *provenance.notes(there))
         title = f"To {one.found.budget}, by {one.found.dial.name}"
         panels.append(Panel(key, title, COLUMNS, notes))
-    marks = (ablation.LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
+    marks = (comparison.LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
     return Table(name, "Budgets: set on the calibrating text, used on others", rows, tuple(panels), (*LEGEND, *marks))
 
 

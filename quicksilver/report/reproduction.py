@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
     from quicksilver.harness.run import Workplace
     from quicksilver.harness.store import Store
-    from quicksilver.report.figures import Figure
-    from quicksilver.report.tables import Table
+    from quicksilver.report.figure import Figure
+    from quicksilver.report.table import Table
 
 # Where something is or goes does not change what is measured: no other name for the table.
 _NEUTRAL = ("results_dir", "data.root", "tracker")
@@ -68,7 +68,7 @@ def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers) -> l
 def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str]) -> Made:
     """Make the artefact from its records and write it into results/tables or results/figures."""
     from quicksilver.harness.store import Store
-    from quicksilver.report.compare import committed, distance
+    from quicksilver.report.committed import committed, distance
 
     store = Store(base.results_dir)
     outcomes = [

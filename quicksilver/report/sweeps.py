@@ -16,15 +16,17 @@ import pandas as pd
 
 from quicksilver.harness.record import Record
 from quicksilver.harness.stats import paired_records
-from quicksilver.report import ablation, claims, provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.claims import Answer
-from quicksilver.report.effects import NO_VALUE, interval, interval_cell, number, saved_pct, signed
-from quicksilver.report.tables import Column, Lines, Panel, Table
-from quicksilver.report.verdicts import Estimate
+from quicksilver.report.cells import NO_VALUE, interval_cell, number, signed
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.ledger import saved_pct as paired_saved_pct
+from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.comparison import interval, saved_pct
+from quicksilver.report.table import Column, Lines, Panel, Table
 
 if TYPE_CHECKING:
-    from quicksilver.report.figures import Figure
+    from quicksilver.report.figure import Figure
 
 # column of the frame -> heading in a table, label of an axis
 SAVED = {
@@ -42,7 +44,7 @@ PROMPT = ("prompt_nominal_flops_saved_pct", "prompt_executed_flops_saved_pct", "
 _BASE = [f"base_delta_ppl{part}" for part in ("", "_low", "_high", "_pct", "_pct_low", "_pct_high")]
 _PLOTS_A_LINE = 3
 _WIDE = 8  # costs that differ by more than this factor are drawn on a logarithmic axis
-_PROMPT_LEDGERS = ("nominal", "paper")  # `effects` has the executed one
+_PROMPT_LEDGERS = ("nominal", "paper")  # `against_dense` has the executed one
 LEGEND = (
     "Saved is in percent of dense inference: nominal = the dense formula on active tokens; exec = operations of what really ran, signals "
     "and modules included; paper = Appendix J with its constants; prompt = of the prompt alone; KV bytes = resident.",
@@ -97,8 +99,8 @@ def _settings(row: Row) -> dict[str, str]:
 
 
 def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
-    """One row an outcome: what was swept, what was measured (see `effects`), whether it is on the panel's front."""
-    rows = ablation.frame(outcomes)
+    """One row an outcome: what was swept, what was measured (see `against_dense`), whether it is on the panel's front."""
+    rows = comparison.frame(outcomes)
     rows = rows.drop(
         columns=[name for name in rows if any(part in name for part in ("null", "speedup", "noise", "latency", "reported"))]
     )
@@ -162,7 +164,7 @@ def table(
     """
     rows = frame(outcomes, sweeps) if rows is None else rows
     panels = [panel(sweep, outcomes, (*columns(sweep), *(more or {}).get(sweep.experiment, ()))) for sweep in sweeps]
-    marks = (ablation.LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
+    marks = (comparison.LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
     return Table(name, title, rows, tuple(panels), (*legend, *LEGEND, *marks))
 
 
@@ -211,13 +213,13 @@ def _setting(key: str, *, first: bool) -> Callable[[Mapping[str, Any]], Lines]:
         value = row[key] if isinstance(row[key], str) else row["technique"] if first else NO_VALUE
         if first and row["lookahead"] is True:
             value += " †"
-        reason = textwrap.wrap(row["status"], 20) if first and row["status"] != ablation.MEASURED else []
+        reason = textwrap.wrap(row["status"], 20) if first and row["status"] != comparison.MEASURED else []
         return (value, *reason)
 
     return cell
 
 
-def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dict[str, Answer]:
+def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dict[str, AnsweredBy]:
     """What answers a claim about the row `key` against the sweep's base, for a file's ANSWERS: perplexity added, and, of the column
     `flops`, operations saved."""
 
@@ -230,17 +232,17 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
 
     def saved(outcomes: Mapping[str, Outcome]) -> Estimate | None:
         ours, base = outcomes[key].record, outcomes[sweep.base or ""].record
-        return None if ours is None or base is None or flops is None else claims.saved_pct(ours, base, flops)
+        return None if ours is None or base is None or flops is None else paired_saved_pct(ours, base, flops)
 
-    found = {f"{claim}.delta_ppl": Answer(sweep.experiment, key, of=added, note=f"against {sweep.base}")}
+    found = {f"{claim}.delta_ppl": AnsweredBy(sweep.experiment, key, of=added, note=f"against {sweep.base}")}
     if flops is not None:
-        found[f"{claim}.flops_saved_pct"] = Answer(sweep.experiment, key, of=saved, note=f"against {sweep.base}")
+        found[f"{claim}.flops_saved_pct"] = AnsweredBy(sweep.experiment, key, of=saved, note=f"against {sweep.base}")
     return found
 
 
 def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[Sweep]) -> Figure:
     """What is saved against what it costs, one plot a sweep, with intervals; the front is joined by a line."""
-    from quicksilver.report.figures import Figure, panels, style
+    from quicksilver.report.figure import Figure, panels, style
 
     rows = frame(outcomes, sweeps)
     with style():
@@ -269,7 +271,7 @@ def notes(outcomes: Sequence[Outcome], name: str) -> tuple[str, ...]:
 def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> None:
     """One sweep into `plot` (matplotlib axes): a series for each value of the first of two axes, labelled by the other; the front as a
     line. Against the sweep's base where it has one."""
-    from quicksilver.report.figures import GREY, MARKERS, PALETTE
+    from quicksilver.report.figure import GREY, MARKERS, PALETTE
 
     gain, cost = sweep.shown[0], "base_delta_ppl_pct" if sweep.base else "delta_ppl_pct"
     *outer, inner = sweep.axes()

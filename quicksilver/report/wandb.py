@@ -18,7 +18,7 @@ import pandas as pd
 
 from quicksilver.harness.config import TrackerConfig, choices, compose
 from quicksilver.harness.tracker import check_tracker, mirror, start
-from quicksilver.report.site import Piece, Run, Site, describe
+from quicksilver.report.site.site import Piece, Run, Site, describe
 from quicksilver.runtime.errors import QuickSilverError
 
 TABLES_AND_FIGURES = "tables and figures"  # name and kind of the one run that is no record

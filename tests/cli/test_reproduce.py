@@ -18,7 +18,7 @@ from quicksilver.harness import answers
 from quicksilver.harness.jobs import REFUSED
 from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import artefacts, find
-from quicksilver.report.compare import Committed, committed, distance
+from quicksilver.report.committed import Committed, committed, distance
 from quicksilver.report.readme import fill_readme
 from quicksilver.runtime.errors import ConfigError
 
@@ -47,7 +47,9 @@ def test_files_are_found_by_their_names(tmp_path):
         "__init__.py",
         "table3.txt",
     ):
-        (tmp_path / name).write_text('"""Table 2: a title."""\n')
+        folder = tmp_path / ("a_family" if name.startswith("table") else ".")  # families are folders
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text('"""Table 2: a title."""\n')
     found = [(artefact.kind, artefact.number, artefact.name) for artefact in artefacts(tmp_path)]
     assert found == [
         ("table", "2", "table02"),
@@ -293,7 +295,7 @@ def test_the_readme_takes_written_tables_and_figures(tmp_path):
 EXPERIMENTS = {
     "table01_data.py": """
 import pandas as pd
-from quicksilver.report.tables import Column, Panel, Table
+from quicksilver.report.table import Column, Panel, Table
 def rows():
     return ()
 def table(outcomes, name):
@@ -303,7 +305,7 @@ def table(outcomes, name):
     "figure04_curve.py": """
 import pandas as pd
 from quicksilver.report.artefacts import Row
-from quicksilver.report.figures import Figure, panels, style
+from quicksilver.report.figure import Figure, panels, style
 def rows():
     return [Row("", "", m, m, ("protocol=all", f"modules=[{m}]")) for m in ("halting", "adaptive_quantization")]
 def figure(outcomes, name):

@@ -15,14 +15,16 @@ import pandas as pd
 import pytest
 import yaml
 
+from quicksilver.experiments.ablation import factorial
+from quicksilver.experiments.quantization import strategies, threshold_grid
 from quicksilver.harness import config as harness_config
 from quicksilver.harness.config import RunConfig, build_modules
 from quicksilver.harness.store import Store
-from quicksilver.report import factorial, grid, quantization, sweeps
+from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row, find
-from quicksilver.report.claims import Source
-from quicksilver.report.figures import Figure
-from quicksilver.report.reported import reported
+from quicksilver.report.claims.ledger import Source
+from quicksilver.report.claims.reported import reported
+from quicksilver.report.figure import Figure
 
 TABLES = ("calibrations", "options", "quantization_grid", "factorial")
 FIGURES = ("sweeps", "quantization_grid", "factorial")
@@ -98,12 +100,12 @@ def test_a_figure_shows_runs_that_a_table_has_made(name):
 
 def test_the_grid_is_that_of_the_paper():
     bounds = reported()["e5.grid"].bounds
-    rows = [row for row in grid.SWEEP.rows() if not row.section]
+    rows = [row for row in threshold_grid.SWEEP.rows() if not row.section]
     assert len(rows) == 25
-    for key, claim in ((grid.LOW, "tau_low"), (grid.HIGH, "tau_high")):
+    for key, claim in ((threshold_grid.LOW, "tau_low"), (threshold_grid.HIGH, "tau_high")):
         values = {compose(row.overrides).modules["adaptive_quantization"][claim] for row in rows}
         assert (min(values), max(values)) == bounds[claim]
-        assert key in grid.SWEEP.axes()
+        assert key in threshold_grid.SWEEP.axes()
 
 
 def test_the_factorial_combines_what_stands_alone_in_table_11():
@@ -193,20 +195,20 @@ def test_the_effects_of_the_factorial_are_those_of_its_cells(made):
 
 def test_utility_is_that_of_e_9(made):
     frame = made["table", "quantization_grid"][1].frame
-    points = frame[frame["panel"] == grid.SWEEP.experiment].set_index("key")
-    base = points.loc[grid.UNIFORM]
+    points = frame[frame["panel"] == threshold_grid.SWEEP.experiment].set_index("key")
+    base = points.loc[threshold_grid.UNIFORM]
     assert math.isnan(base["utility"])
     point = points.iloc[3]
     saved = 1 - (1 - point["prompt_paper_flops_saved_pct"] / 100) / (1 - base["prompt_paper_flops_saved_pct"] / 100)
     assert point["utility"] == pytest.approx(15 * saved - (point["ppl"] - base["ppl"]), rel=1e-6)
     best = points["utility"].idxmax()
-    low, high = points.loc[best, [grid.LOW, grid.HIGH]]
+    low, high = points.loc[best, [threshold_grid.LOW, threshold_grid.HIGH]]
     assert f"λ = 15: ({low}, {high})" in made["table", "quantization_grid"][1].text()
 
 
 def test_a_grid_without_its_base_has_no_utility_and_says_so(made):
     there, _ = made["table", "quantization_grid"]
-    holed = [Outcome(one.row, reason="failed") if one.row.key == grid.UNIFORM else one for one in there]
+    holed = [Outcome(one.row, reason="failed") if one.row.key == threshold_grid.UNIFORM else one for one in there]
     table = RUNS["table", "quantization_grid"].experiment.table(holed, "table_quantization_grid")
     assert table.frame["utility"].isna().all()
     assert "nothing was measured" in table.text()
@@ -288,7 +290,7 @@ def test_a_factorial_with_a_hole_is_not_drawn(made):
 
 def test_the_percentiles_give_the_papers_savings_back():
     covered = 2 * reported()["table3.uniform8"].values["flops_saved_pct"]
-    found = quantization.paper_percentiles()
+    found = strategies.paper_percentiles()
     low, high = (found["entropy_aware"][name] / 100 for name in ("tau_low", "tau_high"))
     mixes = {"entropy_aware": (low, high - low, 1 - high)}
     mixes["no_2bit"] = (0.0, found["no_2bit"]["tau_high"] / 100, 1 - found["no_2bit"]["tau_high"] / 100)
@@ -301,9 +303,9 @@ def test_the_percentiles_give_the_papers_savings_back():
 @pytest.mark.parametrize("number", ["3", "10"])
 def test_every_row_of_the_paper_stands_in_both_panels(number):
     rows = find("table", number).experiment.rows()
-    for panel in quantization.PANELS:
+    for panel in strategies.PANELS:
         claims = [row.reported for row in rows if row.panel == panel and row.reported]
-        assert claims == ["table3.baseline", *(f"table3.{claim}" for claim in quantization.STRATEGIES)]
+        assert claims == ["table3.baseline", *(f"table3.{claim}" for claim in strategies.STRATEGIES)]
     for row in rows:
         config = compose(row.overrides)
         build_modules(config.modules)
@@ -332,9 +334,9 @@ def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
     )  # fmt: skip
     fakes.make(tmp_path, "dense all")
     record = fakes.make(tmp_path, "run", per_token=0.1)
-    assert quantization.shares(record) == {}
+    assert strategies.shares(record) == {}
     Trace(layers, [one]).save(record.path / "trace.safetensors")
-    assert quantization.shares(record) == {
+    assert strategies.shares(record) == {
         "two_bit_share_pct": 25.0, "four_bit_share_pct": 12.5, "eight_bit_share_pct": 62.5, "mean_bits": 6.0
     }  # fmt: skip
 

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 import wandb_report
 
-from quicksilver.report import ablation, wandb
+from quicksilver.report import comparison, wandb
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figures import Figure, panels, style
-from quicksilver.report.site import Site
-from quicksilver.report.tables import Panel, Table
+from quicksilver.report.figure import Figure, panels, style
+from quicksilver.report.site.site import Site
+from quicksilver.report.table import Panel, Table
 
 
 class Sent:
@@ -56,8 +56,8 @@ def results(tmp_path) -> Path:
     dense = fakes.make(tmp_path, "dense all", label="dense")
     records = [fakes.make(tmp_path, f"halting {i} all", per_token=0.02 * i, saved=0.1 * i, label=f"halting {i}") for i in (1, 2)]
     rows = [Row("b2_halting", "", f"p{i}", f"p{i}", ()) for i in (1, 2)]
-    frame = ablation.frame([Outcome(row, record, dense) for row, record in zip(rows, records, strict=True)])
-    panel = Panel("b2_halting", "B.2", ablation.columns(prompt=False), ())
+    frame = comparison.frame([Outcome(row, record, dense) for row, record in zip(rows, records, strict=True)])
+    panel = Panel("b2_halting", "B.2", comparison.columns(prompt=False), ())
     Table("table_sweeps", "Sweeps of the paper", frame, (panel,)).write(tmp_path / "tables")
     with style():
         drawing, _ = panels()

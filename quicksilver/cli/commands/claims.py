@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> int:
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
     from quicksilver.harness.store import Store
-    from quicksilver.report.claims import Source, ledger
+    from quicksilver.report.claims.ledger import Source, ledger
     from quicksilver.report.writing import write_files
 
     overrides = check_overrides(words, "claims")

@@ -1,0 +1,67 @@
+"""Table 11: the combined ablation, every module alone and one after another, under both protocols.
+
+Two panels, one per protocol. Under `all` only causal modules are allowed, so techniques that look ahead are refused there; under
+`continuation` they act inside the prompt, and one section more compares the signals by which tokens may be chosen at one budget.
+Which thresholds a module has stands in conf/modules; only what makes a row this row is said here.
+
+Claims: the nine rows of the paper's Table 11 (reported.yaml). P.4 and the abstract report other numbers for the same quantity
+(docs/conflicts.md #23); the legend quotes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quicksilver.report import comparison, provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.reported import reported
+from quicksilver.report.table import Panel, Table
+
+from .techniques import steps
+
+PANELS = {
+    "all": "Protocol all: every position scored, causal modules only",
+    "continuation": "Protocol continuation: anything goes inside the prompt, the tokens after it are scored",
+}
+# About 40% of the prompt's work, exactly the same for each: only which tokens leave, and how, differs. Each has random tokens as its null.
+HALTING, FUSION = "halting_attention", "token_fusion_attention"
+BUDGET = {
+    "attention": ("least attended", HALTING, ()),
+    "fusion": ("least attended, fused", FUSION, ()),
+    "position": ("oldest", HALTING, ("modules.halting.signal=position",)),
+    "drift": ("least drift (paper)", HALTING, ("modules.halting.signal=drift",)),
+}
+
+
+def rows() -> list[Row]:
+    """The rows of both panels, in printed order."""
+    return [row for panel in PANELS for row in _panel_rows(panel)]
+
+
+def _panel_rows(panel: str) -> Iterator[Row]:
+    protocol = f"protocol={panel}"
+    yield Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline")
+    for section, key, technique, needs, overrides in steps():
+        yield Row(panel, section, key, technique, (protocol, *overrides), needs, f"table11.{key}")
+    if panel == "continuation":
+        section = "About 40% of the prompt's work, by which tokens leave after a fifth of the depth"
+        for key, (technique, module, overrides) in BUDGET.items():
+            yield Row(panel, section, f"budget.{key}", technique, (protocol, f"modules=[{module}]", *overrides), (module,))
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Reported beside measured, a panel for each protocol."""
+    panels = []
+    for key, title in PANELS.items():
+        notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
+        panels.append(Panel(key, title, comparison.columns(prompt=key == "continuation"), notes))
+    frame = comparison.frame(outcomes)
+    title = "Table 11: combined ablation, reported beside measured"
+    return Table(name, title, frame, tuple(panels), (*comparison.legend(frame), _elsewhere()))
+
+
+def _elsewhere() -> str:
+    """The other numbers of the paper for its joint row."""
+    claims = [reported()[claim] for claim in ("table11.cumulative.quantization", "p4.joint", "abstract.joint")]
+    numbers = ", ".join(f"{claim.values['flops_saved_pct']:g}% ({claim.place})" for claim in claims)
+    return f"For the FLOPs that all four save together the paper has three numbers: {numbers}."

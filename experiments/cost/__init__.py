@@ -1,0 +1,1 @@
+"""Time by component, energy, memory, and serving."""

@@ -1,0 +1,214 @@
+"""What a run costs in time, energy and memory, from records of `measure=cost`: Table 7, Figure 16, the waterfall and the deployment table.
+
+All of them read the same nine records: dense inference, the steps of the ablation, and the attention budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from quicksilver.harness.record import Record
+from quicksilver.report import comparison
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import NO_VALUE, number, signed, time_difference_cell
+from quicksilver.report.table import Lines
+
+from ..ablation.techniques import steps
+
+PANEL = "continuation"
+# Eight windows: quality stands in Table 11, over all of them.
+OVERRIDES = (f"protocol={PANEL}", "measure=cost", "dataset.windows=8")
+DENSE, JOINT, BUDGET = "baseline", "cumulative.quantization", "budget"
+KERNELS = ("embedding", "attention", "mlp", "norms", "output_head")
+COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
+    "embedding": "Token embedding",
+    "attention": "Self-attention",
+    "mlp": "Feed-forward network",
+    "kv_write": "KV cache write",
+    "quantization": "Quantization overhead",
+    "fusion": "Fusion: deciding, merging",
+    "decisions": "Signals, other decisions",
+    "gather_scatter": "Gather and scatter",
+    "runtime": "Masks, bookkeeping",
+    "norms": "Norms, residual sums",
+    "output_head": "Output head",
+    "model": "Rest of the model",
+}
+BELOW = "below resolution"
+
+
+def rows(keys: Sequence[str] | None = None) -> list[Row]:
+    """Dense inference, every mechanism alone, one after another, and the attention budget; or those of them in `keys`."""
+    found = [Row(PANEL, "", DENSE, "Dense baseline", (*OVERRIDES, "modules=[]"))]
+    for section, key, technique, needs, overrides in steps():
+        found.append(Row(PANEL, section, key, technique, (*OVERRIDES, *overrides), needs))
+    attention = (*OVERRIDES, "modules=[halting_attention]")
+    found.append(Row(PANEL, "By attention", BUDGET, "Halting, least attention", attention, ("halting_attention",)))
+    return found if keys is None else [row for row in found if row.key in keys]
+
+
+def by_key(outcomes: Sequence[Outcome]) -> dict[str, Record]:
+    """The records that there are, by the key of their row."""
+    return {outcome.row.key: outcome.record for outcome in outcomes if outcome.record is not None}
+
+
+# --- time -----------------------------------------------------------------------------------------------------------------------
+
+
+def component_ms(record: Record, who: str, component: str) -> tuple[float, float] | None:
+    """Median and interquartile range of a component of `who` (dense or run); None where it does not occur."""
+    found = record["components"].get(who, {}).get("components", {}).get(component)
+    return None if found is None else (found["median_ms"], found["iqr_ms"])
+
+
+def component_saved(record: Record, component: str) -> tuple[float, float] | None:
+    """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, or half of the
+    two interquartile ranges where that is more. None where dense inference has no such component."""
+    dense, run = component_ms(record, "dense", component), component_ms(record, "run", component)
+    if dense is None or run is None or not dense[0]:
+        return None
+    spread = 100 * (dense[1] + run[1]) / 2 / dense[0]
+    return 100 * (1 - run[0] / dense[0]), max(record["components"]["noise_floor_pct"], spread)
+
+
+def kernel_saved_pct(record: Record) -> float | None:
+    """Percent gone of the time that the model's own parts take, whatever happens around them."""
+    total = {}
+    for who in ("dense", "run"):
+        parts = [component_ms(record, who, component) for component in KERNELS]
+        total[who] = sum(part[0] for part in parts if part is not None)
+    return 100 * (1 - total["run"] / total["dense"]) if total["run"] else None
+
+
+# --- energy ---------------------------------------------------------------------------------------------------------------------
+
+
+def method(record: Record) -> str:
+    """RAPL, NVML …, or `estimate` where there was no counter: one word beside every number."""
+    energy = record["energy"]
+    return energy["method"] if energy["measured"] else "estimate"
+
+
+def j_per_token(record: Record, who: str) -> float | None:
+    """Net joules per token of `who` (dense or run); None: below the resolution."""
+    value = record["energy"][who]["net_j_per_token"]
+    return None if isinstance(value, str) else value
+
+
+def joules_saved(record: Record) -> tuple[float, float] | None:
+    """Percent of dense net joules that are gone, and the resolution of that in percent; None: no net joules of one of the two."""
+    dense, run = j_per_token(record, "dense"), j_per_token(record, "run") if "run" in record["energy"] else None
+    if dense is None or run is None:
+        return None
+    resolution = sum(record["energy"][who]["resolution_j_per_token"] for who in ("dense", "run"))
+    return 100 * (1 - run / dense), 100 * resolution / dense
+
+
+def energy_note(outcomes: Sequence[Outcome]) -> str:
+    """How joules were measured, and what a gram is made of."""
+    records = [outcome.record for outcome in outcomes if outcome.record is not None and outcome.record.get("energy")]
+    if not records:
+        return "Energy: not measured."
+    how = dict.fromkeys(
+        f"{energy['method']} ({'a counter' if energy['measured'] else 'an estimate: it follows the clock and knows nothing more'}); "
+        f"{energy['rest_w']:.3g} W at rest subtracted; {energy['grid_kg_per_kwh']:.3g} kg CO₂ per kWh ({energy['country_iso_code']})"
+        for energy in (record["energy"] for record in records[:1])
+    )
+    return f"Energy: {'; '.join(how)}. Joules per token processed come first; grams are joules times the grid factor."
+
+
+def joules(value: float) -> str:
+    """`2.48 mJ`."""
+    for scale, unit in ((1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.2g} J"
+
+
+# --- the waterfall --------------------------------------------------------------------------------------------------------------
+
+STAGES = {  # column of the frame -> what the stage is
+    "nominal_saved_pct": "nominal FLOPs",
+    "executed_saved_pct": "executed FLOPs",
+    "kernel_saved_pct": "kernel time",
+    "wall_saved_pct": "wall clock",
+    "joules_saved_pct": "joules",
+}
+
+
+def waterfall(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """One row a run: percent of dense inference saved at each stage, what deciding alone costs, and the realization ratio.
+
+    All of the prompt, but for joules, which are of the whole batch.
+    """
+    found = []
+    for outcome in outcomes:
+        row: dict[str, Any] = {
+            **{"panel": outcome.row.panel, "section": outcome.row.section, "key": outcome.row.key},
+            **{"technique": outcome.row.technique, "status": outcome.reason or comparison.MEASURED},
+        }
+        if outcome.record is not None and outcome.record.dense_fingerprint is not None:
+            row |= _stages(outcome.record)
+        found.append(row)
+    columns = ["panel", "section", "key", "technique", "status", *STAGES, *_BESIDE, "method", "record"]
+    return pd.DataFrame(found, columns=columns)
+
+
+_BESIDE = (
+    *("policy_pct", "policy_pct_low", "policy_pct_high", "wall_saved_pct_low", "wall_saved_pct_high", "noise_floor_pct"),
+    *("joules_resolution_pct", "realization"),
+)
+
+
+def _stages(record: Record) -> dict[str, Any]:
+    components = record["components"]
+    policy, wall = components["decide_ratio"], components["run_ratio"]
+    saved = {
+        name: 100 * (1 - record[f"prompt_{name}_flops"] / record[f"dense_prompt_{name}_flops"])
+        for name in ("nominal", "executed")
+    }
+    joules_and_resolution = joules_saved(record)
+    row = {
+        "nominal_saved_pct": saved["nominal"],
+        "executed_saved_pct": saved["executed"],
+        "kernel_saved_pct": kernel_saved_pct(record),
+        "wall_saved_pct": 100 * (1 - wall["median"]),
+        "wall_saved_pct_low": 100 * (1 - wall["high"]),
+        "wall_saved_pct_high": 100 * (1 - wall["low"]),
+        "policy_pct": 100 * (policy["median"] - 1),
+        "policy_pct_low": 100 * (policy["low"] - 1),
+        "policy_pct_high": 100 * (policy["high"] - 1),
+        "noise_floor_pct": components["noise_floor_pct"],
+        "realization": realization(100 * (1 - wall["median"]), saved["executed"], components["noise_floor_pct"]),
+        "method": method(record),
+        "record": record.fingerprint,
+    }
+    if joules_and_resolution is not None:
+        row["joules_saved_pct"], row["joules_resolution_pct"] = joules_and_resolution
+    return row
+
+
+def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float) -> float | None:
+    """Time saved over executed FLOPs saved. None where either is no larger than the noise of the clock (a ratio of noise is no ratio), and
+    where no operation was saved: then there is nothing to realize."""
+    if abs(time_saved_pct) <= noise_pct or flops_saved_pct <= noise_pct:
+        return None
+    return time_saved_pct / flops_saved_pct
+
+
+def stage_cell(row: Mapping[str, Any], stage: str) -> Lines:
+    """A stage of a waterfall as a cell; times and joules with what they cannot be told from."""
+    value = number(row, stage)
+    if stage == "joules_saved_pct":
+        if row["method"] is None or (isinstance(row["method"], float)):
+            return (NO_VALUE,)
+        resolution = number(row, "joules_resolution_pct")
+        if value is None or resolution is None or abs(value) <= resolution:
+            return (BELOW, row["method"])
+        return (signed(value), row["method"])
+    if stage in ("kernel_saved_pct", "wall_saved_pct"):
+        return time_difference_cell(value, number(row, "noise_floor_pct"))
+    return (signed(value),)

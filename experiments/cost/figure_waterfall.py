@@ -1,0 +1,101 @@
+"""Figure waterfall: from operations to joules, what of a mechanism's saving arrives at each stage.
+
+Drawn from the records of `table_waterfall`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import number
+from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style
+
+from . import costs
+
+_COLUMNS = 3
+_SHORT = ("nominal", "executed", "kernels", "clock", "joules")
+
+
+def rows() -> list[Row]:
+    """Every mechanism alone, one after another, and the attention budget."""
+    return costs.rows()
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """One small waterfall a run."""
+    frame = costs.waterfall(outcomes)
+    members = frame[frame["key"] != costs.DENSE].to_dict("records")
+    # Halting alone is also the first of the steps: the same run, drawn once.
+    members = [row for row in members if row["key"] != "cumulative.halting"]
+    lines = -(-len(members) // _COLUMNS)
+    with style():
+        drawing, axes = panels(lines, _COLUMNS, size=(8.6, 2.3 * lines), sharex=True, sharey=True)
+        for plot, row in zip(axes.flat, members, strict=False):
+            _falls(plot, row)
+        for plot in axes.flat[len(members) :]:
+            plot.set_visible(False)
+        for line in axes:
+            line[0].set_ylabel("left of dense, %")
+        for column in range(_COLUMNS):
+            # The lowest picture of a column has the labels, wherever the last line ends.
+            lowest = [plot for plot in axes[:, column] if plot.get_visible()][-1]
+            lowest.set_xticks(range(len(_SHORT)), _SHORT)
+            lowest.tick_params(labelbottom=True)
+    caption = (
+        "What is left of dense inference, in percent: nominal operations (the dense formula on active tokens), executed operations (what ran), time "
+        "of the model's own parts, wall clock with its quartiles, net joules. All of a prompt; joules of the prompt and the tokens after it. Hatched: no "
+        "further from 100 than the noise floor (A/A), or below the resolution. Dark caps on the clock's bar: what deciding alone costs, executing "
+        "everything. realized: time saved over executed operations saved; no number where one of them is noise.",
+        costs.energy_note(outcomes),
+        *provenance.notes(outcomes),
+    )
+    return Figure(name, "From operations to joules: what of a saving arrives", frame, drawing, caption)
+
+
+def _falls(plot: Axes, row: Mapping[str, Any]) -> None:
+    noise, resolution = number(row, "noise_floor_pct"), number(row, "joules_resolution_pct")
+    floors = {"kernel_saved_pct": noise, "wall_saved_pct": noise, "joules_saved_pct": resolution}
+    for place, stage in enumerate(costs.STAGES):
+        saved = number(row, stage)
+        if saved is None:
+            plot.annotate(_why(row, stage), (place, 3), ha="center", va="bottom", size=6.5, rotation=90)
+            continue
+        floor = floors.get(stage)
+        refused = floor is not None and abs(saved) <= floor
+        plot.bar(
+            place, 100 - saved, width=0.7, color="white" if refused else PALETTE[place], edgecolor="black", linewidth=0.5,
+            hatch=HATCHES[1] if refused else "",
+        )  # fmt: skip
+        top = 100 - saved
+        if stage == "wall_saved_pct":
+            low, high = number(row, "wall_saved_pct_low"), number(row, "wall_saved_pct_high")
+            policy = number(row, "policy_pct") or 0.0
+            if noise is not None and policy > noise:
+                plot.bar(place, min(policy, top), bottom=max(0.0, top - policy), width=0.7, color=PALETTE[0], linewidth=0)
+            if low is not None and high is not None:
+                plot.errorbar(
+                    place, top, yerr=[[high - saved], [saved - low]], color="black", elinewidth=0.8, capsize=2, marker=""
+                )
+                top = 100 - low
+        plot.annotate(
+            "noise" if refused else f"{100 - saved:.0f}", (place, top), (0, 2), textcoords="offset points", ha="center", size=7
+        )
+    plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
+    ratio = number(row, "realization")
+    realized = "" if ratio is None or np.isnan(ratio) else f", realized {ratio:.2f}"
+    alone = " alone" if row["section"] == "Isolated" else ""
+    plot.set_title(f"{row['technique']}{alone}{realized}", size=8)
+    plot.margins(y=0.15)
+    plot.grid(axis="x", visible=False)
+
+
+def _why(row: Mapping[str, Any], stage: str) -> str:
+    if row["status"] != "measured":
+        return str(row["status"])
+    return f"{costs.BELOW} ({row['method']})" if stage == "joules_saved_pct" else "not measured"

@@ -1,0 +1,168 @@
+"""Table 7: latency by component, dense inference against all four mechanisms, and against halting by attention.
+
+One pass over a batch of prompts, taken apart in a pass of its own; the rows below the sum say how far that is from the untouched pass.
+The paper's seven rows are measured as it defines them where it does (App. K); what it leaves out is listed below them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import NO_VALUE, number, signed, time_difference_cell
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import reported
+from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.table import Column, Lines, Panel, Table
+
+from . import costs
+
+RUNS = {"joint": costs.JOINT, "budget": costs.BUDGET}
+HEADINGS = {"joint": "all four", "budget": "halting by attention"}
+IN_THE_PAPER = ("embedding", "attention", "mlp", "kv_write", "quantization", "fusion")
+TOTAL = "total"
+
+
+def rows() -> list[Row]:
+    """Dense inference, all four together, the attention budget."""
+    return costs.rows((costs.DENSE, *RUNS.values()))
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """The paper's milliseconds beside measured ones, component by component."""
+    columns = [
+        Column("", "component", lambda row: (row["technique"],), align="left"),
+        Column("paper reports, ms", "dense", _ms("reported_dense_ms"), expendable=3),
+        Column("paper reports, ms", "QuickSilver", _ms("reported_quicksilver_ms"), expendable=3),
+        Column("paper reports, ms", "saved %", lambda row: (signed(number(row, "reported_speedup_pct")),), expendable=2),
+        Column("measured, ms", "dense", _ms("dense_ms", "dense_iqr_ms")),
+    ]
+    for run, heading in HEADINGS.items():
+        columns += [Column(heading, "ms", _ms(f"{run}_ms", f"{run}_iqr_ms")), Column(heading, "saved %", _saved(run))]
+    found = frame(outcomes)
+    title = "Table 7: latency by component, reported beside measured"
+    panel = Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), provenance.notes(outcomes))
+    return Table(name, title, found, (panel,), _legend(outcomes))
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """One row a component: what the paper reports, medians with interquartile ranges, percent saved with its noise."""
+    records = {run: record for run, key in RUNS.items() if (record := costs.by_key(outcomes).get(key)) is not None}
+    shown = [
+        (component, "The paper's rows" if component in IN_THE_PAPER else "What the paper leaves out")
+        for component in costs.COMPONENTS
+    ]
+    shown.sort(key=lambda one: one[0] not in IN_THE_PAPER)
+    found = [_component(component, section, records) for component, section in shown]
+    found += [
+        _whole(key, technique, records) for key, technique in ((TOTAL, "Total: the untouched pass"), ("sum", "Sum of the above"))
+    ]
+    residual: dict[str, Any] = {"panel": costs.PANEL, "section": "All of it", "key": "residual", "technique": "Sum off by %"}
+    for run, record in records.items():
+        residual[f"{run}_residual_pct"] = record["components"]["run"]["residual_pct"]
+        residual.setdefault("dense_residual_pct", record["components"]["dense"]["residual_pct"])
+    return pd.DataFrame([*found, residual])
+
+
+def _paper(component: str) -> dict[str, float]:
+    entry = reported().get(f"table7.{component}")
+    return {} if entry is None else {f"reported_{quantity}": value for quantity, value in entry.values.items()}
+
+
+def _component(component: str, section: str, records: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"panel": costs.PANEL, "section": section, "key": component, "technique": costs.COMPONENTS[component]}
+    row |= _paper(component)
+    for run, record in records.items():
+        for who, prefix in (("dense", "dense"), ("run", run)):
+            measured = costs.component_ms(record, who, component)
+            if measured is not None and f"{prefix}_ms" not in row:
+                row[f"{prefix}_ms"], row[f"{prefix}_iqr_ms"] = measured
+        saved = costs.component_saved(record, component)
+        if saved is not None:
+            row[f"{run}_saved_pct"], row[f"{run}_noise_pct"] = saved
+    return row
+
+
+def _whole(key: str, technique: str, records: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"panel": costs.PANEL, "section": "All of it", "key": key, "technique": technique}
+    row |= _paper(key)
+    entry = "headline_ms" if key == TOTAL else "sum_ms"
+    for run, record in records.items():
+        components = record["components"]
+        row.setdefault("dense_ms", components["dense"][entry])
+        row[f"{run}_ms"] = components["run"][entry]
+        row[f"{run}_saved_pct"] = 100 * (1 - components["run_ratio"]["median"]) if key == TOTAL else _sum_saved(components)
+        row[f"{run}_noise_pct"] = components["noise_floor_pct"]
+    return row
+
+
+def _sum_saved(components: Mapping[str, Any]) -> float:
+    return 100 * (1 - components["run"]["sum_ms"] / components["dense"]["sum_ms"])
+
+
+def _ms(key: str, spread: str | None = None) -> Callable[[Mapping[str, Any]], Lines]:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        residual = number(row, key.replace("_ms", "_residual_pct"))
+        if residual is not None:
+            return (f"{signed(residual)}%",)
+        value, around = number(row, key), None if spread is None else number(row, spread)
+        if value is None:
+            return (NO_VALUE,)
+        return (f"{value:.1f}",) if around is None else (f"{value:.1f}", f"± {around / 2:.1f}")
+
+    return cell
+
+
+def _saved(run: str) -> Callable[[Mapping[str, Any]], Lines]:
+    return lambda row: time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
+
+
+def _legend(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    rounds = {record["config"]["measure"]["repeats"] for record in costs.by_key(outcomes).values()}
+    return (
+        f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
+        "belongs to one component, the innermost.",
+        "saved: percent of the dense component that is gone; within: no larger than its noise, which is how far the dense pass is from "
+        "itself (A/A), or half of the two interquartile ranges where that is more.",
+        "Sum off by: what the marks between components cost, and noise; the untouched pass is timed in the same rounds.",
+        "Attention has the projections of tokens that halted, if they are projected. Quantization is coding and decoding: products at fewer "
+        "bits stand where their float ones did. The dense column is that of the first run.",
+        "The paper measured GPT-2 774M on an A100: its milliseconds are no target for another model or machine.",
+    )
+
+
+def _answer(component: str, quantity: str) -> AnsweredBy:
+    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        record = outcomes[costs.JOINT].record
+        if record is None:
+            return None
+        if quantity == "speedup_pct":
+            if component == TOTAL:
+                ratio, floor = record["components"]["run_ratio"], record["components"]["noise_floor_pct"]
+                return Estimate(100 * (1 - ratio["median"]), 100 * (1 - ratio["high"]), 100 * (1 - ratio["low"]), floor)
+            saved = costs.component_saved(record, component)
+            return None if saved is None else Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
+        who = "dense" if quantity == "dense_ms" else "run"
+        if component == TOTAL:
+            ms = record["components"][who]["headline_ms"]
+            return Estimate(ms, ms, ms)
+        measured = costs.component_ms(record, who, component)
+        return None if measured is None else Estimate(measured[0], measured[0] - measured[1] / 2, measured[0] + measured[1] / 2)
+
+    return AnsweredBy(
+        costs.PANEL,
+        costs.JOINT,
+        of=of,
+        note=f"{costs.COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together",
+    )
+
+
+ANSWERS = {
+    f"table7.{component}.{quantity}": _answer(component, quantity)
+    for component in (*IN_THE_PAPER, TOTAL)
+    for quantity in reported()[f"table7.{component}"].values
+} | {"table7.caption.speedup_pct": _answer(TOTAL, "speedup_pct")}

@@ -1,0 +1,96 @@
+"""Table deployment: one prompt at a time, greedy decoding, time to the first token and per token (App. J, deployment simulation)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import NO_VALUE, number, time_difference_cell
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.table import Column, Lines, Panel, Table
+
+from . import costs
+
+
+def rows() -> list[Row]:
+    """Dense inference, every mechanism alone, one after another, and the attention budget."""
+    return costs.rows()
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Milliseconds of a request, and what of it is within the budget."""
+    frame = pd.DataFrame([_row(outcome) for outcome in outcomes])
+    columns = (
+        Column("", "technique", lambda row: (row["technique"],), align="left"),
+        Column("ms to the first token", "median", lambda row: _ms(row, "first_token_ms")),
+        Column("ms per token after it", "p50", lambda row: _ms(row, "p50_ms")),
+        Column("ms per token after it", "p95", lambda row: _ms(row, "p95_ms")),
+        Column("ms per token after it", "p99", lambda row: _ms(row, "p99_ms")),
+        Column(
+            "per token", "saved %", lambda row: time_difference_cell(number(row, "saved_pct"), number(row, "noise_floor_pct"))
+        ),
+        Column("", "tokens/s", lambda row: _ms(row, "tokens_per_s")),
+        Column("", "in budget %", lambda row: _ms(row, "within_budget_pct"), expendable=1),
+    )
+    requests = {
+        (found["prompt_tokens"], found["new_tokens"], found["budget_ms"])
+        for record in costs.by_key(outcomes).values()
+        if (found := record.get("deployment"))
+    }
+    said = "; ".join(
+        f"a prompt of {prompt} tokens, {new} new ones, {budget:g} ms a token" for prompt, new, budget in sorted(requests)
+    )
+    legend = (
+        f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
+        "saved: mean time per token against dense inference, round by round; within: no larger than the A/A noise floor below it.",
+        "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
+    )
+    panel = Panel(costs.PANEL, "Batch 1, greedy", columns, provenance.notes(outcomes))
+    return Table(name, "Deployment: one request at a time", frame, (panel,), legend)
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        **{"panel": outcome.row.panel, "section": outcome.row.section, "key": outcome.row.key},
+        **{"technique": outcome.row.technique, "status": outcome.reason or "measured"},
+    }
+    if outcome.record is None:
+        return row
+    found = outcome.record["deployment"]
+    mine = found.get("run", found["dense"])
+    row |= {"first_token_ms": mine["first_token_ms"]["median"], "first_token_iqr_ms": mine["first_token_ms"]["iqr"]}
+    row |= {f"{percentile}_ms": ms for percentile, ms in mine["per_token_ms"].items()}
+    row |= {key: mine[key] for key in ("tokens_per_s", "within_budget_pct", "tokens_timed")}
+    if "run" in found:
+        ratio = found["per_token_ratio"]
+        row |= {"saved_pct": 100 * (1 - ratio["median"]), "saved_pct_low": 100 * (1 - ratio["high"])}
+        row |= {"saved_pct_high": 100 * (1 - ratio["low"]), "noise_floor_pct": found["noise_floor_pct"]}
+    return row | {"record": outcome.record.fingerprint}
+
+
+def _ms(row: Mapping[str, Any], key: str) -> Lines:
+    value = number(row, key)
+    if value is None:
+        return (NO_VALUE,)
+    iqr = number(row, "first_token_iqr_ms") if key == "first_token_ms" else None
+    return (f"{value:.1f}",) if iqr is None else (f"{value:.1f}", f"± {iqr / 2:.1f}")
+
+
+def _per_token(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    record = outcomes[costs.JOINT].record
+    if record is None:
+        return None
+    ms = record["deployment"]["run"]["per_token_ms"]
+    return Estimate(ms["p50"], ms["p50"], ms["p95"])
+
+
+ANSWERS = {
+    "j.budget.time_per_output_token_ms": AnsweredBy(
+        costs.PANEL, costs.JOINT, of=_per_token, note="median, to the 95th percentile"
+    )
+}

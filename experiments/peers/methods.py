@@ -1,0 +1,207 @@
+"""Published methods beside ours in the same run: what each saves, what it costs, and who is on the frontier (Figures 8 and 15).
+
+Whoever can save the work of a prompt saves about 40% of it here, as ours do; whoever saves K/V keeps as much of it as ours
+leave; the others have no such dial. Every row is timed in turns with the dense model in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from quicksilver.report import comparison
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import NO_VALUE, interval_cell, number, signed, speedup_cell
+from quicksilver.report.claims.reported import reported
+from quicksilver.report.sweeps import front
+from quicksilver.report.table import Column, Lines
+
+PANEL = "peers"
+DENSE, WORK, CACHE, FORMAT, OURS = (
+    "Dense",
+    "Save the prompt's work",
+    "Save K/V",
+    "Another number format, or another way to decode",
+    "QuickSilver",
+)
+QUANTISED = "int8_dynamic"  # what Figures 8 and 15 set to 1.00
+CLAIM = "section3.quantized_baseline"
+
+# module in conf/modules -> section, what is printed, the dial at this budget
+PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "static_exit": (WORK, "Static early exit", ("modules.static_exit.depth=0.6",)),
+    "confidence_exit": (WORK, "Confidence exit, states (CALM)", ("modules.confidence_exit.threshold=0.994",)),
+    "confidence_exit.softmax": (WORK, "Confidence exit, softmax (CALM)", ("modules.confidence_exit.measure=softmax",)),
+    "token_merging": (WORK, "Token merging (ToMe)", ("modules.token_merging.r=0.057",)),
+    "prompt_pruning": (WORK, "Prompt pruning (LazyLLM)", ()),
+    "one_shot_halting": (WORK, "One-shot halting (DASH)", ()),
+    "sliding_window": (CACHE, "Sliding window", ("modules.sliding_window.window=347",)),
+    "sink_attention": (CACHE, "Sinks and window (StreamingLLM)", ("modules.sink_attention.window=343",)),
+    "heavy_hitter": (CACHE, "Heavy hitters (H2O)", ("modules.heavy_hitter.heavy=173", "modules.heavy_hitter.recent=173")),
+    "bfloat16": (FORMAT, "bfloat16", ()),
+    QUANTISED: (FORMAT, "Dynamic int8", ()),
+    "prompt_lookup": (FORMAT, "Prompt lookup (speculative)", ()),
+}
+_PEER = ("measure.null_control=none",)
+# Ours: modules joined by `+` -> what is printed, further overrides. The first two are rows of Table 11, and the same records. A number format
+# goes with any of them. Yamls called `*best*` are rows as well.
+BEST: dict[str, tuple[str, tuple[str, ...]]] = {
+    "halting_attention": ("Halting, least attended", ()),
+    "token_fusion_attention": ("Fusion, least attended", ()),
+    "token_fusion_attention+bfloat16": ("Fusion, least attended, in bfloat16", _PEER),
+}
+_ALWAYS = ("protocol=continuation",)
+# Decoding is timed where a method is about it. Its dense run is one more.
+_DECODING = ("measure.deployment=true", "measure.deployment_new_tokens=32")
+
+
+def rows() -> list[Row]:
+    """Dense, the peers, ours."""
+    from quicksilver.harness.config import choices
+
+    found = [Row(PANEL, DENSE, "dense", "Dense float32", (*_ALWAYS, "modules=[]"))]
+    for key, (section, technique, dial) in PEERS.items():
+        module = key.partition(".")[0]
+        overrides = (*_ALWAYS, *_PEER, *(() if section == WORK else _DECODING), f"modules=[{module}]", *dial)
+        found.append(Row(PANEL, section, key, technique, overrides, (module,)))
+    best: dict[str, tuple[str, tuple[str, ...]]] = {
+        name: (name.replace("_", " ").capitalize(), ()) for name in choices("modules") if "best" in name
+    }
+    for joined, (technique, overrides) in (BEST | best).items():
+        modules = tuple(joined.split("+"))
+        chosen = f"modules=[{','.join(modules)}]"
+        found.append(Row(PANEL, OURS, f"ours.{joined}", technique, (*_ALWAYS, chosen, *overrides), modules))
+    return found
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """`comparison.frame` with what a comparison needs.
+
+    `prompt_time_ratio`: time of the prompt over that of the dense model, and `versus_int8`: the same over that of dynamic int8, as in
+    Figure 8. `token_ratio`: time per decoded token over dense, with its quartiles; `token_noise_pct`: its noise floor.
+    `judged_speedup_pct` and `judged_loss_pct`: the speedup of the prompt where it is beyond the noise floor and Δ perplexity where its
+    interval does not contain 0, else 0; `front`: no row, the dense model included, has as much of the one for no more of the other.
+    """
+    found = comparison.frame(outcomes)
+    extra = pd.DataFrame([_more(outcome) for outcome in outcomes], index=found.index, columns=_MORE)
+    found = pd.concat([found, extra], axis=1)
+    quantised = found.loc[found["key"] == QUANTISED, "prompt_time_ratio"]
+    found["versus_int8"] = found["prompt_time_ratio"] / (float(quantised.iloc[0]) if len(quantised) else float("nan"))
+    speedup, noise = found["prompt_speedup_pct"], found["prompt_noise_floor_pct"]
+    found["judged_speedup_pct"] = speedup.where(speedup.abs() > noise, 0.0).where(speedup.notna())
+    loss, low, high = (found[f"delta_ppl_pct{part}"] for part in ("", "_low", "_high"))
+    found["judged_loss_pct"] = loss.where((low > 0) | (high < 0), 0.0).where(loss.notna())
+    dense = found["key"] == "dense"
+    measured = found["status"] == comparison.MEASURED
+    found.loc[dense & measured, ["judged_speedup_pct", "judged_loss_pct"]] = 0.0
+    found["front"] = front(found["judged_speedup_pct"], found["judged_loss_pct"])
+    return found
+
+
+_MORE = ("prompt_time_ratio", "token_ratio", "token_ratio_low", "token_ratio_high", "token_noise_pct", "same_first_tokens")
+
+
+def _more(outcome: Outcome) -> dict[str, Any]:
+    record = outcome.record
+    if record is None:
+        return {}
+    row: dict[str, Any] = {}
+    if record.get("prompt_latency_ratio"):
+        row["prompt_time_ratio"] = 1.0 if outcome.row.key == "dense" else record["prompt_latency_ratio"]["median"]
+    served = record.get("deployment") or {}
+    if served.get("per_token_ratio"):
+        ratio = served["per_token_ratio"]
+        row |= {"token_ratio": ratio["median"], "token_ratio_low": ratio["low"], "token_ratio_high": ratio["high"]}
+        row |= {"token_noise_pct": served["noise_floor_pct"], "same_first_tokens": served.get("same_first_tokens")}
+    return row
+
+
+# --- printed --------------------------------------------------------------------------------------------------------------------
+
+
+def columns() -> tuple[Column, ...]:
+    """The printed columns."""
+    return (
+        Column("", "technique", _technique, align="left"),
+        Column("perplexity against dense", "Δppl", _quality),
+        Column("saved %", "exec, prompt", lambda row: (signed(number(row, "prompt_executed_flops_saved_pct")),)),
+        Column("saved %", "KV bytes", lambda row: (signed(number(row, "kv_bytes_saved_pct")),)),
+        Column("time", "prompt speedup %", lambda row: speedup_cell(row, "prompt_speedup_pct")),
+        Column("time", "÷ int8", _ratio_cell("versus_int8"), expendable=2),
+        Column("time", "a decoded token, ÷ dense", _token, expendable=1),
+        Column("", "front", lambda row: ("●" if row["front"] else "",)),
+    )
+
+
+def _technique(row: Mapping[str, Any]) -> Lines:
+    return (row["technique"],) if row["status"] == comparison.MEASURED else (row["technique"], row["status"])
+
+
+def _quality(row: Mapping[str, Any]) -> Lines:
+    ppl = number(row, "ppl")
+    return (f"ppl {ppl:.2f}",) if row["key"] == "dense" and ppl is not None else interval_cell(row, "delta_ppl")
+
+
+def _ratio_cell(key: str) -> Any:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        value = number(row, key)
+        return (NO_VALUE,) if value is None else (f"{value:.2f}",)
+
+    return cell
+
+
+def _token(row: Mapping[str, Any]) -> Lines:
+    ratio, noise = number(row, "token_ratio"), number(row, "token_noise_pct")
+    if ratio is None:
+        return (NO_VALUE,)
+    shown = "within" if noise is not None and abs(ratio - 1) * 100 <= noise else f"{ratio:.2f}"
+    return (shown,) if noise is None else (shown, f"noise {noise:.1f}%")
+
+
+LEGEND = (
+    "Δppl: perplexity of the tokens after the prompt minus dense float32 on the same windows with its 95% interval; below it the same in "
+    "percent.",
+    "saved: executed operations of the prompt, signals included (a mask costs what the causal kernel spared), and resident KV bytes.",
+    "prompt speedup: wall clock of the prompt in percent of dense, median of rounds that alternate with it; below it the noise floor (A/A). "
+    "÷ int8: time over that of dynamic int8, the measure of Figures 8 and 15. A decoded token: greedy, batch 1, prompt of 256.",
+    "front: ● where no other row is as fast for no more loss. A speedup within the noise and a Δppl whose interval has 0 in it count as 0.",
+    "Budgets: those who save work are set to about 40% of the prompt's operations, as ours are; where that can be done at several depths "
+    "(DASH, LazyLLM, ToMe), at those of several that cost least on the calibrating part of the text. CALM's softmax measure saves nothing at "
+    "any threshold here (the output head costs three layers) and stands at its own. Those who save K/V keep 346 entries a layer, as ours.",
+)
+
+
+def findings(rows: pd.DataFrame) -> tuple[str, ...]:
+    """What the rows say about ours: who is faster at no more loss, and the paper's ratio to quantization beside the measured one."""
+    measured = rows[rows["judged_speedup_pct"].notna() & rows["judged_loss_pct"].notna()].set_index("key")
+    said = []
+    for _, ours in measured[measured["section"] == OURS].iterrows():
+        peers = measured[measured["section"] != OURS]
+        faster = peers["judged_speedup_pct"] > ours["judged_speedup_pct"]
+        beats = (peers["judged_speedup_pct"] >= ours["judged_speedup_pct"]) & (
+            peers["judged_loss_pct"] <= ours["judged_loss_pct"]
+        )
+        beats &= faster | (peers["judged_loss_pct"] < ours["judged_loss_pct"])
+        where = (
+            f"{ours['technique']} ({ours['prompt_speedup_pct']:+.0f}% of the prompt's time for {ours['delta_ppl_pct']:+.1f}% ppl)"
+        )
+        if beats.any():
+            names = "; ".join(
+                f"{row['technique']}, {row['prompt_speedup_pct']:+.0f}% for {row['delta_ppl_pct']:+.1f}%"
+                for _, row in peers[beats].iterrows()
+                if row["section"] != DENSE
+            )
+            said.append(f"{where} is not on the frontier: better are {names or 'dense inference itself'}.")
+        else:
+            said.append(f"{where} is on the frontier: no peer is as fast for no more loss.")
+    fastest = measured.loc[measured["section"] == OURS, "versus_int8"].min()
+    if pd.notna(fastest):
+        claimed = reported()[CLAIM].values["time_ratio"]
+        quantised = float(measured.loc[QUANTISED, "prompt_time_ratio"])
+        said.append(
+            f"The fastest of ours takes {fastest:.2f} of the time of dynamic int8, which takes {quantised:.2f} of that of dense float32; the "
+            f"paper says {claimed:.2f} of its quantized baseline."
+        )
+    return tuple(said)

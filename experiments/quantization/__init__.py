@@ -1,0 +1,1 @@
+"""Adaptive quantization: strategies of widths, and the grid of entropy thresholds."""

@@ -1,0 +1,136 @@
+"""The grid of entropy thresholds of E.9: utility λ·ΔFLOPs - ΔPPL against a uniform 8 bits, and which λ chooses which point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from quicksilver.report import sweeps
+from quicksilver.report.artefacts import Outcome
+from quicksilver.report.cells import number, signed
+from quicksilver.report.claims.reported import reported
+from quicksilver.report.table import Column, Lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+UNIFORM = "uniform 8 bits"
+SWEEP = sweeps.Sweep(
+    "e9_grid",
+    "The grid of E.9 on min-max scaled entropies, calibrating part",
+    ("prompt_paper_flops_saved_pct", "paper_flops_saved_pct", "kv_bytes_saved_pct"),
+    {UNIFORM: ("modules=[adaptive_quantization_uniform8]",)},
+    UNIFORM,
+)
+LOW, HIGH = "modules.adaptive_quantization.tau_low", "modules.adaptive_quantization.tau_high"
+LAMBDAS = (0.0, 5.0, 50.0, 150.0)  # beside the paper's own
+
+
+def lambda_of_the_paper() -> float:
+    """λ = 15 (E.9)."""
+    return reported()["e9.lambda"].values["lambda"]
+
+
+def utilities(outcomes: Sequence[Outcome], rows: pd.DataFrame) -> pd.DataFrame:
+    """`rows` (`sweeps.frame`) with what E.9 computes from the grid, empty where the uniform 8 bits have no record.
+
+    `delta_flops`: share of the prompt's operations in the paper's ledger that go beyond those of a uniform 8 bits. `utility`:
+    λ·delta_flops - ΔPPL at the paper's λ, ΔPPL that of `base_delta_ppl`.
+    """
+    base = sweeps.base_record(outcomes, SWEEP)
+    saved = [
+        1 - one.record["prompt_paper_flops"] / base["prompt_paper_flops"]
+        if one.record is not None and base is not None and one.row.panel == SWEEP.experiment
+        else math.nan
+        for one in outcomes
+    ]
+    return rows.assign(delta_flops=saved, utility=lambda_of_the_paper() * pd.Series(saved, rows.index) - rows["base_delta_ppl"])
+
+
+def best(rows: pd.DataFrame, factor: float) -> Mapping[str, Any] | None:
+    """The point of the grid that λ = `factor` chooses; None: none was measured."""
+    measured = rows.dropna(subset=["utility"])
+    if measured.empty:
+        return None
+    return measured.loc[(factor * measured["delta_flops"] - measured["base_delta_ppl"]).idxmax()].to_dict()
+
+
+def legend(rows: pd.DataFrame) -> tuple[str, ...]:
+    """What is measured against what, and what each λ chooses."""
+    own = lambda_of_the_paper()
+    chosen = []
+    for factor in sorted({own, *LAMBDAS}):
+        point = best(rows, factor)
+        if point is not None:
+            chosen.append(f"λ = {factor:g}: ({point[LOW]}, {point[HIGH]})")
+    return (
+        f"U = λ·ΔFLOPs - ΔPPL with λ = {own:g} (E.9), against a uniform 8 bits from the same layer on: ΔFLOPs the share of the prompt's "
+        "operations that goes beyond it in the paper's ledger, ΔPPL in perplexity. The uniform 8 bits hold the tokens after the prompt "
+        "too; min-max leaves those alone.",
+        "Chosen (τ_low, τ_high): " + ("; ".join(chosen) or "nothing was measured") + ".",
+    )
+
+
+def _utility(row: Mapping[str, Any]) -> Lines:
+    return (signed(number(row, "utility"), 2),)
+
+
+def _delta_flops(row: Mapping[str, Any]) -> Lines:
+    saved = number(row, "delta_flops")
+    return (signed(None if saved is None else 100 * saved),)
+
+
+COLUMNS = (Column("E.9", "ΔFLOPs %", _delta_flops), Column("E.9", "U", _utility))
+
+
+def draw(rows: pd.DataFrame) -> Drawing:
+    """Heatmaps of ΔFLOPs, ΔPPL and U over the thresholds, the best point framed, and cost over saving. Call it inside `style()`."""
+    from matplotlib.patches import Rectangle
+
+    from quicksilver.report.figure import GREY, PALETTE, SEQUENTIAL, panels
+
+    drawing, plots = panels(2, 2, size=(7.2, 6.0))
+    points = rows.dropna(subset=["utility"])
+    chosen = best(rows, lambda_of_the_paper())
+    shown = (
+        ("delta_flops", "ΔFLOPs against uniform 8 bits, %", 100.0, 1),
+        ("base_delta_ppl", "ΔPPL against uniform 8 bits, perplexity", 1.0, 2),
+        ("utility", f"U = {lambda_of_the_paper():g}·ΔFLOPs - ΔPPL, perplexity", 1.0, 2),
+    )
+    for plot, (column, title, factor, decimals) in zip(plots.flat, shown, strict=False):
+        matrix = factor * points.pivot(index=LOW, columns=HIGH, values=column)
+        image = plot.imshow(matrix, cmap=SEQUENTIAL, origin="lower", aspect="auto")
+        drawing.colorbar(image, ax=plot)
+        middle = (matrix.min().min() + matrix.max().max()) / 2
+        for i, low in enumerate(matrix.index):
+            for j, high in enumerate(matrix.columns):
+                value = matrix.loc[low, high]
+                if not math.isnan(value):
+                    colour = "white" if value < middle else "black"
+                    plot.text(j, i, f"{value:.{decimals}f}", ha="center", va="center", fontsize=6.5, color=colour)
+                if chosen is not None and (low, high) == (chosen[LOW], chosen[HIGH]):
+                    plot.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor=PALETTE[1], linewidth=2))
+        plot.set_xticks(range(len(matrix.columns)), matrix.columns)
+        plot.set_yticks(range(len(matrix.index)), matrix.index)
+        plot.set_xlabel("τ_high (share of the range of entropies)")
+        plot.set_ylabel("τ_low (share of the range of entropies)")
+        plot.set_title(title, fontsize=8)
+        plot.grid(False)
+    plane = plots[1][1]
+    spread = [points["base_delta_ppl"] - points["base_delta_ppl_low"], points["base_delta_ppl_high"] - points["base_delta_ppl"]]
+    plane.errorbar(
+        100 * points["delta_flops"], points["base_delta_ppl"], yerr=spread, fmt="o", color=PALETTE[0], ecolor=GREY, elinewidth=0.6
+    )
+    front = points[sweeps.front(points["delta_flops"], points["base_delta_ppl"])].sort_values("delta_flops")
+    plane.plot(100 * front["delta_flops"], front["base_delta_ppl"], color=PALETTE[1], linestyle="--", marker="", label="front")
+    if chosen is not None:
+        place = (100 * chosen["delta_flops"], chosen["base_delta_ppl"])
+        plane.plot(*place, marker="s", markersize=9, fillstyle="none", linestyle="", color=PALETTE[1], label="greatest U")
+    plane.set_xlabel("ΔFLOPs against uniform 8 bits, %")
+    plane.set_ylabel("ΔPPL against uniform 8 bits, perplexity")
+    plane.set_title("Cost over saving, with 95% intervals", fontsize=8)
+    plane.legend(loc="upper left")
+    return drawing

@@ -1,0 +1,213 @@
+"""Modules against dense inference: what one record says as one row of numbers, and such rows as a frame, printed beside the paper's.
+
+Every difference is paired: the same windows, the same machine, one run. Nothing is measured here. Tables 3 and 11 have this shape.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from quicksilver.harness.record import Record
+from quicksilver.harness.stats import PairedInterval, paired_records
+from quicksilver.report.artefacts import Outcome
+from quicksilver.report.cells import amount, audit_cell, interval_cell, number, signed, speedup_cell, versus_null_cell
+from quicksilver.report.claims.reported import reported
+from quicksilver.report.provenance import SHORT
+from quicksilver.report.table import Column, Lines
+
+LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
+MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
+
+LEGEND = (
+    "Speedup and FLOPs saved are decreases in percent of dense inference, as in the paper: 25 means that a quarter of the time "
+    "or of the work is gone. The dense row has what they are percentages of (milliseconds a batch; operations in all, G = 10⁹).",
+    "speedup: wall clock of one batch, median of rounds that alternate with the dense model; within: no larger than the noise "
+    "floor below it, which is how far the dense model is from itself (A/A).",
+    "FLOPs saved, three ledgers: exec = operations of what really ran, signals and modules included; nominal = the dense formula "
+    "on active tokens; paper = Appendix J with its constants, comparable with the paper's column and with nothing else; prompt = "
+    "exec, of the prompt alone.",
+    "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: the "
+    "same decisions dealt to random tokens, so at exactly the same budget. vs null: whether the interval of their difference "
+    "lies below 0 (better), above 0 (worse) or around it (no diff.). What is not better than its null did not choose its "
+    "tokens well.",
+    "audit: largest movement of a logit when the tokens after it are replaced: 0, or rounding, where nothing looks ahead. Where "
+    "coarse codes magnify rounding under compact execution (second line), the first line is that of masked execution, whose sums "
+    "do not depend on what was decided: what moves there is a leak.",
+    "The paper measured GPT-2 774M on an A100: its numbers stand here for comparison, as no target for another model or machine.",
+)
+LOOKAHEAD = "† looks ahead: its perplexity knows tokens that it is asked to predict (the paper's variant, lookahead=true)."
+
+
+def against_dense(record: Record, dense: Record) -> dict[str, Any]:
+    """Everything a table prints about `record` against `dense`, the record of the same run without modules.
+
+    Speedup and FLOPs saved are percentage decreases (as in the paper: 25 means that a quarter of it is gone), Δppl is perplexity
+    minus dense perplexity with its 95% paired bootstrap interval, in perplexity and in percent. What was not measured is absent.
+
+    Raises:
+        ConfigError: the two records do not hold the same windows, or too few for an interval.
+    """
+    row: dict[str, Any] = {
+        "record": record.fingerprint,
+        "dense_record": dense.fingerprint,
+        "lookahead": bool(record["lookahead"]),
+        "execution": record["execution"],
+        "tokens": record["tokens"],
+        "windows": record["data"]["windows"],
+        "ppl": record["ppl"],
+        "bits_per_byte": record.get("bits_per_byte"),
+        "dense_ppl": dense["ppl"],
+        "audit_max_abs_logit_difference": (record.get("audit") or {}).get("max_abs_logit_difference"),
+        "audit_masked_max_abs_logit_difference": (record.get("audit") or {}).get("masked_max_abs_logit_difference"),
+    }
+    if record.fingerprint != dense.fingerprint:
+        row |= interval("delta_ppl", paired_records(record, dense))
+        if record.get("null"):
+            row["null_ppl"] = record["null"]["ppl"]
+            row["null_kind"] = record["null"]["kind"]
+            row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
+            row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
+    for ledger in LEDGERS:
+        row[f"{ledger}_flops"] = record.get(f"{ledger}_flops")
+        row[f"{ledger}_flops_saved_pct"] = saved_pct(record, f"{ledger}_flops")
+    row["kv_bytes_saved_pct"] = saved_pct(record, "kv_bytes_resident", "dense_kv_bytes")
+    # A latency of masked execution says nothing: everything is computed there, then undone (docs/design.md §4).
+    if record["execution"] == "compact":
+        for phase in ("", "prompt_"):
+            if record.get(f"{phase}latency_ms"):
+                # Round by round against the dense model of the same run: neighbours in time share the machine's mood.
+                ratio = record[f"{phase}latency_ratio"]
+                row[f"{phase}latency_ms"] = record[f"{phase}latency_ms"]["median"]
+                row[f"{phase}speedup_pct"] = 100 * (1 - ratio["median"])
+                row[f"{phase}speedup_pct_low"], row[f"{phase}speedup_pct_high"] = (
+                    100 * (1 - ratio["high"]),
+                    100 * (1 - ratio["low"]),
+                )
+                row[f"{phase}noise_floor_pct"] = record[f"{phase}noise_floor_pct"]
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def interval(name: str, paired: PairedInterval) -> dict[str, float]:
+    """A difference as six numbers: in perplexity and in percent, each with the ends of its interval."""
+    return {
+        name: paired.difference,
+        f"{name}_low": paired.low,
+        f"{name}_high": paired.high,
+        f"{name}_pct": paired.relative_pct,
+        f"{name}_pct_low": paired.relative_pct_low,
+        f"{name}_pct_high": paired.relative_pct_high,
+    }
+
+
+def saved_pct(record: Record, key: str, dense_key: str | None = None) -> float | None:
+    """Percent of dense inference that is gone; None where the run has no such quantity (no prompt under `all`, no cache)."""
+    value, dense = record.get(key), record.get(dense_key or f"dense_{key}")
+    return 100 * (1 - value / dense) if value is not None and dense else None
+
+
+# --- as a table --------------------------------------------------------------------------------------------------------------
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """One row an outcome, with the columns `COLUMNS`: what is reported, what was measured (see `against_dense`), and on what."""
+    rows = []
+    for outcome in outcomes:
+        row: dict[str, Any] = {
+            "panel": outcome.row.panel,
+            "section": outcome.row.section,
+            "key": outcome.row.key,
+            "technique": outcome.row.technique,
+            "status": outcome.reason or MEASURED,
+        }
+        if outcome.row.reported is not None:
+            row |= {f"reported_{quantity}": value for quantity, value in reported()[outcome.row.reported].values.items()}
+        if outcome.record is not None and outcome.dense is not None:
+            model, data = outcome.record["model"], outcome.record["data"]
+            row |= {"model": model["name"], "weights_digest": model["weights_digest"][:SHORT], "dtype": model["dtype"]}
+            row |= {"data": data["name"], "token_digest": data["token_digest"][:SHORT]}
+            row |= against_dense(outcome.record, outcome.dense)
+        rows.append(row)
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def legend(rows: pd.DataFrame) -> tuple[str, ...]:
+    """What the columns mean; the mark of looking ahead is explained where a row has it."""
+    return (*LEGEND, LOOKAHEAD) if rows["lookahead"].eq(True).any() else LEGEND
+
+
+def columns(*, prompt: bool) -> tuple[Column, ...]:
+    """The printed columns; `prompt` adds the share of the prompt's own work that was saved."""
+    ledgers = [("exec", "executed", 0), ("nominal", "nominal", 4), ("paper", "paper", 3)]
+    if prompt:
+        ledgers.append(("prompt", "prompt_executed", 2))
+    flops = [Column("FLOPs saved %", header, _flops(ledger), expendable=rank) for header, ledger, rank in ledgers]
+    return (
+        Column("", "technique", _technique, align="left"),
+        Column("paper reports", "speed", _reported("speedup_pct", 0), expendable=7),
+        Column("paper reports", "FLOPs", _reported("flops_saved_pct", 0), expendable=7),
+        Column("paper reports", "Δppl", _reported("delta_ppl", 2), expendable=7),
+        Column("measured", "speedup", _speedup),
+        *flops,
+        Column("perplexity against dense", "Δppl", _delta_ppl),
+        Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
+        Column("perplexity against dense", "vs null", versus_null_cell, expendable=1),
+        Column("", "audit", audit_cell, expendable=6),
+    )
+
+
+def _measured(row: Mapping[str, Any]) -> bool:
+    return row["status"] == MEASURED
+
+
+def _is_dense(row: Mapping[str, Any]) -> bool:
+    return _measured(row) and row["record"] == row["dense_record"]
+
+
+def _technique(row: Mapping[str, Any]) -> Lines:
+    if _measured(row):
+        return (f"{row['technique']} †" if row["lookahead"] else row["technique"],)
+    return (row["technique"], *textwrap.wrap(row["status"], 20))
+
+
+def _reported(quantity: str, decimals: int) -> Callable[[Mapping[str, Any]], Lines]:
+    return lambda row: (signed(number(row, f"reported_{quantity}"), decimals),)
+
+
+def _speedup(row: Mapping[str, Any]) -> Lines:
+    latency = number(row, "latency_ms")
+    return (f"{latency:.0f} ms",) if _is_dense(row) and latency is not None else speedup_cell(row)
+
+
+def _flops(ledger: str) -> Callable[[Mapping[str, Any]], Lines]:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        total, saved = number(row, f"{ledger}_flops"), number(row, f"{ledger}_flops_saved_pct")
+        return (amount(total),) if _is_dense(row) and total is not None else (signed(saved),)
+
+    return cell
+
+
+def _delta_ppl(row: Mapping[str, Any]) -> Lines:
+    # What everything below is compared with: absolute numbers stand in the dense row, differences in all others.
+    return (f"ppl {row['ppl']:.2f}",) if _is_dense(row) else interval_cell(row, "delta_ppl")
+
+
+def _with_interval(name: str) -> list[str]:
+    return [f"{name}{suffix}" for suffix in ("", "_low", "_high", "_pct", "_pct_low", "_pct_high")]
+
+
+COLUMNS = [
+    *("panel", "section", "key", "technique", "status"),
+    *("reported_speedup_pct", "reported_flops_saved_pct", "reported_delta_ppl"),
+    *("speedup_pct", "speedup_pct_low", "speedup_pct_high", "noise_floor_pct"),
+    *("prompt_speedup_pct", "prompt_speedup_pct_low", "prompt_speedup_pct_high", "prompt_noise_floor_pct"),
+    *("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
+    *("kv_bytes_saved_pct", "ppl", "dense_ppl", *_with_interval("delta_ppl")),
+    *("null_kind", "null_ppl", *_with_interval("null_delta_ppl"), *_with_interval("versus_null_ppl")),
+    *("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_difference", "lookahead", "execution", "bits_per_byte"),
+    *("latency_ms", "prompt_latency_ms", "executed_flops", "nominal_flops", "paper_flops", "prompt_executed_flops"),
+    *("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "record", "dense_record"),
+]

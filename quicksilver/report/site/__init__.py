@@ -1,0 +1,1 @@
+"""A static site of everything that was written."""

@@ -1,0 +1,142 @@
+"""Finished records that differ in the options of their modules only, ordered so that a person can move from one to the next.
+
+Nothing is interpolated: every position of the explorer is a record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quicksilver.harness.record import Record
+from quicksilver.report.cells import number
+from quicksilver.report.comparison import against_dense
+from quicksilver.runtime.errors import QuickSilverError
+
+_INTERVALS = ("delta_ppl", "delta_ppl_pct", "null_delta_ppl_pct", "versus_null_ppl")
+_NUMBERS = (
+    *("ppl", "executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
+    *("kv_bytes_saved_pct", "speedup_pct", "noise_floor_pct", "prompt_speedup_pct", "prompt_noise_floor_pct"),
+)
+_MIN_RECORDS = 2
+
+
+def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> list[dict[str, Any]]:
+    """What can be moved through: of every panel the records of the same modules on the same model, text, protocol and execution.
+
+    Args:
+        panels: a title, and records with their dense records. A set of records that an earlier panel had is not shown again.
+
+    Returns:
+        per sweep: `title`, `where` (modules, model, text, protocol), `options` (each with its `values` in order) and `records`, each with the
+        place of its value in every option, its numbers and their intervals. Options that always change together are one option.
+    """
+    found, seen = [], set()
+    for title, pairs in panels:
+        groups: dict[tuple[str, ...], list[tuple[Record, Record]]] = {}
+        for record, dense in sorted(pairs, key=lambda pair: pair[0].fingerprint):
+            if record.dense_fingerprint is not None:
+                groups.setdefault(_group(record), []).append((record, dense))
+        for members in groups.values():
+            names = frozenset(record.fingerprint for record, _ in members)
+            sweep = _sweep(title, members) if names not in seen else None
+            if sweep is not None:
+                seen.add(names)
+                found.append(sweep)
+    return found
+
+
+def _group(record: Record) -> tuple[str, ...]:
+    modules = json.dumps({name: entry["_target_"] for name, entry in record["config"]["modules"].items()}, sort_keys=True)
+    protocol = {**record["protocol"], "batch_size": None}
+    same = (record["model"]["name"], record["model"]["weights_digest"], record["model"]["dtype"], record["data"]["token_digest"])
+    return (modules, json.dumps(protocol, sort_keys=True), record["execution"], *same)
+
+
+def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, Any] | None:
+    distinct: dict[str, tuple[Record, Record]] = {}
+    # Two records of one setting differ in how much was measured: the timed one says more.
+    for record, dense in sorted(members, key=lambda pair: pair[0].get("latency_ms") is None):
+        distinct.setdefault(json.dumps(record["config"]["modules"], sort_keys=True), (record, dense))
+    rows = []
+    for record, dense in sorted(distinct.values(), key=lambda pair: pair[0].fingerprint):
+        try:
+            rows.append((record, against_dense(record, dense)))
+        except QuickSilverError:
+            continue  # too few windows for an interval: its own page says so
+    if len(rows) < _MIN_RECORDS:
+        return None
+    options = _options([settings(record) for record, _ in rows])
+    first = rows[0][0]
+    return {
+        "title": title,
+        "where": ", ".join(
+            (
+                " + ".join(first["modules"]),
+                first["model"]["name"],
+                first["data"]["name"],
+                first["protocol"]["name"],
+                first["execution"],
+            )
+        ),
+        "options": [{"name": option["name"], "also": option["also"], "values": option["values"]} for option in options],
+        "records": [
+            {
+                "fingerprint": record.fingerprint,
+                "at": [option["places"][place] for option in options],
+                **{name: _rounded(number(row, name)) for name in _NUMBERS},
+                **{name: [_rounded(number(row, f"{name}{end}")) for end in ("", "_low", "_high")] for name in _INTERVALS},
+            }
+            for place, (record, row) in enumerate(rows)
+        ],
+    }
+
+
+def settings(record: Record) -> dict[str, str]:
+    """The options of a record's modules, `halting.tau_drift`, in print."""
+    modules: Mapping[str, Mapping[str, Any]] = record["config"]["modules"]
+    return {
+        f"{module}.{name}": value if isinstance(value, str) else json.dumps(value)
+        for module, entry in modules.items()
+        for name, value in entry.items()
+        if name != "_target_"
+    }
+
+
+def _options(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """What differs between `rows`: each option with its sorted values and the place of every row among them."""
+    names = sorted({name for row in rows for name in row})
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        values = [row.get(name, "null") for row in rows]
+        seen = list(dict.fromkeys(values))
+        if len(seen) > 1:
+            together.setdefault(tuple(map(seen.index, values)), []).append(name)
+    options = []
+    for members in together.values():
+        # The member that reads as numbers gives the order; the others follow it.
+        name = min(members, key=lambda one: (sum(_order(row.get(one, "null"))[0] for row in rows), members.index(one)))
+        values = sorted({row.get(name, "null") for row in rows}, key=_order)
+        also = [
+            {
+                "name": other,
+                "values": [next(row.get(other, "null") for row in rows if row.get(name, "null") == v) for v in values],
+            }
+            for other in members
+            if other != name
+        ]
+        places = [values.index(row.get(name, "null")) for row in rows]
+        options.append({"name": name, "also": also, "values": values, "places": places})
+    return sorted(options, key=lambda option: (-len(option["values"]), option["name"]))
+
+
+def _order(value: str) -> tuple[int, float, str]:
+    """Numbers (`0.3`, `p25`) before words, in their order."""
+    match = re.fullmatch(r"p?(-?\d+(?:\.\d+)?(?:e-?\d+)?)", value)
+    return (0, float(match[1]), value) if match else (1, 0.0, value)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")

@@ -1,0 +1,238 @@
+"""Table 7, Figure 16, the waterfall, deployment and memory, made of hand-made records: what is noise is called noise, what is missing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+
+from quicksilver.experiments.cost import costs
+from quicksilver.experiments.cost.costs import BELOW, realization
+from quicksilver.harness.record import Record
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Artefact, Outcome, find
+from quicksilver.report.claims.ledger import Source
+from quicksilver.report.claims.reported import reported
+from quicksilver.runtime.errors import ConfigError
+
+DENSE_MS = {"embedding": 1.0, "attention": 50.0, "mlp": 40.0, "norms": 4.0, "kv_write": 2.0, "output_head": 2.0, "model": 1.0}
+ARTEFACTS = [("table", "7"), ("figure", "16"), *(("table", name) for name in ("waterfall", "deployment", "memory"))]
+ARTEFACTS += [("figure", "waterfall"), ("figure", "layer_times")]
+
+
+def breakdown(ms: Mapping[str, float], iqr: float = 0.2) -> dict[str, Any]:
+    total = sum(ms.values())
+    return {
+        "components": {name: {"median_ms": one, "iqr_ms": iqr} for name, one in ms.items()},
+        "layers_ms": {name: [one / 4] * 4 for name, one in ms.items() if name in ("attention", "mlp", "norms", "kv_write", "decisions")},
+        "headline_ms": total / 1.02, "sum_ms": total, "residual_pct": 2.0,
+    }  # fmt: skip
+
+
+def joules(per_token: float | str) -> dict[str, Any]:
+    grams = per_token if isinstance(per_token, str) else per_token * 1e-4
+    return {
+        "net_j_per_token": per_token, "net_gco2_per_token": grams, "gross_j_per_token": 0.02, "gross_gco2_per_token": 2e-6,
+        "resolution_j_per_token": 0.0001, "windows": 3, "tokens": 1000,
+    }  # fmt: skip
+
+
+def served(step: float, p99: float | None = 9.0) -> dict[str, Any]:
+    return {
+        "first_token_ms": {"median": 10 * step, "iqr": 1.0}, "per_token_ms": {"p50": step, "p95": 1.5 * step, "p99": p99},
+        "tokens_timed": 300, "tokens_per_s": 1000 / step, "within_budget_pct": 100.0,
+    }  # fmt: skip
+
+
+def entries(kind: str, *, measured: bool = True, run_j: float | str = 0.008, noise: float = 1.0) -> dict[str, Any]:
+    """What `measure=cost` puts into a record beside what every record has."""
+    dense = kind == "dense"
+    config = {
+        "seed": 0,
+        "model": {"name": "reference-gpt2"},
+        "dataset": {"name": "python-docs"},
+        "measure": {"name": "cost", "repeats": 5},
+    }
+    components: dict[str, Any] = {"of": "prompt", "dense": breakdown(DENSE_MS), "noise_floor_pct": noise}
+    energy: dict[str, Any] = {
+        "dense": joules(0.01),
+        "method": "RAPL" if measured else "no energy counter: a guess",
+        "measured": measured,
+    }
+    energy |= {"grid_kg_per_kwh": 0.36, "rest_w": 5.0, "rest_spread_w": 0.1, "window_s": 2.0, "country_iso_code": "FRA"}
+    deployment: dict[str, Any] = {
+        "dense": served(5.0),
+        "prompt_tokens": 256,
+        "new_tokens": 64,
+        "budget_ms": 50.0,
+        "noise_floor_pct": 3.0,
+    }
+    layers = {"billed": [100, 50], "resident": [100, 50], "dense": [100, 100], "paper_saved": [0, 40]}
+    if dense:
+        layers |= {"billed": [100, 100], "resident": [100, 100], "paper_saved": [0, 0]}
+    else:
+        ours = DENSE_MS | {"attention": 30.0, "mlp": 39.9, "decisions": 3.0, "gather_scatter": 1.0, "runtime": 1.0}
+        components |= {"run": breakdown(ours), "run_ratio": {"median": 0.8, "low": 0.79, "high": 0.82}}
+        components["decide_ratio"] = {"median": 1.04, "low": 1.03, "high": 1.06}
+        energy["run"] = joules(run_j)
+        deployment |= {
+            "run": served(6.0, None),
+            "per_token_ratio": {"median": 1.2, "low": 1.19, "high": 1.21},
+            "same_first_tokens": 3,
+        }
+    flops = {
+        "prompt_nominal_flops": 60,
+        "dense_prompt_nominal_flops": 100,
+        "prompt_executed_flops": 75,
+        "dense_prompt_executed_flops": 100,
+    }
+    return {
+        "config": config, "components": components, "energy": energy, "deployment": deployment, "kv_bytes_by_layer": layers,
+        "peak_tensor_bytes": 80, "dense_peak_tensor_bytes": 100, "peak_memory_bytes": 5000, "dense_peak_memory_bytes": 5000,
+        "peak_memory_method": "kernel", **({} if dense else flops), "timing_warnings": [], "components_timing_warnings": [],
+    }  # fmt: skip
+
+
+def records(folder: Path, **how: Any) -> dict[str, Record]:
+    """A dense record and one for every other row, all alike."""
+    made = {costs.DENSE: fakes.make(folder, "dense continuation", "continuation", **entries("dense", **how))}
+    for row in costs.rows():
+        if row.key != costs.DENSE:
+            made[row.key] = fakes.make(folder, row.key, "continuation", per_token=0.01, faster=0.2, **entries("run", **how))
+    return made
+
+
+def outcomes(artefact: Artefact, made: Mapping[str, Record], *, without: tuple[str, ...] = ()) -> list[Outcome]:
+    found = []
+    for row in artefact.experiment.rows():
+        there = row.key not in without
+        found.append(Outcome(row, made[row.key], made[costs.DENSE]) if there else Outcome(row, reason="failed"))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), ARTEFACTS)
+def test_every_artefact_is_the_same_bytes_twice_and_stands_without_a_record(kind: str, name: str, tmp_path: Path) -> None:
+    artefact, made = find(kind, name), records(tmp_path)
+    whole = outcomes(artefact, made)
+    written = [{p.name: p.read_bytes() for p in artefact.build(whole, "x").write(tmp_path / part)} for part in ("a", "b")]
+    assert written[0] == written[1]
+    assert len(written[0]) == 3
+    partly = artefact.build(outcomes(artefact, made, without=(costs.JOINT,)), "x")
+    assert partly.write(tmp_path / "c")
+    assert "reference-gpt2" in artefact.build(whole, "x").text(120)
+
+
+def test_the_nine_records_are_shared() -> None:
+    asked = {row.overrides for kind, name in ARTEFACTS for row in find(kind, name).experiment.rows()}
+    assert len(asked) == 9  # halting alone is the first of the steps
+    assert all("measure=cost" in overrides for overrides in asked)
+
+
+def test_components_within_their_noise_are_no_speedup(tmp_path: Path) -> None:
+    table = find("table", "7")
+    made = table.build(outcomes(table, records(tmp_path)), "table07")
+    rows = made.frame.set_index("key")
+    assert rows.loc["attention", "joint_saved_pct"] == pytest.approx(40)
+    assert rows.loc["attention", "reported_speedup_pct"] == 40.2
+    assert rows.loc["total", "reported_dense_ms"] == 121.0
+    assert rows.loc["total", "joint_saved_pct"] == pytest.approx(20)
+    text = made.text(None)
+    (mlp,) = [line for line in text.splitlines() if "Feed-forward" in line]
+    assert mlp.count("within") == 2  # a quarter of a percent
+    (attention,) = [line for line in text.splitlines() if "Self-attention" in line]
+    assert attention.split()[-1] == "+40.0"
+    (off,) = [line for line in text.splitlines() if line.strip().startswith("Sum off by %")]
+    assert off.count("+2.0%") == 3
+    listed = rows[rows["section"].isin(["The paper's rows", "What the paper leaves out"])]
+    assert listed["joint_ms"].sum() == pytest.approx(rows.loc["sum", "joint_ms"])
+
+
+def test_the_waterfall_follows_a_saving_to_the_joules(tmp_path: Path) -> None:
+    artefact = find("table", "waterfall")
+    made = artefact.build(outcomes(artefact, records(tmp_path)), "x")
+    row = made.frame.set_index("key").loc[costs.JOINT]
+    stages = {"nominal": 40, "executed": 25, "wall": 20, "joules": 20}
+    assert {name: row[f"{name}_saved_pct"] for name in stages} == pytest.approx(stages)
+    assert row["policy_pct"] == pytest.approx(4)
+    assert row["realization"] == pytest.approx(0.8)
+    assert row["kernel_saved_pct"] == pytest.approx(100 * (1 - 76.9 / 97))
+    assert "RAPL" in made.text(None)
+
+
+def test_noise_is_neither_a_saving_nor_a_ratio(tmp_path: Path) -> None:
+    artefact = find("table", "waterfall")
+    made = artefact.build(outcomes(artefact, records(tmp_path, noise=30.0, run_j=BELOW)), "x")
+    line = next(line for line in made.text(None).splitlines() if "Quantization" in line)
+    assert line.count("within") == 3  # the policy, the kernels, the clock
+    assert BELOW in line
+    assert made.frame["realization"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("time", "flops", "noise", "ratio"),
+    [(20, 25, 1, 0.8), (-10, 25, 1, -0.4), (0.5, 25, 1, None), (20, 0.5, 1, None), (-30, -25, 1, None)],
+)
+def test_a_ratio_needs_something_to_realize(time: float, flops: float, noise: float, ratio: float | None) -> None:
+    assert realization(time, flops, noise) == (None if ratio is None else pytest.approx(ratio))
+
+
+def test_an_estimate_of_joules_is_drawn_as_one_and_answers_no_claim(tmp_path: Path) -> None:
+    artefact = find("figure", "16")
+    for measured in (True, False):
+        found = outcomes(artefact, records(tmp_path / str(measured), measured=measured))
+        figure = artefact.build(found, "figure16")
+        assert set(figure.frame["method"]) == {"RAPL" if measured else "estimate"}
+        assert ("a counter" if measured else "an estimate") in " ".join(figure.caption)
+        answers = artefact.experiment.ANSWERS  # type: ignore[attr-defined]
+        by_key = {one.row.key: one for one in found}
+        saved = answers["f2.joint.emissions_saved_pct"].of
+        if measured:
+            assert saved(by_key) is not None
+        else:
+            with pytest.raises(ConfigError, match="estimated"):
+                saved(by_key)
+        assert answers["f2.joint.speedup_pct"].of(by_key).value == pytest.approx(20)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("table", "7"), ("figure", "16"), ("table", "deployment")])
+def test_claims_that_are_answered_are_claims(kind: str, name: str, tmp_path: Path) -> None:
+    artefact = find(kind, name)
+    found = outcomes(artefact, records(tmp_path))
+    answers = Source(artefact, found, "").answers  # raises where a claim or a row is not there
+    assert answers
+    for claim, answer in answers:
+        entry, _, quantity = claim.rpartition(".")
+        assert quantity in reported()[entry].quantities
+        assert answer.of is not None
+        estimate = answer.of({one.row.key: one for one in found})
+        assert estimate is None or estimate.low <= estimate.value <= estimate.high
+
+
+def test_deployment_prints_no_percentile_that_was_not_measured(tmp_path: Path) -> None:
+    artefact = find("table", "deployment")
+    made = artefact.build(outcomes(artefact, records(tmp_path)), "x")
+    joint = made.frame.set_index("key").loc[costs.JOINT]
+    assert joint["saved_pct"] == pytest.approx(-20)
+    assert joint["p99_ms"] != joint["p99_ms"]  # NaN
+    assert "a prompt of 256 tokens, 64 new ones, 50 ms a token" in " ".join(made.legend)
+
+
+def test_memory_sets_the_papers_formula_beside_what_is_resident(tmp_path: Path) -> None:
+    artefact = find("table", "memory")
+    joint = artefact.build(outcomes(artefact, records(tmp_path)), "x").frame.set_index("key").loc[costs.JOINT]
+    assert (joint["kv_saved_pct"], joint["paper_saved_pct"], joint["kv_last_layer_saved_pct"]) == pytest.approx((25, 20, 50))
+    assert joint["peak_tensor_saved_pct"] == pytest.approx(20)
+
+
+def test_warnings_of_the_clock_are_printed_below_every_table(tmp_path: Path) -> None:
+    quiet = fakes.make(tmp_path, "quiet", "continuation", **entries("dense"))
+    row = costs.rows()[0]
+    assert not any("care" in line for line in provenance.notes([Outcome(row, quiet, quiet)]))
+    busy = fakes.make(
+        tmp_path, "busy", "continuation", **entries("dense") | {"timing_warnings": ["load average 5.0 before timing, …: something else runs"]}
+    )  # fmt: skip
+    (line,) = [line for line in provenance.notes([Outcome(row, quiet, quiet), Outcome(row, busy, busy)]) if "care" in line]
+    assert "something else runs (1 of 2 records)" in line

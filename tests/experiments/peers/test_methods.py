@@ -1,0 +1,130 @@
+"""Peers and ours in one frame: who is on the frontier, what is said about ours, and attributes that are read off the classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pandas as pd
+import pytest
+
+import quicksilver
+from quicksilver.experiments.peers import attributes, methods
+from quicksilver.harness.config import choices
+from quicksilver.report.artefacts import Outcome, find
+
+# key -> nats a token lost, share of the prompt's time that is left
+MEASURED = {
+    "one_shot_halting": (0.03, 0.60),
+    "prompt_pruning": (0.02, 0.62),
+    "token_merging": (0.20, 0.65),
+    "heavy_hitter": (0.05, 1.20),
+    "int8_dynamic": (0.0, 1.50),
+    "bfloat16": (0.0, 0.995),
+    "ours.halting_attention": (0.02, 0.61),
+}
+
+
+def outcomes(results: Path, measured: dict[str, tuple[float, float]], **changes: Any) -> list[Outcome]:
+    dense = fakes.make(results, "dense continuation", "continuation")
+    found = []
+    for row in methods.rows():
+        if row.key == "dense":
+            found.append(Outcome(row, dense, dense))
+        elif row.key not in measured:
+            found.append(Outcome(row, reason="failed"))
+        else:
+            lost, left = measured[row.key]
+            record = fakes.make(
+                results, row.key, "continuation", per_token=lost, saved=0.4, prompt_noise_floor_pct=2.0,
+                prompt_latency_ms={"median": 1000 * left},
+                prompt_latency_ratio={"median": left, "low": left - 0.01, "high": left + 0.01}, **changes,
+            )  # fmt: skip
+            found.append(Outcome(row, record, dense))
+    return found
+
+
+def test_every_row_is_a_module_that_there_is_and_the_keys_are_unique() -> None:
+    rows = methods.rows()
+    assert len({row.key for row in rows}) == len(rows)
+    assert {name for row in rows for name in row.needs} <= set(choices("modules"))
+    there = {path.stem for path in (Path(quicksilver.__file__).parent / "baselines").glob("[!_]*.py")}
+    assert {row.needs[0] for row in rows if row.section not in (methods.DENSE, methods.OURS)} == there
+
+
+def test_the_frontier_is_of_what_is_beyond_noise_and_interval(tmp_path: Path) -> None:
+    frame = methods.frame(outcomes(tmp_path, MEASURED)).set_index("key")
+    front = set(frame.index[frame["front"]])
+    # bfloat16 is 0.5% faster, which is within the noise, and loses nothing: it ties with dense.
+    assert {"dense", "one_shot_halting", "ours.halting_attention"} <= front
+    assert not front & {"token_merging", "heavy_hitter", "int8_dynamic", "static_exit"}
+    assert frame.loc["one_shot_halting", "versus_int8"] == pytest.approx(0.6 / 1.5)
+    assert pd.isna(frame.loc["static_exit", "judged_loss_pct"])
+
+
+def test_what_is_said_about_ours_names_the_peers_that_are_better(tmp_path: Path) -> None:
+    frame = methods.frame(outcomes(tmp_path / "a", MEASURED))
+    on = " ".join(methods.findings(frame))
+    assert "Halting, least attended (+39% of the prompt's time" in on
+    assert "is on the frontier" in on
+    assert "takes 0.41 of the time of dynamic int8, which takes 1.50" in on
+    assert "0.40 of its quantized baseline" in on
+    worse = MEASURED | {"ours.halting_attention": (0.04, 0.63)}
+    off = " ".join(methods.findings(methods.frame(outcomes(tmp_path / "b", worse))))
+    assert "is not on the frontier: better are" in off
+    assert "Prompt pruning (LazyLLM), +38%" in off
+    assert "One-shot halting (DASH), +40%" in off
+    assert "Token merging" not in off.partition("better are")[2]
+
+
+def test_decoding_is_printed_where_it_was_timed(tmp_path: Path) -> None:
+    served = {"per_token_ratio": {"median": 0.5, "low": 0.48, "high": 0.52}, "noise_floor_pct": 3.0, "same_first_tokens": 32}
+    frame = methods.frame(outcomes(tmp_path, MEASURED, deployment=served))
+    cells = {column.header: column.cell(frame.set_index("key", drop=False).loc["bfloat16"]) for column in methods.columns()}
+    assert cells["a decoded token, ÷ dense"] == ("0.50", "noise 3.0%")
+    assert cells["prompt speedup %"] == ("within", "noise 2.0")
+
+
+@pytest.mark.parametrize(("kind", "number"), [("table", "peers"), ("figure", "8"), ("figure", "15")])
+def test_table_and_figure_are_made_of_what_there_is_and_are_the_same_twice(kind: str, number: str, tmp_path: Path) -> None:
+    artefact = find(kind, number)
+    assert [row.key for row in artefact.experiment.rows()] == [row.key for row in methods.rows()]
+    made = [artefact.build(outcomes(tmp_path, MEASURED), artefact.name) for _ in range(2)]
+    first, second = ([path.read_bytes() for path in one.write(tmp_path / str(i))] for i, one in enumerate(made))
+    assert first == second
+    text = made[0].text(160)
+    assert "frontier" in text
+    assert "reference-gpt2" in text
+
+
+def test_attributes_are_read_off_the_classes() -> None:
+    found = attributes.techniques().set_index("module")
+    assert found.loc["halting", "verbs"] == "halt"
+    assert found.loc["token_fusion", "verbs"] == "fuse, merge_cache"
+    assert found.loc["sink_attention", "verbs"] == "evict, span"
+    assert found.loc["heavy_hitter", "acts"] == "between passes"
+    assert found.loc["confidence_exit", "acts"] == "anywhere"
+    assert found.loc["prompt_lookup", "weights"] == "frozen"
+    assert found.loc["int8_dynamic", "excludes"] == "adaptive_quantization, bfloat16"
+    assert found.loc["one_shot_halting", "source"] == "2604.18103"
+    assert not {"static_depth", "random_halting"} & set(found.index)
+    # every peer says where it comes from
+    there = {path.stem for path in (Path(quicksilver.__file__).parent / "baselines").glob("[!_]*.py")}
+    assert (found.loc[sorted(there), "source"] != "").all()
+
+
+@pytest.mark.parametrize("number", ["1", "6"])
+def test_tables_of_the_paper_s_words_have_what_is_derived_beside_them(number: str, tmp_path: Path) -> None:
+    artefact = find("table", number)
+    assert artefact.experiment.rows() == []
+    table = artefact.build([], artefact.name)
+    text = table.text(200)
+    assert "the paper" in text
+    if number == "1":
+        assert set(table.frame["panel"]) == {"paper", "derived"}
+        derived = table.frame[table.frame["panel"] == "derived"]
+        assert set(derived["class"]) == set(attributes.techniques()["class"])  # none is forgotten
+    else:
+        assert "p25" in text
+        assert "asked at 10" in text

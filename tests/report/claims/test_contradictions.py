@@ -1,0 +1,111 @@
+"""The paper set against itself: what is computed is right, and could have come out otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from quicksilver.report.claims.contradictions import contradictions
+from quicksilver.report.claims import contradictions as module
+from quicksilver.report.claims.reported import Reported, reported
+
+ROWS = {row.id: row for row in contradictions()}
+
+
+def test_every_numbered_conflict_has_a_row():
+    assert {row.conflict for row in ROWS.values()} - {None} == set(range(1, 28))
+    assert len(ROWS) == len(contradictions())
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.id)
+def test_every_row_says_what_it_found_and_what_is_done_instead(row):
+    assert row.says
+    assert row.ours
+    finding = row.finding()
+    if row.check:
+        assert finding.text
+        assert row.places
+        assert row.agreement == ("consistent" if finding.holds else "contradiction")
+    else:
+        assert finding is None
+        assert row.agreement == "choice"
+
+
+@pytest.mark.parametrize(
+    ("row", "agreement", "said"),
+    [
+        ("superadditive", "contradiction", ["47.2%", "66.5%", "-19.3 points"]),
+        ("superadditive_table11", "contradiction", ["60%", "86%", "-26 points"]),
+        ("beyond_pairs", "consistent", ["44.5%"]),
+        ("energy_of_a_token", "contradiction", ["4.6 kJ", "400 W"]),
+        ("emissions_arithmetic", "consistent", ["27.5%", "43.1%"]),
+        ("beta", "contradiction", ["26.4%", "at most 0%"]),
+        ("quantized_baseline", "contradiction", ["1.51", "0.85"]),
+        ("speedups", "contradiction", ["49", "39.7"]),
+        ("table7_arithmetic", "consistent", ["121.0", "72.9"]),
+        ("table5_kv", "contradiction", ["1.00 < 0.30", "17.38"]),
+        ("table5_widths", "contradiction", ["reducing", "dynamic"]),
+        ("tau_halt", "contradiction", ["0.797 nats"]),
+        ("model_size", "contradiction", ["302 M", "85.33"]),
+        ("within_two_tenths", "contradiction", ["+0.21", "+0.22"]),
+        ("steepest_gain", "contradiction", ["0.14 g (halting)", "0.02 g (quantization)"]),
+        ("function_words_halt", "contradiction", ["82.5%", "4,200"]),
+        ("decay_and_halted_share", "contradiction", ["22 to 47%", "62.2%"]),
+    ],
+)
+def test_what_the_papers_own_numbers_say(row, agreement, said):
+    assert ROWS[row].agreement == agreement
+    assert [part for part in said if part not in ROWS[row].finding().text] == []
+
+
+def changed(entry: str, quote: str | None = None, **values: float) -> Reported:
+    claim = reported()[entry]
+    return dataclasses.replace(claim, quote=quote or claim.quote, values=dict(claim.values) | values)
+
+
+@pytest.mark.parametrize(
+    ("holds", "finding"),
+    [
+        (True, module.same(a=1.0, b=(0.9, 1.1))),
+        (False, module.same(a=1.2, b=(0.9, 1.1))),
+        (True, module.at_least(6, 6)),
+        (True, module.superadditive(70, a=30, b=30)),
+        (False, module.beyond_pairs(59, a=30, b=30, c=1)),
+        (True, module.beta_saves(0.5, 26.4)),
+        (True, module.joint_beyond_alone(47, 39)),
+        (True, module.model_size(774, 36, 1280, 20)),
+        (False, module.model_size(774, 36, 1280, 12)),
+        (True, module.entropy_units(1.0, 0.6931471805599453)),
+        (True, module.inside_grid(0.3, 0.6, (0.2, 0.4), (0.5, 0.7))),
+        (True, module.on_the_scale((0, 1), a=0.4)),
+        (True, module.energy_of_a_token(1e-6, 0.4, 121, 512)),
+        (False, module.emissions_arithmetic(0.51, 0.40, 27.5, 0.29, 43.1)),
+        (True, module.steepest_is_last(1.0, a=0.9, b=0.5)),
+        (True, module.quantized_baseline(0.7, 40, 15)),
+        (True, module.milliseconds_are_percent(18, 121, 15)),
+        (True, module.within_bound((None, 0.2), a=0.19)),
+        (True, module.saves_at_most_what_it_merges((12, 18), 15)),
+        (True, module.weighted_share((80, None), a=changed("table2.determiners"))),
+        (True, module.table5_widths(0.3, 0.6, reducing=changed("table5.bits.reducing"))),
+        (False, module.table7_arithmetic(changed("table7.total"), a=changed("table7.attention"))),
+        (False, module.table7_arithmetic(changed("table7.attention", speedup_pct=41.0), a=changed("table7.attention"))),
+        (
+            True,
+            module.table5_kv(
+                a=changed("table5.kv.is", '"is": KV diff 0.18 < 0.45 -> Skip'),
+                b=changed("table5.kv.long", '"long": KV diff 17.38 > 0.30 -> Write'),
+            ),
+        ),
+        (
+            False,
+            module.table5_kv(
+                a=changed("table5.kv.is", '"is": KV diff 18.18 > 0.45 -> Skip'),
+                b=changed("table5.kv.long", '"long": KV diff 17.38 > 0.30 -> Write'),
+            ),
+        ),
+        (True, module.decay_and_halted_share((0.01, 0.2), 15, a=changed("table2.content_words"))),
+    ],
+)
+def test_a_check_can_come_out_either_way(holds, finding):
+    assert finding.holds == holds

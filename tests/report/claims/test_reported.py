@@ -1,0 +1,114 @@
+"""The paper's numbers, as data, are the paper's numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quicksilver.harness.config import config_dir
+from quicksilver.report.claims.reported import quantities, quantity, reported
+
+PAPER = Path(__file__).resolve().parents[4] / "shared" / "paper" / "quicksilver.txt"
+CLAIMS = list(reported().values())
+
+
+@pytest.fixture(scope="module")
+def paper() -> str:
+    if not PAPER.is_file():
+        pytest.skip("the paper's text is not beside this clone (../shared/paper/quicksilver.txt)")
+    return PAPER.read_text(encoding="utf-8")
+
+
+def numbers(quote: str) -> set[float]:
+    """Every number of a quote: "18.1\\%", "+0.12", "1,204", "10^{-3}"."""
+    found = {float(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", quote)}
+    return found | {10.0 ** -int(power) for power in re.findall(r"10\^\{-(\d+)\}", quote)}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
+def test_every_number_stands_in_its_quote(claim):
+    ends = {end for pair in claim.bounds.values() for end in pair if end is not None}
+    assert set(map(float, claim.values.values())) | ends <= numbers(claim.quote)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
+def test_every_quote_stands_in_the_paper(claim, paper):
+    assert claim.quote in paper
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
+def test_every_claim_says_something_that_can_be_judged(claim):
+    assert claim.quantities
+    assert len(set(claim.quantities)) == len(claim.quantities)
+    for name in claim.quantities:
+        assert quantity(claim, name).says
+    for pair in claim.bounds.values():
+        assert pair != (None, None)
+        assert None in pair or pair[0] < pair[1]
+
+
+def test_numbers_are_rounded_as_the_paper_writes_them():
+    claim = reported()["table11.isolated.quantization"]
+    assert dict(claim.rounding) == {"speedup_pct": 0.5, "flops_saved_pct": 0.5, "delta_ppl": pytest.approx(0.005)}
+    assert reported()["table3.uniform8"].rounding["ppl"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("claim", [claim for claim in CLAIMS if claim.against or claim.quality], ids=lambda claim: claim.id)
+def test_what_an_entry_refers_to_is_there(claim):
+    if claim.against:
+        assert "ppl" in reported()[claim.against].values
+    if claim.quality:
+        entry, _, name = claim.quality.rpartition(".")
+        assert quantities()[name].kind == "quality"
+        assert name in reported()[entry].quantities
+
+
+@pytest.mark.parametrize("claim", [claim for claim in CLAIMS if claim.config], ids=lambda claim: claim.id)
+def test_a_setting_that_is_said_to_be_in_conf_is_there_with_its_number(claim):
+    for name, key in claim.config.items():
+        file, _, option = key.partition(".")
+        value = yaml.safe_load((config_dir() / f"{file}.yaml").read_text(encoding="utf-8"))[option]
+        assert float(str(value).removeprefix("p")) == claim.values[name]
+
+
+def test_every_table_with_numbers_has_entries():
+    there = {
+        int(number) for claim in CLAIMS for place in (claim.place, *claim.also) for number in re.findall(r"Table (\d+)", place)
+    }
+    assert there == set(range(1, 14)) - {1, 6}  # attributes and criteria: words
+
+
+def test_table_11_is_complete(paper):
+    start = paper.index("Technique\tApplication\tSpeedup (%)")
+    printed = [line.split("\t") for line in paper[start : paper.index("\n\n", start)].splitlines()[1:]]
+    values = [tuple(float(cell.rstrip("%")) for cell in cells[2:]) for cells in printed]
+    ours = [claim for claim in CLAIMS if claim.id.startswith("table11.")]
+    assert [tuple(claim.values[key] for key in ("speedup_pct", "flops_saved_pct", "delta_ppl")) for claim in ours] == values
+    assert [claim.quote.split("\t")[0] for claim in ours] == [cells[0] for cells in printed]
+
+
+@pytest.mark.parametrize(
+    ("head", "prefix", "rows"),
+    [
+        ("Task\tType\tMetric", "table4.", 6),
+        ("Component\tBaseline", "table7.", 7),
+        ("POS Tag Category\tFraction", "table2.", 6),
+        ("Layer\tPrecision@Fusion", "table9.", 3),
+        ("Method\tPrecision@Fusion", "table13.", 2),
+        ("Quantization Strategy", "table3.", 5),
+    ],
+)
+def test_a_table_has_an_entry_for_each_of_its_rows(paper, head, prefix, rows):
+    start = paper.index(head)
+    printed = paper[start : paper.index("\n\n", start)].splitlines()[1:]
+    assert len(printed) == rows
+    quotes = [claim.quote for claim in CLAIMS if claim.id.startswith(prefix)]
+    assert [line for line in printed if not any(line.startswith(quote) for quote in quotes)] == []
+
+
+def test_the_four_addends_of_p4_are_its_sum():
+    addends = [claim.values["flops_saved_pct"] for claim in CLAIMS if claim.id.startswith("p4.isolated.")]
+    assert sum(addends) == pytest.approx(66.5)

@@ -1,0 +1,129 @@
+"""The rule by which claims are judged, held to docs/verdicts.md by drawn numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from quicksilver.report.claims.verdicts import NEARLY, Estimate, Target, judge, one_step_down
+
+RANK = {"not reproduced": 0, "partly": 1, "not measured": 1, "reproduced": 2}
+sizes = st.floats(0.01, 1000)
+shares = st.floats(-3, 4)  # of the claimed number
+slack = st.floats(0, 0.2)
+senses = st.sampled_from(["gain", "cost", "match", "level"])
+
+
+def measured(low: float, high: float, floor: float = 0.0) -> Estimate:
+    low, high = min(low, high), max(low, high)
+    return Estimate((low + high) / 2, low, high, floor)
+
+
+def claimed(size: float, rounding: float) -> Target:
+    return Target(size * (1 - rounding), size * (1 + rounding))
+
+
+@given(senses, sizes, slack)
+def test_what_is_claimed_exactly_is_reproduced(sense, size, rounding):
+    assert judge(sense, claimed(size, rounding), measured(size, size)) == "reproduced"
+
+
+@given(sizes, slack, shares, shares, st.floats(0, 3))
+def test_more_of_a_gain_and_less_of_a_cost_is_never_judged_worse(size, rounding, low, high, better):
+    target = claimed(size, rounding)
+    for sense, sign in (("gain", 1), ("cost", -1)):
+        before = judge(sense, target, measured(low * size, high * size))
+        after = judge(sense, target, measured((low + sign * better) * size, (high + sign * better) * size))
+        assert RANK[after] >= RANK[before]
+
+
+@given(senses, sizes, slack, shares, shares, shares, shares)
+def test_a_narrower_interval_takes_nothing_back_that_was_ruled_out(sense, size, rounding, low, high, first, second):
+    wide = measured(low * size, high * size)
+    narrow = measured(*(min(max(share * size, wide.low), wide.high) for share in (first, second)))
+    before, after = (judge(sense, claimed(size, rounding), one) for one in (wide, narrow))
+    assert (
+        after
+        in {
+            "reproduced": {"reproduced", "partly"},
+            "partly": {"partly"},
+            "not reproduced": {"not reproduced", "partly"},
+            "not measured": {"reproduced", "partly", "not reproduced", "not measured"},
+        }[before]
+    )
+
+
+@given(senses, sizes, slack, shares, shares, st.floats(0.001, 1000))
+def test_the_unit_does_not_matter(sense, size, rounding, low, high, unit):
+    share = (1 - NEARLY) * (1 - rounding)
+    assume(
+        all(
+            abs(end - edge) > 1e-6
+            for end in (low, high)
+            for edge in (share, 1 - rounding, 1 + rounding, 0.1, 1.9, 0.1 * (1 + rounding), 1.9 * (1 + rounding))
+        )
+    )
+    ours = judge(sense, claimed(size, rounding), measured(low * size, high * size))
+    assert judge(sense, claimed(size * unit, rounding), measured(low * size * unit, high * size * unit)) == ours
+
+
+@given(st.floats(0.05, 0.95), st.floats(-0.5, 1.5), st.floats(-0.5, 1.5))
+def test_a_ratio_of_times_is_the_gain_that_it_leaves(ratio, low, high):
+    gone = judge("gain", Target(0.995 - ratio, 1.005 - ratio), measured(1 - high, 1 - low))
+    assert judge("ratio", Target(ratio - 0.005, ratio + 0.005), measured(low, high)) == gone
+
+
+@given(sizes, slack, st.floats(0.01, 2), st.floats(0.0, 3))
+def test_a_gain_inside_the_noise_of_the_clock_is_none(size, rounding, share, floor):
+    estimate = measured(share * size, share * size, floor * size)
+    if share <= floor:
+        assert judge("gain", claimed(size, rounding), estimate) in ("not reproduced", "not measured")
+
+
+@given(sizes, st.floats(0, 2))
+def test_an_open_side_is_a_gain_or_a_cost(bound, share):
+    estimate = measured(share * bound, share * bound)
+    assert judge("match", Target(bound, None), estimate) == judge("gain", Target(bound, None), estimate)
+    assert judge("match", Target(None, bound), estimate) == judge("cost", Target(None, bound), estimate)
+
+
+@pytest.mark.parametrize(
+    ("sense", "target", "interval", "verdict"),
+    [
+        ("gain", (17.5, 18.5), (3, 5), "partly"),
+        ("gain", (17.5, 18.5), (-2, 1), "not reproduced"),
+        ("gain", (17.5, 18.5), (-30, -25), "not reproduced"),
+        ("gain", (17.5, 18.5), (0.001, 0.001), "not reproduced"),
+        ("gain", (17.5, 18.5), (15, 19), "reproduced"),
+        ("gain", (17.5, 18.5), (40, 45), "reproduced"),
+        ("gain", (17.5, 18.5), (-5, 30), "not measured"),
+        ("cost", (0.6, 0.7), (-1, 0.3), "reproduced"),
+        ("cost", (0.6, 0.7), (0.5, 1.0), "reproduced"),
+        ("cost", (0.6, 0.7), (0.8, 1.2), "partly"),
+        ("cost", (0.6, 0.7), (0.8, 3.0), "not reproduced"),
+        ("cost", (0.6, 0.7), (0.1, 5.0), "not measured"),
+        ("cost", (0.0, 1.1), (-6, -5), "reproduced"),
+        ("cost", (-0.01, 0.01), (0.1, 0.2), "not reproduced"),
+        ("match", (0.05, 0.1), (0.08, 0.12), "reproduced"),
+        ("match", (0.05, 0.1), (0.02, 0.03), "partly"),
+        ("match", (0.05, 0.1), (0.3, 0.4), "not reproduced"),
+        ("match", (-0.5, 0.5), (-0.1, 0.2), "reproduced"),
+        ("gain", (-0.5, 0.5), (5, 6), "not reproduced"),
+        ("ratio", (0.395, 0.405), (0.38, 0.42), "reproduced"),
+        ("ratio", (0.395, 0.405), (1.4, 1.5), "not reproduced"),
+    ],
+)
+def test_the_examples_of_the_page(sense, target, interval, verdict):
+    assert judge(sense, Target(*target), measured(*interval)) == verdict
+
+
+def test_a_claimed_zero_is_right_within_the_noise():
+    assert judge("gain", Target(-0.05, 0.05), measured(-3.9, -3.1, floor=4.0)) == "reproduced"
+    assert judge("gain", Target(-0.05, 0.05), measured(-3.9, -3.1, floor=1.0)) == "not reproduced"
+
+
+def test_a_saving_without_its_quality_falls_one_step_and_no_further():
+    assert [
+        one_step_down(verdict) for verdict in ("reproduced", "partly", "not reproduced", "not measured", "not comparable")
+    ] == [*("partly", "not reproduced", "not reproduced", "not measured", "not comparable")]

@@ -1,0 +1,634 @@
+"""The report: what it is made of, what it says about what is missing, and that a real browser can use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from harness_world import make_world
+
+from quicksilver.cli import door
+from quicksilver.harness.config import compose
+from quicksilver.harness.record import RECORD, Record
+from quicksilver.harness.run import ensure
+from quicksilver.harness.store import Store
+from quicksilver.report import comparison
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.figure import Figure, panels, style
+from quicksilver.report.site import explorer, markdown, tokens
+from quicksilver.report.site.site import Site, make
+from quicksilver.report.table import Panel, Table
+from quicksilver.runtime.trace import Trace
+
+LAYERS, WINDOW, PROMPT = 24, 512, 448  # the size that the viewer must answer quickly for
+FUSION = ("modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null")
+BITS = ("modules.adaptive_quantization.high=3.5", "modules.adaptive_quantization.low=2.5")
+RUNS = {
+    "dense": ("modules=[]",),
+    **{f"signal.{signal}": ("modules=[halting_attention]", f"modules.halting.signal={signal}") for signal in ("drift", "random")},
+    "share": ("modules=[halting_attention]", "modules.halting.signal=drift", "modules.halting.halted_share=0.2"),
+    "all": ("modules=[halting_attention,kv_skipping,token_fusion,adaptive_quantization]", *FUSION, "measure=signals"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A results folder with records of a real run, a table, a figure and a ledger."""
+    folder = tmp_path_factory.mktemp("site")
+    results = folder / "results"
+    world = make_world(folder, layers=LAYERS, window=WINDOW, prompt=PROMPT)
+    words = [*world, "dataset.windows=8", "protocol=continuation", f"protocol.prompt_tokens={PROMPT}", f"results_dir={results}"]
+    words += ["measure.sentences=['A sentence of its own.']", "measure.signal_windows=1", "measure.attribution=false"]
+    rows = [Row("continuation", "", key, key, more) for key, more in RUNS.items()]
+    records = ensure([compose([*words, *row.overrides]) for row in rows])
+    store = Store(results)
+    outcomes = [Outcome(row, record, store.dense_of(record)) for row, record in zip(rows, records, strict=True)]
+    write_pieces(results, outcomes)
+    return results
+
+
+def write_pieces(results: Path, outcomes: list[Outcome]) -> None:
+    frame = comparison.frame(outcomes)
+    notes = ("Records: " + ", ".join(one.record.fingerprint[:12] for one in outcomes if one.record) + ".",)
+    panel = Panel("continuation", "Protocol continuation", comparison.columns(prompt=True), notes)
+    Table("table11", "Table 11: a < b | c", frame, (panel,), comparison.legend(frame)).write(results / "tables")
+    with style():
+        drawing, axes = panels()
+        axes[0, 0].plot(range(3))
+    shown = frame[["key", "record"]]
+    Figure(
+        "figure99", "Figure 99: shown nowhere", shown, drawing, ("Model: tiny & small.", *notes, "Text: digest 7c304b8e77c0.")
+    ).write(results / "figures")
+    claim = {
+        "panel": "Table 11",
+        "kind": "claim",
+        "claim": "table11.halting.delta_ppl",
+        "place": "Appendix P",
+        "quote": "a <b> c",
+    }
+    claim |= {
+        "reported": "0.12",
+        "unit": "%",
+        "measured": "0.34",
+        "measured_low": "0.1",
+        "measured_high": "0.5",
+        "protocol": "all",
+    }
+    claim |= {"versus_null": "", "verdict": "partly", "why": "because", "record": outcomes[1].record.fingerprint}
+    other = claim | {"claim": "p4.joint.flops", "measured": "", "measured_low": "", "verdict": "not measured", "record": ""}
+    conflict = claim | {"kind": "conflict", "claim": "conflict.bits", "verdict": "contradiction", "record": ""}
+    pd.DataFrame([claim, other, conflict]).to_csv(results / "claims.csv", index=False)
+
+
+@pytest.fixture(scope="module")
+def site(made) -> Path:
+    make(made)
+    return made / "report"
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> Path:
+    """A results folder that a test may damage."""
+    return Path(shutil.copytree(made, tmp_path / "results", ignore=shutil.ignore_patterns("report", "calibration")))
+
+
+@pytest.fixture(scope="module")
+def records(made) -> dict[str, Record]:
+    frame = pd.read_csv(made / "tables" / "table11.csv").set_index("key")
+    return {key: Store(made).get(fingerprint) for key, fingerprint in frame["record"].items()}
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """What a page loads, where it leads, and which ids it has."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.loaded, self.targets, self.ids, self.text = [], [], [], []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.ids.append(named.get("id"))
+        if tag in ("script", "img") and "src" in named:
+            self.loaded.append(named["src"])
+        if "href" in named:
+            (self.loaded if tag == "link" else self.targets).append(named["href"])
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def pages(site: Path) -> list[Path]:
+    return sorted(site.rglob("*.html"))
+
+
+def test_links_resolve_and_nothing_is_loaded_from_a_network(site):
+    assert len(pages(site)) > 12
+    assert not (site / "runs" / "7c304b8e77c0.html").exists()  # a digest of a text is no record
+    for page in pages(site):
+        links = Links(page)
+        for name in [*links.loaded, *links.targets]:
+            if name in links.targets and name.startswith(("https://arxiv.org/", "#")):
+                continue
+            if name != "data:,":  # no icon, so that no browser looks for one
+                assert not re.match(r"\w+:", name), (page, name)
+                assert (page.parent / name.partition("#")[0]).is_file(), (page, name)
+        ids = [one for one in links.ids if one]
+        assert len(ids) == len(set(ids)), page
+
+
+def test_the_same_files_give_the_same_bytes_wherever_they_lie(site, copy):
+    make(copy)
+    again = copy / "report"
+    assert {path.relative_to(site) for path in site.rglob("*")} == {path.relative_to(again) for path in again.rglob("*")}
+    for path in site.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (again / path.relative_to(site)).read_bytes(), path
+
+
+def test_the_first_page_is_small(site):
+    links = Links(site / "index.html")
+    loaded = [site / name for name in links.loaded if name != "data:,"]
+    assert sum(path.stat().st_size for path in (site / "index.html", *loaded)) < 1_000_000
+
+
+def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
+    record = records["signal.drift"]
+    text = " ".join(Links(site / "runs" / f"{record.fingerprint}.html").text)
+    for word in (
+        f"{record['ppl']:.4g}",
+        "signal: drift",
+        record["environment"]["torch"],
+        "audit",
+        "windows.parquet",
+    ):
+        assert word in text, word
+
+
+def test_tables_become_tables_again(made, site):
+    written = markdown.parse((made / "tables" / "table11.md").read_text(encoding="utf-8"))
+    assert written.title == "Table 11: a < b | c"
+    grid = next(block for block in written.blocks if isinstance(block, markdown.Grid))
+    assert [group for group, _ in grid.groups] == [
+        "",
+        "paper reports",
+        "measured",
+        "FLOPs saved %",
+        "perplexity against dense",
+        "",
+    ]
+    assert sum(span for _, span in grid.groups) == len(grid.headers) == len(grid.right)
+    assert [line.cells[0] for line in grid.lines] == list(RUNS)
+    page = (site / "table11.html").read_text(encoding="utf-8")
+    assert page.count("<tr>") == len(RUNS) + 1
+    assert "Table 11: a &lt; b | c" in page
+
+
+def test_markdown_keeps_sections_breaks_and_harmless_text():
+    document = markdown.parse(
+        "## T\n\n| a | g: b |\n| :-- | --: |\n| **Isolated** |  |\n| x<br>y | <script>1</script> |\n\n- a <b>note</b>\n"
+    )
+    grid, notes = document.blocks
+    assert grid.groups == (("", 1), ("g", 1))
+    assert grid.right == (False, True)
+    assert grid.lines[0].section == "Isolated"
+    assert grid.lines[1].cells == ("x<br>y", "&lt;script&gt;1&lt;/script&gt;")
+    assert "&lt;b&gt;note" in notes
+
+
+def test_what_a_page_shows_cannot_end_its_script(made, site, records):
+    hostile = {"name": "</script><b>", "values": ["<!--"]}
+    page = Site(made)._page("explorer.html", sweeps=[], charts=[]).decode()
+    assert "</script><b>" not in page
+    environment = Site(made)._environment
+    assert "<" not in environment.filters["json"](hostile)
+    assert json.loads(environment.filters["json"](hostile)) == hostile
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------------------
+
+
+def report(results: Path) -> int:
+    return door.main(["report", f"results_dir={results}"])
+
+
+def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, capsys):
+    gone = records["signal.random"].fingerprint
+    shutil.rmtree(copy / "runs" / gone)
+    assert report(copy) == 1
+    said = capsys.readouterr().err
+    assert gone[:12] in said
+    assert "make reproduce-table TABLE=11" in said
+    built = copy / "report"
+    # Only the beginning of its name is known from the notes, all of it from the frame.
+    assert "there is no such record" in (built / "runs" / f"{gone}.html").read_text(encoding="utf-8")
+    assert gone[:12] in (built / "table11.html").read_text(encoding="utf-8")
+    assert (built / "tokens" / f"{records['signal.drift'].fingerprint}.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data | {"schema_version": 99}, "schema 99"),
+        (lambda data: {}, "no schema_version"),
+    ],
+)
+def test_a_foreign_or_damaged_record_is_named(copy, records, capsys, damage, said):
+    record = records["signal.drift"]
+    path = copy / "runs" / record.fingerprint / RECORD
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    assert report(copy) == 1
+    heard = capsys.readouterr().err
+    assert said in heard
+    assert record.fingerprint in heard
+    assert (copy / "report" / "figure99.html").is_file()
+
+
+def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
+    gone = "0" * 20
+    ledger = pd.read_csv(copy / "claims.csv", dtype=str, keep_default_na=False)
+    ledger.loc[0, "record"] = gone
+    ledger.to_csv(copy / "claims.csv", index=False)
+    _, problems = make(copy)
+    assert [problem.remedy for problem in problems if gone in problem.where] == ["To make it: make claims"]
+    assert "claims names it" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
+
+
+def test_a_damaged_trace_costs_its_page_and_no_other(copy, records):
+    record = records["signal.drift"]
+    path = copy / "runs" / record.fingerprint / "trace.safetensors"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    _, problems = make(copy)
+    assert any("not a readable trace" in problem.what for problem in problems)
+    assert not (copy / "report" / "tokens" / f"{record.fingerprint}.html").exists()
+    assert (copy / "report" / "runs" / f"{record.fingerprint}.html").is_file()
+    assert (copy / "report" / "tokens" / f"{records['all'].fingerprint}.html").is_file()
+
+
+def test_windows_that_are_not_those_recorded_cost_their_pages_and_no_other(copy, records):
+    record = records["signal.drift"]
+    path = copy / "runs" / record.fingerprint / "windows.parquet"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    _, problems = make(copy)
+    assert any("windows.parquet is not the file that was recorded" in problem.what for problem in problems)
+    page = (copy / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
+    assert "windows.parquet is not the file" in page
+    assert "make reproduce-table TABLE=11" in page
+    assert (copy / "report" / "explorer.html").is_file()
+
+
+def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
+    path = copy / "tables" / "table11.csv"
+    frame = pd.read_csv(path)
+    frame.loc[frame["key"] == "share", ["status", "record", "dense_record"]] = ["failed", None, None]
+    frame.to_csv(path, index=False)
+    (copy / "claims.csv").unlink()
+    assert report(copy) == 1
+    said = capsys.readouterr().err
+    assert "the run of its row continuation share failed" in said
+    assert "make claims" in said
+    assert "it was not made yet" in said  # the figures of experiments/ that this folder has not
+    assert "make claims" in (copy / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def test_nothing_written_yet(tmp_path, capsys):
+    assert report(tmp_path) == 2
+    assert "make reproduce-table TABLE=11" in capsys.readouterr().err
+    assert report(tmp_path / "nowhere") == 2
+
+
+def test_without_any_record_the_report_that_is_there_stays(copy, capsys):
+    """As in a fresh clone: tables and report are committed, records are not."""
+    make(copy)
+    before = (copy / "report" / "index.html").read_bytes()
+    shutil.rmtree(copy / "runs")
+    assert report(copy) == 2
+    assert "make reproduce" in capsys.readouterr().err
+    assert (copy / "report" / "index.html").read_bytes() == before
+
+
+def test_pages_of_what_is_gone_are_removed(copy):
+    make(copy)
+    (copy / "figures" / "figure99.svg").unlink()
+    assert (copy / "report" / "figure99.html").is_file()
+    make(copy)
+    assert not (copy / "report" / "figure99.html").exists()
+    assert not (copy / "report" / "files" / "figure99.svg").exists()
+
+
+def decoded(view: dict) -> dict:
+    """A view with a string for each token, as its script reads it."""
+    strings = {
+        name: coded and [coded["distinct"][place] for place in coded["places"]]
+        for name, coded in view.items()
+        if name in ("states", "bits")
+    }
+    return view | strings
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_letters_are_what_the_trace_says(records):
+    trace = Trace.load(records["all"].trace_path)
+    view = decoded(tokens._from_trace(trace, 5))
+    prompt, scored = (one.row(5 % 4) for one in trace.passes[2:4])  # batches of 4: the second has window 5
+    assert len(view["states"]) == WINDOW - 1
+    for layer in range(LAYERS):
+        letters = [states[layer] for states in view["states"]]
+        active = [*prompt.active(layer)[0].tolist(), *scored.active(layer)[0].tolist()]
+        entry = [*prompt.kv_present(layer)[0].tolist(), *scored.kv_present(layer)[0].tolist()]
+        assert [letter in "CWRN" for letter in letters] == active
+        for letter, has in zip(letters, entry, strict=True):
+            assert (letter in "CKR") == has
+    assert {letter for states in view["states"] for letter in states} >= {"C", "H", "F"}
+    carried = {token for token, *_ in view["fusions"]}
+    assert carried == {token for token, states in enumerate(view["states"]) if "F" in states}
+
+
+def test_trace_and_signals_say_the_same(records):
+    """Two passes, one over a batch of windows, one over the prompt of the first window alone."""
+    record = records["all"]
+    inside = decoded(tokens.shown(record)[1])
+    assert inside["name"] == "window 0"
+    traced = decoded(tokens._from_trace(Trace.load(record.trace_path), 0))
+    assert inside["states"] == traced["states"][:PROMPT]
+    assert inside["bits"] == (traced["bits"] and traced["bits"][:PROMPT])
+    fused = sorted(entry[:3] for entry in traced["fusions"])
+    assert sorted(entry[:3] for entry in inside["fusions"]) == fused
+    assert inside["texts"] == tokens._tokens(record, 0)[:PROMPT]
+    assert {"entropy", "relative drift"} <= set(inside["signals"])
+
+
+def test_the_harmed_window_comes_first(records):
+    record = records["signal.random"]
+    harm = record.windows["nll_nats"] - record.windows["dense_nll_nats"]
+    first, second = tokens.shown(record)
+    assert first["name"].startswith(f"window {harm.idxmax()}, harmed most")
+    assert second["name"] != first["name"]
+    assert "".join(first["texts"]).strip()
+
+
+def test_other_tokens_than_the_records_are_not_shown(records):
+    record = records["signal.random"]
+    other = dataclasses.replace(record, data={**record.data, "data": {**record["data"], "token_digest": "0" * 64}})
+    view = tokens.shown(other)[0]
+    assert view["texts"] is None
+    assert "other tokens now" in view["no_texts"]
+
+
+# --- thresholds -------------------------------------------------------------------------------------------------------------------
+
+
+def sweep_of(records: dict[str, Record], *keys: str) -> list[dict]:
+    return explorer.sweeps([("a table", [(records[key], records["dense"]) for key in keys])])
+
+
+def test_every_position_is_a_record_with_its_own_options(records):
+    (sweep,) = sweep_of(records, "dense", "signal.drift", "signal.random", "share")
+    assert [option["name"] for option in sweep["options"]] == ["halting.halted_share", "halting.signal"]
+    assert len(sweep["records"]) == 3
+    for row in sweep["records"]:
+        record = next(one for one in records.values() if one.fingerprint == row["fingerprint"])
+        known = explorer.settings(record)
+        for option, place in zip(sweep["options"], row["at"], strict=True):
+            assert option["values"][place] == known[option["name"]]
+        assert row["ppl"] == pytest.approx(record["ppl"], rel=1e-4)
+        assert row["delta_ppl_pct"][1] <= row["delta_ppl_pct"][0] <= row["delta_ppl_pct"][2]
+
+
+def test_other_modules_are_another_sweep_and_one_record_is_none(records):
+    assert sweep_of(records, "signal.drift", "all") == []
+
+
+def test_a_set_of_records_is_shown_once(records):
+    pairs = [(records[key], records["dense"]) for key in ("signal.drift", "share")]
+    assert [one["title"] for one in explorer.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
+
+
+def test_values_are_in_their_own_order():
+    rows = [{"a": value, "b": other} for value, other in (("p25", "x"), ("p5", "y"), ("p10", "z"), ("null", "w"))]
+    (option,) = explorer._options(rows)
+    assert option["values"] == ["p5", "p10", "p25", "null"]
+    assert option["also"] == [{"name": "b", "values": ["y", "z", "x", "w"]}]
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------------------
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--window-size=1280,900"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("no chromium with chromedriver on this machine (Debian: apt-get install chromium chromium-driver)")
+    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    from selenium.webdriver.chrome.service import Service
+
+    options = selenium.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = selenium.Chrome(options=options, service=Service(driver))
+    yield found
+    found.quit()
+
+
+class Page:
+    """One page in the browser."""
+
+    def __init__(self, browser, path: Path) -> None:
+        self.browser = browser
+        browser.get(path.as_uri())
+        if "bokeh.js" in path.read_text(encoding="utf-8"):
+            self.wait("return document.body.dataset.charts === 'drawn'")
+
+    def __call__(self, script: str, *values):
+        return self.browser.execute_script(script, *values)
+
+    def wait(self, condition: str) -> None:
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.browser, 20).until(lambda _: self(condition))
+
+    def find(self, selector: str):
+        return self.browser.find_element("css selector", selector)
+
+    def text(self, selector: str) -> str:
+        return self.find(selector).text
+
+    def choose(self, selector: str, value: object) -> None:
+        """As a person would: set the control, and tell the page."""
+        self(
+            "const one = document.querySelector(arguments[0]); one.value = arguments[1];"
+            "for (const kind of ['input', 'change']) one.dispatchEvent(new Event(kind, { bubbles: true }));",
+            selector,
+            str(value),
+        )
+
+    def errors(self) -> list[str]:
+        return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def test_pages_load_without_a_console_error(browser, site):
+    for path in pages(site):
+        page = Page(browser, path)
+        assert page.errors() == [], path
+        assert page("return document.title").endswith("QuickSilver")
+        # Nothing is wider than the window but what scrolls by itself.
+        assert page("return document.documentElement.scrollWidth <= innerWidth"), path
+
+
+def test_a_narrow_window_scrolls_in_one_direction_only(browser, site, records):
+    names = ["index", "claims", "runs", "explorer", "table11", "figure99", "tokens", f"tokens/{records['all'].fingerprint}"]
+    browser.set_window_size(500, 900)
+    try:
+        for name in names:
+            assert Page(browser, site / f"{name}.html")("return document.documentElement.scrollWidth <= innerWidth"), name
+    finally:
+        browser.set_window_size(1280, 900)
+
+
+def test_both_themes(browser, site):
+    page = Page(browser, site / "index.html")
+    page("localStorage.clear()")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+    try:
+        page = Page(browser, site / "index.html")
+        assert brightness(page) < 60
+        page.find("#theme").click()
+        assert brightness(page) > 200
+        assert brightness(Page(browser, site / "table11.html")) > 200  # remembered
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        chart = Page(browser, site / "explorer.html")
+        before = chart("return Bokeh.documents[0].all_models.size")
+        chart.find("#theme").click()
+        assert brightness(chart) < 60
+        axis = "return [...Bokeh.documents[0].all_models].find((one) => one.type === 'LinearAxis').axis_label_text_color"
+        assert before
+        assert chart(axis) == chart("return getComputedStyle(document.documentElement).getPropertyValue('--soft').trim()")
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        page("localStorage.clear()")
+
+
+def brightness(page: Page) -> float:
+    colour = page("return getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+def test_a_token_answers_to_pointer_and_keyboard(browser, site, records):
+    from selenium.webdriver import ActionChains, Keys
+
+    page = Page(browser, site / "tokens" / f"{records['all'].fingerprint}.html")
+    page.choose("#window", 2)  # the window that was harmed most
+    view = decoded(tokens.shown(records["all"])[2])
+    fused = next(i for i, states in enumerate(view["states"]) if "F" in states)
+    ActionChains(browser).move_to_element(page.find(f"#token-{fused}")).perform()
+    detail = page.text("#detail")
+    assert f"token {fused}, prompt" in detail
+    assert "carried by" in detail
+    letters = view["states"][fused]
+    assert f"computed\n{sum(letter in 'CWRN' for letter in letters)} of {LAYERS} layers" in detail
+    assert f"K/V entries\n{sum(letter in 'CKR' for letter in letters)} of {LAYERS} layers" in detail
+    halted = next(i for i, states in enumerate(view["states"]) if "H" in states and "F" not in states)
+    page(f"show({halted})")
+    assert f"after layer {view['states'][halted].index('H')} of {LAYERS}" in page.text("#detail")
+    page(f"show({fused})")
+    assert page("return document.querySelectorAll('#detail .strip .carried').length") == view["states"][fused].count("F")
+    assert page("return document.querySelectorAll('.tied').length") >= 1
+
+    page.find("#tokens").send_keys(Keys.HOME)
+    assert "token 0, prompt" in page.text("#detail")
+    page.find("#tokens").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert "token 2, prompt" in page.text("#detail")
+    page.find("#tokens").send_keys(Keys.ARROW_DOWN)
+    assert page("return document.getElementById('tokens').getAttribute('aria-activedescendant')") != "token-2"
+    page.find("#tokens").send_keys(Keys.END)
+    assert "only predicted" in page.text("#detail")
+    assert page.errors() == []
+
+
+def test_shading_follows_the_channel_and_the_layer(browser, site, records):
+    page = Page(browser, site / "tokens" / f"{records['all'].fingerprint}.html")
+    page.choose("#window", 1)
+    shades = "return [...document.querySelectorAll('#tokens span')].map((one) => one.style.background)"
+    page.choose("#channel", "fusion")
+    fused = page(shades)
+    assert any(fused)
+    page.choose("#channel", "entropy")
+    page.choose("#layer", 1)
+    first = page(shades)
+    page.choose("#layer", LAYERS)
+    assert fused != first != page(shades)
+    values = tokens.shown(records["all"])[1]["signals"]["entropy"]["values"]
+    page("show(7)")
+    assert str(values[7][LAYERS - 1]) in page.text("#detail")
+
+
+def test_512_tokens_of_24_layers_answer_within_100_ms(browser, site, records):
+    page = Page(browser, site / "tokens" / f"{records['all'].fingerprint}.html")
+    page.choose("#window", 2)
+    assert page("return [view.columns, view.layers]") == [WINDOW - 1, LAYERS]
+    took = page("""
+        const times = [];
+        const timed = (action) => { const start = performance.now(); action(); document.body.getBoundingClientRect(); times.push(performance.now() - start); };
+        for (let i = 0; i < 511; i += 10) timed(() => spans[i].dispatchEvent(new MouseEvent("mouseover", { bubbles: true })));
+        for (let i = 0; i < 20; i++) timed(() => box.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowDown", bubbles: true })));
+        for (const option of channelChoice.options) timed(() => { channelChoice.value = option.value; channelChoice.dispatchEvent(new Event("change")); });
+        return times.sort((a, b) => a - b);
+    """)
+    assert took[len(took) // 2] < 100
+
+
+def test_a_slider_moves_from_record_to_record(browser, site, records):
+    page = Page(browser, site / "explorer.html")
+    (sweep,) = [one for one in page("return sweeps") if len(one["records"]) == 3]
+    page.choose("#sweep", page("return sweeps").index(sweep))
+    names = [option["name"] for option in sweep["options"]]
+    share, signal = (names.index(f"halting.{name}") for name in ("halted_share", "signal"))
+    page.choose(f"#option-{signal}", sweep["options"][signal]["values"].index("random"))
+    row = sweep["records"][page("return current")]
+    assert row["fingerprint"] == records["signal.random"].fingerprint
+    shown = page.text("#result")
+    assert row["fingerprint"][:12] in shown
+    assert f"{row['delta_ppl_pct'][0]:+.2f}%" in shown
+    assert f"{row['executed_flops_saved_pct']:+.1f}%" in shown
+    assert "not timed" in shown
+    # No record has random at the smaller share: the slider moves to drift, and says so.
+    page.choose(f"#option-{share}", sweep["options"][share]["values"].index("0.2"))
+    assert sweep["records"][page("return current")]["fingerprint"] == records["share"].fingerprint
+    assert "Also changed" in page.text("#result")
+    assert page.find(f"#option-{signal}").get_attribute("aria-valuetext") == "drift"
+    ring = page(
+        "return document.querySelector('[data-sweep=\"0\"] .chart').quicksilverDocument.get_model_by_name('now').data.delta"
+    )
+    assert next(iter(ring)) == pytest.approx(sweep["records"][page("return current")]["delta_ppl_pct"][0])
+    assert page("return document.querySelectorAll('#records [aria-selected=true]').length") == 1
+    assert page.errors() == []
+
+
+def test_the_ledger_can_be_filtered(browser, site):
+    page = Page(browser, site / "claims.html")
+    visible = "return [...document.querySelectorAll('#claims tbody tr')].filter((row) => !row.hidden).length"
+    assert page(visible) == 2
+    page.choose("#contains", "p4.joint")
+    assert page(visible) == 1
+    page.choose("#contains", "")
+    page.find("input[value=partly]").click()
+    assert page(visible) == 1
+    assert page.text("#shown") == "1 of 2 shown"

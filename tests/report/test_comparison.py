@@ -1,0 +1,113 @@
+"""Each printed number against arithmetic done by hand, on records made by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import fakes
+import numpy as np
+import pytest
+
+from quicksilver.report.cells import amount, interval_cell, signed, speedup_cell, versus_null_cell
+from quicksilver.report.comparison import against_dense
+from quicksilver.runtime.errors import ConfigError
+
+
+@pytest.fixture
+def dense(tmp_path: Path):
+    return fakes.make(tmp_path, "dense all")
+
+
+def test_differences_are_against_dense_on_the_same_windows(tmp_path, dense):
+    run = fakes.make(tmp_path, "run", per_token=0.05, null_per_token=0.10)
+    row = against_dense(run, dense)
+    tokens = fakes.TOKENS["all"] * fakes.WINDOW_COUNT
+    dense_ppl = math.exp(fakes.dense_nats("all").sum() / tokens)
+    assert row["dense_ppl"] == pytest.approx(dense_ppl)
+    assert row["delta_ppl"] == pytest.approx(math.exp(run.windows["nll_nats"].sum() / tokens) - dense_ppl)
+    assert row["delta_ppl_pct"] == pytest.approx(100 * row["delta_ppl"] / dense_ppl)
+    assert row["null_delta_ppl"] == pytest.approx(math.exp(run.windows["null_nll_nats"].sum() / tokens) - dense_ppl)
+    assert row["versus_null_ppl"] == pytest.approx(row["delta_ppl"] - row["null_delta_ppl"])
+    # Windows differ by 0.2 nats a token, the run from dense by 0.001 more or less: only a paired interval is this narrow.
+    assert row["delta_ppl_low"] < row["delta_ppl"] < row["delta_ppl_high"]
+    assert row["delta_ppl_pct_high"] - row["delta_ppl_pct_low"] < 0.2
+    assert np.std(fakes.dense_nats("all")) / fakes.TOKENS["all"] > 0.1
+
+
+def test_savings_are_decreases_in_percent_of_dense(tmp_path, dense):
+    row = against_dense(fakes.make(tmp_path, "run", per_token=0.0, saved=0.25, faster=0.1), dense)
+    assert row["executed_flops_saved_pct"] == pytest.approx(25)
+    assert row["nominal_flops_saved_pct"] == pytest.approx(25)
+    assert row["paper_flops_saved_pct"] == pytest.approx(25)
+    assert row["speedup_pct"] == pytest.approx(10)
+    assert (row["speedup_pct_low"], row["speedup_pct_high"]) == (pytest.approx(9), pytest.approx(11))
+    assert "prompt_executed_flops_saved_pct" not in row
+
+
+def test_the_prompt_has_a_saving_of_its_own(tmp_path):
+    dense = fakes.make(tmp_path, "dense continuation", "continuation")
+    run = fakes.make(tmp_path, "run", "continuation", per_token=0.0, prompt_executed_flops=int(fakes.DENSE_FLOPS * 0.8 * 0.6))
+    assert against_dense(run, dense)["prompt_executed_flops_saved_pct"] == pytest.approx(40)
+
+
+def test_a_slower_run_has_a_negative_speedup(tmp_path, dense):
+    assert against_dense(fakes.make(tmp_path, "run", per_token=0.0, faster=-0.2), dense)["speedup_pct"] == pytest.approx(-20)
+
+
+def test_masked_execution_has_no_speed(tmp_path, dense):
+    row = against_dense(fakes.make(tmp_path, "run", per_token=0.0, faster=0.1, execution="masked"), dense)
+    assert not [key for key in row if "speedup" in key or "latency" in key]
+
+
+def test_what_was_not_measured_is_absent_and_printed_as_a_dash(tmp_path, dense):
+    row = against_dense(fakes.make(tmp_path, "run", per_token=0.01, latency_ms=None, audit=None), dense)
+    assert not [key for key in row if "speedup" in key or "audit" in key or "null" in key]
+    assert speedup_cell(row) == ("-",)
+    assert versus_null_cell(row) == ("-",)
+    assert interval_cell(row, "null_delta_ppl") == ("-",)
+
+
+def test_records_of_other_text_do_not_pair(tmp_path, dense):
+    other = fakes.make(tmp_path, "run", per_token=0.0)
+    other.data["data"]["token_digest"] = "another"
+    with pytest.raises(ConfigError, match="do not pair"):
+        against_dense(other, dense)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "noise", "printed"),
+    [
+        (0.9, 1.0, ("within", "noise 1.0")),
+        (-0.9, 1.0, ("within", "noise 1.0")),
+        (1.0, 1.0, ("within", "noise 1.0")),
+        (1.1, 1.0, ("+1.1", "noise 1.0")),
+        (-12.34, 1.26, ("-12.3", "noise 1.3")),
+        (5.0, 0.0, ("+5.0", "noise 0.0")),
+    ],
+)
+def test_a_difference_below_the_noise_floor_is_said_to_be_within_noise(speedup, noise, printed):
+    assert speedup_cell({"speedup_pct": speedup, "noise_floor_pct": noise}) == printed
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "printed"), [(-0.3, -0.1, "better"), (0.1, 0.3, "worse"), (-0.1, 0.1, "no diff."), (0.0, 0.2, "no diff.")]
+)
+def test_only_an_interval_clear_of_zero_is_a_difference_from_the_null(low, high, printed):
+    assert versus_null_cell({"versus_null_ppl_low": low, "versus_null_ppl_high": high}) == (printed,)
+
+
+def test_intervals_keep_the_digits_that_tell_something():
+    def cell(*values: float) -> str:
+        names = [f"x{part}{end}" for part in ("", "_pct") for end in ("", "_low", "_high")]
+        return interval_cell(dict(zip(names, values, strict=True)), "x")[0]
+
+    assert cell(0.0123, 0.004, 0.02, 1, 1, 1) == "+0.012 [+0.004 +0.020]"
+    assert cell(0.5249, -0.004, 1.06, 1, 1, 1) == "+0.52 [0.00 +1.06]"
+    assert cell(12.34, 9.96, 15.026, 1, 1, 1) == "+12.3 [+10.0 +15.0]"
+    assert cell(4321.0, 4000.4, 5000.0, 1, 1, 1) == "+4321 [+4000 +5000]"
+
+
+def test_signs_and_amounts():
+    assert [signed(1.25, 1), signed(-0.04, 1), signed(0.0, 2), signed(None)] == ["+1.2", "0.0", "0.00", "-"]
+    assert [amount(x) for x in (5, 1000, 211e6, 2.06e12, 999.6e9)] == ["5", "1k", "211M", "2.06T", "1T"]

@@ -1,0 +1,76 @@
+"""Figures: the same data gives the same bytes, the picture says what it is, and it can be read in grey."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+
+from quicksilver.report.figure import DASHES, HATCHES, MARKERS, PALETTE, Figure, panels, style
+
+
+def figure(caption: tuple[str, ...] = ("Model: m.", "Records: r."), extras: dict[str, bytes] | None = None) -> Figure:
+    frame = pd.DataFrame({"layer": range(5), "share": np.linspace(0, 1, 5)})
+    with style():
+        drawing, axes = panels(1, 2)
+        axes[0, 0].plot(frame["layer"], frame["share"], label="a")
+        axes[0, 0].set_xlabel("layer")
+        axes[0, 0].legend()
+        axes[0, 1].bar(frame["layer"], frame["share"], hatch=HATCHES[1])
+    return Figure("figure04", "A title", frame, drawing, caption, extras or {})
+
+
+def test_the_same_data_gives_the_same_bytes(tmp_path):
+    first, second = (figure(extras={"gif": b"G"}).write(tmp_path / name) for name in "ab")
+    assert [path.name for path in first] == ["figure04.svg", "figure04.png", "figure04.csv", "figure04.gif"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    again = figure()
+    assert again.png() == again.png()  # writing leaves nothing on the drawing
+    assert again.svg() == again.svg()
+
+
+def test_no_date_and_no_software_in_the_files():
+    made = figure()
+    assert b"Software" not in made.png()
+    assert b"dc:date" not in made.svg()
+    assert b"Matplotlib v" not in made.svg()
+
+
+def test_title_and_caption_are_in_the_picture():
+    plain, long = figure(), figure(caption=("Model: m.", "Records: r.", *("A further sentence of the caption. " * 12,) * 3))
+    assert len(long.svg()) > len(plain.svg())
+    with style():
+        heights = [image_height(one.png()) for one in (plain, long)]
+    assert heights[1] > heights[0]
+
+
+def image_height(png: bytes) -> int:
+    return int.from_bytes(png[20:24], "big")
+
+
+def test_the_terminal_gets_title_caption_and_what_was_drawn():
+    text = figure().text(40)
+    assert text.startswith("A title\n=======\n")
+    assert "Model: m." in text
+    assert "5 rows of layer, share" in text
+    assert max(map(len, text.splitlines())) <= 40
+
+
+def test_the_palette_can_be_read_in_grey():
+    grey = [np.dot(to_rgb(colour), (0.2126, 0.7152, 0.0722)) for colour in PALETTE]
+    assert grey == sorted(grey)
+    assert len(PALETTE) == len(set(MARKERS)) == len(set(map(str, DASHES))) == len(set(HATCHES))
+
+
+def test_style_does_not_outlive_its_block():
+    before = dict(matplotlib.rcParams)
+    with style():
+        assert matplotlib.rcParams["svg.hashsalt"] == "quicksilver"
+    assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_a_figure_without_a_caption_is_still_a_picture(kind):
+    assert getattr(figure(caption=()), kind)()

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims import contradictions as module
+from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims.reported import Reported, reported
 
 ROWS = {row.id: row for row in contradictions()}

@@ -7,10 +7,12 @@ from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
 from quicksilver.modules.quantization import AdaptiveQuantization, mix_of
 from quicksilver.modules.signals import Signal, make_signal
+from quicksilver.modules.staged_halting import StagedHalting
+from quicksilver.modules.stages import Stage
 from quicksilver.modules.thresholds import Calibrated, Calibration
 
 __all__ = [
     "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ExponentialDecay", "Halting", "HaltingPolicy", "KVSkipping",
-    "RandomHalting", "Replay", "Signal", "StaticDepth", "TokenFusion", "calibrate", "calibrate_modules", "calibrated", "make_signal",
+    "RandomHalting", "Replay", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion", "calibrate", "calibrate_modules", "calibrated", "make_signal",
     "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

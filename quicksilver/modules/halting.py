@@ -1,4 +1,4 @@
-"""Dynamic Token Halting: which tokens stop, and after which layer (paper 2.1, App. B)."""
+"""Dynamic Token Halting: which tokens halt, and after which layer (paper 2.1, App. B)."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ UNITS = {"nats": 1.0, "bits": math.log(2)}  # in nats
 
 @dataclass(kw_only=True)
 class HaltingPolicy(TokenPolicy):
-    """What every way of halting shares: where it may act, whom it must not or always halts, how halted tokens are held.
+    """What all halting policies share: where they act, which tokens never or always halt, what later layers see of halted ones.
 
-    Full processing wins over forced halting, and forced halting over the policy's own choice (2.1; the formula there is a slip,
-    docs/conflicts.md #8). A subclass says whom it would halt: `choose`.
+    A subclass implements `choose`, its own choice. Full processing takes precedence over forced halting, and forced halting over
+    that choice (2.1; the formula there contradicts its text, docs/conflicts.md #8).
 
     Args:
         window: first and last point of the depth at which a token may halt, as fractions of the layers gone through (G.2: 6 to 24
             of 30).
-        full_ids, full_mask: tokens that are always processed in full, by id, or by slot: a bool tensor (S,) or (B, S).
-        forced_ids, forced_mask: tokens halted at the first layer of the window, likewise.
-        protect_first: the first tokens of a sequence are processed in full (attention sinks).
-        protect_last: so are the last tokens of a prompt: the very last one's logits predict what follows. Where a prompt ends is
-            known in a prompt only, so a policy that protects is not causal. None: 1 for policies that look at the whole prompt
-            anyway, else 0.
+        full_ids, full_mask: tokens that never halt, by id, or by slot: a bool tensor (S,) or (B, S).
+        forced_ids, forced_mask: tokens that halt at the first layer of the window, by id or by slot.
+        protect_first: the first tokens of a sequence never halt (attention sinks).
+        protect_last: nor do the last tokens of a prompt: the very last one's logits predict what follows. Which tokens are the last
+            is known in a prompt only, so a policy that protects them is not causal. None: 0 for a causal policy, else 1.
         missing_kv: what later layers see of a halted token: nothing, K/V projected from its frozen state, the K/V of the layer it
             halted at, or zeros.
         resume_layers: halted tokens take part again in that many last layers.
@@ -118,15 +117,23 @@ class HaltingPolicy(TokenPolicy):
         return self.first_layer <= layer <= self.last_layer
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        spared = by_place(view, self.protect_first, self.protected_last)
-        spared |= by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
+        full = by_place(view, *self.protected_at(view.layer))
+        full |= by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
+        missing_kv = self.missing_kv_at(view.layer)
         if self.forced_ids or self.forced_mask is not None:
             forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
-            self._halt(tokens, tokens.active & ~spared & forced)
-        self._halt(tokens, self.choose(view, tokens, tokens.active & ~spared), self._count_per_row(view, tokens))
+            tokens.halt(tokens.active & ~full & forced, missing_kv=missing_kv, resume_layers=self.resume_layers)
+        chosen = self.choose(view, tokens, tokens.active & ~full)
+        count_per_row = self._count_per_row(view, tokens)
+        tokens.halt(chosen, missing_kv=missing_kv, resume_layers=self.resume_layers, each=count_per_row)
 
-    def _halt(self, tokens: TokenState, mask: torch.Tensor, count_per_row: int | None = None) -> None:
-        tokens.halt(mask, missing_kv=self.missing_kv, resume_layers=self.resume_layers, each=count_per_row)
+    def protected_at(self, layer: int) -> tuple[int, int]:
+        """How many first and how many last tokens do not halt after `layer`."""
+        return self.protect_first, self.protected_last
+
+    def missing_kv_at(self, layer: int) -> str:
+        """What later layers see of tokens that halt after `layer`."""
+        return self.missing_kv
 
     def halted_share_after(self, layer: int) -> float | None:
         """Share of a row's tokens that have halted once `choose` was asked after `layer`; None: it depends on the data."""
@@ -134,22 +141,30 @@ class HaltingPolicy(TokenPolicy):
 
     def _count_per_row(self, view: LayerView, tokens: TokenState) -> int | None:
         """How many tokens of each row `choose` halts, where that follows from shapes alone; None: only the device knows."""
-        share = self.halted_share_after(view.layer)
         by_name = self.full_ids or self.full_mask is not None or self.forced_ids or self.forced_mask is not None
-        if share is None or by_name or view.n_each is None or tokens.n_left is None:
+        if by_name or view.n_each is None or tokens.n_left is None:
             return None
-        k = max(0, math.floor(view.n_each * share + 0.5) - (view.n_each - tokens.n_left))
-        return k if k <= tokens.n_left - self.protect_first - self.protected_last else None
+        return self.halted_of(view.layer, view.n_each, tokens.n_left)
+
+    def halted_of(self, layer: int, n_tokens: int, n_left: int) -> int | None:
+        """How many `choose` halts after `layer` in a row of `n_tokens`, of which `n_left` have not halted; None: it depends on the
+        data."""
+        share = self.halted_share_after(layer)
+        if share is None:
+            return None
+        k = max(0, math.floor(n_tokens * share + 0.5) - (n_tokens - n_left))
+        return k if k <= n_left - self.protect_first - self.protected_last else None
 
 
 @dataclass(kw_only=True)
 class Halting(HaltingPolicy, Calibrated):
-    """Freeze tokens that have settled (paper 2.1, App. B): a signal says how settled a token is, a rule how many of them halt.
+    """Freeze tokens whose state has converged (paper 2.1, App. B): a signal scores each token, a rule says how many of them halt.
 
     `rule="threshold"`, the paper's: a token halts when its drift *and* its entropy are below the layer's thresholds. Causal.
     Drift is tested first and entropy only of the tokens that passed, because the output head costs more than three layers.
     `rule="capacity"`: in every row exactly the k tokens of lowest `signal` halt, k a share of the row's own real tokens, by a
-    schedule over depth. Looks at the whole prompt, so it acts in prompts only; its shapes do not depend on the data.
+    schedule over depth. It reads the whole prompt, so it acts in prompts only; its shapes do not depend on the data.
+    Several layers with a choice of their own each: `StagedHalting`.
 
     Args:
         preset: the paper's thresholds as printed, `paper-b2`, `paper-g2` or `paper-fig9` (`PRESETS`); replaces rule, thresholds,

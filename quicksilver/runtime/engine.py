@@ -204,6 +204,12 @@ class Run:
         if self.decision_layers:
             for module in self.token_policies:
                 would = [layer for layer in range(self.arch.n_layers) if module.acts_at(layer)]
+                missing = sorted(module.required_layers() - self.decision_layers)
+                if missing:
+                    raise ConfigError(
+                        f"decision_layers={sorted(self.decision_layers)}: {type(module).__name__} decides after layer "
+                        f"{', '.join(map(str, missing))} too. Add {'it' if len(missing) == 1 else 'them'}."
+                    )
                 if would and self.decision_layers.isdisjoint(would):
                     raise ConfigError(
                         f"decision_layers={sorted(self.decision_layers)}: {type(module).__name__} would never be asked, it acts after "

@@ -66,6 +66,10 @@ class TokenPolicy(RuntimeModule, ABC):
         """False where `decide` would do nothing: no view is built then."""
         return True
 
+    def required_layers(self) -> frozenset[int]:
+        """Layers after which it must be asked: `decision_layers` without one of them are refused."""
+        return frozenset()
+
     def wants_attention(self, layer: int) -> bool:
         """True where `decide` will ask for `view.attention_received`, `view.keys` or `view.attention_output`."""
         return False

@@ -1,0 +1,253 @@
+"""Staged halting: each stage halts exactly its tokens, of the row's own length, and says what later layers see of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from looking import LAYERS, Pass, architecture
+
+from quicksilver.modules import Calibration, Stage, StagedHalting
+from quicksilver.runtime import MISSING_KV, ConfigError, TokenState, apply
+
+ROWS = st.lists(st.integers(1, 14), min_size=1, max_size=3)
+SIGNALS = ("position", "drift", "random", "attention", {"name": "entropy", "of": "latent"})
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Stages by shares, the last of them sometimes the rest."""
+    layers = sorted(draw(st.sets(st.integers(1, LAYERS - 1), min_size=1, max_size=3)))
+    shares = [draw(st.floats(0, 1 / len(layers))) for _ in layers]
+    made: list[dict[str, Any]] = [
+        {
+            "before": layer,
+            "share": share,
+            "signal": draw(st.sampled_from(SIGNALS)),
+            "missing_kv": draw(st.sampled_from(MISSING_KV[:4])),
+        }
+        for layer, share in zip(layers, shares, strict=True)
+    ]
+    for stage in made:
+        stage |= {"protect_first": draw(st.integers(0, 2)), "protect_last": draw(st.integers(0, 2))}
+    if draw(st.booleans()):
+        del made[-1]["share"], made[-1]["signal"]
+        made[-1]["rest"] = True
+    return made
+
+
+def ids_like(lengths: list[int], extra: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 50, (len(lengths), max(lengths) + extra), generator=torch.Generator().manual_seed(seed))
+
+
+@given(ROWS, st.integers(0, 2), stages())
+def test_each_stage_halts_exactly_its_tokens(lengths: list[int], extra: int, given_stages: list[dict[str, Any]]) -> None:
+    one = Pass(lengths, extra=extra, ids=ids_like(lengths, extra, 0))
+    one.run(StagedHalting(stages=given_stages))
+    for row, n in enumerate(lengths):
+        halted = 0
+        for i, stage in enumerate(given_stages):
+            first, last = (max(later[end] for later in given_stages[i:]) for end in ("protect_first", "protect_last"))
+            free = max(0, n - halted - first - last)
+            halted += free if "rest" in stage else min(free, math.floor(stage["share"] * n + 0.5))
+            real = one.state.valid[row]
+            now = (one.state.halt_layer[row] == stage["before"] - 1) & real
+            assert int((one.state.halt_layer[row][real] < stage["before"]).sum()) == halted, (stage, n)
+            assert not now[real.nonzero()[:first]].any()
+            assert not now[real.nonzero()[n - last :]].any()
+            assert (one.state.halted_kv[row][now] == MISSING_KV.index(stage["missing_kv"])).all()
+
+
+@given(ROWS, st.integers(0, 3), stages(), st.integers(0, 99))
+def test_a_row_halts_the_same_alone_and_padded(
+    lengths: list[int], extra: int, given_stages: list[dict[str, Any]], seed: int
+) -> None:
+    """From the row's own number of tokens: neither batch mates nor padding count."""
+    ids = ids_like(lengths, extra, seed)
+    torch.manual_seed(seed)
+    states, attention = torch.randn(LAYERS + 1, *ids.shape, 8), torch.rand(LAYERS, *ids.shape)
+
+    def run(one: Pass, rows: slice, columns: slice) -> Pass:
+        halting = StagedHalting(stages=given_stages)
+        halting.bind(architecture())
+        for layer in range(LAYERS - 1):
+            if halting.acts_at(layer):
+                seen = {"attention": attention[layer, rows, columns]}
+                halting.decide(*one.look(layer, states[layer, rows, columns], states[layer + 1, rows, columns], **seen))
+        return one
+
+    together = run(Pass(lengths, extra=extra, ids=ids), slice(None), slice(None)).state
+    for row, n in enumerate(lengths):
+        alone = run(Pass([n], ids=ids[row : row + 1, -n:]), slice(row, row + 1), slice(ids.shape[1] - n, None)).state
+        assert torch.equal(alone.halt_layer[0], together.halt_layer[row, -n:])
+        assert torch.equal(alone.halted_kv[0], together.halted_kv[row, -n:])
+
+
+def test_the_oldest_tokens_are_dropped_and_nearly_all_others_stop_later() -> None:
+    one = Pass([20])
+    halting = StagedHalting(
+        stages=[{"before": 3, "count": 6, "signal": "position", "missing_kv": "drop"}, {"before": 0.7, "rest": True, "missing_kv": "copy"}],
+        protect_first=2, protect_last=3,
+    )  # fmt: skip
+    one.run(halting)
+    depth = one.state.halt_layer[0].tolist()
+    assert depth == [LAYERS - 1] * 2 + [2] * 6 + [round(0.7 * LAYERS) - 1] * 9 + [LAYERS - 1] * 3
+    assert not halting.causal
+    assert halting.copies_kv
+    assert halting.describe() == "6 oldest dropped @3, rest but 2+3 copied @0.7"
+
+
+def test_one_line_for_a_table() -> None:
+    drop = Stage(before=3, count=96, signal="position", missing_kv="drop")
+    predict = Stage(before=10, rest=True, missing_kv="predict", translator="embedded")
+    assert StagedHalting(stages=[drop, predict], protect_first=4, protect_last=32).describe() == (
+        "96 oldest dropped @3, rest but 4+32 predicted @10"
+    )
+    by_signal = [
+        {"before": 2, "share": 0.205, "signal": {"name": "attention", "last_queries": 8}, "missing_kv": "zero"},
+        {"before": 0.5, "below": "p25", "signal": "drift"},
+    ]
+    assert StagedHalting(stages=by_signal).describe() == "20.5% least attended zeroed @2, drift < p25 projected @0.5"
+
+
+def test_a_threshold_is_the_layer_s_own_and_causal() -> None:
+    calibration = Calibration(LAYERS, (0, 100), {"drift-relative": [[0.0, float(layer)] for layer in range(LAYERS)]})
+    halting = StagedHalting(stages=[{"before": 5, "below": "p25", "signal": "drift"}])
+    assert halting.causal
+    assert [signal.key for signal in halting.calibration_signals()] == ["drift-relative"]
+    halting.calibration = calibration
+    assert not halting.calibration_signals()
+    after = torch.ones(1, 3, 8)
+    before = after * (1 - torch.tensor([0.9, 1.1, 0.99]))[None, :, None]
+    one = Pass([3])
+    halting.bind(architecture())
+    halting.decide(*one.look(4, before, after))  # a quarter of 4
+    assert one.halted(4)[0].tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 99), padded=st.booleans())
+def test_the_executions_agree_and_a_prompt_is_counted_on_the_host(family: str, seed: int, padded: bool) -> None:
+    model = tiny.load(family)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.config.vocab_size, (2, 16), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3] = 0
+    last = model.config.num_hidden_layers - 1
+    halting = StagedHalting(
+        stages=[
+            {"before": 1, "count": 4, "signal": "position", "missing_kv": "drop"},
+            {"before": last, "rest": True, "missing_kv": "project"},
+        ],
+        protect_first=1, protect_last=3,
+    )  # fmt: skip
+    counted: list[int | None] = []
+
+    class Noting(StagedHalting):
+        def decide(self, view: Any, tokens: TokenState) -> None:
+            super().decide(view, tokens)
+            counted.append(tokens.n_left)
+
+    noting = Noting(stages=halting.stages, protect_first=1, protect_last=3)
+    logits = []
+    for execution in ("compact", "masked"):
+        with torch.no_grad(), apply(model, [noting], execution=execution) as run:  # type: ignore[arg-type]
+            logits.append(model(ids, attention_mask=mask).logits)
+            assert not torch.equal(run.trace.passes[0].halt_layer, torch.full_like(run.trace.passes[0].halt_layer, last))
+    torch.testing.assert_close(logits[0][mask.bool()], logits[1][mask.bool()], atol=1e-5, rtol=1e-5)
+    assert counted == ([None] * 4 if padded else [12, 4] * 2)
+
+
+def one(**options: Any) -> list[dict[str, Any]]:
+    return [{"before": 3, "count": 2, "signal": "position", **options}]
+
+
+REST = {"before": 5, "rest": True}
+
+
+@pytest.mark.parametrize(
+    ("given_stages", "words"),
+    [
+        ([], r"stages=\[\] must be a list of stages"),
+        ({"before": 3}, "must be a list of stages"),
+        ([3], r"stages\[0\]=3 must be a mapping"),
+        ([{"count": 3, "signal": "drift"}], r"stages\[0\] does not say before which layer: give before=3"),
+        (one(befor=2), r"option of stages\[0\]='befor' is not one of .*Did you mean 'before'"),
+        (one(share=0.5), "exactly one of count, share, rest and below, and it gives count and share"),
+        ([{"before": 3, "signal": "drift"}], "exactly one of count, share, rest and below, and it gives none"),
+        ([{"before": 3, "count": 2}], r"stages\[0\]: count=2 needs a signal"),
+        (one(signal="drifft"), "signal='drifft' is not one of .*Did you mean 'drift'"),
+        (one(signal={"name": "attention", "last_querys": 3}), "option of signal 'attention'='last_querys'"),
+        ([{**REST, "signal": "drift"}], "signal='drift' has no effect with rest=true"),
+        (one(count=0), r"stages\[0\]: count=0 must be a whole number of at least 1"),
+        ([{"before": 3, "share": 1.5, "signal": "drift"}], "share=1.5 is out of range"),
+        (one(before=0), "before=0 must be a whole number of at least 1"),
+        (one(before=1.5), "before=1.5 is out of range"),
+        (one(missing_kv="predicted"), "missing_kv='predicted' is not one of .*Did you mean 'predict'"),
+        (one(missing_kv="predict"), r"stages\[0\]: missing_kv='predict' needs a translator: give translator=embedded"),
+        (one(translator="embedded"), "translator='embedded' has no effect with missing_kv='project'"),
+        ([REST, *one(before=7)], r"stages\[0\] halts the rest, so stages\[1\] has no tokens left"),
+        (
+            [*one(before=5), *one(before=3)],
+            r"stages\[0\] has before=5 and stages\[1\] has before=3: give stages in order of depth",
+        ),
+        ([*one(before=5), *one(before=5)], "in order of depth, one a layer"),
+        (
+            [{"before": 3, "share": 0.6, "signal": "drift"}, {"before": 5, "share": 0.6, "signal": "drift"}],
+            "shares of the stages add up to 1.2, more than all tokens",
+        ),
+    ],
+)
+def test_bad_stages_are_refused_in_one_line(given_stages: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        StagedHalting(stages=given_stages)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"stages": one(before=LAYERS)},
+            f"before={LAYERS} is layer {LAYERS}, where halting saves nothing: .*from 1 to {LAYERS - 1}",
+        ),
+        (
+            {"stages": one(before=LAYERS - 1), "resume_layers": 2},
+            f"tokens resume in the last 2, so give a layer from 1 to {LAYERS - 3}",
+        ),
+        ({"stages": [*one(before=8), *one(before=0.3)]}, "in order of depth"),
+    ],
+)
+def test_stages_that_do_not_fit_the_model_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StagedHalting(**options).bind(architecture())
+
+
+def test_a_window_has_no_effect_and_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window=.* has no effect on stages"):
+        StagedHalting(stages=one(), window=(0.2, 0.8))
+
+
+def test_a_number_larger_than_the_prompt_is_refused() -> None:
+    halting = StagedHalting(stages=[*one(count=9), {"before": 6, "count": 8, "signal": "drift"}], protect_first=2, protect_last=1)
+    halting.bind(architecture())
+    with pytest.raises(
+        ConfigError, match=r"stages\[0\]: count=9 is more than a prompt of 10 tokens has left: 0 .* Give at most 7"
+    ):
+        halting.decide(*Pass([14, 10]).look(2))
+    row = Pass([14])
+    halting.decide(*row.look(2))
+    with pytest.raises(ConfigError, match=r"stages\[1\]: count=8 .* prompt of 14 .*: 9 have halted before and 2\+1 .* at most 2"):
+        halting.decide(*row.look(5))
+
+
+def test_a_stage_that_decision_layers_leave_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decision_layers=\[0\]: StagedHalting decides after layer 2 too. Add it"):
+        apply(tiny.load("gpt2"), [StagedHalting(stages=[*one(before=1), {"before": 3, "rest": True}])], decision_layers=[0])

@@ -54,7 +54,9 @@ def test_a_module_s_yaml_lists_every_option_of_its_class(module):
     ((name, entry),) = compose([f"modules=[{module}]"]).modules.items()
     (built,) = build_modules({name: entry})
     masks = {"full_mask", "forced_mask", "keep_mask", "exempt_mask", "protected_mask"}  # tensors: for scripts only
-    overwritten = {"window"} if name in ("static_depth", "static_exit", "one_shot_halting") else set()  # a depth is its window
+    overwritten = (
+        {"window"} if name in ("static_depth", "static_exit", "one_shot_halting", "staged_halting") else set()
+    )  # a depth is its window
     options = {f.name for f in dataclasses.fields(built)} - masks - overwritten
     assert set(entry) - {"_target_"} == options
 

@@ -81,10 +81,8 @@ clean: ## remove the virtual environment and caches; records and tables in resul
 	@echo 'results/ was left alone. Records took time to make; to remove them too: rm -r results/runs'
 
 # A stamp, so that a warm environment costs nothing.
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml scripts/environment.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install Python 3.11 or newer, or say which one: make PYTHON=/path/to/python3.12 …" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and QuickSilver needs Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 1; }
-	@$(PY) -m pip --version >/dev/null 2>&1 || { echo 'Making $(VENV) …'; $(PYTHON) -m venv --clear $(VENV); }
-	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(PYTHON) scripts/environment.py $(VENV)
 	@touch $@

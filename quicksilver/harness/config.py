@@ -27,6 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from quicksilver.data.spec import FORMS, PARTS, READERS, DatasetConfig
+from quicksilver.harness.overrides import quoted
 from quicksilver.models.spec import ATTENTION, DTYPES, ModelConfig
 from quicksilver.runtime.errors import ConfigError
 
@@ -241,7 +242,8 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
     """
-    return run_config(_compose_raw(list(overrides)), overrides)
+    overrides = quoted(overrides)
+    return run_config(_compose_raw(overrides), overrides)
 
 
 def _compose_raw(overrides: list[str]) -> DictConfig:

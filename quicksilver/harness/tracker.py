@@ -22,7 +22,9 @@ def check_tracker(config: TrackerConfig) -> None:
         ConfigError: its package is not installed.
     """
     if config.name == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("tracker=wandb needs the package wandb, which is not installed: pip install wandb, or tracker=none.")
+        raise ConfigError(
+            "tracker=wandb needs the package wandb, which is not installed: pip install 'quicksilver[tracking]', or tracker=none."
+        )
 
 
 def mirror(
@@ -51,7 +53,7 @@ def mirror(
         about["tags"] = list(tags)
     try:
         with start(config, results_dir, id=record.fingerprint, name=record["label"], **about) as run:
-            run.log(scalars(record) | dict(more or {}))
+            run.log(scalars(record) | differences(record) | dict(more or {}))
             run.log_artifact(str(record.path), name=f"record-{record.fingerprint}", type="record")
     except QuickSilverError as error:
         raise QuickSilverError(f"{record.path} is finished, but {error}") from error
@@ -74,6 +76,18 @@ def start(tracker: TrackerConfig, results_dir: Path, **about: Any) -> Iterator[A
         run.finish()
     except wandb.errors.Error as error:
         raise QuickSilverError(f"W&B refused it: {error}. Log in, or use tracker.mode=offline.") from error
+
+
+def differences(record: Record) -> dict[str, float]:
+    """What a record has against its dense run, in percent: perplexity added (`delta_ppl_pct`), FLOPs saved
+    (`executed_flops_saved_pct`, `prompt_executed_flops_saved_pct` …). A dense record has none."""
+    dense_ppl = record.get("dense_ppl")
+    found = {} if dense_ppl is None else {"delta_ppl_pct": 100 * (record["ppl"] / dense_ppl - 1)}
+    for key in record.data:
+        dense = record.get(f"dense_{key}")
+        if key.endswith("_flops") and isinstance(dense, int) and dense:
+            found[f"{key}_saved_pct"] = 100 * (1 - record[key] / dense)
+    return found
 
 
 def scalars(record: Record) -> dict[str, Any]:

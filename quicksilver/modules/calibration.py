@@ -26,7 +26,11 @@ from quicksilver.runtime.module import RuntimeModule, TokenPolicy
 from quicksilver.runtime.state import LayerView, TokenState
 
 GRID = tuple(range(1, 100))
-SIGNALS: tuple[Signal, ...] = (Drift("relative"), Drift("l2"), Drift("cosine"), Entropy("logit_lens"))
+HALTED_BY: tuple[Signal, ...] = (
+    Drift("relative"),
+    Entropy("logit_lens"),
+)  # what halts where the attention of halted tokens is measured
+SIGNALS: tuple[Signal, ...] = (*HALTED_BY, Drift("l2"), Drift("cosine"))
 Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
 
@@ -144,7 +148,8 @@ def calibration_path(
 def calibrate_modules(
     modules: Sequence[RuntimeModule], folder: Path | str, model: PreTrainedModel, windows: torch.Tensor, **options: Any
 ) -> Calibration | None:
-    """Give those modules that ask for percentiles and have no calibration the one of `model` and `windows`, made if need be.
+    """Give those modules that ask for percentiles and have no calibration the one of `model` and `windows`: the signals they ask for and
+    no others, each measured once and kept in a file of its own below `folder`.
 
     Args:
         options: of `calibrate`.
@@ -156,10 +161,31 @@ def calibrate_modules(
     if not asking:
         return None
     asked = {s.key: s for m in asking for s in m.calibration_signals()}
-    calibration = calibrated(folder, model, windows, signals=list(({s.key: s for s in SIGNALS} | asked).values()), **options)
+    calibration = _each_once(list(asked.values()), folder, model, windows, **options)
     for module in asking:
         module.calibration = calibration
     return calibration
+
+
+def _each_once(
+    signals: Sequence[Signal], folder: Path | str, model: PreTrainedModel, windows: torch.Tensor, **options: Any
+) -> Calibration:
+    """One calibration of all `signals`: those that have a file are read, the others are measured together."""
+    paths = {signal.key: calibration_path(folder, model, windows, [signal]) for signal in signals}
+    missing = [signal for signal in signals if not paths[signal.key].exists()]
+    measured: dict[str, Calibration] = {}
+    if missing:
+        # Attention is measured on the tokens that drift and entropy halt (C.3).
+        needed = [*HALTED_BY, *missing] if any(signal.needs_attention for signal in missing) else missing
+        made = calibrate(model, windows, signals=list({signal.key: signal for signal in needed}.values()), **options)
+        for signal in missing:
+            key = halted_key(signal.key) if signal.needs_attention else signal.key
+            one = Calibration(made.n_layers, made.grid, {key: made.percentiles[key]}, made.provenance)
+            one.save(paths[signal.key])
+            measured[signal.key] = one
+    parts = [measured.get(signal.key) or Calibration.load(paths[signal.key]) for signal in signals]
+    percentiles = {key: rows for part in parts for key, rows in part.percentiles.items()}
+    return Calibration(parts[0].n_layers, parts[0].grid, percentiles, parts[0].provenance)
 
 
 def _provenance(model: PreTrainedModel, windows: torch.Tensor) -> dict[str, Any]:

@@ -121,3 +121,24 @@ def test_a_run_that_has_its_record_says_so_and_runs_nothing(words, capsys, monke
     again = capsys.readouterr()
     assert again.out == first.out
     assert "has its record already" in again.err
+
+
+def test_a_results_folder_may_have_any_name(world, tmp_path, capsys):
+    folder = tmp_path / "résultats d'été #1 ~ (a, b)"
+    assert run(*world, f"results_dir={folder}") == 0
+    assert (folder / "runs").is_dir()
+    assert str(folder) in capsys.readouterr().out
+
+
+def test_a_sweep_leaves_records_and_nothing_else(words, tmp_path, capsys):
+    assert run("-m", *words, "seed=0,1", "modules=[static_depth]") == 0
+    assert {path.name for path in (tmp_path / "results").iterdir()} <= {"runs", "locks", "cache"}
+    assert not list(tmp_path.rglob("multirun.yaml"))
+
+
+@pytest.mark.parametrize("word", ["=3", "model", "3=4"])
+def test_what_is_no_override_is_one_line(words, word, capsys):
+    assert run(*words, word) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{word!r} is not an override" in err or "no such key" in err

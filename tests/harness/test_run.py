@@ -18,6 +18,7 @@ from quicksilver.harness.record import record_frame
 from quicksilver.harness.run import Workplace, ensure, is_done, plan
 from quicksilver.harness.stats import paired_records
 from quicksilver.harness.store import Store
+from quicksilver.harness.tracker import differences
 from quicksilver.modules.controls import Replay
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime import Trace
@@ -363,6 +364,19 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_runs(words, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tracker=wandb needs the package wandb.*tracker=none"):
         ensure([compose([*words, "tracker=wandb"])])
+
+
+def test_a_mirror_gets_the_differences_to_dense(finished):
+    _, records = finished
+    for record in records.values():
+        found = differences(record)
+        assert found["delta_ppl_pct"] == pytest.approx(100 * (record["ppl"] / record["dense_ppl"] - 1))
+        assert found["executed_flops_saved_pct"] == pytest.approx(
+            100 * (1 - record["executed_flops"] / record["dense_executed_flops"])
+        )
+    assert "prompt_executed_flops_saved_pct" in differences(records["continuation"])
+    dense = Store(finished[0]).dense_of(records["all"])
+    assert differences(dense) == {}
 
 
 def test_a_mirror_gets_the_record_s_numbers(words, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quicksilver.modules.calibration as calibration_module
 from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, calibrate_modules, calibrated
 from quicksilver.modules.calibration import SIGNALS, calibration_path
 from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
@@ -177,12 +178,41 @@ def test_modules_that_ask_get_what_they_ask_for(tmp_path: Path) -> None:
     assert made is not None
     assert asking.calibration is skipping.calibration is made
     assert given_numbers.calibration is ranked.calibration is None
-    assert {"entropy-latent", "attention-max-4-halted"} <= set(made.percentiles)
+    assert set(made.percentiles) == {
+        "drift-relative",
+        "entropy-latent",
+        "attention-max-4-halted",
+    }  # and nothing that nobody asked for
     for module in (asking, skipping):
         module.bind(architecture_of(model))
     assert calibrate_modules([asking, given_numbers], tmp_path, model, WINDOWS) is None
     trace = tiny.forward(model, tiny.Batch((tuple(range(20)),)), [asking, skipping]).trace
     assert trace.active_counts()[-1] < 20
+
+
+def test_a_signal_is_measured_once_whoever_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.load("llama")
+    asked: list[list[str]] = []
+    real = calibration_module.calibrate
+
+    def spied(*args: Any, signals: Any, **options: Any) -> Calibration:
+        asked.append([signal.key for signal in signals])
+        return real(*args, signals=signals, **options)
+
+    monkeypatch.setattr(calibration_module, "calibrate", spied)
+
+    def thresholds(**options: Any) -> Calibration:
+        made = calibrate_modules([Halting(**options)], tmp_path, model, WINDOWS)
+        assert made is not None
+        return made
+
+    drift = thresholds(tau_drift="p25")
+    both = thresholds(tau_drift="p40", tau_entropy="p50", entropy="latent")
+    again = thresholds(tau_drift="p25", tau_entropy="p25", entropy="latent")
+    assert asked == [["drift-relative"], ["entropy-latent"]]
+    assert both.percentiles == again.percentiles
+    assert both.percentiles["drift-relative"] == drift.percentiles["drift-relative"]
+    assert both.percentiles == real(model, WINDOWS, signals=[Drift(), Entropy("latent")]).percentiles
 
 
 def refusal(calibration: Any, model: str = "llama", tau: str = "p25", **options: Any) -> str:

@@ -11,7 +11,9 @@ A run that has its record is not repeated.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.cli.door import say
-from quicksilver.harness.config import config_dir, explain, run_config
+from quicksilver.harness.config import RunConfig, config_dir, explain, run_config
+from quicksilver.harness.overrides import quoted
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 OWN_HELP = True  # Hydra's: it lists the choices
@@ -53,11 +56,21 @@ def job(cfg: DictConfig) -> None:
         with watched(steps) as progress:
             (record,) = ensure([config], progress=progress, workplace=workplace)
         print(summary(record), flush=True)
+        _say_where_to_sync(config, record.fingerprint)
     except QuickSilverError as error:
         if not sweep:
             raise
         say(f"{' '.join(overrides)}: {error}")
         raise JobFailed from error
+
+
+def _say_where_to_sync(config: RunConfig, fingerprint: str) -> None:
+    if config.tracker.name == "wandb" and config.tracker.mode == "offline":
+        there = sorted(Path(config.results_dir).glob(f"wandb/offline-run-*-{fingerprint}"))
+        if there:
+            say(f"W&B has it offline. To send it: wandb sync {shlex.quote(str(there[-1]))}")
+        else:
+            say("W&B has no run of it: its record was there before. To mirror all records: python -m quicksilver.report.wandb")
 
 
 def _made(results_dir: str, fingerprint: str) -> str:
@@ -77,10 +90,17 @@ def main(words: Sequence[str]) -> int:
     # Hydra prints what it catches and exits by itself; with this it raises, and one readable message can be made of it.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     options, overrides = _split(words)
+    overrides = quoted(overrides)
     before = sys.argv
-    sys.argv = ["quicksilver run", *options, *overrides]  # argparse takes overrides on one side of the options only
     try:
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(job)()
+        with tempfile.TemporaryDirectory(prefix="quicksilver-sweep-") as folder:
+            # Hydra wants a folder for each sweep; what belongs to keep of one is in its records.
+            sweep_dir = (
+                [] if any(override.startswith("hydra.sweep.dir=") for override in overrides) else [f"hydra.sweep.dir={folder}"]
+            )
+            # argparse takes overrides on one side of the options only
+            sys.argv = ["quicksilver run", *options, *overrides, *sweep_dir]
+            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(job)()
     except JobFailed:
         say(
             "At least one job of this sweep failed (above). The others have their records; the same command repeats only "

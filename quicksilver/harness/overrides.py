@@ -1,0 +1,41 @@
+"""Overrides as a shell hands them on, made readable for Hydra's grammar, which knows no é, ~, # or apostrophe outside of quotes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from quicksilver.runtime.errors import ConfigError
+
+_KEY_AND_VALUE = re.compile(r"([+~]{0,2}[A-Za-z_][\w./@]*)=(.+)", re.DOTALL)
+
+
+def quoted(overrides: Sequence[str]) -> list[str]:
+    """`overrides`, with the value of those in quotes that Hydra could not read without: `results_dir=/tmp/é` as `results_dir='/tmp/é'`.
+
+    Lists, mappings and interpolations stay as they are, and so does what is no key=value: composing says what is wrong with it.
+
+    Raises:
+        ConfigError: a value without a key.
+    """
+    for override in overrides:
+        if override.startswith("="):
+            raise ConfigError(f"{override!r} is not an override: write key=value, for instance model=gpt2.")
+    parser = OverridesParser.create()
+    return [_readable(override, parser) for override in overrides]
+
+
+def _readable(override: str, parser: OverridesParser) -> str:
+    try:
+        parser.parse_override(override)
+    except HydraException:
+        match = _KEY_AND_VALUE.fullmatch(override)
+        if match is None or match[2].lstrip()[0] in "[{\"'" or "${" in match[2]:
+            return override
+        # In quotes, a backslash means something before a quote alone, and at the end, where a quote follows.
+        value = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), match[2])
+        return f"{match[1]}='{value}'"
+    return override

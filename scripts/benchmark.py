@@ -75,7 +75,8 @@ class Bench:
             n_layer=layers, n_embd=o.width, n_head=o.heads, vocab_size=o.vocabulary, n_positions=o.sequence + o.new_tokens,
             bos_token_id=0, eos_token_id=0, pad_token_id=0,
         )  # fmt: skip
-        return GPT2LMHeadModel(config).to(device=o.device, dtype=self.dtype).eval()
+        model: Any = GPT2LMHeadModel(config)  # transformers decorates `to` in a way that type checkers misread
+        return model.to(device=o.device, dtype=self.dtype).eval()
 
     def input_ids(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -238,7 +239,8 @@ class StepClock(LogitsProcessor):
 
 def generate(bench: Bench) -> None:
     o = bench.options
-    model, ids = bench.model(o.layers), bench.input_ids()
+    ids = bench.input_ids()
+    model: Any = bench.model(o.layers)  # as `to`, `generate` is misread
     half = StaticDepth(depth=0.5, missing_kv="drop")
     per_token: dict[str, list[float]] = {"plain": [], "no module": [], "half depth": []}
 

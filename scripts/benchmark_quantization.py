@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -172,10 +173,11 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
         def torchao(weight: torch.Tensor) -> Call:
-            model = nn.Sequential(nn.Linear(width, channels))
+            linear = nn.Linear(width, channels)
             with torch.no_grad():
-                model[0].weight.copy_(weight)
-                model[0].bias.copy_(bias)
+                linear.weight.copy_(weight)
+                linear.bias.copy_(bias)
+            model = nn.Sequential(linear)
             quantize_(model, Int8DynamicActivationInt8WeightConfig())
             return lambda: model(x)
 
@@ -189,7 +191,8 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
 def models(options: argparse.Namespace, layers: int) -> dict[str, tuple[PreTrainedModel, list[RuntimeModule]]]:
     """Dense and quantised, in both dtypes. The vocabulary is small: the output head is never quantised, and shall hide nothing."""
     torch.manual_seed(42)
-    positions, ids = options.sequence + options.context + 1024, {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    positions = options.sequence + options.context + 1024
+    ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config: PretrainedConfig
     if options.family == "gpt2":
         config = GPT2Config(

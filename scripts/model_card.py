@@ -15,8 +15,8 @@ from pathlib import Path
 import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
-from train_reference import ROOT, Recipe, bits_per_byte
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from train_reference import ROOT, Recipe, bits_per_byte, load_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.runtime import architecture_of
 
@@ -49,7 +49,7 @@ class DepthProfile:
 
 
 @torch.no_grad()
-def depth_profile(model, windows: torch.Tensor) -> DepthProfile:
+def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> DepthProfile:
     """windows (W, N) long: logit-lens loss in nats, and share of tokens whose lens argmax is the last layer's, by layer."""
     arch = architecture_of(model)
     lens = torch.zeros(arch.n_layers, dtype=torch.float64)
@@ -71,7 +71,7 @@ def depth_profile(model, windows: torch.Tensor) -> DepthProfile:
 
 def card(name: str, folder: Path, data_root: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     training = json.loads((folder / "training.json").read_text())
     recipe, text = training["recipe"], corpus.held_out_texts(data_root)
     scores = [
@@ -80,7 +80,9 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     ids = torch.tensor(tokenizer(text["python-docs"], add_special_tokens=False)["input_ids"])
     profile = depth_profile(model, ids[: len(ids) // CONTEXT_TOKENS * CONTEXT_TOKENS].view(-1, CONTEXT_TOKENS)[::20])
     prompt = tokenizer(PROMPT, return_tensors="pt")
-    sample = tokenizer.decode(model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :])
+    (sample,) = tokenizer.batch_decode(
+        model.generate(**prompt, max_new_tokens=16, do_sample=False)[:, prompt["input_ids"].shape[1] :]
+    )
     parameters = sum(p.numel() for p in model.parameters())
     size_mb = sum(p.stat().st_size for p in folder.iterdir() if p.name != "README.md") / 1e6
 

@@ -18,9 +18,13 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NGRAM_WORDS = 13
 END_OF_TEXT = "<|endoftext|>"
@@ -141,7 +145,7 @@ def remove_overlap(documents: dict[str, list[str]], held_out: dict[str, str]) ->
     return kept, report
 
 
-def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source_bytes: int = 12_000_000):
+def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source_bytes: int = 12_000_000) -> Tokenizer:
     """A byte-level BPE (GPT-2's pre-tokenisation) trained on the same number of bytes of each source."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -15,9 +15,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import reference_corpus as corpus
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,14 +88,15 @@ class Recipe:
         return self.mixture if step < self.decay_start else self.decay_mixture
 
     @classmethod
-    def from_saved(cls, saved: dict) -> Recipe:
+    def from_saved(cls, saved: dict[str, Any]) -> Recipe:
         """A recipe as JSON keeps it: tuples come back as lists, fields of a later version are missing."""
         unknown = saved.keys() - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise SystemExit(
                 f"The checkpoint's recipe has {', '.join(sorted(unknown))}, which this version does not know. Nothing was changed."
             )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+        return cls(**fields)
 
 
 RECIPES = {
@@ -107,7 +109,7 @@ RECIPES = {
 }
 
 
-def build_model(recipe: Recipe) -> torch.nn.Module:
+def build_model(recipe: Recipe) -> PreTrainedModel:
     torch.manual_seed(recipe.seed)
     if recipe.family == "gpt2":
         return GPT2LMHeadModel(
@@ -160,7 +162,7 @@ class Batches:
             yield torch.from_numpy(np.stack(windows)), torch.arange(offset, offset + length)[None]
 
 
-def step_loss(model, input_ids: torch.Tensor, position_ids: torch.Tensor, device: str) -> torch.Tensor:
+def step_loss(model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, device: str) -> torch.Tensor:
     """Mean NLL in nats of tokens 1..N-1; input_ids (B, N)."""
     with torch.autocast(device, dtype=torch.bfloat16):
         logits = model(input_ids, position_ids=position_ids, use_cache=False).logits[:, :-1]  # (B, N-1, V)
@@ -169,7 +171,7 @@ def step_loss(model, input_ids: torch.Tensor, position_ids: torch.Tensor, device
 
 @torch.no_grad()
 def bits_per_byte(
-    model, tokenizer: PreTrainedTokenizerFast, text: str, context: int, max_windows: int | None, device: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, context: int, max_windows: int | None, device: str
 ) -> float:
     """Bits per byte of `text` in disjoint windows of `context` tokens (float32, every position but the first of a window scored)."""
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -181,7 +183,7 @@ def bits_per_byte(
     for rows in windows.split(8):
         logits = model(rows.to(device), use_cache=False).logits[:, :-1]
         nats += F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten().to(device), reduction="sum").item()
-        n_bytes += sum(len(tokenizer.decode(row[1:].tolist()).encode()) for row in rows)
+        n_bytes += sum(len(text.encode()) for text in tokenizer.batch_decode(rows[:, 1:].tolist()))
     model.train()
     return nats / math.log(2) / n_bytes
 
@@ -199,7 +201,14 @@ class Checkpoint:
     def __init__(self, folder: Path, recipe: Recipe):
         self.folder, self.recipe = folder, recipe
 
-    def save(self, step: int, model, optims, history: list[dict], seconds: float) -> None:
+    def save(
+        self,
+        step: int,
+        model: PreTrainedModel,
+        optims: Sequence[torch.optim.Optimizer],
+        history: list[dict[str, Any]],
+        seconds: float,
+    ) -> None:
         new, old, latest = self.folder / "new", self.folder / "old", self.folder / "latest"
         _remove(new)
         new.mkdir(parents=True)
@@ -219,7 +228,7 @@ class Checkpoint:
         os.rename(new, latest)
         _remove(old)
 
-    def load(self, model, optims) -> tuple[int, list[dict], float]:
+    def load(self, model: PreTrainedModel, optims: Sequence[torch.optim.Optimizer]) -> tuple[int, list[dict[str, Any]], float]:
         source = next((p for p in (self.folder / "latest", self.folder / "old") if (p / "meta.json").is_file()), None)
         if source is None:
             return 0, [], 0.0
@@ -292,7 +301,7 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
     tokenizer = load_tokenizer(corpus_folder)
     held_out = {k: v for k, v in corpus.held_out_texts(data_root).items() if k in ("wikitext-103-valid", "python-docs")}
 
-    model = build_model(recipe).to(device).train()
+    model: PreTrainedModel = torch.nn.Module.to(build_model(recipe), device).train()
     optims = optimizers(model, recipe)
     checkpoint = Checkpoint(run_folder, recipe)
     step, history, seconds = checkpoint.load(model, optims)
@@ -336,7 +345,16 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
 
 
 def export(
-    name, model, tokenizer, recipe, history, seconds, corpus_folder: Path, run_folder: Path, out: Path, device: str
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+    history: list[dict[str, Any]],
+    seconds: float,
+    corpus_folder: Path,
+    run_folder: Path,
+    out: Path,
+    device: str,
 ) -> None:
     """The Hugging Face folder, in bfloat16, with what the model card needs beside it (`training.json`)."""
     folder = out / name

@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format train-reference calibrate budget benchmark benchmark-gpu environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate budget benchmark benchmark-gpu environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -58,6 +58,13 @@ format: $(STAMP) ## write the code as `make lint` wants it
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+hooks: $(STAMP) ## ruff, mypy and a check of files before every commit
+	$(PY) -m pre_commit install
+
+docs: $(VENV)/.docs ## build the documentation with the API reference into site/, to be opened in a browser
+	$(PY) -m mkdocs build --strict --quiet
+	@echo 'site/index.html (the search box needs a server: python3 -m http.server --directory site)'
+
 train-reference: $(STAMP) ## train the embedded reference model again, hours (MODEL=reference-llama for the other one)
 	$(PY) scripts/train_reference.py $(or $(MODEL),reference-gpt2) $(ARGS)
 
@@ -76,9 +83,14 @@ benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch an
 environment: $(STAMP) ## only make the virtual environment
 
 clean: ## remove the virtual environment and caches; records and tables in results/ stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@echo 'results/ was left alone. Records took time to make; to remove them too: rm -r results/runs'
+
+# The documentation's tools are no part of a run, so only `make docs` installs them.
+$(VENV)/.docs: $(STAMP) requirements-docs.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.lock
+	@touch $@
 
 # A stamp, so that a warm environment costs nothing.
 $(STAMP): requirements.lock pyproject.toml scripts/environment.py

@@ -5,7 +5,7 @@ with quicksilver.apply(model, [Halting(), KVSkipping()]) as run:
 run.trace, run.flops, run.kv_bytes
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

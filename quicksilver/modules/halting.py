@@ -173,8 +173,8 @@ class Halting(HaltingPolicy, Calibrated):
         tau_drift, tau_entropy: a number, one number per layer, or a percentile of `calibration` such as "p25" (B.2). None: not
             tested.
         unit: of `tau_entropy` where it is given as numbers (percentiles are in nats).
-        drift, entropy: which drift (`relative`, `l2`, `cosine`) and entropy (`logit_lens`, `latent`, `histogram`): docs/conflicts.md
-            #3, #5.
+        drift: `relative`, `l2` or `cosine` (docs/conflicts.md #3).
+        entropy: `logit_lens`, `latent` or `histogram` (docs/conflicts.md #5).
         calibration: a `Calibration` or the path of one; percentiles need it.
         signal: for `capacity`: drift, update_norm, entropy, attention, position, random, or a mapping of a name and its options.
         schedule: `one_shot`: `halted_share` at the opening of the window. `gradual`: in equal steps over the window.

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,15 @@ from quicksilver.harness.config import GROUPS, choices, compose
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-LOCK = [
-    line for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
-]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+
+def pins(name: str) -> list[str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+LOCK, DOCS_LOCK = pins("requirements.lock"), pins("requirements-docs.lock")
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
@@ -80,14 +87,18 @@ def test_clean_leaves_results_alone():
 
 
 def test_the_lock_pins_exact_versions_and_names_no_host_and_no_path():
-    assert [line for line in LOCK if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)] == []
-    names = [canonicalize_name(line.split("==")[0]) for line in LOCK]
-    assert names == sorted(set(names))
+    of_both = []
+    for lock in (LOCK, DOCS_LOCK):
+        assert [line for line in lock if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)] == []
+        names = [canonicalize_name(line.split("==")[0]) for line in lock]
+        assert names == sorted(set(names))
+        of_both += names
+    assert len(of_both) == len(set(of_both))
 
 
 def requirements() -> list[str]:
     # `peers` is torchao alone: importing it prints, and costs every start seconds, so `make` does not install it.
-    extras = {name: lines for name, lines in PROJECT["project"]["optional-dependencies"].items() if name != "peers"}
+    extras = {name: lines for name, lines in EXTRAS.items() if name not in ("peers", "docs")}
     return [
         *PROJECT["project"]["dependencies"],
         *(line for lines in extras.values() for line in lines),
@@ -95,11 +106,12 @@ def requirements() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("line", requirements())
-def test_what_is_locked_lies_in_the_declared_range(line):
-    required = Requirement(line)
-    locked = {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in LOCK}
-    assert required.specifier.contains(locked[canonicalize_name(required.name)])
+@pytest.mark.parametrize(("lines", "lock"), [(requirements(), LOCK), (EXTRAS["docs"], DOCS_LOCK)], ids=["requirements", "docs"])
+def test_what_is_locked_lies_in_the_declared_ranges(lines, lock):
+    locked = {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in lock}
+    wanted = [Requirement(line) for line in lines]
+    outside = [str(one) for one in wanted if not one.specifier.contains(locked.get(canonicalize_name(one.name), "missing"))]
+    assert outside == []
 
 
 def test_every_package_and_every_data_file_is_shipped():
@@ -118,7 +130,58 @@ def test_every_package_and_every_data_file_is_shipped():
 
 
 def test_the_version_is_said_once():
-    assert PROJECT["project"]["version"] == quicksilver.__version__
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "quicksilver.__version__"}
+    releases = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert next(name for name in releases if name != "Unreleased") == quicksilver.__version__
+    assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+
+def test_the_citation_names_the_paper_and_the_licence():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert citation["references"][0]["identifiers"] == [{"type": "other", "value": "arXiv:2506.22396"}]
+
+
+def test_hooks_come_from_the_projects_own_environment():
+    """Nothing is fetched before a commit, and what runs is what `make lint` runs."""
+    (source,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert source["repo"] == "local"
+    commands = {hook["id"]: hook["entry"] for hook in source["hooks"]}
+    assert len(commands) == 4
+    assert {hook["language"] for hook in source["hooks"]} == {"system"}
+    for command in commands.values():
+        program = command.split()[0]
+        assert program == ".venv/bin/python" or os.access(ROOT / program, os.X_OK)
+
+
+@pytest.fixture
+def staged(tmp_path):
+    """A git repository; its function stages a file and returns what the check of files says."""
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
+    run(["git", "init", "--quiet"], check=True)
+
+    def stage(name: str, content: str) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        run(["git", "add", name], check=True)
+        return run([ROOT / ".ci" / "check-files"])
+
+    return stage
+
+
+def test_the_check_of_files_takes_what_is_clean_and_leaves_results_alone(staged):
+    assert staged("a.py", "x = 1\n").returncode == 0
+    assert staged("results/table.md", "a line with a space \n" + "x" * 2**21).returncode == 0
+
+
+@pytest.mark.parametrize(("content", "says"), [("x = 1 \n", "trailing whitespace"), ("x" * (2**20 + 1), "b.txt: 1048577 bytes")])
+def test_the_check_of_files_refuses(staged, content, says):
+    answer = staged("b.txt", content)
+    assert answer.returncode != 0
+    assert says in answer.stdout + answer.stderr
 
 
 def test_the_licence_is_whole():
@@ -140,7 +203,7 @@ def test_the_check_script_runs_the_readmes_test_command():
 
 # --- what is written -------------------------------------------------------------------------------------------------------
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -53,7 +53,7 @@ def test_only_what_is_in_the_repository_is_cited():
 
 
 def test_contradictions_in_the_ledger_name_an_entry():
-    listed = yaml.safe_load((ROOT / "quicksilver" / "report" / "contradictions.yaml").read_text(encoding="utf-8"))
+    listed = yaml.safe_load((ROOT / "quicksilver" / "report" / "claims" / "contradictions.yaml").read_text(encoding="utf-8"))
     numbers = {row["conflict"] for row in listed["contradictions"] if "conflict" in row}
     assert numbers <= set(numbered("conflicts.md"))
     assert len(numbers) > 20

@@ -99,7 +99,7 @@ def by_uv(python: Path) -> str | None:
         uv = find_uv(python, Path(folder))
         if uv is None:
             return "uv cannot be had"
-        install = (uv, "pip", "install", "--quiet", "--python", python, *options)
+        install: tuple[str | Path, ...] = (uv, "pip", "install", "--quiet", "--python", python, *options)
         trouble = run(*install, "--requirement", LOCK, env=environment)
         return trouble or run(*install, "--no-deps", "--no-build-isolation", "--editable", ROOT, env=environment)
 

@@ -31,7 +31,7 @@ class ConfidenceExit(HaltingPolicy):
 
     Args:
         measure: of confidence, as above.
-        threshold: λ, 0 to 1; a confidence must exceed it, so that at 1 nobody ever leaves.
+        threshold: λ, 0 to 1; a confidence must exceed it, so that at 1 no token leaves.
         temperature: of the decaying threshold, 0.9·λ + 0.1·exp(−temperature · slot / horizon); None: the same for all.
         horizon: tokens over which it decays.
 

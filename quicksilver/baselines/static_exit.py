@@ -17,7 +17,7 @@ class StaticExit(StaticDepth):
     "Depth-Adaptive Transformer" (Elbayad et al., arXiv 1910.10073), whose exits at one depth are this.
 
     What differs: those train an output head for every exit; here the model is frozen and its own head, behind the final norm,
-    reads a state it was not trained on. Nobody runs in the layers above, so no K/V of theirs is ever read (`missing_kv="drop"`).
+    reads a state it was not trained on. No token runs in the layers above, so their K/V are never read (`missing_kv="drop"`).
 
     Args:
         depth: fraction of the layers that are run; 1: all of them, the dense model.

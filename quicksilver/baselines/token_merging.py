@@ -96,7 +96,7 @@ def match(metric: torch.Tensor, free: torch.Tensor, k: torch.Tensor) -> torch.Te
 
     Args:
         metric: (B, M, d) float, what is compared, by its cosine.
-        free: (B, M) bool, who may take part. Columns are in slot order where they are free.
+        free: (B, M) bool, tokens that may take part. Columns are in slot order where they are free.
         k: (B, 1) long, edges a row, fewer where one of the sets has fewer.
 
     Returns:

@@ -148,8 +148,8 @@ def calibration_path(
 def calibrate_modules(
     modules: Sequence[RuntimeModule], folder: Path | str, model: PreTrainedModel, windows: torch.Tensor, **options: Any
 ) -> Calibration | None:
-    """Give those modules that ask for percentiles and have no calibration the one of `model` and `windows`: the signals they ask for and
-    no others, each measured once and kept in a file of its own below `folder`.
+    """Give a calibration of `model` and `windows` to the modules whose percentiles have none. It holds the signals they ask for and no
+    others, each measured once and kept in a file of its own below `folder`.
 
     Args:
         options: of `calibrate`.

@@ -221,7 +221,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             assigned = torch.where(protected, assigned.clamp(min=self.protected_bits), assigned)
             possible.add(self.protected_bits)
         for width in sorted(possible):
-            if width != UNTOUCHED or view.layer > self.first_layer:  # at first, whoever gets no width is untouched
+            if width != UNTOUCHED or view.layer > self.first_layer:  # before the first decision every token is untouched
                 tokens.set_bits(assigned == width, width)
 
     def _assigned(self, view: LayerView, tokens: TokenState) -> torch.Tensor:

@@ -23,16 +23,16 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (docs/design.md §4).
 
     Give the model the same batches in the same order, without `run.reset()` in between. The decisions are made already, so a
-    replay acts in every pass and counts as causal: whether the *trace* looked ahead is for whoever made it to know.
+    replay acts in every pass and counts as causal, even where the modules that made the trace looked ahead.
 
     Args:
         trace: what to repeat.
         first_pass: the trace's pass that stands for the run's first.
-        like: the modules that made the trace, for what a trace does not hold: who executes bit-widths, whether super-tokens
-            draw attention in proportion to their size, how far back queries see. They are not asked to decide.
+        like: the modules that made the trace, for what a trace does not hold: the executor of bit-widths, whether super-tokens
+            draw attention in proportion to their size, how far back queries see. They decide nothing.
 
     Raises:
-        ConfigError: a trace of a model with other depth, or with bit-widths that nobody in `like` executes; in a pass that the
+        ConfigError: a trace of a model with other depth, or with bit-widths that no module in `like` executes; in a pass that the
             trace lacks, or that has other rows or tokens.
     """
 
@@ -92,11 +92,12 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         if self._loaded != view.pass_index:
             self._load(view)
-        # Only where there is something to skip: a layer without skipping needs no mask. Before the rest, for who is fused or halted
-        # at the layer that took its K/V away is active until then.
+        # Layers without skipping are left out: they need no mask then. KV skipping comes first, because a token that is fused or halted
+        # at the layer that takes its K/V away is active until then.
         if view.layer in self._kv_layers:
             tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
-        # Fusion goes next, whatever came first in the run: who halts here was not fused here, but a target may halt right after.
+        # Fusion comes before halting, in whatever order the run had them: a token that halts here was not merged away here, but the
+        # target of a fusion may halt at the same layer.
         for fusion in (f for f in self._pass.fusions if f.layer == view.layer):
             columns = torch.arange(view.index.shape[1], device=view.index.device).expand_as(view.index)
             in_view = torch.zeros_like(fusion.into).scatter(1, view.index, columns)  # (B, N): column of the pass -> of the view

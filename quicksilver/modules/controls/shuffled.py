@@ -23,7 +23,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
 
     Args:
         seed: of the permutations.
-        protect_first: attention sinks, which `KVSkipping` spares by default: a null that dropped them would lose for that alone.
+        protect_first: attention sinks. `KVSkipping` spares them by default, so a fair null must spare them too.
         protect_last: the last tokens of a prompt, of which `Halting` spares one when it looks at the whole prompt.
 
     Raises:
@@ -67,7 +67,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
 
 
 def _last_goes_on(p: PassTrace, free: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    """`taken`, with the last free token of each row going as deep as any: whoever is to be merged away has a token to go into."""
+    """`taken`, with the last free token of each row going as deep as any: every token that is merged away then has one to go into."""
     columns = torch.arange(free.shape[1]).expand(free.shape)
     depth = torch.where(free & (p.fused_layer == p.n_layers - 1).gather(1, taken), p.halt_layer.gather(1, taken), -1)
     deepest = torch.where(depth == depth.amax(1, keepdim=True), columns, -1).amax(1, keepdim=True)

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from quicksilver.data.overlap import NGRAM_WORDS, ngrams
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NGRAM_WORDS = 13
 END_OF_TEXT = "<|endoftext|>"
 SOURCES = ("wiki", "books", "docstrings")
-_WORD = re.compile(r"\w+")
 
 
 def python_docs() -> str:
@@ -99,12 +99,6 @@ def training_documents(data_root: Path) -> dict[str, list[str]]:
     site = Path(sysconfig.get_paths()["purelib"])
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     return {"wiki": wiki, "books": books, "docstrings": list(docstrings([site, stdlib]))}
-
-
-def ngrams(text: str) -> Iterator[int]:
-    words = _WORD.findall(text.lower())
-    for i in range(len(words) - NGRAM_WORDS + 1):
-        yield hash(tuple(words[i : i + NGRAM_WORDS]))
 
 
 @dataclass

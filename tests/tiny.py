@@ -34,7 +34,19 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from quicksilver.runtime import MISSING_KV, LayerView, QuickSilverError, Run, RuntimeModule, TokenPolicy, TokenState, Trace, apply
+from quicksilver.modules.translators import BoundTranslator, ModelShape, Translator
+from quicksilver.runtime import (
+    MISSING_KV,
+    Architecture,
+    LayerView,
+    QuickSilverError,
+    Run,
+    RuntimeModule,
+    TokenPolicy,
+    TokenState,
+    Trace,
+    apply,
+)
 
 VOCABULARY = 61
 LAYERS = 5
@@ -195,6 +207,19 @@ def chance(seed: int, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> tor
     return (x % 10007).float() / 10007
 
 
+def random_translators(architecture: Architecture) -> dict[int, BoundTranslator]:
+    """A map to K and V of about the size of the layers' own, for every layer that a token may halt after."""
+    shape = ModelShape.of(architecture)
+    return {layer: BoundTranslator(_random_translator(shape, layer + 1), architecture) for layer in range(shape.n_layers - 2)}
+
+
+@functools.cache
+def _random_translator(shape: ModelShape, layer: int) -> Translator:
+    later = (shape.n_layers - 1 - layer, 2, shape.n_kv_heads, shape.head_dim)
+    weight = torch.randn(1 + shape.width, *later, generator=torch.Generator().manual_seed(layer)) / shape.width**0.5
+    return Translator(layer, weight, shape, weights_digest="random")
+
+
 class Halts(TokenPolicy):
     """Halts tokens by its `missing_kv`."""
 
@@ -203,6 +228,20 @@ class Halts(TokenPolicy):
     @property
     def copies_kv(self) -> bool:
         return self.missing_kv in ("copy", "mixed")
+
+    def bind(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+
+    @property
+    def translators(self) -> dict[int, BoundTranslator]:
+        return random_translators(self._architecture) if self.missing_kv in ("predict", "mixed") else {}
+
+    def _halt(self, view: LayerView, tokens: TokenState, mask: torch.Tensor, mode: str | None = None) -> None:
+        mode = mode or self.missing_kv
+        if mode == "predict" and view.layer == view.n_layers - 2:
+            mode = "project"  # no layer is left to predict for
+        translator = self.translators[view.layer] if mode == "predict" else None
+        tokens.halt(mask, missing_kv=mode, resume_layers=getattr(self, "resume_layers", 0), translator=translator)
 
 
 @dataclass
@@ -236,9 +275,9 @@ class Hashed(Halts):
         if self.missing_kv == "mixed":
             how = (chance(self.seed + 2000, 0, view.slots, view.input_ids) * len(MISSING_KV)).long()
             for code, mode in enumerate(MISSING_KV):
-                tokens.halt(halts & (how == code), missing_kv=mode, resume_layers=self.resume_layers)
+                self._halt(view, tokens, halts & (how == code), mode)
         else:
-            tokens.halt(halts, missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+            self._halt(view, tokens, halts)
         if self.skip:
             tokens.skip_kv(self.skips(view.layer, view.slots, view.input_ids))
 
@@ -261,7 +300,7 @@ class DriftBelow(Halts):
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         drift = (view.after - view.before).norm(dim=-1) / view.after.norm(dim=-1)
-        tokens.halt((drift < self.tau) & (view.slots > 0), missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+        self._halt(view, tokens, (drift < self.tau) & (view.slots > 0))
 
 
 @dataclass
@@ -276,7 +315,7 @@ class EntropyBelow(Halts):
         candidates = tokens.active & (view.input_ids % 2 == 0) & (view.slots > 0)
         sure = candidates.clone()
         sure[candidates] = view.logit_entropy_nats(candidates) < self.nats
-        tokens.halt(sure, missing_kv=self.missing_kv)
+        self._halt(view, tokens, sure)
 
 
 @dataclass
@@ -314,7 +353,7 @@ class Capacity(Halts):
         free = tokens.active & (view.slots > 0) & (view.slots < view.n_tokens - 1)
         surplus = tokens.active.sum(1, keepdim=True) - (view.n_tokens * self.share).ceil().long()
         rank = score.masked_fill(~free, torch.inf).argsort(dim=1).argsort(dim=1)
-        tokens.halt(free & (rank < surplus), missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+        self._halt(view, tokens, free & (rank < surplus))
 
 
 @dataclass

@@ -139,6 +139,8 @@ class Workplace:
         return self._identities[key]
 
     def _identity(self, config: RunConfig) -> Identity:
+        from quicksilver.modules.translators import files_behind
+
         modules = build_modules(config.modules)
         digests = {"text": self.text(config, "test").digest, "weights": self.files(config)[1]}
         if any(_asks_for_calibration(module) for module in modules):
@@ -148,8 +150,10 @@ class Workplace:
             # A calibration file counts by its content, wherever it lies.
             path = entry.get("calibration")
             if isinstance(path, str):
-                digests[f"calibration.{name}"] = _file_digest(name, path)
+                digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
                 identity["modules"][name] = {k: v for k, v in entry.items() if k != "calibration"}
+            for path in files_behind(entry, self.files(config)[0].folder):
+                digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
         return Identity(identity, digests, foreign_sources(module_class(name, entry) for name, entry in config.modules.items()))
 
 
@@ -168,11 +172,11 @@ def _read_digests(store: Store) -> dict[str, str]:
         return {}  # a cache: without it the files are read again
 
 
-def _file_digest(name: str, path: str) -> str:
+def _file_digest(name: str, path: str, option: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigError(f"modules.{name}.calibration={path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
 
 
 def _asks_for_calibration(module: Any) -> bool:

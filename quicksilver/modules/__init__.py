@@ -5,14 +5,16 @@ from quicksilver.modules.controls import ExponentialDecay, RandomHalting, Replay
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
+from quicksilver.modules.presets import PresetHalting, Schedule
 from quicksilver.modules.quantization import AdaptiveQuantization, mix_of
 from quicksilver.modules.signals import Signal, make_signal
 from quicksilver.modules.staged_halting import StagedHalting
 from quicksilver.modules.stages import Stage
 from quicksilver.modules.thresholds import Calibrated, Calibration
+from quicksilver.modules.translators import Translator
 
 __all__ = [
     "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ExponentialDecay", "Halting", "HaltingPolicy", "KVSkipping",
-    "RandomHalting", "Replay", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion", "calibrate", "calibrate_modules", "calibrated", "make_signal",
-    "mix_of", "perfect_exit", "shuffled",
+    "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
+    "Translator", "calibrate", "calibrate_modules", "calibrated", "make_signal", "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -22,10 +22,12 @@ from quicksilver.modules.thresholds import (
     is_percentile,
     resolve_thresholds,
 )
+from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.state import MISSING_KV, LayerView, MissingKV, TokenState
+from quicksilver.runtime.translation import KVTranslator
 
 SCHEDULES = ("one_shot", "gradual", "exponential")
 UNITS = {"nats": 1.0, "bits": math.log(2)}  # in nats
@@ -47,7 +49,8 @@ class HaltingPolicy(TokenPolicy):
         protect_last: nor do the last tokens of a prompt: the very last one's logits predict what follows. Which tokens are the last
             is known in a prompt only, so a policy that protects them is not causal. None: 0 for a causal policy, else 1.
         missing_kv: what later layers see of a halted token: nothing, K/V projected from its frozen state, the K/V of the layer it
-            halted at, or zeros.
+            halted at, zeros, or K/V that a fitted translator predicts (`modules/translators.py`).
+        translator: for `predict`: `embedded`, the one that ships with the model, or the path of one.
         resume_layers: halted tokens take part again in that many last layers.
         lookahead: a non-causal policy acts outside prompts too (the paper's variant); every number it touches is marked.
 
@@ -63,9 +66,11 @@ class HaltingPolicy(TokenPolicy):
     protect_first: int = 0
     protect_last: int | None = None
     missing_kv: MissingKV = "project"
+    translator: str | Path | BoundTranslator = EMBEDDED
     resume_layers: int = 0
     lookahead: bool = False
     priority: ClassVar[int] = 10
+    _translators: dict[int, BoundTranslator] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.window = fractions("window", self.window)
@@ -100,11 +105,16 @@ class HaltingPolicy(TokenPolicy):
     def copies_kv(self) -> bool:
         return self.missing_kv == "copy"
 
+    @property
+    def translators(self) -> Mapping[int, KVTranslator]:
+        return self._translators
+
     def bind(self, architecture: Architecture) -> None:
         n_layers = architecture.n_layers
         self.first_layer = layer_after(self.window[0], n_layers)
         # Halting after layer i spares a token the layers from i + 1 to the one it resumes in; later than this it spares none.
-        last_useful = n_layers - 2 - self.resume_layers
+        # A predicted token goes on to a layer that is not predicted, so one more must follow.
+        last_useful = n_layers - 2 - max(self.resume_layers, self.missing_kv == "predict")
         self.last_layer = min(layer_after(self.window[1], n_layers), last_useful)
         if self.first_layer > self.last_layer:
             raise ConfigError(
@@ -112,6 +122,9 @@ class HaltingPolicy(TokenPolicy):
                 f"and with resume_layers={self.resume_layers} halting after layer {last_useful + 1} or later saves nothing. "
                 "Open the window earlier, or resume fewer layers."
             )
+        if self.missing_kv == "predict":
+            places = [layer for layer in range(self.first_layer, self.last_layer + 1) if self.acts_at(layer)]
+            self._translators = {layer: translator_for(architecture, self.translator, layer + 1) for layer in places}
 
     def acts_at(self, layer: int) -> bool:
         return self.first_layer <= layer <= self.last_layer
@@ -119,13 +132,20 @@ class HaltingPolicy(TokenPolicy):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         full = by_place(view, *self.protected_at(view.layer))
         full |= by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
-        missing_kv = self.missing_kv_at(view.layer)
         if self.forced_ids or self.forced_mask is not None:
             forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
-            tokens.halt(tokens.active & ~full & forced, missing_kv=missing_kv, resume_layers=self.resume_layers)
+            self._halt(tokens, tokens.active & ~full & forced, view.layer)
         chosen = self.choose(view, tokens, tokens.active & ~full)
-        count_per_row = self._count_per_row(view, tokens)
-        tokens.halt(chosen, missing_kv=missing_kv, resume_layers=self.resume_layers, each=count_per_row)
+        self._halt(tokens, chosen, view.layer, self._count_per_row(view, tokens))
+
+    def _halt(self, tokens: TokenState, mask: torch.Tensor, layer: int, count_per_row: int | None = None) -> None:
+        tokens.halt(
+            mask,
+            missing_kv=self.missing_kv_at(layer),
+            resume_layers=self.resume_layers,
+            each=count_per_row,
+            translator=self._translators.get(layer),
+        )
 
     def protected_at(self, layer: int) -> tuple[int, int]:
         """How many first and how many last tokens do not halt after `layer`."""

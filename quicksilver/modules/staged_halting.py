@@ -13,6 +13,7 @@ from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import Signal
 from quicksilver.modules.stages import Stage, check_prompt, halted_before, halted_by, layers_of, stages_of
 from quicksilver.modules.thresholds import Calibrated, Calibration, is_percentile, resolve_thresholds
+from quicksilver.modules.translators import EMBEDDED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.state import MISSING_KV, LayerView, TokenState
@@ -75,6 +76,11 @@ class StagedHalting(HaltingPolicy, Calibrated):
         layers = layers_of(self._stages, architecture.n_layers, self.resume_layers)
         self._number_of = {layer - 1: i for i, layer in enumerate(layers)}  # by the layer that it is decided after
         self.first_layer, self.last_layer = layers[0] - 1, layers[-1] - 1
+        self._translators = {
+            layer: translator_for(architecture, self._stages[i].translator or EMBEDDED, layer + 1)
+            for layer, i in self._number_of.items()
+            if self._stages[i].missing_kv == "predict"
+        }
         self._tau_below: dict[int, float] = {}
         for layer, i in self._number_of.items():
             stage = self._stages[i]

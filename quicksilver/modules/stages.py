@@ -13,6 +13,7 @@ import torch
 from quicksilver.modules.checks import choice, count, layer_after, number
 from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.modules.thresholds import check_thresholds
+from quicksilver.modules.translators import BoundTranslator
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.state import LayerView, TokenState
 
@@ -48,7 +49,7 @@ class Stage:
     below: float | str | None = None
     signal: SignalSpec | None = None
     missing_kv: str | None = None
-    translator: Path | str | None = None
+    translator: Path | str | BoundTranslator | None = None
     protect_first: int | None = None
     protect_last: int | None = None
 

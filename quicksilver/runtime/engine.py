@@ -156,6 +156,7 @@ class _Pass:
         self.past_lengths: list[torch.Tensor | int] = []
         self.packing: Packing | None = None  # of the previous layer; None when it must be made anew
         self.kept: dict[str, Packing] | None = None
+        self.predicted: dict[int, tuple[Packing, Mapping[int, tuple[torch.Tensor, torch.Tensor]]]] = {}  # by source layer
         self.copied: tuple[torch.Tensor, torch.Tensor] | None = None  # K, V (B, H_kv, N, head_dim) for missing_kv=copy
 
     @property
@@ -514,6 +515,7 @@ class Run:
         hidden, rotary = call["hidden_states"], call.get("position_embeddings")
 
         extra = None if executing_all else self._kept_kv(layer, hidden, rotary, current)
+        extra_work = (extra.n_projected, extra.n_predicted) if extra else (0, 0)
         keep = packing.real
         if state.any_kv_skipped and not executing_all:
             writes = packing.take(state.writes_kv(layer))
@@ -534,7 +536,7 @@ class Run:
                 if extra is not None:
                     store.write(store.plan(facts, keep), extra.keys, extra.values)
                 store.advance(current.n, current.n_real)
-            current.work.layers.append(LayerWork(current.batch, 0, 0, extra.n_projected if extra else 0))
+            current.work.layers.append(LayerWork(current.batch, 0, 0, *extra_work))
             return hidden, packing, None
 
         # Active tokens come first and padding last, so the causal kernel is right for every real query without a mask,
@@ -559,7 +561,7 @@ class Run:
         if store is not None:
             store.advance(current.n, current.n_real)
         keys = None if own_keys_only or layout is None else layout.slots.shape[1]
-        current.work.layers.append(LayerWork(current.batch, packing.width, keys, extra.n_projected if extra else 0))
+        current.work.layers.append(LayerWork(current.batch, packing.width, keys, *extra_work))
         return packing.put(hidden, before, output), packing, port
 
     def _holder(self, bits: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -589,7 +591,7 @@ class Run:
         if not state.kept_kv:
             return None
         if current.kept is None:
-            current.kept = {mode: Packing.of(state.kept(layer, mode)) for mode in sorted(state.kept_kv)}
+            current.kept = {mode: Packing.of(state.kept(layer, mode)) for mode in sorted(state.kept_kv - {"predict"})}
         parts: list[_Extra] = []
         for mode, packing in current.kept.items():
             if packing.width == 0:
@@ -611,7 +613,40 @@ class Run:
                     shape = (current.batch, self.arch.n_kv_heads, packing.width, self.arch.head_dim)
                     keys, values = hidden.new_zeros(shape), hidden.new_zeros(shape)
             parts.append(_Extra(keys, values, self._facts(state, packing.take), packing.real, projected))
+        parts += [
+            self._predicted_kv(source, layer, hidden, rotary, current) for source in sorted(state.translators) if source <= layer
+        ]
+        parts = [part for part in parts if part.keys.shape[2]]
         return _Extra.join(parts) if parts else None
+
+    def _predicted_kv(self, source: int, layer: int, hidden: torch.Tensor, rotary: Rotary | None, current: _Pass) -> _Extra:
+        """K and V of the tokens that stopped before layer `source`, all of which keep their columns from there on."""
+        state, shape = current.state, (current.batch, self.arch.n_kv_heads, 0, self.arch.head_dim)
+        n_projected = n_predicted = 0
+        if layer == source:
+            packing = Packing.of(state.predicted(layer, source))
+            n_projected = packing.width
+            if packing.width:
+                predicted = state.translators[source].translate(packing.take(hidden))
+                current.predicted[source] = packing, predicted
+                n_predicted = packing.width * len(predicted)
+        elif source in current.predicted:
+            packing, predicted = current.predicted[source]
+        else:
+            empty = hidden.new_zeros(shape)
+            return _Extra(empty, empty, {}, None, 0)
+        gathered = tuple(packing.take(_rows(part, current.batch)) for part in rotary) if rotary is not None else None
+        if layer == source:
+            keys, values = self.arch.project_kv(layer, packing.take(hidden), gathered)  # type: ignore[arg-type]
+        else:
+            keys, values = predicted[layer]
+            keys = self.arch.rotate_keys(layer, keys, gathered)  # type: ignore[arg-type]
+        real = packing.real
+        if layer > source and (state.any_kv_skipped or state.resume_layers):
+            real = packing.take(state.predicted(layer, source))
+            if packing.real is not None:
+                real = real & packing.real
+        return _Extra(keys, values, self._facts(state, packing.take), real, n_projected, n_predicted)
 
     def _masked(
         self, layer: int, original: Callable[..., torch.Tensor], call: dict[str, Any], current: _Pass, store: RaggedLayer | None
@@ -624,17 +659,27 @@ class Run:
         entries = join_entries(target.entries, facts)
         key_present = present if target.present is None else torch.cat([target.present, present], dim=1)
         mask = self._mask(layer, state.slots, active, entries, key_present)
-        copied = state.kept(layer, "copy") if self._copies_kv and current.copied is not None else None
-        bits = facts.get("bits")
-        port = _MaskedPort(target, facts, present, state.kept(layer, "zero"), copied, current.copied, self._holder(bits))
         hidden = call["hidden_states"]
-        everything = Packing(None, None, current.n)
+        replaced: list[_Replaced] = []
+        if self._copies_kv and current.copied is not None:
+            replaced.append((state.kept(layer, "copy"), *current.copied))
+        everything, n_predicted = Packing(None, None, current.n), 0
+        for source in sorted(state.translators):
+            if layer == source:
+                current.predicted[source] = everything, state.translators[source].translate(hidden)
+                n_predicted += current.n * (self.arch.n_layers - 1 - source)
+            elif source < layer:
+                keys, values = current.predicted[source][1][layer]
+                keys = self.arch.rotate_keys(layer, keys, call.get("position_embeddings"))  # type: ignore[arg-type]
+                replaced.append((state.predicted(layer, source), keys, values))
+        bits = facts.get("bits")
+        port = _MaskedPort(target, facts, present, state.kept(layer, "zero"), replaced, self._holder(bits))
         inputs = call | self._layer_inputs(hidden, mask, call.get("position_embeddings"), everything, call, port)
         # As under `compact`: K and V of a halted token are projected in full precision, then held at its width.
         output = self._run_layer(layer, original, inputs, None if bits is None else torch.where(active, bits, 16))
         if store is not None:
             store.advance(current.n, current.n_real)
-        current.work.layers.append(LayerWork(current.batch, current.n, key_present.shape[1]))
+        current.work.layers.append(LayerWork(current.batch, current.n, key_present.shape[1], 0, n_predicted))
         return torch.where(active[..., None], output, hidden), port
 
     def _causal_kernel_fits(self, layer: int, current: _Pass) -> bool:
@@ -870,6 +915,7 @@ class _Extra:
     facts: Entries
     real: torch.Tensor | None
     n_projected: int
+    n_predicted: int = 0
 
     @classmethod
     def join(cls, parts: list[_Extra]) -> _Extra:
@@ -884,6 +930,7 @@ class _Extra:
                 join_entries(first.facts, part.facts),
                 real,
                 first.n_projected + part.n_projected,
+                first.n_predicted + part.n_predicted,
             )
         return first
 
@@ -950,8 +997,11 @@ class _CompactPort:
         return keys, values
 
 
+_Replaced = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # whose (B, N) bool; K, V (B, H_kv, N, head_dim)
+
+
 class _MaskedPort:
-    """Stands where the layer expects its cache under `masked`: all columns, with zeroed and copied entries put in."""
+    """Stands where the layer expects its cache under `masked`: all columns, with zeroed, copied and predicted entries put in."""
 
     def __init__(
         self,
@@ -959,27 +1009,17 @@ class _MaskedPort:
         facts: Entries,
         present: torch.Tensor,
         zeroed: torch.Tensor,
-        copied: torch.Tensor | None,
-        copies: tuple[torch.Tensor, torch.Tensor] | None,
+        replaced: Sequence[_Replaced],
         hold: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        self.store, self.facts, self.present, self.zeroed, self.copied, self.copies = (
-            store,
-            facts,
-            present,
-            zeroed,
-            copied,
-            copies,
-        )
+        self.store, self.facts, self.present, self.zeroed, self.replaced = store, facts, present, zeroed, replaced
         self.hold = hold
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (part.masked_fill(self.zeroed[:, None, :, None], 0) for part in (keys, values))
-        if self.copied is not None:
-            assert self.copies is not None
-            keys, values = (
-                torch.where(self.copied[:, None, :, None], old, new) for old, new in zip(self.copies, (keys, values), strict=True)
-            )
+        for where, other_keys, other_values in self.replaced:
+            keys = torch.where(where[:, None, :, None], other_keys, keys)
+            values = torch.where(where[:, None, :, None], other_values, values)
         self.new_keys, self.new_values = keys, values
         if self.hold is not None:
             keys, values = self.hold(keys), self.hold(values)

@@ -58,16 +58,19 @@ class Flops:
 @dataclass(frozen=True)
 class LayerWork:
     """One call of one layer: `tokens` through it in each of `batch` rows (padding included), `keys` attended (None: causal among
-    themselves), `projected` further tokens a row whose K/V alone were computed."""
+    themselves), `projected` further tokens a row whose K/V alone were computed, `predicted` pairs of a token and a later layer whose K/V
+    a translator gave."""
 
     batch: int
     tokens: int
     keys: int | None
     projected: int = 0
+    predicted: int = 0
 
     def flops(self, arch: Architecture) -> int:
         pairs = self.tokens * (self.tokens + 1) // 2 if self.keys is None else self.tokens * self.keys
         linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.projection_params_per_layer * self.projected
+        linear += 2 * arch.kv_params_per_layer * self.predicted
         return self.batch * (linear + 4 * arch.n_heads * arch.head_dim * pairs)
 
 
@@ -100,7 +103,8 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         active, present = trace.active(layer), trace.kv_present(layer)
         past = work.past_lengths[layer] if work.past_lengths else 0
         past = torch.as_tensor(past, device=valid.device).expand(valid.shape[0])
-        projected = present & ~active & (trace.halted_kv == MISSING_KV.index("project"))
+        computed = (trace.halted_kv == MISSING_KV.index("project")) | (trace.halted_kv == MISSING_KV.index("predict"))
+        projected = present & ~active & computed  # a prediction is one product of the size of a projection
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
         window, span = arch.attention_window(layer), arch.spans[layer]
         nearest = min((limit for limit in (window, span.reach if span else None) if limit is not None), default=None)

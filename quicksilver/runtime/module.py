@@ -15,6 +15,7 @@ decoding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.precision import PrecisionExecutor
     from quicksilver.runtime.state import CacheView, LayerView, Span, TokenState
+    from quicksilver.runtime.translation import KVTranslator
 
 
 class RuntimeModule:
@@ -78,6 +80,11 @@ class TokenPolicy(RuntimeModule, ABC):
     def copies_kv(self) -> bool:
         """True when halted tokens may keep the K/V of the layer they halted at: the runtime must then remember them."""
         return False
+
+    @property
+    def translators(self) -> Mapping[int, KVTranslator]:
+        """What predicts K and V of tokens it halts with `missing_kv="predict"`, by the layer they halt after; for replays."""
+        return {}
 
     @property
     def proportional_attention(self) -> bool:

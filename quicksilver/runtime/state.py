@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.translation import KVTranslator
 
-MissingKV = Literal["drop", "project", "copy", "zero"]
-MISSING_KV: tuple[str, ...] = ("drop", "project", "copy", "zero")  # the code of a mode is its index
+MissingKV = Literal["drop", "project", "copy", "zero", "predict"]
+MISSING_KV: tuple[str, ...] = ("drop", "project", "copy", "zero", "predict")  # the code of a mode is its index
 
 
 class PassState:
@@ -60,6 +61,7 @@ class PassState:
         self.any_halted = False
         self.any_kv_skipped = False
         self.remembers_kv = True
+        self.translators: dict[int, KVTranslator] = {}  # of missing_kv=predict, by source layer
         self.kept_kv: set[str] = set()  # missing_kv modes other than drop that some token may be under
         self.resume_layers: set[int] = set()
         # Of rows without padding, by halts that said how many they took of each: (tokens, layer they take part in again).
@@ -77,6 +79,10 @@ class PassState:
         if not (self.any_halted or self.fusions):
             return self.valid
         return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)
+
+    def predicted(self, layer: int, source_layer: int) -> torch.Tensor:
+        """(B, N) bool: halted before `source_layer`, and later queries see K/V in `layer` that are predicted from there."""
+        return self.kept(layer, "predict") & (self.halt_layer == source_layer - 1)
 
     def writes_kv(self, layer: int) -> torch.Tensor:
         """(B, N) bool: an active token of `layer` would store its K/V there."""
@@ -215,19 +221,30 @@ class TokenState:
         before = torch.where(found, before, own)
         return torch.where(found & self.active.gather(1, before), before, own)
 
-    def halt(self, mask: torch.Tensor, *, missing_kv: str = "project", resume_layers: int = 0, each: int | None = None) -> None:
+    def halt(
+        self,
+        mask: torch.Tensor,
+        *,
+        missing_kv: str = "project",
+        resume_layers: int = 0,
+        each: int | None = None,
+        translator: KVTranslator | None = None,
+    ) -> None:
         """Freeze tokens from the next layer on.
 
         Args:
             mask: (B, M) bool.
             missing_kv: what later layers see of a halted token: nothing (`drop`), K/V projected from its frozen state (`project`),
-                the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, conflicts.md #9).
+                the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, conflicts.md #9), or
+                projected in the next layer and predicted by a translator after that (`predict`).
             resume_layers: it takes part again in that many last layers.
+            translator: of `predict`; its source layer is the next one.
             each: how many active tokens of each row `mask` has, where the module knows without asking the device: as long as
                 all halts of a pass say so, the shapes that follow cost no host sync.
 
         Raises:
-            ConfigError: an unknown `missing_kv`, `resume_layers` outside 0..L.
+            ConfigError: an unknown `missing_kv`, `resume_layers` outside 0..L, `predict` without a translator or
+                with one of another layer.
             RuntimeError: another number than `each` (on a GPU raised later, by the device).
         """
         state = self._state
@@ -235,6 +252,16 @@ class TokenState:
             raise ConfigError(f"missing_kv={missing_kv!r} is not one of {', '.join(MISSING_KV)}.")
         if missing_kv == "copy" and not state.remembers_kv:
             raise ConfigError("missing_kv='copy' needs K/V that were not remembered: the module must return True from copies_kv.")
+        if (missing_kv == "predict") != (translator is not None):
+            raise ConfigError(
+                f"missing_kv={missing_kv!r} {'needs a translator: give' if translator is None else 'takes no translator: leave out'} "
+                "halt(translator=...)."
+            )
+        if translator is not None and translator.source_layer != self._layer + 1:
+            raise ConfigError(
+                f"The translator reads states entering layer {translator.source_layer}, and tokens halt after layer {self._layer}: "
+                f"halt them after layer {translator.source_layer - 1}."
+            )
         if not 0 <= resume_layers <= state.n_layers:
             raise ConfigError(f"resume_layers={resume_layers} must lie between 0 and the model's {state.n_layers} layers.")
         if self._layer >= state.n_layers - 1:
@@ -257,6 +284,8 @@ class TokenState:
         state.any_halted = True
         if missing_kv != "drop":
             state.kept_kv.add(missing_kv)
+        if translator is not None:
+            state.translators[translator.source_layer] = translator
         self.active = self.active & ~mask
         self.newly_halted = self.newly_halted | mask
 

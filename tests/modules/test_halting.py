@@ -258,7 +258,7 @@ def test_the_default_window_is_layers_6_to_24_of_30() -> None:
     assert [layer + 1 for layer in range(30) if halting.acts_at(layer)] == list(range(6, 25))
 
 
-@pytest.mark.parametrize("mode", MISSING_KV)
+@pytest.mark.parametrize("mode", [mode for mode in MISSING_KV if mode != "predict"])
 def test_what_is_left_of_a_halted_token(mode: str) -> None:
     one = Pass([4])
     one.run(Halting(tau_drift=1e9, missing_kv=mode, resume_layers=2))

@@ -14,7 +14,16 @@ from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
 from torch import nn
 from transformers import PreTrainedModel
 
-from quicksilver.runtime import LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState, apply, architecture_of
+from quicksilver.runtime import (
+    Architecture,
+    LayerView,
+    QuickSilverError,
+    RuntimeModule,
+    TokenPolicy,
+    TokenState,
+    apply,
+    architecture_of,
+)
 
 # -- compact and masked ------------------------------------------------------------------------------------------------------------
 
@@ -277,6 +286,10 @@ class Attention(TokenPolicy):
     def __init__(self, last_queries: int | None, reduce: str, inner: RuntimeModule | None = None) -> None:
         self.last_queries, self.reduce, self.inner = last_queries, reduce, inner
         self.found: dict[tuple[int, int], torch.Tensor] = {}  # by pass and layer
+
+    def bind(self, architecture: Architecture) -> None:
+        if self.inner is not None:
+            self.inner.bind(architecture)
 
     @property
     def copies_kv(self) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import Batch, Capacity, HaltAll, Hashed
 from transformers import DynamicCache, PreTrainedModel
 
-from quicksilver.runtime import Run, RuntimeModule, TokenPolicy, Trace, apply
+from quicksilver.runtime import Architecture, Run, RuntimeModule, TokenPolicy, Trace, apply
 
 flops = pytest.importorskip("quicksilver.measure.flops")
 
@@ -308,6 +308,9 @@ class FromPass(TokenPolicy):
 
     def __init__(self, first: int, inner: Hashed) -> None:
         self.first, self.inner = first, inner
+
+    def bind(self, architecture: Architecture) -> None:
+        self.inner.bind(architecture)
 
     @property
     def copies_kv(self) -> bool:

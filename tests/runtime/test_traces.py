@@ -42,7 +42,7 @@ def test_a_replayed_trace_is_the_run_again(name: str, data: st.DataObject, tmp_p
     modules = data.draw(tiny.policies())
     chunks = data.draw(st.none() | tiny.chunkings(batch.width))
     made = tiny.forward(model, batch, modules, chunks=chunks)
-    again = tiny.forward(model, batch, [controls.Replay(made.trace)], chunks=chunks)
+    again = tiny.forward(model, batch, [controls.Replay(made.trace, like=modules)], chunks=chunks)
     assert_same_trace(again.trace, made.trace)
     assert torch.equal(torch.cat(batch.real(again.logits)), torch.cat(batch.real(made.logits)))
     assert again.run.flops.nominal == made.run.flops.nominal
@@ -52,7 +52,7 @@ def test_a_replayed_trace_is_the_run_again(name: str, data: st.DataObject, tmp_p
     made.trace.save(path)
     loaded = Trace.load(path)
     assert_same_trace(loaded, made.trace)
-    masked = tiny.forward(model, batch, [controls.Replay(loaded)], chunks=chunks, execution="masked")
+    masked = tiny.forward(model, batch, [controls.Replay(loaded, like=modules)], chunks=chunks, execution="masked")
     assert_same_trace(masked.trace, made.trace)
     tiny.assert_close(batch.real(masked.logits), batch.real(made.logits))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,9 @@ from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModul
 from quicksilver.runtime.precision import PrecisionExecutor
 from quicksilver.runtime.state import MISSING_KV, CacheView, Fusion, LayerView, Precision, Span, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
+from quicksilver.runtime.translation import KVTranslator
+
+_PREDICT = MISSING_KV.index("predict")
 
 
 @dataclass
@@ -28,8 +31,8 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     Args:
         trace: what to repeat.
         first_pass: the trace's pass that stands for the run's first.
-        like: the modules that made the trace, for what a trace does not hold: the executor of bit-widths, whether super-tokens
-            draw attention in proportion to their size, how far back queries see. They decide nothing.
+        like: the modules that made the trace, for what a trace does not hold: the executor of bit-widths, the translators, whether
+            super-tokens draw attention in proportion to their size, how far back queries see. They decide nothing.
 
     Raises:
         ConfigError: a trace of a model with other depth, or with bit-widths that no module in `like` executes; in a pass that the
@@ -54,6 +57,11 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     def copies_kv(self) -> bool:
         copied = MISSING_KV.index("copy")
         return any(bool(((p.halted_kv == copied) & _halted(p)).any()) for p in self.trace.passes)
+
+    @property
+    def translators(self) -> Mapping[int, KVTranslator]:
+        each = (module.translators for module in self.like if isinstance(module, TokenPolicy))
+        return {layer: translator for of_module in each for layer, translator in of_module.items()}
 
     @property
     def proportional_attention(self) -> bool:
@@ -84,6 +92,13 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
             )
         if self.precision is None and any(p.precisions for p in self.trace.passes):
             raise ConfigError("The trace holds tokens at fewer bits: give Replay(trace, like=modules) the module that did.")
+        predicted = {
+            int(layer) for p in self.trace.passes for layer in p.halt_layer[_halted(p) & (p.halted_kv == _PREDICT)].unique()
+        }
+        if predicted - set(self.translators):
+            raise ConfigError(
+                "The trace holds tokens whose K/V are predicted: give Replay(trace, like=modules) the module that did."
+            )
         self._loaded = None
 
     def acts_at(self, layer: int) -> bool:
@@ -106,7 +121,10 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         how = self._how.gather(1, view.index)
         for code in self._codes:
             mode, resume_layers = divmod(code, self.trace.n_layers + 1)
-            tokens.halt(here & (how == code), missing_kv=MISSING_KV[mode], resume_layers=resume_layers)
+            translator = self.translators.get(view.layer) if mode == _PREDICT else None
+            if mode == _PREDICT and translator is None:
+                continue  # nobody halts so here: `bind` has seen to it
+            tokens.halt(here & (how == code), missing_kv=MISSING_KV[mode], resume_layers=resume_layers, translator=translator)
         for precision in (p for p in self._pass.precisions if p.layer == view.layer):
             said = precision.bits.gather(1, view.index)
             for bits in set(precision.bits.unique().tolist()) - {0}:

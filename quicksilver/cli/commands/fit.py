@@ -1,0 +1,148 @@
+"""Fit translators: maps that predict K and V of later layers, so that tokens may stop early and still be seen.
+
+quicksilver fit model=reference-gpt2 layers=[9,10]
+quicksilver fit model=gpt2-large text=[wikitext103,python-docs] windows=480 data.root=/folder
+quicksilver fit model=reference-gpt2 layers=[9] distill=120
+
+One dense pass over the fitting half of the calibration text, memory independent of its length; stopped and asked again it goes on where it
+was. Paragraphs that share 13 words with the test part of any dataset at hand are left out, counted and recorded. docs/predicted-kv.md
+
+Keys of its own:
+  layers=[7,8]      source layers, from 0; default: half to three quarters of the depth
+  text=[a,b]        datasets whose calibration part is read; default: [python-docs,wikitext103]
+  windows=240       at most this many windows of 512 tokens
+  ridge=0.003       penalty, as a multiple of the mean of the diagonal
+  distill=0         then so many steps of Adam on KL to the dense logits
+  control=NAME      shuffled | mean: what a translator must beat
+  dtype=float16     of the written weights
+  output=FOLDER     default: results_dir/translators
+All others are those of `quicksilver run`: model, model.device_map, data.root, results_dir …
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quicksilver.cli.arguments import split
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.fitting.text import FitText, Half
+    from quicksilver.harness.config import RunConfig
+    from quicksilver.modules.presets import Schedule
+    from quicksilver.modules.translators import Translator
+    from quicksilver.runtime.architecture import Architecture
+
+STORED = ("float32", "float16", "bfloat16")
+TRAINED_FOR = (
+    40.0,
+    50.0,
+)  # percent saved by the schedules that `distill` trains for, each with either number of protected tokens
+
+
+@dataclass
+class Options:
+    """The command's own keys, as its help has them."""
+
+    layers: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=lambda: ["python-docs", "wikitext103"])
+    windows: int = 240
+    ridge: float = 3e-3
+    distill: int = 0
+    control: str | None = None
+    dtype: str = "float16"
+    output: str | None = None
+
+
+def main(words: Sequence[str]) -> int:
+    """Fit, write, and name the files; returns the exit code.
+
+    Raises:
+        ConfigError: a model, text or value that cannot be had; too little text.
+    """
+    options, overrides = split(words, Options, "fit")
+    if options.dtype not in STORED:
+        raise ConfigError(f"dtype={options.dtype} is not one of {', '.join(STORED)}.")
+    if options.windows < 1:
+        raise ConfigError(f"windows={options.windows} must be at least 1.")
+    from quicksilver.harness.config import compose
+
+    for path in fit(compose(overrides), options):
+        print(f"translator={path} ({path.stat().st_size / 1e6:.2f} MB)")
+    return 0
+
+
+def fit(config: RunConfig, options: Options) -> list[Path]:
+    """The files written, one for each source layer."""
+    import torch
+    from tqdm import tqdm
+
+    from quicksilver.fitting.fit import fit_translators
+    from quicksilver.harness.run import Workplace
+    from quicksilver.runtime.architecture import architecture_of
+
+    loaded = Workplace().model(config)
+    arch = architecture_of(loaded.model)
+    text = calibration_half(config, options.text, loaded.tokenizer, "fit", options.windows)
+    for name, said in text.provenance["texts"].items():
+        print(
+            f"{name}: {said['windows']} windows; {said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
+        )
+    folder = Path(options.output or Path(config.results_dir) / "translators")
+    control = f".{options.control}" if options.control else ""
+    found = fit_translators(
+        arch, text, options.layers or list(range(arch.n_layers // 2, 3 * arch.n_layers // 4 + 1)),
+        ridge=options.ridge, control=options.control, checkpoint=folder / f".{config.model.name}{control}.sums.safetensors",
+        progress=lambda batches: tqdm(batches, desc=f"fitting {config.model.name}", unit="batch", file=sys.stderr),
+    )  # fmt: skip
+    written = []
+    for layer, translator in found.items():
+        if options.distill:
+            translator = _distilled(arch, translator, text, options.distill)
+        path = folder / f"{config.model.name}.layer{layer}{control}.safetensors"
+        translator.save(path, getattr(torch, options.dtype))
+        written.append(path)
+    return written
+
+
+def _distilled(arch: Architecture, translator: Translator, text: FitText, steps: int) -> Translator:
+    from tqdm import tqdm
+
+    from quicksilver.fitting.distill import distill
+    from quicksilver.fitting.search import PROTECT_LAST, just_enough
+
+    layer = translator.source_layer
+    wanted = (just_enough(arch, layer, last, saved, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
+    schedules: list[Schedule] = [schedule for schedule in wanted if schedule is not None]
+
+    def bar(numbers: range) -> tqdm:
+        return tqdm(numbers, desc=f"distilling layer {layer}", unit="step", file=sys.stderr)
+
+    return distill(arch, translator, text.ids, schedules, steps=steps, progress=bar)
+
+
+def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: object, half: Half, windows: int | None) -> FitText:
+    """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too."""
+    from quicksilver.fitting.text import fit_text
+    from quicksilver.harness.config import choices
+
+    texts = {name: _part(config, name, "calibration") for name in datasets}
+    evaluation = {}
+    for name in choices("dataset"):
+        try:
+            evaluation[name] = _part(config, name, "test").text
+        except QuickSilverError:
+            continue  # not at hand: then nothing can be scored on it here, either
+    return fit_text(texts, evaluation, tokenizer, half=half, windows=windows)
+
+
+def _part(config: RunConfig, name: str, part: str):  # type: ignore[no-untyped-def]
+    from quicksilver.data.text import read_text
+    from quicksilver.harness.config import compose
+
+    root = Path(config.data.root) if config.data.root else None
+    return read_text(compose([f"dataset={name}"]).dataset, part, root=root)  # type: ignore[arg-type]

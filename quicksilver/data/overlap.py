@@ -1,0 +1,57 @@
+"""Text that shares long n-grams with evaluation text is left out of what anything is fitted on (Brown et al. 2020, app. C)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+NGRAM_WORDS = 13
+_WORD = re.compile(r"\w+")
+
+
+def ngrams(text: str, words: int = NGRAM_WORDS) -> Iterator[int]:
+    """Hashes of the runs of so many consecutive words, case and punctuation apart; the same within one process only."""
+    found = _WORD.findall(text.lower())
+    for i in range(len(found) - words + 1):
+        yield hash(tuple(found[i : i + words]))
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """Text without the paragraphs that an evaluation text has, too.
+
+    Attributes:
+        text: what is left, paragraphs in their order.
+        paragraphs, removed: how many there were, and how many were left out.
+        removed_by: of these, how many share an n-gram with each evaluation text (one may share with several).
+    """
+
+    text: str
+    paragraphs: int
+    removed: int
+    removed_by: dict[str, int] = field(default_factory=dict)
+
+
+def without_overlap(text: str, evaluation: Mapping[str, str], words: int = NGRAM_WORDS) -> Filtered:
+    """`text` without every paragraph (line) that shares a run of `words` words with one of the `evaluation` texts, by name.
+
+    A run that spans two paragraphs counts: both are left out.
+    """
+    held = {name: set(ngrams(other, words)) for name, other in evaluation.items()}
+    lines = text.splitlines(keepends=True)
+    of_word = [(word, number) for number, line in enumerate(lines) for word in _WORD.findall(line.lower())]
+    removed: dict[int, set[str]] = {}
+    for i in range(len(of_word) - words + 1):
+        gram = hash(tuple(word for word, _ in of_word[i : i + words]))
+        for name, grams in held.items():
+            if gram in grams:
+                for _, number in of_word[i : i + words]:
+                    removed.setdefault(number, set()).add(name)
+    kept = "".join(_lines_but(lines, removed))
+    by = {name: sum(name in names for names in removed.values()) for name in held}
+    return Filtered(kept, sum(1 for line in lines if line.strip()), len(removed), by)
+
+
+def _lines_but(lines: Iterable[str], removed: Mapping[int, object]) -> Iterator[str]:
+    return (line for number, line in enumerate(lines) if number not in removed)

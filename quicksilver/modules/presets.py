@@ -1,0 +1,183 @@
+"""Halting in two stages, as it was chosen for one model: a few old tokens are dropped early, nearly all others are predicted later.
+
+Before layer d the oldest tokens of a prompt stop and are seen no more. Before layer p all stop but the first and the last few, and the K/V
+of the layers after p are predicted (`modules/translators.py`). Which d, p and how many is a property of the model: it was chosen on
+calibration text (docs/predicted-kv.md) and lies beside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from quicksilver.modules.checks import count, number
+from quicksilver.modules.staged_halting import StagedHalting
+from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.translators import BESIDE, EMBEDDED, SHIPPED, BoundTranslator
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.translation import KVTranslator
+
+SCHEDULES = "schedules.yaml"
+REMEDY = "give schedule={drop_before, drop_share, predict_before, protect_last} and a translator, or fit and search: docs/predicted-kv.md"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which tokens of a prompt stop where.
+
+    Args:
+        drop_before: the layer (from 0) before which the oldest stop and are dropped.
+        drop_share: how many, as a share of the prompt.
+        predict_before: the layer before which all others stop, but the protected; their K/V are predicted from there.
+        protect_first, protect_last: tokens that go through all layers.
+
+    Raises:
+        ConfigError: a share outside [0, 1], layers out of order.
+    """
+
+    drop_before: int
+    drop_share: float
+    predict_before: int
+    protect_first: int = 4
+    protect_last: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("protect_first", "protect_last"):
+            count(f"schedule.{name}", getattr(self, name))
+        for name in ("drop_before", "predict_before"):
+            count(f"schedule.{name}", getattr(self, name), 1)
+        number("schedule.drop_share", self.drop_share, 0.0, 1.0)
+        if self.drop_before >= self.predict_before:
+            raise ConfigError(
+                f"schedule: tokens are dropped before layer {self.drop_before} and predicted before layer {self.predict_before}: drop earlier "
+                "than you predict."
+            )
+
+    def __str__(self) -> str:
+        dropped = f"{100 * self.drop_share:.3g}% d@{self.drop_before} + " if self.drop_share else ""
+        return f"{dropped}P@{self.predict_before}/{self.protect_last}"
+
+    def halting(self, missing_kv: str = "predict", translator: str | Path | BoundTranslator = EMBEDDED) -> StagedHalting:
+        """The module that does it, with another `missing_kv` for the second stage where that is compared."""
+        dropped = {"before": self.drop_before, "share": self.drop_share, "signal": "position", "missing_kv": "drop"}
+        stopped: dict[str, Any] = {"before": self.predict_before, "rest": True, "missing_kv": missing_kv}
+        if missing_kv == "predict":
+            stopped["translator"] = translator
+        stages = [dropped, stopped] if self.drop_share else [stopped]
+        return StagedHalting(stages=stages, protect_first=self.protect_first, protect_last=self.protect_last)
+
+
+@dataclass(kw_only=True)
+class PresetHalting(TokenPolicy):
+    """Halting by a `Schedule` (`P@ℓ`): the model's own at a budget, or one that is given.
+
+    Acts in prompts only, as where a prompt ends decides who stops.
+
+    Args:
+        saves_pct: percent of the prompt's executed FLOPs for which the model's schedule was chosen.
+        schedule: instead of that: a schedule, or its fields.
+        missing_kv: what later layers see of the second stage's tokens: `predict`, or what it is compared with (`project`: SwiftKV
+            without training; `drop`).
+        translator: `embedded`, or the path of one.
+
+    Raises:
+        ConfigError: neither a budget nor a schedule; by `bind`: no schedule for this model at that budget, a stage that the model has no
+            layer for, a translator that does not fit.
+    """
+
+    saves_pct: float | None = None
+    schedule: Schedule | Mapping[str, Any] | None = None
+    missing_kv: str = "predict"
+    translator: str | Path = EMBEDDED
+    lookahead: bool = False
+    priority: ClassVar[int] = 10
+    _halting: StagedHalting | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.saves_pct is None) == (self.schedule is None):
+            raise ConfigError(
+                f"saves_pct={self.saves_pct!r} and schedule={self.schedule!r}: give one of them, the model's own schedule or yours."
+            )
+        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+            self.schedule = read_schedule(self.schedule)
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def copies_kv(self) -> bool:
+        return self.missing_kv == "copy"
+
+    @property
+    def halting(self) -> StagedHalting:
+        """The stages, once they are known.
+
+        Raises:
+            ConfigError: before `bind`.
+        """
+        if self._halting is None:
+            raise ConfigError("The stages of a preset are the model's own: give the module to quicksilver.apply first.")
+        return self._halting
+
+    @property
+    def translators(self) -> Mapping[int, KVTranslator]:
+        return self.halting.translators
+
+    def bind(self, architecture: Architecture) -> None:
+        schedule = self.schedule
+        if schedule is None:
+            assert self.saves_pct is not None
+            schedule = schedule_of(architecture, self.saves_pct)
+        assert isinstance(schedule, Schedule)
+        halting = schedule.halting(self.missing_kv, self.translator)
+        halting.bind(architecture)
+        self._halting = halting
+
+    def required_layers(self) -> frozenset[int]:
+        return self.halting.required_layers()
+
+    def acts_at(self, layer: int) -> bool:
+        return self.halting.acts_at(layer)
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        self.halting.decide(view, tokens)
+
+
+def read_schedule(content: Mapping[str, Any]) -> Schedule:
+    """A schedule from its fields; raises ConfigError for one that it has not, or lacks."""
+    known = [f.name for f in fields(Schedule)]
+    unknown = sorted(set(content) - set(known))
+    if unknown:
+        raise ConfigError(f"schedule has no {unknown[0]}: there are {', '.join(known)}.")
+    try:
+        return Schedule(**content)
+    except TypeError as error:
+        raise ConfigError(f"schedule={dict(content)} is incomplete ({error}): give {', '.join(known)}.") from error
+
+
+def schedule_of(architecture: Architecture, saves_pct: float) -> Schedule:
+    """The schedule that was chosen for the model at that budget.
+
+    Raises:
+        ConfigError: none ships with the model, or none at that budget.
+    """
+    digest = model_digest(architecture.model)
+    for path in sorted(SHIPPED.glob(f"*/{BESIDE}/{SCHEDULES}")):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if content["weights_digest"] != digest:
+            continue
+        own = content["schedules"]
+        if saves_pct not in own:
+            raise ConfigError(
+                f"saves_pct={saves_pct:g}: for this model there are schedules for {', '.join(map(str, sorted(own)))}; or {REMEDY}."
+            )
+        return read_schedule(own[saves_pct]["schedule"])
+    raise ConfigError(f"saves_pct={saves_pct:g}: no schedule ships with this model (digest {digest[:12]}…): {REMEDY}.")

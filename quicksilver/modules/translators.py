@@ -1,0 +1,256 @@
+"""K and V of later layers from the state a token stopped with: a fitted linear map instead of the layers in between.
+
+Layer ℓ makes K and V of every token as it always does. For a token that stops before ℓ, each later layer j gets
+
+    [k_j ; v_j] = [1, LN₀(h_ℓ)] · W_j
+
+LN₀ the norm on the way into layer ℓ without its gain, k_j before its rotation, W_j from ridge regression on calibration text
+(`quicksilver.fitting`). One product for all later layers, 4·D·d_kv operations a token and layer: what a K/V projection costs.
+SwiftKV (arXiv 2410.03960) projects the state itself and retrains the projections; here the weights stay frozen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from quicksilver.atomic import write_atomically
+from quicksilver.modules.thresholds import model_digest
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture
+
+FORMAT = "quicksilver-translator-1"
+SHIPPED = Path(__file__).resolve().parents[1] / "models" / "reference"
+BESIDE = "predicted_kv"  # the folder beside a model with its translators and schedules; its weights are what lies above
+EMBEDDED = "embedded"
+REMEDY = "fit one for this model: quicksilver fit model=MODEL"
+_WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model's shape a translator depends on."""
+
+    model_type: str
+    n_layers: int
+    width: int
+    n_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> ModelShape:
+        return cls(
+            architecture.config.model_type,
+            architecture.n_layers,
+            architecture.width,
+            architecture.n_kv_heads,
+            architecture.head_dim,
+        )
+
+
+@dataclass(frozen=True)
+class Translator:
+    """One fitted map of one model.
+
+    Attributes:
+        source_layer: ℓ, the layer that the tokens do not go through any more; K and V of ℓ+1 … L−1 are predicted.
+        weight: (1 + D, L−1−ℓ, 2, H_kv, head_dim) float32: constant first, then the normalised state; K, then V.
+        shape: of the model.
+        weights_digest: `model_digest` of the model.
+        provenance: fit text and its digest, tokens, ridge, what was left out of the text, control (if it is one).
+
+    Raises:
+        ConfigError: a weight of another shape than the model's, or one that is not finite.
+    """
+
+    source_layer: int
+    weight: torch.Tensor
+    shape: ModelShape
+    weights_digest: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        if not 0 <= self.source_layer < shape.n_layers - 1:
+            raise ConfigError(
+                f"A translator from layer {self.source_layer} has no later layer to predict for: the model has layers 0 to "
+                f"{shape.n_layers - 1}, so give a source layer from 0 to {shape.n_layers - 2}."
+            )
+        wanted = (1 + shape.width, self.n_predicted, 2, shape.n_kv_heads, shape.head_dim)
+        if tuple(self.weight.shape) != wanted:
+            raise ConfigError(f"A translator's weight has shape {tuple(self.weight.shape)} where {wanted} is needed: {REMEDY}.")
+        wrong = int((~torch.isfinite(self.weight)).sum())
+        if wrong:
+            raise ConfigError(f"A translator has {wrong} weights that are not finite (NaN or infinite): {REMEDY}.")
+
+    @property
+    def n_predicted(self) -> int:
+        """Layers after the source layer."""
+        return self.shape.n_layers - 1 - self.source_layer
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of one token, for all later layers: 4·D·d_kv each."""
+        return 4 * self.shape.width * self.shape.n_kv_heads * self.shape.head_dim * self.n_predicted
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over what it predicts with: part of a run's identity."""
+        whole = hashlib.sha256(f"{FORMAT} {self.source_layer} {self.shape} {self.weights_digest}".encode())
+        whole.update(self.weight.contiguous().numpy().tobytes())
+        return whole.hexdigest()
+
+    def check(self, architecture: Architecture) -> None:
+        """Raises ConfigError where it is of another model than `architecture`'s: the first fact that differs, both values, the remedy."""
+        own, there = asdict(self.shape), asdict(ModelShape.of(architecture))
+        for name, value in own.items():
+            if value != there[name]:
+                raise ConfigError(f"The translator is of a model with {name}={value} and this one has {there[name]}: {REMEDY}.")
+        found = model_digest(architecture.model)
+        if found != self.weights_digest:
+            raise ConfigError(
+                f"The translator was fitted to other weights (digest {self.weights_digest[:12]}…, this model's is {found[:12]}…): "
+                f"{REMEDY}."
+            )
+
+    def bound(self, architecture: Architecture) -> BoundTranslator:
+        """As the runtime asks for it. Raises ConfigError where it is of another model (`check`)."""
+        self.check(architecture)
+        return BoundTranslator(self, architecture)
+
+    def save(self, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
+        """Write atomically, as safetensors; the weight in `dtype` (what is read again is float32)."""
+        facts = {
+            "format": FORMAT,
+            "source_layer": self.source_layer,
+            "weights_digest": self.weights_digest,
+            "shape": asdict(self.shape),
+            "provenance": self.provenance,
+        }
+        content = save({_WEIGHT: self.weight.to(dtype).contiguous()}, {"quicksilver": json.dumps(facts, sort_keys=True)})
+        write_atomically(path, content)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Translator:
+        """Raises ConfigError: a missing or torn file, one of another format, a weight that does not fit or is not finite."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = _facts(path, file.metadata())
+                if list(file.keys()) != [_WEIGHT]:
+                    raise ConfigError(
+                        f"{path} is no translator: it has the tensors {', '.join(file.keys()) or 'none'}. {_capital(REMEDY)}."
+                    )
+                weight = file.get_tensor(_WEIGHT).float()
+        except FileNotFoundError:
+            raise ConfigError(f"There is no translator {path}: {REMEDY}.") from None
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}): it is cut short or damaged; {REMEDY}.") from error
+        try:
+            return cls(weight=weight, **facts)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class BoundTranslator:
+    """A translator and the model it is of: `quicksilver.runtime.translation.KVTranslator`."""
+
+    translator: Translator
+    architecture: Architecture
+
+    @property
+    def source_layer(self) -> int:
+        return self.translator.source_layer
+
+    @property
+    def flops_per_token(self) -> int:
+        return self.translator.flops_per_token
+
+    def translate(self, hidden: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """K before its rotation, and V, by layer: hidden (B, M, D) -> (B, H_kv, M, head_dim) each. One product for all layers."""
+        own = self.translator
+        normed = self.architecture.normalised_input(own.source_layer, hidden).to(hidden.dtype)
+        weight = own.weight.to(hidden)
+        flat = torch.addmm(weight[0].flatten(), normed.flatten(0, 1), weight[1:].flatten(1))
+        parts = flat.view(*hidden.shape[:2], own.n_predicted, 2, own.shape.n_kv_heads, own.shape.head_dim).permute(
+            2, 3, 0, 4, 1, 5
+        )
+        return {own.source_layer + 1 + index: (keys, values) for index, (keys, values) in enumerate(parts.unbind(0))}
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _facts(path: Path | str, metadata: dict[str, str] | None) -> dict[str, Any]:
+    try:
+        facts = json.loads((metadata or {})["quicksilver"])
+        found = facts.pop("format")
+        if found != FORMAT:
+            raise ConfigError(f"{path} is a translator of format {found!r}, and this version reads {FORMAT!r}: {REMEDY}.")
+        shape = ModelShape(**facts.pop("shape"))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no translator: its header lacks what one has ({error}). {_capital(REMEDY)}.") from error
+    known = {f.name for f in fields(Translator)} - {"weight", "shape"}
+    if set(facts) != known:
+        raise ConfigError(f"{path} is no translator: its header has {sorted(facts)} and not {sorted(known)}. {_capital(REMEDY)}.")
+    return facts | {"shape": shape}
+
+
+def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
+    """The files that decide what a module with these arguments predicts; none where it predicts nothing."""
+    if entry.get("missing_kv") != "predict":
+        return []
+    source = entry.get("translator", EMBEDDED)
+    if str(source) != EMBEDDED:
+        return [Path(source)]
+    own = sorted((model_folder / BESIDE).glob("*")) or sorted(SHIPPED.glob(f"*/{BESIDE}/*"))
+    return [path for path in own if path.is_file()]
+
+
+def shipped() -> list[Path]:
+    """The translators beside the embedded models."""
+    return sorted(SHIPPED.glob(f"*/{BESIDE}/*.safetensors"))
+
+
+def translator_for(architecture: Architecture, source: str | Path | BoundTranslator, source_layer: int) -> BoundTranslator:
+    """The translator that a configuration names, for tokens that stop before `source_layer`, checked against the model.
+
+    Args:
+        source: `embedded`, one that ships with the model; the path of one; or one that is bound already.
+
+    Raises:
+        ConfigError: none ships with this model, or none from that layer; a file that is none, or one of another model or layer.
+    """
+    if isinstance(source, BoundTranslator) or str(source) != EMBEDDED:
+        bound = source if isinstance(source, BoundTranslator) else Translator.load(source).bound(architecture)
+        found = bound.translator
+        if found.source_layer != source_layer:
+            raise ConfigError(
+                f"The translator predicts for tokens that stop before layer {found.source_layer}, and these stop before layer {source_layer}: "
+                f"stop them there, or {REMEDY} layers=[{source_layer}]."
+            )
+        return bound
+    digest = model_digest(architecture.model)
+    own = {found.source_layer: found for found in map(Translator.load, shipped()) if found.weights_digest == digest}
+    if source_layer in own:
+        return own[source_layer].bound(architecture)
+    if own:
+        layers = " and ".join(map(str, sorted(own)))
+        raise ConfigError(
+            f"translator='embedded': for this model one from layer {layers} ships, none from layer {source_layer}: stop tokens there, or "
+            f"{REMEDY} layers=[{source_layer}]."
+        )
+    there = ", ".join(sorted({path.parents[1].name for path in shipped()})) or "no model"
+    raise ConfigError(f"translator='embedded': one ships with {there}, none with this model (digest {digest[:12]}…): {REMEDY}.")

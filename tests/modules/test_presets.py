@@ -1,0 +1,102 @@
+"""Two stages of a prompt: who stops where, what it saves, and which schedules are refused."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from quicksilver.fitting.search import just_enough, saved_pct
+from quicksilver.modules import PresetHalting, Replay, Schedule
+from quicksilver.modules.controls import shuffled
+from quicksilver.runtime import MISSING_KV, ConfigError, architecture_of
+
+N = 40
+BATCH = tiny.Batch((tuple(range(1, N + 1)), tuple(range(3, N + 3))))
+
+
+class Staged(PresetHalting):
+    """With a random map, as no translator ships with a tiny model."""
+
+    def bind(self, architecture) -> None:
+        layer = self.schedule.predict_before - 1
+        self.translator = tiny.random_translators(architecture)[layer]
+        tiny_digest = self.translator.translator.weights_digest
+        assert tiny_digest == "random"
+        super().bind(architecture)
+
+
+def schedule(**changes) -> Schedule:
+    return Schedule(
+        **{"drop_before": 1, "drop_share": 0.25, "predict_before": 3, "protect_first": 2, "protect_last": 5} | changes
+    )
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_the_oldest_are_dropped_and_all_but_the_protected_are_predicted(name: str, execution: str) -> None:
+    run = tiny.forward(tiny.load(name), BATCH, [Staged(schedule=schedule())], execution=execution)
+    (one,) = run.trace.passes
+    wanted = torch.full((N,), tiny.LAYERS - 1)
+    wanted[2:12], wanted[12 : N - 5] = 0, 2
+    assert (one.halt_layer == wanted).all()
+    mode = torch.where(wanted == 2, MISSING_KV.index("predict"), MISSING_KV.index("drop"))
+    assert (one.halted_kv == mode).all()
+    assert one.kv_present(4).sum(1).tolist() == [N - 10, N - 10]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
+    model = tiny.load(name)
+    arch = architecture_of(model)
+    for one in (schedule(), schedule(drop_share=0.0), schedule(predict_before=2, protect_last=1)):
+        run = tiny.forward(model, tiny.Batch((tuple(range(1, N + 1)),)), [Staged(schedule=one)]).run
+        head = 2 * arch.vocab_size * arch.width
+        executed = run.flops.executed - N * head + head  # the test asks for all logits, a prompt for one
+        dense = tiny.forward(model, tiny.Batch((tuple(range(1, N + 1)),)), []).run.flops.executed - N * head + head
+        assert saved_pct(arch, one, N) == pytest.approx(100 * (1 - executed / dense), abs=1e-9)
+
+
+def test_just_enough_drops_one_token_fewer_than_would_not_do() -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    found = just_enough(arch, 3, 4, 35.0, 64)
+    assert found is not None
+    assert saved_pct(arch, found, 64) >= 35
+    fewer = Schedule(found.drop_before, found.drop_share - 1 / 64, 3, 4, 4)
+    assert saved_pct(arch, fewer, 64) < 35
+    assert just_enough(arch, 3, 4, 99.0, 64) is None
+    assert just_enough(arch, 1, 4, 10.0, 64) is None
+
+
+def test_it_is_replayed_with_its_translators_and_not_without() -> None:
+    model, modules = tiny.load("llama"), [Staged(schedule=schedule())]
+    made = tiny.forward(model, BATCH, modules)
+    assert torch.equal(tiny.forward(model, BATCH, [Replay(made.trace, like=modules)]).logits, made.logits)
+    null = tiny.forward(model, BATCH, [Replay(shuffled(made.trace, 0), like=modules)])
+    assert null.trace.active_counts().tolist() == made.trace.active_counts().tolist()
+    with pytest.raises(ConfigError, match="like=modules"):
+        tiny.forward(model, BATCH, [Replay(made.trace)])
+
+
+def test_outside_a_prompt_it_does_nothing() -> None:
+    made = tiny.forward(tiny.load("gpt2"), BATCH, [Staged(schedule=schedule())], chunks=[N - 4, 1, 3])
+    assert all(bool((one.halt_layer == tiny.LAYERS - 1).all()) for one in made.trace.passes[1:])
+    assert bool((made.trace.passes[0].halt_layer == 2).any())
+
+
+def test_schedules_that_make_no_sense_are_refused() -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    with pytest.raises(ConfigError, match=r"drop_share=1.5 is out of range"):
+        schedule(drop_share=1.5)
+    with pytest.raises(ConfigError, match="drop earlier than you predict"):
+        schedule(drop_before=3)
+    with pytest.raises(ConfigError, match="before=5 is layer 5, where halting saves nothing"):
+        schedule(predict_before=5).halting("drop").bind(arch)
+    with pytest.raises(ConfigError, match="give one of them"):
+        PresetHalting()
+    with pytest.raises(ConfigError, match="schedule has no drop_befor:"):
+        PresetHalting(schedule={"drop_befor": 1})
+    with pytest.raises(ConfigError, match="is incomplete"):
+        PresetHalting(schedule={"drop_before": 1})
+    with pytest.raises(ConfigError, match="no schedule ships with this model"):
+        PresetHalting(saves_pct=40).bind(arch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -49,8 +49,7 @@ class HaltingPolicy(TokenPolicy):
         protect_last: nor do the last tokens of a prompt: the very last one's logits predict what follows. Which tokens are the last
             is known in a prompt only, so a policy that protects them is not causal. None: 0 for a causal policy, else 1.
         missing_kv: what later layers see of a halted token: nothing, K/V projected from its frozen state, the K/V of the layer it
-            halted at, zeros, or K/V that a fitted translator predicts (`modules/translators.py`).
-        translator: for `predict`: `embedded`, the one that ships with the model, or the path of one.
+            halted at, zeros, or K/V that the translator which ships with the model predicts (another one: `StagedHalting`).
         resume_layers: halted tokens take part again in that many last layers.
         lookahead: a non-causal policy acts outside prompts too (the paper's variant); every number it touches is marked.
 
@@ -66,11 +65,9 @@ class HaltingPolicy(TokenPolicy):
     protect_first: int = 0
     protect_last: int | None = None
     missing_kv: MissingKV = "project"
-    translator: str | Path | BoundTranslator = EMBEDDED
     resume_layers: int = 0
     lookahead: bool = False
     priority: ClassVar[int] = 10
-    _translators: dict[int, BoundTranslator] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.window = fractions("window", self.window)
@@ -78,6 +75,7 @@ class HaltingPolicy(TokenPolicy):
         check_mask("full_mask", self.full_mask)
         check_mask("forced_mask", self.forced_mask)
         count("protect_first", self.protect_first)
+        self._translators: dict[int, BoundTranslator] = {}  # by the layer that tokens halt after
         count("resume_layers", self.resume_layers)
         choice("missing_kv", self.missing_kv, MISSING_KV)
         if self.protect_last is not None:
@@ -124,7 +122,7 @@ class HaltingPolicy(TokenPolicy):
             )
         if self.missing_kv == "predict":
             places = [layer for layer in range(self.first_layer, self.last_layer + 1) if self.acts_at(layer)]
-            self._translators = {layer: translator_for(architecture, self.translator, layer + 1) for layer in places}
+            self._translators = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in places}
 
     def acts_at(self, layer: int) -> bool:
         return self.first_layer <= layer <= self.last_layer

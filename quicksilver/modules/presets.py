@@ -8,7 +8,7 @@ calibration text (docs/predicted-kv.md) and lies beside the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -98,9 +98,9 @@ class PresetHalting(TokenPolicy):
     translator: str | Path = EMBEDDED
     lookahead: bool = False
     priority: ClassVar[int] = 10
-    _halting: StagedHalting | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._halting: StagedHalting | None = None
         if (self.saves_pct is None) == (self.schedule is None):
             raise ConfigError(
                 f"saves_pct={self.saves_pct!r} and schedule={self.schedule!r}: give one of them, the model's own schedule or yours."

@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate budget benchmark benchmark-gpu environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -70,6 +70,12 @@ train-reference: $(STAMP) ## train the embedded reference model again, hours (MO
 
 calibrate: $(STAMP) ## thresholds from data, per layer (MODEL, DATASET, ARGS)
 	@$(PY) -m quicksilver calibrate $(SELECTED)
+
+fit: $(STAMP) ## maps that predict K and V of later layers, fitted to the model on calibration text (MODEL, ARGS)
+	@$(PY) -m quicksilver fit $(SELECTED)
+
+schedule: $(STAMP) ## which tokens stop where, chosen by KL on calibration text (MODEL, ARGS="save=[40,50] translators=[FILE]")
+	@$(PY) -m quicksilver schedule $(SELECTED)
 
 budget: $(STAMP) ## a dial set so that a budget holds (ARGS="save=30", or "cost=1 dial=fusion_attention"; MODEL, DATASET); alone: lists the dials
 	@$(PY) -m quicksilver budget $(SELECTED)

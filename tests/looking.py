@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import tiny
 import torch
 
 from quicksilver.runtime import LayerView, PassState, RuntimeModule, TokenState
@@ -80,4 +81,4 @@ class Pass:
 
 def architecture(n_layers: int = LAYERS) -> SimpleNamespace:
     """As much of an architecture as a module without a calibration asks for."""
-    return SimpleNamespace(n_layers=n_layers)
+    return SimpleNamespace(n_layers=n_layers, model=tiny.load("gpt2"))

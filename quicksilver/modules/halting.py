@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from quicksilver.modules.checks import choice, count, fractions, layer_after, number, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
@@ -29,8 +31,13 @@ from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.state import MISSING_KV, LayerView, MissingKV, TokenState
 from quicksilver.runtime.translation import KVTranslator
 
+_ENOUGH = 8  # tokens, fewer of which may all halt by chance
 SCHEDULES = ("one_shot", "gradual", "exponential")
 UNITS = {"nats": 1.0, "bits": math.log(2)}  # in nats
+
+
+class HaltsEverything(UserWarning):
+    """Thresholds that no token of the model stays above."""
 
 
 @dataclass(kw_only=True)
@@ -242,6 +249,22 @@ class Halting(HaltingPolicy, Calibrated):
         self._signal: Signal = make_signal(self.signal, kind=self.drift, of=self.entropy)
         super().__post_init__()
 
+    @classmethod
+    def from_preset(cls, model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:
+        """Halting inside prompts that saves about `save` of their executed FLOPs, on any model; see `saving.halting_that_saves`.
+
+        Args:
+            save: share of the FLOPs, between 0 and 1.
+            prompt_tokens: length of the prompts that are meant.
+            options: further ones of `Halting`, but for rule, signal, schedule and share.
+
+        Raises:
+            ConfigError: a share that cannot be saved.
+        """
+        from quicksilver.modules.saving import halting_that_saves
+
+        return halting_that_saves(model, save, prompt_tokens=prompt_tokens, **options)
+
     @property
     def chooses_causally(self) -> bool:
         return self.rule == "threshold"
@@ -262,6 +285,8 @@ class Halting(HaltingPolicy, Calibrated):
         def resolve(name: str, tau: Thresholds | None, key: str) -> list[float] | None:
             return None if tau is None else resolve_thresholds(name, tau, architecture, self.calibration, key)
 
+        given = [tau for tau in (self.tau_drift, self.tau_entropy) if tau is not None]
+        self._unchecked = all(isinstance(tau, int | float) for tau in given)  # one number for all layers, of any model
         self._tau_drift = resolve("tau_drift", self.tau_drift, self._drift.key)
         self._tau_entropy_nats = resolve("tau_entropy", self.tau_entropy, self._entropy.key)
         if self._tau_entropy_nats is not None and not is_percentile(self.tau_entropy):
@@ -284,7 +309,30 @@ class Halting(HaltingPolicy, Calibrated):
             eligible = eligible & (self._drift(view, tokens, eligible) < self._tau_drift[view.layer])
         if self._tau_entropy_nats is not None:
             eligible = eligible & (self._entropy(view, tokens, eligible) < self._tau_entropy_nats[view.layer])
+        if (
+            self._unchecked and view.layer == self.first_layer and eligible.device.type == "cpu"
+        ):  # elsewhere, looking costs a wait
+            self._warn_if_all_halt(tokens, eligible)
         return eligible
+
+    def _warn_if_all_halt(self, tokens: TokenState, halting: torch.Tensor) -> None:
+        active = int(tokens.active.sum())
+        if active < _ENOUGH:
+            return
+        self._unchecked = False
+        if bool(halting[tokens.active].all()):
+            said = ", ".join(
+                f"{name}={tau}"
+                for name, tau in (("tau_drift", self.tau_drift), ("tau_entropy", self.tau_entropy))
+                if tau is not None
+            )
+            warnings.warn(
+                f"Halting: all {active} tokens halt at once, after layer {self.first_layer}, the first that may halt: {said} is above "
+                "everything this model does there, and what it says then is noise. Take thresholds of this model: "
+                "Halting.from_preset(model, save=0.2), or a percentile such as tau_drift='p25' with a calibration.",
+                HaltsEverything,
+                stacklevel=2,
+            )
 
 
 _PAPER = {"rule": "threshold", "drift": "l2", "unit": "nats"}

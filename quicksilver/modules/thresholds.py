@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quicksilver.modules.signals import Signal
     from quicksilver.runtime.architecture import Architecture
 
+SHIPPED = Path(__file__).resolve().parent / "calibrations"  # of the reference models (scripts/ship_calibrations.py)
 SCHEMA = "quicksilver-calibration-1"
 REMEDY = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 
@@ -112,6 +113,14 @@ class Calibrated(ABC):
         """The signals whose percentiles are thresholds and have not been measured; empty where `calibration` is given."""
 
 
+def shipped_calibration(digest: str) -> Calibration | None:
+    """What the package ships for the model of that `model_digest`; None: it is none of its reference models."""
+    for path in sorted(SHIPPED.glob("*.json")):
+        if digest in path.read_text(encoding="utf-8"):
+            return Calibration.load(path)
+    return None
+
+
 def halted_key(key: str) -> str:
     """Under which the signal `key` of halted tokens alone is kept (C.3)."""
     return f"{key}-halted"
@@ -158,7 +167,9 @@ def resolve_thresholds(
             )
         return [float(v) for v in value]
     if calibration is None:
-        raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration: {REMEDY}.")
+        calibration = shipped_calibration(model_digest(architecture.model))
+    if calibration is None:
+        raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration of this model: {REMEDY}.")
     if not isinstance(calibration, Calibration):
         calibration = Calibration.load(calibration)
     if calibration.n_layers != n_layers:

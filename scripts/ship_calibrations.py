@@ -1,0 +1,51 @@
+"""Measure what the package ships for its reference models: percentiles of their signals.
+
+python scripts/ship_calibrations.py                      all embedded models, a few minutes each
+python scripts/ship_calibrations.py reference-llama
+
+Writes quicksilver/modules/calibrations/NAME.json. With it `Halting(tau_drift="p25")` needs no file
+of one's own. To be run again when a reference model was trained again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import Workplace
+from quicksilver.models.loading import EMBEDDED
+from quicksilver.modules.calibration import calibrate
+from quicksilver.modules.thresholds import SHIPPED, Calibration
+
+
+def rounded(calibration: Calibration) -> Calibration:
+    """Five digits, which is more than a percentile of a few thousand tokens has."""
+    percentiles = {
+        key: [None if row is None else [float(f"{value:.5g}") for value in row] for row in rows]
+        for key, rows in calibration.percentiles.items()
+    }
+    return dataclasses.replace(calibration, percentiles=percentiles)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    for name in arguments or sorted(folder.name for folder in EMBEDDED.glob("*/")):
+        config = compose([f"model={name}", "dataset=python-docs"])
+        place = Workplace()
+        text, windows, model = (
+            place.text(config, "calibration"),
+            place.windows(config, "calibration").ids,
+            place.model(config).model,
+        )
+        calibration = rounded(calibrate(model, windows, source={"model": name, "text": text.source}))
+        path = SHIPPED / f"{name}.json"
+        calibration.save(path)
+        path.chmod(0o644)  # it is shipped
+        print(f"{path}: {', '.join(calibration.percentiles)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

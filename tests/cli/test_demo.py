@@ -1,0 +1,65 @@
+"""`quicksilver demo`: both ways on one text, with numbers of the ledgers, in colour where there is a terminal and in plain text elsewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from quicksilver.cli import door
+from quicksilver.cli.commands import demo
+
+
+def numbers(line: str) -> list[float]:
+    return [float(found) for found in re.findall(r"[-+]?\d+\.?\d*", line)]
+
+
+def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(capsys):
+    assert door.main(["demo", "new_tokens=2", "save=0.4"]) == 0
+    out = capsys.readouterr().out
+    assert "\033" not in out
+    lines = {line.split("  ")[0]: line for line in out.splitlines()}
+    dense, adaptive, saved = numbers(lines["prompt's FLOPs"])
+    assert saved == pytest.approx(40, abs=2)
+    assert saved == pytest.approx(100 * (1 - adaptive / dense), abs=0.5)
+    assert numbers(lines["perplexity"])[0] > 1
+    assert "goes on with" in lines
+    head = numbers(out.splitlines()[0].partition(":")[2])  # layers, tokens of the prompt, tokens that leave, tokens scored
+    assert len(re.findall(r"\[\d+\]", out.partition("\n\n[n]")[0])) == head[2] < head[1]
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("asked", [None, "1"])
+def test_a_terminal_gets_colours_unless_it_asks_for_none(asked, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", asked) if asked else monkeypatch.delenv("NO_COLOR", raising=False)
+    assert door.main(["demo", "new_tokens=1", "save=0.2"]) == 0
+    assert ("\033[38;5;" in capsys.readouterr().out) == (asked is None)
+
+
+def test_a_token_is_shown_with_the_character_that_it_completes():
+    class Halves:
+        def decode(self, ids: list[int]) -> str:
+            return {(1,): "a", (2,): "\ufffd", (2, 3): "é", (4,): "b"}[tuple(ids)]
+
+    assert demo._readable(Halves(), [1, 2, 3, 4]) == ["a", "", "é", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=gpt2-large"], "reference-gpt2, reference-llama"),
+        (["dataset=c4"], "dataset=c4"),
+        (["text=too short"], "text has 3 tokens"),
+        (["save=1.5"], "save=1.5"),
+        (["save=0.97"], "saves at most"),
+        (["new_tokens=0"], "new_tokens=0"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(words, said, capsys):
+    assert door.main(["demo", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.count("\n") == 1

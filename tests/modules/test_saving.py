@@ -1,0 +1,80 @@
+"""What needs no thresholds of one's own: shares that hold on any model, percentiles of the shipped models, a warning where all is lost."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import tiny
+import torch
+
+from quicksilver.models.loading import EMBEDDED, load, locate
+from quicksilver.models.spec import ModelConfig
+from quicksilver.modules import Halting
+from quicksilver.modules.halting import HaltsEverything
+from quicksilver.modules.thresholds import model_digest, shipped_calibration
+from quicksilver.runtime import ConfigError
+from quicksilver.runtime.engine import apply
+
+NAMES = sorted(folder.name for folder in EMBEDDED.glob("*/"))
+WINDOWS = torch.randint(1, tiny.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(0))
+
+
+def executed(model, ids: torch.Tensor, modules: list[Halting]) -> int:
+    with torch.no_grad(), apply(model, modules) as run:
+        model(ids, use_cache=True, logits_to_keep=1)
+        return run.flops.executed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_model_has_percentiles_without_a_file(name):
+    config = ModelConfig(name=name, path=f"embedded:{name}")
+    loaded = load(config, locate(config))
+    known = shipped_calibration(model_digest(loaded.model))
+    assert known is not None
+    assert known.n_layers == loaded.model.config.num_hidden_layers
+    ids = torch.randint(1, 6000, (1, 40), generator=torch.Generator().manual_seed(0))
+    dense = executed(loaded.model, ids, [])
+    halved = executed(loaded.model, ids, [Halting(tau_drift="p50")])
+    assert 0 < halved < dense
+    saved = 1 - executed(
+        loaded.model, ids.repeat(1, 4), [Halting.from_preset(loaded.model, save=0.3, prompt_tokens=160)]
+    ) / executed(loaded.model, ids.repeat(1, 4), [])
+    assert saved == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("save", [0.1, 0.3])
+def test_any_model_saves_what_was_asked_on_any_text(name, save):
+    model = tiny.load(name)
+    module = Halting.from_preset(model, save=save, prompt_tokens=24)
+    saved = 1 - executed(model, WINDOWS, [module]) / executed(model, WINDOWS, [])
+    assert saved == pytest.approx(save, abs=0.05)  # of 24 tokens, one is 4%
+    assert module.chooses_causally is False
+
+
+def test_a_share_that_cannot_be_saved_says_what_can():
+    with pytest.raises(ConfigError, match=r"save=0\.99: halting saves at most 0\.\d\d"):
+        Halting.from_preset(tiny.load("llama"), save=0.99, prompt_tokens=24)
+
+
+@pytest.mark.parametrize("save", [0, 1, -0.2, 20, float("nan")])
+def test_what_is_no_share_is_refused(save):
+    with pytest.raises(ConfigError, match=r"no share of the work"):
+        Halting.from_preset(tiny.load("llama"), save=save)
+
+
+def test_a_threshold_above_everything_warns_once_and_one_of_the_model_does_not():
+    model = tiny.load("llama")
+
+    def warned(module: Halting, tokens: int = 24) -> int:
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad(), apply(model, [module]):
+            warnings.simplefilter("always")
+            model(WINDOWS[:1, :tokens])
+            model(WINDOWS[:1, :tokens])
+        return sum(issubclass(one.category, HaltsEverything) for one in caught)
+
+    assert warned(Halting(tau_drift=1e6)) == 1
+    assert warned(Halting(tau_drift=1e6), tokens=4) == 0  # so few may all halt by chance
+    assert warned(Halting(tau_drift=1e-9)) == 0
+    assert warned(Halting(tau_drift=[1e6] * tiny.LAYERS)) == 0  # somebody chose one for each layer

@@ -1,0 +1,68 @@
+"""What may stand where the cursor is: commands, a command's own keys, and the keys and choices of a run, which Hydra knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from quicksilver.cli.door import commands, load
+
+# What follows a command before its keys.
+_FOLLOWING = {
+    "reproduce": ("table", "figure", "all"),
+    "list": ("table", "figure"),
+    "completion": ("bash", "zsh"),
+}
+_NO_RUN = ("benchmark", "completion", "demo", "list", "readme")  # commands that take no key of a run
+
+
+def candidates(line: str) -> list[str]:
+    """Words that may end `line`, the command line up to the cursor, sorted; none where nothing is known."""
+    words = line.split()
+    word = "" if not words or line.endswith(" ") else words.pop()
+    given = words[1:]  # after `quicksilver`
+    if not given:
+        return [name for name in commands() if name.startswith(word)]
+    name, *rest = given
+    if name not in commands():
+        return []
+    return [one for one in _of_command(name, rest, word) if one.startswith(word)]
+
+
+def _of_command(name: str, rest: Sequence[str], word: str) -> list[str]:
+    following = _FOLLOWING.get(name, ())
+    if following and not rest:
+        return [*following]
+    if name == "reproduce" and len(rest) == 1 and rest[0] in ("table", "figure"):
+        from quicksilver.report.artefacts import artefacts
+
+        return [number for artefact in artefacts() if artefact.kind == rest[0] for number in artefact.numbers]
+    options = getattr(load(name), "Options", None)
+    own = [f"{field.name}=" for field in dataclasses.fields(options)] if options is not None else []
+    of_run = [] if name in _NO_RUN else _of_run([one for one in rest if "=" in one], word)
+    return sorted({*own, *of_run})
+
+
+def _of_run(overrides: Sequence[str], word: str) -> list[str]:
+    """Hydra's own completion of an override, with what was given before it."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.plugins.completion_plugin import DefaultCompletionPlugin
+    from omegaconf.errors import OmegaConfBaseException
+
+    from quicksilver.harness.config import config_dir
+
+    key, equals, value = word.partition("=")
+    if key == "modules" and equals:
+        # A list: its last name is completed, which Hydra does not.
+        from quicksilver.harness.config import choices
+
+        chosen = value.lstrip("[").split(",")[:-1]
+        return [f"modules=[{','.join([*chosen, name])}" for name in choices("modules") if name not in chosen]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        plugin = DefaultCompletionPlugin(GlobalHydra.instance().config_loader())
+        try:
+            return plugin._query("run", " ".join([*overrides, word]))
+        except (HydraException, OmegaConfBaseException):
+            return []

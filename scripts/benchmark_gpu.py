@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # a clone is enough: nothing has t
 
 from shapes import ROOT, SHAPES, Shape, environment, model_of, random_ids  # noqa: E402
 
-from quicksilver.measure.latency import Alternation, alternate, twin  # noqa: E402
+from quicksilver.measure.latency import Alternation, alternate, shared_weight_copy  # noqa: E402
 from quicksilver.modules import ExponentialDecay, Halting, RandomHalting, StaticDepth  # noqa: E402
 from quicksilver.runtime import QuickSilverError, RuntimeModule, apply, architecture_of  # noqa: E402
 
@@ -120,10 +120,10 @@ def _invariants(shape: Shape, options: argparse.Namespace) -> list[Row]:
 
 
 def ways(model: PreTrainedModel, layers: int, stack: ExitStack) -> dict[str, tuple[PreTrainedModel, Call]]:
-    """Every policy on a twin of its own, and what is called before each of its passes."""
+    """Every policy on a copy of the model with shared weights, and what is called before each of its passes."""
     found: dict[str, tuple[PreTrainedModel, Call]] = {}
     for name, make in policies(layers).items():
-        other = twin(model)
+        other = shared_weight_copy(model)
         found[name] = (other, stack.enter_context(apply(other, make())).reset)
     return found
 
@@ -178,7 +178,7 @@ def decode(model: PreTrainedModel, shape: Shape, batch: int, options: argparse.N
     with ExitStack() as stack:
         fns = {"dense": steps(model)}
         for name, modules in {"no module": [], "half depth": [half]}.items():
-            other = twin(model)
+            other = shared_weight_copy(model)
             fns[name] = steps(other, stack.enter_context(apply(other, modules)).reset)
         times = alternate(fns, options.warmup, options.repeats, options.device)
     return rows_of("decode", shape, batch, times, saved, batch * options.new_tokens)
@@ -214,7 +214,7 @@ def faster(model: PreTrainedModel, shape: Shape, batch: int, options: argparse.N
         fns: dict[str, Call] = {}
         for name, modules in {"dense": [], "half halted": [halted]}.items():
             for how in ("eager", "torch.compile", "CUDA graph"):
-                other = twin(model)
+                other = shared_weight_copy(model)
                 try:
                     if how == "torch.compile":
                         for layer in architecture_of(other).layers:

@@ -33,10 +33,12 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, twin
+from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, shared_weight_copy
 from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.runtime import RuntimeModule, apply
-from quicksilver.runtime.quantized import ByWidth, IntegerExecutor, _Linear
+from quicksilver.runtime.quantized.codes import ByWidth
+from quicksilver.runtime.quantized.integer import IntegerExecutor
+from quicksilver.runtime.quantized.linear import LinearLayer
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("kernels", "prefill", "decode")
@@ -121,7 +123,7 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
         linear = nn.Linear(width, channels)
         linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
         executor, all_at_8 = IntegerExecutor(weights="int8"), ByWidth({8: None})
-        with_weights = _Linear({}, linear, {})
+        with_weights = LinearLayer({}, linear, {})
         return lambda: executor._linear(with_weights, linear.forward, all_at_8, {}, x)
 
     def onednn(weight: torch.Tensor) -> Call:
@@ -211,12 +213,12 @@ def models(options: argparse.Namespace, layers: int) -> dict[str, tuple[PreTrain
 
     return {
         "float32": (single, []),
-        "float32, int8 from half depth": (twin(single), quantised(0.5)),
-        "float32, int8 from half depth, K/V as they are": (twin(single), quantised(0.5, kv=False)),
-        "float32, int8 from the second layer on": (twin(single), quantised(0.0)),
+        "float32, int8 from half depth": (shared_weight_copy(single), quantised(0.5)),
+        "float32, int8 from half depth, K/V as they are": (shared_weight_copy(single), quantised(0.5, kv=False)),
+        "float32, int8 from the second layer on": (shared_weight_copy(single), quantised(0.0)),
         "bfloat16": (half, []),
-        "bfloat16, int8 from half depth": (twin(half), quantised(0.5)),
-        "bfloat16, int8 from the second layer on": (twin(half), quantised(0.0)),
+        "bfloat16, int8 from half depth": (shared_weight_copy(half), quantised(0.5)),
+        "bfloat16, int8 from the second layer on": (shared_weight_copy(half), quantised(0.0)),
     }
 
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from shapes import ROOT, SHAPES, Shape, environment, model_of, random_ids
 from transformers import PreTrainedModel
 
-from quicksilver.measure.latency import Alternation, alternate, twin
+from quicksilver.measure.latency import Alternation, alternate, shared_weight_copy
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, StaticDepth, TokenFusion
 from quicksilver.report.figure import Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
@@ -80,7 +80,7 @@ def measure(
     with ExitStack() as stack:
         fns = {"dense": call}
         for name, make in mechanisms(phase, options.rates, options.layers).items():
-            other = twin(model)
+            other = shared_weight_copy(model)
             run = stack.enter_context(apply(other, make()))
             fns[name] = one_pass(other, ids, phase, run.reset)
         times = alternate(fns, options.warmup, options.repeats, options.device)

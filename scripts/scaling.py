@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from shapes import ROOT, SHAPES, environment, model_of, random_ids
 
-from quicksilver.measure.latency import alternate, twin
+from quicksilver.measure.latency import alternate, shared_weight_copy
 from quicksilver.modules import ExponentialDecay
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.runtime import ConfigError, apply
@@ -53,7 +53,7 @@ def measure(sequence: int, layers: int, options: argparse.Namespace) -> list[dic
             fns["dense"]()
             executed["dense"] = run.flops.executed
         for alpha in ALPHAS:
-            other, name = twin(model), f"decay {alpha:g}"
+            other, name = shared_weight_copy(model), f"decay {alpha:g}"
             decaying = stack.enter_context(apply(other, [ExponentialDecay(alpha=alpha * scale, missing_kv="drop")]))
             fns[name] = call(other, decaying.reset)
             fns[name]()

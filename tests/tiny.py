@@ -234,7 +234,13 @@ class Halts(TokenPolicy):
 
     @property
     def translators(self) -> dict[int, BoundTranslator]:
-        return random_translators(self._architecture) if self.missing_kv in ("predict", "mixed") else {}
+        if self.missing_kv not in ("predict", "mixed"):
+            return {}
+        # Kept on the adapter: all modules of a run halt with the same ones.
+        kept = vars(self._architecture)
+        if "random_translators" not in kept:
+            kept["random_translators"] = random_translators(self._architecture)
+        return kept["random_translators"]
 
     def _halt(self, view: LayerView, tokens: TokenState, mask: torch.Tensor, mode: str | None = None) -> None:
         mode = mode or self.missing_kv

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from quicksilver.modules.checks import choice, count, number
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 MEASURES = ("softmax", "state")
 

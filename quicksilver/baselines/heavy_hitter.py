@@ -11,7 +11,7 @@ import torch
 from quicksilver.modules.checks import choice, count
 from quicksilver.modules.signals import lowest, slot_draw
 from quicksilver.runtime.module import EvictionPolicy
-from quicksilver.runtime.state import CacheView
+from quicksilver.runtime.view import CacheView
 
 CRITERIA = ("attention", "random")
 

@@ -15,7 +15,8 @@ from quicksilver.modules.checks import choice
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
 from quicksilver.runtime.module import Transform
-from quicksilver.runtime.quantized import INT_MM, encode_weight, kernel_for, multiply
+from quicksilver.runtime.quantized.integer import INT_MM, kernel_for, multiply
+from quicksilver.runtime.quantized.linear import encode_weight
 
 BACKENDS = ("torch", "torchao")
 

@@ -8,7 +8,8 @@ import torch
 
 from quicksilver.modules.checks import number
 from quicksilver.modules.halting import HaltingPolicy, fill_up
-from quicksilver.runtime.state import LayerView, MissingKV, TokenState
+from quicksilver.runtime.pass_state import MissingKV, TokenState
+from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)

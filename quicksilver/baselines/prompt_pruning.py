@@ -12,7 +12,8 @@ from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import AttentionReceived
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import LayerView, MissingKV, TokenState
+from quicksilver.runtime.pass_state import MissingKV, TokenState
+from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,8 @@ import torch
 
 from quicksilver.modules.checks import count
 from quicksilver.runtime.module import EvictionPolicy, SpanPolicy
-from quicksilver.runtime.state import CacheView, Span
+from quicksilver.runtime.view import CacheView
+from quicksilver.runtime.visibility import Span
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quicksilver.modules.controls import StaticDepth
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.state import MissingKV
+from quicksilver.runtime.pass_state import MissingKV
 
 
 @dataclass(kw_only=True)

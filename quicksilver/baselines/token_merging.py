@@ -14,7 +14,8 @@ from quicksilver.modules.overrides import by_place
 from quicksilver.modules.signals import lowest, share_of
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 METRICS = ("keys", "states")
 

@@ -15,8 +15,8 @@ from quicksilver.fitting.continuation import continuation_log_probs, kl_nats
 from quicksilver.modules.presets import Schedule
 from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.run import apply
 
 Steps = Callable[[range], Iterable[int]]
 

@@ -15,9 +15,9 @@ from quicksilver.fitting.continuation import continuation_log_probs, kl_nats
 from quicksilver.modules.presets import Schedule
 from quicksilver.modules.translators import Translator
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import LayerWork, head_flops
+from quicksilver.runtime.run import apply
 
 DROP_DEPTH = 3 / 16  # of the layers, before which old tokens are dropped
 PROTECT_LAST = (8, 32)
@@ -63,7 +63,8 @@ def _work(architecture: Architecture, schedule: Schedule, prompt_tokens: int) ->
         else:
             at_source = layer == source
             predicted = stopped * (n_layers - 1 - source) if at_source else 0
-            work.append(LayerWork(1, protected, protected + stopped, stopped if at_source else 0, predicted))
+            translation_flops = 2 * architecture.kv_params_per_layer * predicted
+            work.append(LayerWork(1, protected, protected + stopped, stopped if at_source else 0, translation_flops))
     return work
 
 

@@ -21,14 +21,14 @@ from quicksilver.measure.deployment import Served, deployment, serve
 from quicksilver.measure.energy import energy, meter_of
 from quicksilver.measure.flops import count_executed
 from quicksilver.measure.inside import Inside, look_inside
-from quicksilver.measure.latency import Alternation, alternate, twin
+from quicksilver.measure.latency import Alternation, alternate, shared_weight_copy
 from quicksilver.measure.memory import paper_kv_delta_bytes, peak_memory, peak_tensor_bytes
 from quicksilver.measure.perplexity import Protocol, Scores, audit, score
 from quicksilver.modules.controls import Replay, shuffled
 from quicksilver.runtime.architecture import architecture_of
-from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule, Transform
+from quicksilver.runtime.run import apply
 from quicksilver.runtime.trace import Trace
 
 PHASES = {
@@ -230,7 +230,7 @@ def _latency(
     report: Report,
 ) -> dict[str, Any]:
     """Wall clock of one batch, run and dense in turns; under `continuation` also of its prompt alone."""
-    dense = twin(model)
+    dense = shared_weight_copy(model)
     parts = {"": False, "prompt_": True} if protocol.name == "continuation" else {"": False}
     rounds = (options.warmup + options.repeats) * len(parts)
     done = 0
@@ -305,7 +305,7 @@ def _components(
 ) -> dict[str, Any]:
     """Where the time of one batch goes, dense and run; and what the decisions alone cost, everything executed. Under
     `continuation` of its prompt."""
-    plain, decided = twin(model), twin(model)
+    plain, decided = shared_weight_copy(model), shared_weight_copy(model)
     asked = copy.deepcopy(list(modules))  # decisions of their own: two models at a time
     with torch.no_grad(), ExitStack() as stack:
         dense = architecture_of(plain)
@@ -345,7 +345,7 @@ def _energy(
 ) -> dict[str, Any]:
     """Joules per token of one batch over and over, run and dense in turns with rest."""
     assert options.country_iso_code is not None  # checked with the config
-    dense = twin(model)
+    dense = shared_weight_copy(model)
 
     def settled(work: Callable[[], None]) -> Callable[[], None]:
         def fn() -> None:
@@ -383,7 +383,7 @@ def _deployment(
             f"measure.deployment_prompt_tokens={prompt.shape[1]} and measure.deployment_new_tokens={new} are more than the model's "
             f"{positions} positions."
         )
-    dense = twin(model)
+    dense = shared_weight_copy(model)
     with torch.no_grad(), ExitStack() as stack:
         ways = {"dense": lambda: serve(dense, prompt, new)}
         if modules:

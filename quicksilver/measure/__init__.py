@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 _HOMES = {
-    "Alternation": "latency", "LatencySamples": "latency", "Ratio": "latency", "alternate": "latency", "twin": "latency",
+    "Alternation": "latency", "LatencySamples": "latency", "Ratio": "latency", "alternate": "latency", "shared_weight_copy": "latency",
     "PeakMemory": "memory", "peak_memory": "memory", "peak_tensor_bytes": "memory",
     "attention_pairs": "flops", "count_by_operator": "flops", "count_executed": "flops",
     "Audit": "perplexity", "Protocol": "perplexity", "Scores": "perplexity", "audit": "perplexity", "check_allowed": "perplexity",

@@ -21,12 +21,9 @@ from transformers.cache_utils import Cache
 
 from quicksilver.measure.latency import Alternation, LatencySamples, alternate
 from quicksilver.modules.fusion import TokenFusion
-from quicksilver.runtime import quantized
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
-from quicksilver.runtime.engine import Packing, Run
 from quicksilver.runtime.module import MergePolicy, RuntimeModule, TokenPolicy
-from quicksilver.runtime.state import TokenState
+from quicksilver.runtime.phases import observed
 
 # What each component is; `report` prints these words. The last two are what is left inside and outside the layers.
 COMPONENTS: Mapping[str, str] = {
@@ -46,31 +43,18 @@ COMPONENTS: Mapping[str, str] = {
 KERNELS = ("embedding", "attention", "mlp", "norms", "output_head")  # what a dense pass has, too
 DECIDING = ("decisions", "fusion")
 
-_RUNTIME: Sequence[tuple[Any, str, str]] = (
-    (Run, "_layer", "runtime"),
-    (Run, "_plain", "norms"),
-    (Run, "_run_layer", "norms"),
-    (Run, "_kept_kv", "attention"),
-    (Run, "_decide", "decisions"),
-    (Run, "_settle", "decisions"),
-    (TokenState, "fuse", "fusion"),
-    (RaggedLayer, "merge", "fusion"),
-    (quantized.PackedLayer, "merge", "fusion"),
-    (Packing, "of", "gather_scatter"),
-    (Packing, "take", "gather_scatter"),
-    (Packing, "put", "gather_scatter"),
-    (Cache, "update", "kv_write"),
-    (RaggedLayer, "plan", "kv_write"),
-    (RaggedLayer, "write", "kv_write"),
-    (RaggedLayer, "update", "kv_write"),
-    (RaggedLayer, "evict", "kv_write"),
-    (MaskedLayer, "append", "kv_write"),
-    (quantized.PackedLayer, "write", "kv_write"),
-    (quantized, "encode", "quantization"),
-    (quantized, "hold", "quantization"),
-    (quantized.Codes, "decode", "quantization"),
-    (quantized._IntegerInputs, "of", "quantization"),
-)
+# The component that each phase of the runtime counts as.
+OF_PHASE: Mapping[str, str] = {
+    "runtime": "runtime",
+    "layer": "norms",
+    "halted_kv": "attention",
+    "gather": "gather_scatter",
+    "scatter": "gather_scatter",
+    "decide": "decisions",
+    "fuse": "fusion",
+    "write_kv": "kv_write",
+    "quantize": "quantization",
+}
 
 
 class SectionClock:
@@ -119,6 +103,19 @@ class SectionClock:
         return times
 
 
+@dataclass(frozen=True)
+class _PhaseMarks:
+    """Hears of the runtime's phases, and leaves their marks on a clock."""
+
+    clock: SectionClock
+
+    def enter(self, phase: str) -> None:
+        self.clock.enter(OF_PHASE[phase])
+
+    def leave(self) -> None:
+        self.clock.leave()
+
+
 @contextmanager
 def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: SectionClock) -> Iterator[None]:
     """Inside the block, calls of the model, and of the runtime that executes `modules` on it, leave their marks on `clock`."""
@@ -137,8 +134,8 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
             hook(arch.mlp(index), "mlp")
         hook(arch.final_norm, "output_head")
         hook(arch.output_head, "output_head")
-        for owner, name, component in _RUNTIME:
-            stack.enter_context(_clocked(owner, name, component, clock))
+        stack.enter_context(observed(_PhaseMarks(clock)))
+        stack.enter_context(_clocked(Cache, "update", "kv_write", clock))
         for module in modules:
             component = "fusion" if isinstance(module, TokenFusion) else "decisions"
             for kind, method in ((TokenPolicy, "decide"), (MergePolicy, "merge_cache")):

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from quicksilver.modules.signals import AttentionReceived, Drift
 from quicksilver.runtime.architecture import Architecture, architecture_of
-from quicksilver.runtime.engine import Execution, apply
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule, TokenPolicy
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.run import Execution, apply
 from quicksilver.runtime.trace import PassTrace
+from quicksilver.runtime.view import LayerView
 
 COMPONENTS = 3
 _ROWS_AT_A_TIME = 1024

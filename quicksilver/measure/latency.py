@@ -148,7 +148,7 @@ def _time_ms(fn: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
+def shared_weight_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights under module objects of their own: stays plain while `model` is under `apply`, so the two can take turns."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from quicksilver.runtime.architecture import Architecture, architecture_of
-from quicksilver.runtime.engine import Execution, apply
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.run import Execution, apply
 from quicksilver.runtime.trace import PassTrace, Trace
 
 PROTOCOLS = ("all", "continuation")

@@ -20,10 +20,11 @@ from quicksilver import numerics
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.signals import Drift, Entropy, Signal
 from quicksilver.modules.thresholds import Calibrated, Calibration, halted_key, model_digest
-from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule, TokenPolicy
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.run import apply
+from quicksilver.runtime.view import LayerView
 
 GRID = tuple(range(1, 100))
 HALTED_BY: tuple[Signal, ...] = (

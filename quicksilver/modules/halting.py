@@ -28,8 +28,9 @@ from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translato
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.state import MISSING_KV, LayerView, MissingKV, TokenState
+from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
 from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.view import LayerView
 
 _ENOUGH = 8  # tokens, fewer of which may all halt by chance
 SCHEDULES = ("one_shot", "gradual", "exponential")
@@ -148,7 +149,7 @@ class HaltingPolicy(TokenPolicy):
             mask,
             missing_kv=self.missing_kv_at(layer),
             resume_layers=self.resume_layers,
-            each=count_per_row,
+            count_per_row=count_per_row,
             translator=self._translators.get(layer),
         )
 
@@ -167,9 +168,9 @@ class HaltingPolicy(TokenPolicy):
     def _count_per_row(self, view: LayerView, tokens: TokenState) -> int | None:
         """How many tokens of each row `choose` halts, where that follows from shapes alone; None: only the device knows."""
         by_name = self.full_ids or self.full_mask is not None or self.forced_ids or self.forced_mask is not None
-        if by_name or view.n_each is None or tokens.n_left is None:
+        if by_name or view.tokens_per_row is None or tokens.n_left is None:
             return None
-        return self.halted_of(view.layer, view.n_each, tokens.n_left)
+        return self.halted_of(view.layer, view.tokens_per_row, tokens.n_left)
 
     def halted_of(self, layer: int, n_tokens: int, n_left: int) -> int | None:
         """How many `choose` halts after `layer` in a row of `n_tokens`, of which `n_left` have not halted; None: it depends on the

@@ -24,7 +24,8 @@ from quicksilver.modules.thresholds import (
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 CRITERIA = ("halted", "attention", "halted_and_attention")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import LayerView
+from quicksilver.runtime.view import LayerView
 
 
 def by_id(name: str, view: LayerView, ids: Sequence[int]) -> torch.Tensor:

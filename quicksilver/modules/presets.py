@@ -21,8 +21,9 @@ from quicksilver.modules.translators import BESIDE, EMBEDDED, SHIPPED, BoundTran
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.view import LayerView
 
 SCHEDULES = "schedules.yaml"
 REMEDY = "give schedule={drop_before, drop_share, predict_before, protect_last} and a translator, or fit and search: docs/predicted-kv.md"

@@ -26,9 +26,12 @@ from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import BETA, BETA_APP_J
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.quantized import UNTOUCHED, WIDTHS, IntegerExecutor, SimulatedExecutor
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.quantized.codes import UNTOUCHED, WIDTHS
+from quicksilver.runtime.quantized.integer import IntegerExecutor
+from quicksilver.runtime.quantized.linear import SimulatedExecutor
 from quicksilver.runtime.trace import Trace
+from quicksilver.runtime.view import LayerView
 
 NORMALISATIONS = ("none", "log_vocab", "minmax")
 BETAS = {"bits_over_16": BETA, "app_j": BETA_APP_J}
@@ -41,7 +44,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     H < tau_low: the least of three `widths`; H > tau_high: the greatest; between them, bounds included: the middle one. Of two
     widths, tokens above tau_high get the greater where that is 8 or 16 bits ("no 2-bit" in Table 3); of 2 and 4 bits, tokens
-    below tau_low get 2. Codes are nested (`runtime.quantized.encode`). Causal, unless entropies are normalised by `minmax`.
+    below tau_low get 2. Codes are nested (`runtime.quantized.codes.encode`). Causal, unless entropies are normalised by `minmax`.
 
     Args:
         depth: fraction of the layers gone through when widths are decided (layer 15 of 30, G.4).

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.checks import choice, count, odd
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 DRIFTS = ("relative", "l2", "cosine")
 ENTROPIES = ("logit_lens", "latent", "histogram")

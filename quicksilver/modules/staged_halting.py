@@ -16,7 +16,8 @@ from quicksilver.modules.thresholds import Calibrated, Calibration, is_percentil
 from quicksilver.modules.translators import EMBEDDED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import MISSING_KV, LayerView, TokenState
+from quicksilver.runtime.pass_state import MISSING_KV, TokenState
+from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)
@@ -118,7 +119,7 @@ class StagedHalting(HaltingPolicy, Calibrated):
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         i = self._number_of[view.layer]
         if view.is_prompt and self._stages[i].count is not None:
-            check_prompt(self._stages, i, int(view.n_tokens.min()) if view.n_each is None else view.n_each)
+            check_prompt(self._stages, i, int(view.n_tokens.min()) if view.tokens_per_row is None else view.tokens_per_row)
         return self._stages[i].choose(view, tokens, eligible, self._tau_below.get(view.layer))
 
     def describe(self) -> str:

@@ -15,7 +15,8 @@ from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal,
 from quicksilver.modules.thresholds import check_thresholds
 from quicksilver.modules.translators import BoundTranslator
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 SEEN = {"drop": "dropped", "project": "projected", "copy": "copied", "zero": "zeroed", "predict": "predicted"}  # by missing_kv
 _LOWEST = {"position": "oldest", "random": "random", "attention": "least attended"}  # tokens of lowest score, by signal

@@ -10,50 +10,42 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture, architecture_of
-    from quicksilver.runtime.engine import EXECUTIONS, KVBytes, Run, apply
     from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
     from quicksilver.runtime.ledger import Flops
     from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
-    from quicksilver.runtime.precision import PrecisionExecutor
-    from quicksilver.runtime.state import (
+    from quicksilver.runtime.pass_state import (
         MISSING_KV,
         CacheMerge,
-        CacheView,
         Eviction,
         Fusion,
-        LayerView,
         PassState,
         Precision,
-        Span,
         TokenState,
-    )  # fmt: skip
+    )
+    from quicksilver.runtime.precision import PrecisionExecutor
+    from quicksilver.runtime.run import EXECUTIONS, KVBytes, Run, apply
     from quicksilver.runtime.trace import PassTrace, Trace
+    from quicksilver.runtime.translation import KVTranslator
+    from quicksilver.runtime.view import CacheView, LayerView
+    from quicksilver.runtime.visibility import Span
 
 _HOME = {
     "architecture": ("Architecture", "architecture_of"),
-    "engine": ("EXECUTIONS", "KVBytes", "Run", "apply"),
+    "run": ("EXECUTIONS", "KVBytes", "Run", "apply"),
     "errors": ("ConfigError", "QuickSilverError", "UnsupportedModelError"),
     "ledger": ("Flops",),
     "module": ("EvictionPolicy", "MergePolicy", "RuntimeModule", "SpanPolicy", "TokenPolicy", "Transform"),
     "precision": ("PrecisionExecutor",),
-    "state": (
-        "MISSING_KV",
-        "CacheMerge",
-        "CacheView",
-        "Eviction",
-        "Fusion",
-        "LayerView",
-        "PassState",
-        "Precision",
-        "Span",
-        "TokenState",
-    ),
+    "pass_state": ("MISSING_KV", "CacheMerge", "Eviction", "Fusion", "PassState", "Precision", "TokenState"),
     "trace": ("PassTrace", "Trace"),
+    "translation": ("KVTranslator",),
+    "view": ("CacheView", "LayerView"),
+    "visibility": ("Span",),
 }
 
 __all__ = [
     "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Eviction", "EvictionPolicy", "Flops",
-    "Fusion", "KVBytes", "LayerView", "MergePolicy", "PassState", "PassTrace", "Precision", "PrecisionExecutor",
+    "Fusion", "KVBytes", "KVTranslator", "LayerView", "MergePolicy", "PassState", "PassTrace", "Precision", "PrecisionExecutor",
     "QuickSilverError", "Run", "RuntimeModule", "Span", "SpanPolicy", "TokenPolicy", "TokenState", "Trace", "Transform",
     "UnsupportedModelError", "apply", "architecture_of",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as app
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime.errors import UnsupportedModelError
-from quicksilver.runtime.state import Span
+from quicksilver.runtime.visibility import Span
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin), each (B, M, rotary_dim)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
 
-from quicksilver.runtime.state import MISSING_KV
+from quicksilver.runtime.pass_state import MISSING_KV
 from quicksilver.runtime.trace import PassTrace
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # 8-bit": with it 8 bits save nothing (conflicts.md #22).
 BETA: Mapping[int, float] = {16: 1.0, 8: 0.5, 4: 0.25, 2: 0.125}
 BETA_APP_J: Mapping[int, float] = {16: 1.0, 8: 1.0, 4: 0.5, 2: 0.25}
+
+
+PREDICT = MISSING_KV.index("predict")
 
 
 @dataclass(frozen=True)
@@ -58,28 +61,28 @@ class Flops:
 @dataclass(frozen=True)
 class LayerWork:
     """One call of one layer: `tokens` through it in each of `batch` rows (padding included), `keys` attended (None: causal among
-    themselves), `projected` further tokens a row whose K/V alone were computed, `predicted` pairs of a token and a later layer whose K/V
-    a translator gave."""
+    themselves), `projected` further tokens a row whose K/V alone were computed, `translation_flops` a row to predict the K/V of later
+    layers."""
 
     batch: int
     tokens: int
     keys: int | None
     projected: int = 0
-    predicted: int = 0
+    translation_flops: int = 0
 
     def flops(self, arch: Architecture) -> int:
         pairs = self.tokens * (self.tokens + 1) // 2 if self.keys is None else self.tokens * self.keys
         linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.projection_params_per_layer * self.projected
-        linear += 2 * arch.kv_params_per_layer * self.predicted
-        return self.batch * (linear + 4 * arch.n_heads * arch.head_dim * pairs)
+        return self.batch * (linear + self.translation_flops + 4 * arch.n_heads * arch.head_dim * pairs)
 
 
 @dataclass
 class PassWork:
-    """What one pass ran; filled by the engine with host-side integers only."""
+    """What one pass ran; filled by the run with host-side integers only."""
 
     layers: list[LayerWork]
     signal_flops: int = 0
+    translation_flops_per_token: Mapping[int, int] = field(default_factory=dict)  # by source layer of the translators
     past_real: torch.Tensor | None = None  # (B,) long, real tokens before the pass; None: every column seen
     past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long, or of all rows
 
@@ -103,8 +106,8 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         active, present = trace.active(layer), trace.kv_present(layer)
         past = work.past_lengths[layer] if work.past_lengths else 0
         past = torch.as_tensor(past, device=valid.device).expand(valid.shape[0])
-        computed = (trace.halted_kv == MISSING_KV.index("project")) | (trace.halted_kv == MISSING_KV.index("predict"))
-        projected = present & ~active & computed  # a prediction is one product of the size of a projection
+        projected = present & ~active & _is_projected(trace, layer)
+        nominal += work.translation_flops_per_token.get(layer, 0) * int((projected & (trace.halted_kv == PREDICT)).sum())
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
         window, span = arch.attention_window(layer), arch.spans[layer]
         nearest = min((limit for limit in (window, span.reach if span else None) if limit is not None), default=None)
@@ -114,6 +117,12 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         paper += _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
         dense_paper += _paper_layer(arch, valid, past_real)
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
+
+
+def _is_projected(trace: PassTrace, layer: int) -> torch.Tensor:
+    """(B, N) bool: if the token is halted in `layer`, its K/V there are projected from its state."""
+    predicted_later = (trace.halted_kv == PREDICT) & (trace.halt_layer == layer - 1)
+    return (trace.halted_kv == MISSING_KV.index("project")) | predicted_later
 
 
 def _visible_pairs(nearest: int | None, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 | Kind | Decides | Asked |
 |---|---|---|
-| `TokenPolicy` | which tokens halt, are fused, lose their K/V, or are held at fewer bits | after a layer |
+| `TokenPolicy` | which tokens halt, are fused, lose their K/V, or are quantised | after a layer |
 | `MergePolicy` | which K/V entries of the cache become one | after a pass |
 | `EvictionPolicy` | which K/V entries leave the cache | after a pass |
 | `SpanPolicy` | how far back the queries of a layer see | once, by `apply` |
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     import torch
 
     from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.pass_state import TokenState
     from quicksilver.runtime.precision import PrecisionExecutor
-    from quicksilver.runtime.state import CacheView, LayerView, Span, TokenState
     from quicksilver.runtime.translation import KVTranslator
+    from quicksilver.runtime.view import CacheView, LayerView
+    from quicksilver.runtime.visibility import Span
 
 
 class RuntimeModule:
@@ -83,7 +85,8 @@ class TokenPolicy(RuntimeModule, ABC):
 
     @property
     def translators(self) -> Mapping[int, KVTranslator]:
-        """What predicts K and V of tokens it halts with `missing_kv="predict"`, by the layer they halt after; for replays."""
+        """Who predicts the K/V of tokens that this policy halts with `missing_kv="predict"`, by the layer they halt after; a replay of
+        its trace needs them."""
         return {}
 
     @property

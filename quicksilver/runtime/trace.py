@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, active_tokens
+from quicksilver.runtime.pass_state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, active_tokens
 
 SCHEMA = "quicksilver-trace-2"
 _ABOUT = "quicksilver"  # key of the one entry of metadata, a JSON object
@@ -47,7 +47,7 @@ class PassTrace:
         return cls(state.n_layers, first_column, *tensors, *events)
 
     def bits(self, layer: int) -> torch.Tensor:
-        """(B, N) uint8: the width tokens were held at in `layer`."""
+        """(B, N) uint8: the width of tokens in `layer`."""
         bits = torch.full_like(self.valid, 16, dtype=torch.uint8)
         for precision in self.precisions:
             if precision.layer < layer:

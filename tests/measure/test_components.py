@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tiny import FAMILIES, VOCABULARY, Batch, Never, build, load
+from transformers.cache_utils import Cache
 
 from quicksilver.measure import components
 from quicksilver.measure.components import COMPONENTS, KERNELS, SectionClock, Subject, component_latency, watching
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
-from quicksilver.runtime import RuntimeModule, apply, architecture_of
+from quicksilver.runtime import RuntimeModule, apply, architecture_of, phases
 
 CPU = torch.device("cpu")
 BATCH = Batch(((5, 9, 2, 33, 7, 8, 21, 4, 50, 3, 11, 60), (7, 7, 31, 5, 1, 2, 40, 8, 9, 30, 22, 6)))
@@ -37,6 +38,11 @@ def all_four() -> list[RuntimeModule]:
         TokenFusion(rule="capacity", tau_fuse=None, criterion="random", fused_share=0.3, start=0.2, protect_first=0),
         AdaptiveQuantization(bits=8, depth=0.4),
     ]
+
+
+def test_every_phase_of_the_runtime_is_a_component() -> None:
+    assert components.OF_PHASE.keys() == phases.PHASES.keys()
+    assert set(components.OF_PHASE.values()) <= set(COMPONENTS)
 
 
 def test_inner_sections_are_not_counted_in_outer_ones(ticks: list[float]) -> None:
@@ -122,7 +128,7 @@ def test_entropy_does_not_look_like_the_models_output_head(ticks: list[float]) -
 
 def test_watching_changes_no_logit_and_leaves_nothing() -> None:
     model = load("llama")
-    before = {(owner, name): vars(owner).get(name) for owner, name, _ in components._RUNTIME}
+    update = vars(Cache)["update"]
     hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
     modules = all_four()
     with torch.no_grad(), apply(model, modules) as run:
@@ -130,18 +136,21 @@ def test_watching_changes_no_logit_and_leaves_nothing() -> None:
         expected = model(**BATCH.inputs(), use_cache=True).logits
         run.reset()
         with watching(run.arch, run.modules, SectionClock(CPU)):
-            assert vars(components.Run).get("_decide") is not before[components.Run, "_decide"]
+            assert vars(Cache)["update"] is not update
+            assert len(phases._observers) == 1
             assert torch.equal(model(**BATCH.inputs(), use_cache=True).logits, expected)
         assert [set(vars(module)) for module in modules] == [set(one) for one in own]
-    assert {(owner, name): vars(owner).get(name) for owner, name, _ in components._RUNTIME} == before
+    assert vars(Cache)["update"] is update
+    assert not phases._observers
     assert sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()) == hooks
 
 
 def test_what_is_watched_may_fail_and_nothing_stays() -> None:
     model = load("gpt2")
-    original = components.Run._layer
+    update = vars(Cache)["update"]
     with torch.no_grad(), apply(model, all_four()) as run:
         watched = watching(run.arch, run.modules, SectionClock(CPU))
         with pytest.raises(IndexError), watched:
             model(torch.full((1, 3), VOCABULARY + 1))
-    assert components.Run._layer is original
+    assert vars(Cache)["update"] is update
+    assert not phases._observers

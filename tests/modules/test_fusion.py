@@ -22,7 +22,7 @@ from quicksilver.modules.fusion.distances import ContextDivergence, NeighbourDis
 from quicksilver.modules.fusion.exemptions import occurrences
 from quicksilver.modules.fusion.grouping import group_closest
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, UnsupportedModelError, apply
-from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
+from quicksilver.runtime.cache import CacheLayer
 
 BATCH = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
 HALTING: tuple[list[RuntimeModule], ...] = (
@@ -432,9 +432,9 @@ def test_merged_entries_are_means_by_size_in_both_caches(seed: int, n: int) -> N
     entries = {"slots": torch.arange(n).expand(2, n), "size": torch.randint(1, 4, (2, n), generator=generator).float()}
     joined = torch.rand(2, n, generator=generator) < 0.5
     into = group_closest(torch.where(joined, 0.0, math.inf), torch.ones(2, n, dtype=torch.bool), entries["size"], None, None)
-    ragged, masked = RaggedLayer(), MaskedLayer()
+    ragged, masked = CacheLayer.ragged(), CacheLayer.masked()
     ragged.write(ragged.plan(entries, None), keys, values)
-    masked.append(keys, values, entries, torch.ones(2, n, dtype=torch.bool))
+    masked.write(masked.plan(entries, None), keys, values)
     for layer in (ragged, masked):
         layer.advance(n, torch.full((2, 1), n))
         layer.merge(into)

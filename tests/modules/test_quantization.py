@@ -34,7 +34,7 @@ from quicksilver.modules import (
     shuffled,
 )
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
-from quicksilver.runtime.quantized import PackedLayer, hold
+from quicksilver.runtime.quantized.codes import quantize_dequantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
 
@@ -485,7 +485,7 @@ def test_the_residual_scope_holds_the_hidden_state_once() -> None:
     held, dense = entering([AdaptiveQuantization(bits=4, scope="residual", kv=False)]), entering([])
     for layer in range(3):
         assert torch.equal(held[layer], dense[layer])
-    assert torch.equal(held[3], hold(dense[3], 4, 32))
+    assert torch.equal(held[3], quantize_dequantize(dense[3], 4, 32))
     rotary = model.base_model.rotary_emb(dense[3], torch.arange(20)[None])
     assert torch.equal(held[4], model.base_model.layers[3](held[3], position_embeddings=rotary))  # from there on as ever
 
@@ -609,7 +609,7 @@ def test_the_packed_cache_is_small_in_the_layers_that_are_covered() -> None:
     float32 = sizes[16][0]
     assert sizes[8][:3] == [float32] * 3
     for bits in (8, 4, 2):
-        assert isinstance(cache.layers[4], PackedLayer)
+        assert cache.layers[4].is_packed
         assert sizes[bits][3:] == [float32 * (bits + 2 * 16 / 8) / 32] * 2
 
 

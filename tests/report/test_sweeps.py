@@ -322,7 +322,7 @@ def test_table_10_adds_appendix_o_to_the_runs_of_table_3():
 def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
     import torch
 
-    from quicksilver.runtime.state import Precision
+    from quicksilver.runtime.pass_state import Precision
     from quicksilver.runtime.trace import PassTrace, Trace
 
     shape, layers = (2, 4), 4

@@ -11,12 +11,12 @@ from transformers.cache_utils import DynamicLayer
 
 from quicksilver.modules import Halting
 from quicksilver.runtime import Run, UnsupportedModelError, apply
-from quicksilver.runtime.cache import MaskedLayer, RaggedLayer
-from quicksilver.runtime.engine import Execution
-from quicksilver.runtime.quantized import PackedLayer
+from quicksilver.runtime.cache import CacheLayer
+from quicksilver.runtime.cache.layer import Kind
+from quicksilver.runtime.run import Execution
 
 HEADS, HEAD_DIM = 2, 4
-KINDS = (RaggedLayer, PackedLayer, MaskedLayer)
+KINDS = ("ragged", "packed", "masked")
 Step = tuple[str, int]
 
 
@@ -30,7 +30,7 @@ def new_states(rows: int, n: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, HEADS, n, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def look(layer: RaggedLayer) -> None:
+def look(layer: CacheLayer) -> None:
     """What a module may ask of a layer, and what a ledger asks."""
     assert layer.entries is not None
     assert layer.real_seen is not None
@@ -43,8 +43,8 @@ def look(layer: RaggedLayer) -> None:
 
 @given(kind=st.sampled_from(KINDS), steps=steps(), curious=st.booleans())
 @settings(max_examples=60)
-def test_a_plain_layer_is_a_dynamic_one(kind: type[RaggedLayer], steps: list[Step], curious: bool) -> None:
-    layer, plain, rows = kind(), DynamicLayer(), 2
+def test_a_plain_layer_is_a_dynamic_one(kind: Kind, steps: list[Step], curious: bool) -> None:
+    layer, plain, rows = CacheLayer(kind), DynamicLayer(), 2
     for number, (step, n) in enumerate(steps):
         if step == "update":
             keys, values = new_states(rows, n, number), new_states(rows, n, 100 + number)
@@ -83,8 +83,8 @@ def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(name: str, monk
     model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
     module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop")
     behind: list[int] = []
-    extend = RaggedLayer.extend
-    monkeypatch.setattr(RaggedLayer, "extend", lambda self, k, v: behind.append(k.shape[2]) or extend(self, k, v))
+    append = CacheLayer.append
+    monkeypatch.setattr(CacheLayer, "append", lambda self, k, v: behind.append(k.shape[2]) or append(self, k, v))
 
     def decoded(execution: Execution) -> tuple[list[torch.Tensor], Run, list[torch.Tensor]]:
         with torch.no_grad(), apply(model, [module], execution=execution) as run:

@@ -48,7 +48,7 @@ def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> No
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
 
 
-@pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero", "mixed"])
+@pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero", "predict", "mixed"])
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_the_modes_differ_from_dense_and_from_each_other(name: str, missing_kv: str) -> None:
     """A runtime that did nothing would agree with itself: the other tests compare executions, this one asks that there is an effect."""
@@ -151,7 +151,7 @@ def without_layers(model: PreTrainedModel, first: int, stop: int) -> PreTrainedM
     at=st.integers(0, tiny.LAYERS - 2),
     resume=st.integers(0, 3),
     execution=st.sampled_from(["compact", "masked"]),
-    missing_kv=st.sampled_from(["drop", "project", "copy", "zero"]),
+    missing_kv=st.sampled_from(["drop", "project", "copy", "zero", "predict"]),
 )
 @settings(max_examples=6)
 @torch.no_grad()

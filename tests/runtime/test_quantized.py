@@ -15,20 +15,12 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.runtime import ConfigError, UnsupportedModelError, quantized
-from quicksilver.runtime.cache import RaggedLayer
-from quicksilver.runtime.quantized import (
-    STORED_AS,
-    ByWidth,
-    IntegerExecutor,
-    PackedLayer,
-    SimulatedExecutor,
-    encode,
-    encode_weight,
-    hold,
-    pack,
-    unpack,
-)
+from quicksilver.runtime import ConfigError, UnsupportedModelError
+from quicksilver.runtime.cache import CacheLayer
+from quicksilver.runtime.quantized import integer
+from quicksilver.runtime.quantized.codes import STORED_AS, ByWidth, encode, pack, quantize_dequantize, unpack
+from quicksilver.runtime.quantized.integer import IntegerExecutor
+from quicksilver.runtime.quantized.linear import SimulatedExecutor, encode_weight
 
 # On a processor without VNNI the executor says so; its numbers are tested all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
@@ -84,7 +76,7 @@ def test_so_are_those_of_weights(seed: int) -> None:
 def test_zeros_stay_zeros(shape: tuple[int, ...], group: int | None, bits: int, stored_as: torch.dtype | None) -> None:
     x = torch.zeros(shape)
     x[0, 0] = values(shape, 0)[0, 0]
-    held = hold(x, bits, group, stored_as)
+    held = quantize_dequantize(x, bits, group, stored_as)
     assert torch.equal(held[1:], x[1:])
     assert torch.equal(held[:, 1:], x[:, 1:])
 
@@ -92,7 +84,7 @@ def test_zeros_stay_zeros(shape: tuple[int, ...], group: int | None, bits: int, 
 @given(st.floats(-1e4, 1e4), st.integers(1, 50), GROUPS, st.sampled_from([2, 4, 8]))
 def test_equal_values_are_kept(value: float, width: int, group: int | None, bits: int) -> None:
     x = torch.full((2, width), value, dtype=torch.float64)
-    torch.testing.assert_close(hold(x, bits, group), x, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(quantize_dequantize(x, bits, group), x, rtol=1e-12, atol=1e-12)
 
 
 @given(SHAPES, GROUPS, KINDS, st.integers(0, 99))
@@ -103,7 +95,7 @@ def test_the_error_is_half_a_step_at_8_bits_and_the_least_that_a_line_leaves_bel
     size = shape[-1] if group is None else min(group, shape[-1])
     errors = {}
     for bits in (8, 4, 2):
-        errors[bits] = (x - hold(x, bits, group)).abs()
+        errors[bits] = (x - quantize_dequantize(x, bits, group)).abs()
     whole = shape[-1] // size * size  # groups that are not short
     groups = x[..., :whole].unflatten(-1, (-1, size))
     span = groups.amax(-1) - groups.amin(-1)
@@ -124,7 +116,7 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         x = torch.ones(1, 8)
         x[0, 3] = bad
         for bits in (2, 4, 8):
-            assert not hold(x, bits, None).isfinite().all()
+            assert not quantize_dequantize(x, bits, None).isfinite().all()
 
 
 @given(st.integers(1, 5), st.integers(1, 20), st.sampled_from([2, 4, 8]), st.integers(0, 99))
@@ -138,9 +130,9 @@ def test_packing_loses_nothing_and_wastes_less_than_a_byte(rows: int, width: int
 @given(st.lists(st.sampled_from([2, 4, 8, 16]), min_size=0, max_size=12))
 def test_every_row_is_held_at_its_own_width(bits: list[int]) -> None:
     x = values((len(bits), 2, 9), 0)
-    held = ByWidth.of(torch.tensor(bits, dtype=torch.uint8)).hold(x, 4)
+    held = ByWidth.of(torch.tensor(bits, dtype=torch.uint8)).quantize_dequantize(x, 4)
     for row, width in enumerate(bits):
-        torch.testing.assert_close(held[row], hold(x[row], width, 4), rtol=0, atol=1e-12)
+        torch.testing.assert_close(held[row], quantize_dequantize(x[row], width, 4), rtol=0, atol=1e-12)
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------------------
@@ -158,8 +150,8 @@ def test_a_packed_layer_reads_as_a_plain_one_that_was_given_what_is_held(
 ) -> None:
     """Every way a cache is written and rearranged, with rows of different lengths and entries of different widths."""
     executor = SimulatedExecutor(kv_group_size=group)
-    packed, plain = executor.new_store(), RaggedLayer()
-    assert isinstance(packed, PackedLayer)
+    packed, plain = executor.new_store(), CacheLayer.ragged()
+    assert packed.kind == "packed"
     batch = data.draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
 
@@ -177,7 +169,11 @@ def test_a_packed_layer_reads_as_a_plain_one_that_was_given_what_is_held(
                 facts["bits"] = chosen(batch, n, of=of)
             bits = facts.get("bits", torch.full((batch, n), 16, dtype=torch.uint8))
             read = packed.write(packed.plan(dict(facts), keep), keys, values)
-            expected = plain.write(plain.plan(dict(facts), keep), executor.hold_kv(keys, bits), executor.hold_kv(values, bits))
+            expected = plain.write(
+                plain.plan(dict(facts), keep),
+                executor.quantize_dequantize_kv(keys, bits),
+                executor.quantize_dequantize_kv(values, bits),
+            )
             for layer in (packed, plain):
                 layer.advance(n, torch.full((batch, 1), n))
             for found, wanted in zip(read, expected, strict=True):  # beyond the end of a row anything may stand
@@ -200,7 +196,7 @@ def test_a_packed_layer_reads_as_a_plain_one_that_was_given_what_is_held(
             pair = packed.is_entry & packed.is_entry.roll(-1, 1) & (columns % 2 == 0) & (columns < columns.shape[1] - 1)
             into = torch.where(pair, columns + 1, columns)
             packed.merge(into)
-            plain.merge(into, executor.hold_kv)
+            plain.merge(into, executor.quantize_dequantize_kv)
         assert packed.billed_bytes() == packed.resident_bytes(), (number, operation)
         assert packed.resident_bytes() == held_in_memory(packed)
         assert packed.entries is not None
@@ -215,9 +211,11 @@ def test_a_packed_layer_reads_as_a_plain_one_that_was_given_what_is_held(
             assert torch.equal(found * real, wanted * real), (number, operation)
 
 
-def held_in_memory(layer: PackedLayer) -> int:
+def held_in_memory(layer: CacheLayer) -> int:
     """Bytes of the storage behind K and V: a view of something larger would not be caught by its own size."""
-    tensors = [part for pool in layer._pools.values() for part in pool] + [t for t in (layer.keys, layer.values) if t is not None]
+    tensors = [part for pool in getattr(layer.storage, "pools", {}).values() for part in pool] + [
+        t for t in (layer.keys, layer.values) if t is not None
+    ]
     return sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}.values())
 
 
@@ -228,7 +226,7 @@ def test_a_mix_of_three_and_a_half_bits_takes_less_than_three_tenths_of_bfloat16
     assert bits.double().mean() == pytest.approx(3.7)
     bits = torch.tensor([8] * 5 + [4] * 15 + [2] * 20, dtype=torch.uint8)[None]
     assert bits.double().mean() == 3.5
-    layer = PackedLayer()
+    layer = CacheLayer.packed()
     keys, values = torch.randn(1, heads, n, head_dim), torch.randn(1, heads, n, head_dim)
     layer.write(layer.plan({"slots": torch.arange(n)[None], "bits": bits}, None), keys, values)
     in_bfloat16 = 2 * heads * n * head_dim * 2
@@ -241,7 +239,7 @@ def test_a_plain_cache_is_taken_over_and_goes_on_packed() -> None:
     cache = DynamicCache()
     keys, values = torch.randn(2, HEADS, 3, HEAD_DIM), torch.randn(2, HEADS, 3, HEAD_DIM)
     cache.update(keys, values, 0)
-    layer = PackedLayer()
+    layer = CacheLayer.packed()
     layer.adopt(cache.layers[0], torch.tensor([[0, 1, 1], [1, 1, 1]]).bool())
     assert not layer.is_packed
     new = torch.randn(2, HEADS, 1, HEAD_DIM)
@@ -249,8 +247,8 @@ def test_a_plain_cache_is_taken_over_and_goes_on_packed() -> None:
     read, _ = layer.write(layer.plan({"slots": torch.tensor([[2], [3]]), "bits": bits}, None), new, new)
     assert torch.equal(read[0, :, :2], keys[0, :, 1:])
     assert torch.equal(read[1, :, :3], keys[1])
-    assert torch.equal(read[0, :, 2], hold(new[0, :, 0], 4, 32, STORED_AS))
-    assert torch.equal(read[1, :, 3], hold(new[1, :, 0], 2, 32, STORED_AS))
+    assert torch.equal(read[0, :, 2], quantize_dequantize(new[0, :, 0], 4, 32, STORED_AS))
+    assert torch.equal(read[1, :, 3], quantize_dequantize(new[1, :, 0], 2, 32, STORED_AS))
     assert layer.billed_bytes() == layer.resident_bytes() < keys.nbytes + values.nbytes
 
 
@@ -282,7 +280,7 @@ def held_forward(block: Block, x: torch.Tensor, bits: torch.Tensor, group: int |
             if width < 16 and weights != "float":
                 code, scale = encode_weight(weight, width if weights == "token" else 8)
                 weight = code * scale[:, None]
-            held = hold(token, width, group)
+            held = quantize_dequantize(token, width, group)
             return weight @ held + (0 if layer.bias is None else layer.bias)
 
         token = x[at]
@@ -340,7 +338,7 @@ def test_without_an_exact_kernel_there_is_one_warning_and_the_same_numbers(monke
         exact = IntegerExecutor(weights="int8")
         expected = exact.run_layer(block, widths, lambda: block(x))
     before = len(caught)
-    monkeypatch.setattr(quantized, "_int_mm_is_exact", lambda device: False)
+    monkeypatch.setattr(integer, "_int_mm_is_exact", lambda device: False)
     executor = IntegerExecutor(weights="int8")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -367,12 +365,12 @@ def test_a_kernel_that_is_missing_or_overflows_is_not_used(monkeypatch: pytest.M
 
     for broken in (missing, overflowing):
         monkeypatch.setattr(torch, "_int_mm", broken)
-        assert not quantized._int_mm_is_exact.__wrapped__("cpu")
+        assert not integer._int_mm_is_exact.__wrapped__("cpu")
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: a.int() @ b.int())
-    assert quantized._int_mm_is_exact.__wrapped__("cpu")
-    assert quantized.kernel_for("cuda", 64, 36) == "float products of the codes"  # cuBLASLt wants multiples of 8
+    assert integer._int_mm_is_exact.__wrapped__("cpu")
+    assert integer.kernel_for("cuda", 64, 36) == "float products of the codes"  # cuBLASLt wants multiples of 8
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert quantized.kernel_for("cpu", 64, 64) == "float products of the codes"
+    assert integer.kernel_for("cpu", 64, 64) == "float products of the codes"
 
 
 @pytest.mark.parametrize("executor", [SimulatedExecutor(), IntegerExecutor(weights="int8")])

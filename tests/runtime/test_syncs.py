@@ -116,10 +116,10 @@ class Miscounted(TokenPolicy):
         return layer == 1
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        tokens.halt(tokens.active & (view.slots < 5), missing_kv="drop", each=6)
+        tokens.halt(tokens.active & (view.slots < 5), missing_kv="drop", count_per_row=6)
 
 
 def test_a_wrong_count_is_no_run() -> None:
     model = tiny.load("llama")
-    with torch.inference_mode(), apply(model, [Miscounted()]), pytest.raises(RuntimeError, match=r"halt\(each=6\)"):
+    with torch.inference_mode(), apply(model, [Miscounted()]), pytest.raises(RuntimeError, match=r"halt\(count_per_row=6\)"):
         model(torch.arange(2, 34).view(2, 16))

@@ -11,7 +11,8 @@ from quicksilver.modules.checks import number
 from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
 from quicksilver.modules.signals import Random
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)

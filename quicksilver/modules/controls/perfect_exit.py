@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from quicksilver.modules.checks import choice
-from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.state import MISSING_KV, LayerView, MissingKV, TokenState
+from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
+from quicksilver.runtime.run import apply
 from quicksilver.runtime.trace import Trace
+from quicksilver.runtime.view import LayerView
 
 
 @dataclass

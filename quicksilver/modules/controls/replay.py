@@ -13,10 +13,12 @@ from quicksilver.modules.checks import count
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy
+from quicksilver.runtime.pass_state import MISSING_KV, Fusion, Precision, TokenState
 from quicksilver.runtime.precision import PrecisionExecutor
-from quicksilver.runtime.state import MISSING_KV, CacheView, Fusion, LayerView, Precision, Span, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.view import CacheView, LayerView
+from quicksilver.runtime.visibility import Span
 
 _PREDICT = MISSING_KV.index("predict")
 

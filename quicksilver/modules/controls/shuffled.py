@@ -9,7 +9,7 @@ import torch
 
 from quicksilver.modules.checks import count
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import Fusion, Precision
+from quicksilver.runtime.pass_state import Fusion, Precision
 from quicksilver.runtime.trace import PassTrace, Trace
 
 

@@ -8,7 +8,8 @@ import torch
 
 from quicksilver.modules.checks import number
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)

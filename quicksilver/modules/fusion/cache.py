@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from quicksilver.modules.fusion.distances import distance_between
 from quicksilver.modules.fusion.grouping import group_closest, own_columns
 from quicksilver.modules.signals import share_of, slot_draw
-from quicksilver.runtime.state import CacheView
+from quicksilver.runtime.view import CacheView
 
 
 def merge_new_entries(

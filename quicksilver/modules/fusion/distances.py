@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from quicksilver.modules.checks import choice, count
 from quicksilver.modules.fusion.grouping import active_first, own_columns
 from quicksilver.modules.signals import Signal
-from quicksilver.runtime.state import LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import LayerView
 
 DISTANCES = ("l2", "relative", "cosine")
 

@@ -15,7 +15,7 @@ from quicksilver.modules.checks import count, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.state import LayerView
+from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,8 @@ from quicksilver.modules.thresholds import (
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import MergePolicy, TokenPolicy
-from quicksilver.runtime.state import CacheView, LayerView, TokenState
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.view import CacheView, LayerView
 
 RULES = ("threshold", "capacity")
 

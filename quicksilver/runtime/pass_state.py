@@ -1,4 +1,4 @@
-"""What is decided about the tokens of one pass, and what a module sees of one layer.
+"""What is decided about the tokens of one pass, and the verbs with which a module decides.
 
 A pass is one forward of the model: N new columns of B sequences, after whatever the cache holds. Decisions live in pass coordinates
 (B, N); a module works in view coordinates (B, M), which are the packed active tokens under `compact` and all tokens under `masked`.
@@ -6,14 +6,17 @@ A pass is one forward of the model: N new columns of B sequences, after whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.phases import phase
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.translation import KVTranslator
+    from quicksilver.runtime.view import LayerView
 
 MissingKV = Literal["drop", "project", "copy", "zero", "predict"]
 MISSING_KV: tuple[str, ...] = ("drop", "project", "copy", "zero", "predict")  # the code of a mode is its index
@@ -34,7 +37,7 @@ class PassState:
         kv_layer: (B, N) int16, last layer in which it has a K/V entry while active; L-1 = all.
         fused_layer: (B, N) int16, last layer it took part in before a neighbour carried it; L-1 = never fused.
         size: (B, N) float32, original tokens it stands for.
-        bits: (B, N) uint8, width its activations and K/V are held at from the next layer on; 16 = untouched.
+        bits: (B, N) uint8, width of its activations and K/V from the next layer on; 16 = untouched.
         fusions, precisions: what was decided, in order.
         merges, evictions: what was merged in the cache, and what left it, after the pass.
     """
@@ -61,28 +64,46 @@ class PassState:
         self.any_halted = False
         self.any_kv_skipped = False
         self.remembers_kv = True
-        self.translators: dict[int, KVTranslator] = {}  # of missing_kv=predict, by source layer
         self.kept_kv: set[str] = set()  # missing_kv modes other than drop that some token may be under
         self.resume_layers: set[int] = set()
-        # Of rows without padding, by halts that said how many they took of each: (tokens, layer they take part in again).
-        self.n_each: int | None = None
-        self.counted: list[tuple[int, int]] | None = []
+        self.translators: dict[int, KVTranslator] = {}  # of missing_kv=predict, by source layer
+        self.tokens_per_row: int | None = None  # of every row, where no row is padded
+        self.counted: list[CountedHalt] | None = []  # None: a halt did not say how many it took
+
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing has been decided."""
+        return not (self.any_halted or self.any_kv_skipped or self.fusions or self.precisions)
 
     def n_active(self, layer: int) -> int | None:
         """How many tokens of each row take part in `layer`, where all rows have as many and the host knows it."""
-        if self.n_each is None or self.counted is None:
+        if self.tokens_per_row is None or self.counted is None:
             return None
-        return self.n_each - sum(tokens for tokens, resumed in self.counted if resumed > layer)
+        return self.tokens_per_row - sum(halt.tokens for halt in self.counted if halt.resume_layer > layer)
+
+    def n_kept(self, layer: int, mode: str, halted_after: int | None = None) -> int | None:
+        """How many tokens of each row `kept` has, where all rows have as many and the host knows it; of those that halted after layer
+        `halted_after` (None: any)."""
+        if self.tokens_per_row is None or self.counted is None or self.any_kv_skipped:
+            return None
+        return sum(
+            halt.tokens
+            for halt in self.counted
+            if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer)
+        )
+
+    @property
+    def n_not_halted(self) -> int | None:
+        """How many tokens of each row have not been halted, where all rows have as many and the host knows it."""
+        if self.tokens_per_row is None or self.counted is None:
+            return None
+        return self.tokens_per_row - sum(halt.tokens for halt in self.counted)
 
     def active(self, layer: int) -> torch.Tensor:
         """(B, N) bool: takes part in `layer`."""
         if not (self.any_halted or self.fusions):
             return self.valid
         return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)
-
-    def predicted(self, layer: int, source_layer: int) -> torch.Tensor:
-        """(B, N) bool: halted before `source_layer`, and later queries see K/V in `layer` that are predicted from there."""
-        return self.kept(layer, "predict") & (self.halt_layer == source_layer - 1)
 
     def writes_kv(self, layer: int) -> torch.Tensor:
         """(B, N) bool: an active token of `layer` would store its K/V there."""
@@ -103,6 +124,17 @@ class PassState:
         for fusion in self.fusions:
             columns = fusion.into.gather(1, columns)
         return columns
+
+
+@dataclass(frozen=True)
+class CountedHalt:
+    """A halt after `layer` that took as many tokens of every row: `tokens`, until `resume_layer`; later layers see of them what
+    `missing_kv` says."""
+
+    layer: int
+    tokens: int
+    resume_layer: int
+    missing_kv: str
 
 
 @dataclass(frozen=True)
@@ -137,23 +169,6 @@ class Eviction:
 
     layer: int
     gone: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Span:
-    """How far back the queries of a layer see: the last `window` slots, their own included, and the first `sinks` of the sequence."""
-
-    window: int
-    sinks: int = 0
-
-    @property
-    def reach(self) -> int:
-        """Tokens of a sequence up to which nothing is out of sight."""
-        return self.window + self.sinks
-
-    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Slots of queries (B, Q) and keys (B, K) -> (B, Q, K) bool, apart from causality."""
-        return (keys[:, None, :] > queries[:, :, None] - self.window) | (keys < self.sinks)[:, None, :]
 
 
 def active_tokens(
@@ -192,10 +207,7 @@ class TokenState:
     @property
     def n_left(self) -> int | None:
         """How many of each row's tokens have not been halted; None where rows may differ or only the device knows."""
-        state = self._state
-        if state.n_each is None or state.counted is None:
-            return None
-        return state.n_each - sum(tokens for tokens, _ in state.counted)
+        return self._state.n_not_halted
 
     @property
     def size(self) -> torch.Tensor:
@@ -226,55 +238,33 @@ class TokenState:
         mask: torch.Tensor,
         *,
         missing_kv: str = "project",
-        resume_layers: int = 0,
-        each: int | None = None,
         translator: KVTranslator | None = None,
+        resume_layers: int = 0,
+        count_per_row: int | None = None,
     ) -> None:
         """Freeze tokens from the next layer on.
 
         Args:
             mask: (B, M) bool.
             missing_kv: what later layers see of a halted token: nothing (`drop`), K/V projected from its frozen state (`project`),
-                the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, conflicts.md #9), or
-                projected in the next layer and predicted by a translator after that (`predict`).
-            resume_layers: it takes part again in that many last layers.
+                the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, conflicts.md #9), K/V that
+                `translator` predicts from its frozen state (`predict`).
             translator: of `predict`; its source layer is the next one.
-            each: how many active tokens of each row `mask` has, where the module knows without asking the device: as long as
-                all halts of a pass say so, the shapes that follow cost no host sync.
+            resume_layers: it takes part again in that many last layers.
+            count_per_row: how many active tokens of each row `mask` has, where the module knows without asking the device: as long
+                as all halts of a pass say so, the shapes that follow cost no host sync.
 
         Raises:
-            ConfigError: an unknown `missing_kv`, `resume_layers` outside 0..L, `predict` without a translator or
-                with one of another layer.
-            RuntimeError: another number than `each` (on a GPU raised later, by the device).
+            ConfigError: an unknown `missing_kv`, `resume_layers` outside 0..L, `predict` without a translator or with one of another
+                source layer.
+            RuntimeError: another number than `count_per_row` (on a GPU raised later, by the device).
         """
         state = self._state
-        if missing_kv not in MISSING_KV:
-            raise ConfigError(f"missing_kv={missing_kv!r} is not one of {', '.join(MISSING_KV)}.")
-        if missing_kv == "copy" and not state.remembers_kv:
-            raise ConfigError("missing_kv='copy' needs K/V that were not remembered: the module must return True from copies_kv.")
-        if (missing_kv == "predict") != (translator is not None):
-            raise ConfigError(
-                f"missing_kv={missing_kv!r} {'needs a translator: give' if translator is None else 'takes no translator: leave out'} "
-                "halt(translator=...)."
-            )
-        if translator is not None and translator.source_layer != self._layer + 1:
-            raise ConfigError(
-                f"The translator reads states entering layer {translator.source_layer}, and tokens halt after layer {self._layer}: "
-                f"halt them after layer {translator.source_layer - 1}."
-            )
-        if not 0 <= resume_layers <= state.n_layers:
-            raise ConfigError(f"resume_layers={resume_layers} must lie between 0 and the model's {state.n_layers} layers.")
+        self._check_halt(missing_kv, translator, resume_layers)
         if self._layer >= state.n_layers - 1:
             return  # nothing is left to save
         mask = mask & self.active
-        if each is None:
-            state.counted = None
-        else:
-            torch._assert_async(
-                (mask.sum(1) == each).all(), f"halt(each={each}): a row's mask has another number of active tokens."
-            )
-            if state.counted is not None:
-                state.counted.append((each, state.n_layers - resume_layers))
+        self._count_halt(mask, missing_kv, resume_layers, count_per_row)
         state.halt_layer = self._write(state.halt_layer, mask, self._layer)
         state.halted_kv = self._write(state.halted_kv, mask, MISSING_KV.index(missing_kv))
         if resume_layers:
@@ -289,14 +279,51 @@ class TokenState:
         self.active = self.active & ~mask
         self.newly_halted = self.newly_halted | mask
 
+    def _check_halt(self, missing_kv: str, translator: KVTranslator | None, resume_layers: int) -> None:
+        state = self._state
+        if missing_kv not in MISSING_KV:
+            raise ConfigError(f"missing_kv={missing_kv!r} is not one of {', '.join(MISSING_KV)}.")
+        if missing_kv == "copy" and not state.remembers_kv:
+            raise ConfigError("missing_kv='copy' needs K/V that were not remembered: the module must return True from copies_kv.")
+        if not 0 <= resume_layers <= state.n_layers:
+            raise ConfigError(f"resume_layers={resume_layers} must lie between 0 and the model's {state.n_layers} layers.")
+        if (missing_kv == "predict") != (translator is not None):
+            raise ConfigError(
+                f"missing_kv={missing_kv!r} {'needs a translator: give' if translator is None else 'takes no translator: leave out'} "
+                "halt(translator=...)."
+            )
+        if translator is None:
+            return
+        if translator.source_layer != self._layer + 1:
+            raise ConfigError(
+                f"The translator reads states entering layer {translator.source_layer}, and tokens halt after layer {self._layer}: "
+                f"halt them after layer {translator.source_layer - 1}."
+            )
+        if state.translators.get(translator.source_layer, translator) is not translator:
+            raise ConfigError(f"Two translators for tokens that halt after layer {self._layer}: give one.")
+
+    def _count_halt(self, mask: torch.Tensor, missing_kv: str, resume_layers: int, count_per_row: int | None) -> None:
+        """Note how many tokens of each row halt; mask (B, M) of active ones."""
+        state = self._state
+        if count_per_row is None:
+            state.counted = None
+            return
+        torch._assert_async(
+            (mask.sum(1) == count_per_row).all(),
+            f"halt(count_per_row={count_per_row}): a row's mask has another number of active tokens.",
+        )
+        if state.counted is not None:
+            state.counted.append(CountedHalt(self._layer, count_per_row, state.n_layers - resume_layers, missing_kv))
+
     def skip_kv(self, mask: torch.Tensor) -> None:
         """No K/V entry: for a newly halted token while it is halted, for an active one from the next layer on. mask: (B, M) bool."""
         state = self._state
         state.halted_kv = self._write(state.halted_kv, mask & self.newly_halted, MISSING_KV.index("drop"))
-        first = self._read(state.kv_layer) == state.n_layers - 1  # whoever has none already lost it earlier
+        first = self._read(state.kv_layer) == state.n_layers - 1  # what has none lost it after an earlier layer
         state.kv_layer = self._write(state.kv_layer, mask & self.active & first, self._layer)
         state.any_kv_skipped = True
 
+    @phase("fuse")
     def fuse(self, into: torch.Tensor, weight: torch.Tensor | None = None) -> None:
         """Merge tokens: each goes into the super-token at column `into` of the view, which from the next layer on alone is computed and
         has K/V. The super-token's state becomes the weighted mean of its parts, at once: modules asked later see it.
@@ -337,7 +364,7 @@ class TokenState:
         self.active = self.active & ~moves
 
     def set_bits(self, mask: torch.Tensor, bits: int) -> None:
-        """Hold tokens at `bits` from the next layer on: the inputs of linear layers, and their K/V. mask: (B, M) bool.
+        """Quantise tokens to `bits` from the next layer on: the inputs of linear layers, and their K/V. mask: (B, M) bool.
 
         Raises:
             ConfigError: a width other than 2, 4, 8 or 16.
@@ -361,152 +388,3 @@ class TokenState:
             return into.clone()
         columns = torch.arange(self._state.valid.shape[1], device=into.device).expand_as(self._state.valid)
         return columns.scatter(1, self._index, self._index.gather(1, into))
-
-
-class LayerView:
-    """One layer of one pass after it ran: what a module may look at.
-
-    Attributes:
-        layer, n_layers: this layer (0-based) and their number.
-        pass_index: which forward since the runtime was applied or reset.
-        is_prompt: nothing was cached before and there is more than one token: all of it is known (DESIGN §3).
-        before, after: (B, M, D) states entering and leaving the layer.
-        slots: (B, M) long, index in the sequence from its first real token.
-        index: (B, M) long, column in this pass.
-        input_ids: (B, M) long, or None when the model was given embeddings.
-        n_tokens: (B, 1) long, real tokens of each row in this pass.
-        pass_ids: (B, N) long, the ids of the whole pass, -1 for padding; None as `input_ids`.
-        n_each: what `n_tokens` says of every row, where no row is padded; else None.
-    """
-
-    def __init__(
-        self,
-        *,
-        layer: int,
-        n_layers: int,
-        pass_index: int,
-        is_prompt: bool,
-        before: torch.Tensor,
-        after: torch.Tensor,
-        slots: torch.Tensor,
-        index: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        n_tokens: torch.Tensor,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        attention: Callable[[int | None, str], torch.Tensor] | None,
-        count_flops: Callable[[int], None],
-        pass_ids: torch.Tensor | None = None,
-        keys: torch.Tensor | None = None,
-        attention_output: torch.Tensor | None = None,
-        n_each: int | None = None,
-    ) -> None:
-        self.n_each = n_each
-        self.layer, self.n_layers, self.pass_index, self.is_prompt = layer, n_layers, pass_index, is_prompt
-        self.before, self.after, self.slots, self.index, self.input_ids, self.n_tokens = (
-            before,
-            after,
-            slots,
-            index,
-            input_ids,
-            n_tokens,
-        )
-        self.pass_ids = pass_ids
-        self._keys, self._attention_output = keys, attention_output
-        self._logits, self._attention = logits, attention
-        self.add_signal_flops = count_flops
-
-    def logits(self, mask: torch.Tensor) -> torch.Tensor:
-        """Logit lens of the K tokens in mask (B, M) bool, in row-major order: (K, V). Its cost goes into the ledger."""
-        return self._logits(self.after[mask])
-
-    def logit_entropy_nats(self, mask: torch.Tensor) -> torch.Tensor:
-        """Entropy of the logit lens of the K tokens in mask (B, M): (K,) float32, in nats (paper 2.1)."""
-
-        def entropy_nats(logits: torch.Tensor) -> torch.Tensor:
-            log_p = logits.log_softmax(-1)
-            return -(log_p.exp() * log_p).sum(-1)
-
-        return self._of_logits(mask, entropy_nats)
-
-    def logit_margin(self, mask: torch.Tensor) -> torch.Tensor:
-        """By how much the logit lens of the K tokens in mask (B, M) prefers its first choice: (K,) float32, the difference of the two
-        largest probabilities, 0 to 1 (CALM, arXiv 2207.07061)."""
-
-        def margin(logits: torch.Tensor) -> torch.Tensor:
-            first, second = logits.softmax(-1).topk(2, dim=-1).values.unbind(-1)
-            return first - second
-
-        return self._of_logits(mask, margin)
-
-    def _of_logits(self, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        selected = self.after[mask]
-        if selected.shape[0] == 0:
-            return selected.new_zeros(0, dtype=torch.float32)
-        # In pieces: K x V logits of a long prompt and a large vocabulary would be gigabytes.
-        return torch.cat([reduce(self._logits(piece).float()) for piece in selected.split(1024)])
-
-    def attention_received(self, last_queries: int | None = 16, reduce: str = "mean") -> torch.Tensor:
-        """Attention each token of the view gets in this layer from the last `last_queries` active tokens of its row: (B, M) float32.
-
-        `mean` over heads and queries, or the `max` over both. None: from all active tokens. The queries' own tokens are included.
-
-        Raises:
-            ConfigError: the module did not say `wants_attention` for this layer, or an unknown `reduce`.
-        """
-        if reduce not in ("mean", "max"):
-            raise ConfigError(f"attention_received(reduce={reduce!r}): give 'mean' or 'max'.")
-        if self._attention is None:
-            raise ConfigError(
-                f"Attention was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
-            )
-        return self._attention(last_queries, reduce)
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """The tokens' own keys of this layer, as they are attended to: (B, H_kv, M, head_dim). Raises ConfigError as
-        `attention_received`."""
-        return self._watched(self._keys, "keys")
-
-    @property
-    def attention_output(self) -> torch.Tensor:
-        """What the layer's attention adds to the residual stream: (B, M, D). Raises ConfigError as `attention_received`."""
-        return self._watched(self._attention_output, "attention_output")
-
-    def _watched(self, value: torch.Tensor | None, name: str) -> torch.Tensor:
-        if value is None:
-            raise ConfigError(
-                f"view.{name} was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
-            )
-        return value
-
-
-@dataclass(frozen=True)
-class CacheView:
-    """The K/V entries of one layer between two passes: what a module that merges or evicts them may look at.
-
-    Attributes:
-        layer, n_layers, pass_index: as in `LayerView`; the pass is the one that has just gone by.
-        slots: (B, K) long, ascending within a row; present: (B, K) bool, False where there is no entry.
-        size: (B, K) float32, original tokens that each entry stands for.
-        n_seen: (B, 1) long, real tokens seen so far.
-        n_new: columns since the prompt, or since entries were last merged.
-        attention: (B, K) float32, attention each entry has received so far, summed over queries and averaged over heads; None unless
-            a module's `sums_attention` asked for it.
-        read_keys: gives `keys`.
-    """
-
-    layer: int
-    n_layers: int
-    pass_index: int
-    slots: torch.Tensor
-    present: torch.Tensor
-    size: torch.Tensor
-    n_seen: torch.Tensor
-    n_new: int
-    read_keys: Callable[[], torch.Tensor]
-    attention: torch.Tensor | None = None
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """(B, H_kv, K, head_dim), unpacked when asked for."""
-        return self.read_keys()

@@ -1,0 +1,201 @@
+"""Which entries a cache layer has: facts about each, and the layout of what comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Entries = dict[str, torch.Tensor]
+"""Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `size` float32 (super-tokens), `bits` uint8,
+`attention` float32 (received so far)."""
+
+_DEFAULTS: dict[str, tuple[float, torch.dtype]] = {
+    "size": (1.0, torch.float32),
+    "bits": (16, torch.uint8),
+    "attention": (0.0, torch.float32),
+}
+
+
+def join_entries(past: Entries | None, new: Entries) -> Entries:
+    """Entries of [past, new]; a fact that one side lacks has its default there."""
+    if past is None:
+        return dict(new)
+    joined: Entries = {}
+    for name in past.keys() | new.keys():
+        sides = []
+        for side in (past, new):
+            if name in side:
+                sides.append(side[name])
+            else:
+                value, dtype = _DEFAULTS[name]
+                sides.append(torch.full_like(side["slots"], value, dtype=dtype))  # type: ignore[arg-type]
+        joined[name] = torch.cat(sides, dim=1)
+    return joined
+
+
+QuantizeDequantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""How K or V (B, H_kv, M, head_dim) read after having been coded at widths (B, M): `PrecisionExecutor.quantize_dequantize_kv`."""
+
+
+def merge_entries(
+    entries: Entries,
+    present: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    into: torch.Tensor,
+    quantize_dequantize: QuantizeDequantize | None = None,
+) -> tuple[Entries, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Groups of entries become one: K and V their means weighted by size, in the place of the one they go `into` (B, K) long.
+
+    A rotary key keeps the rotation it was stored with, so a group's key is a mean over positions as well. With `quantize_dequantize` the means are
+    coded at the width of the entry they go into.
+    """
+    size = entries.get("size")
+    size = torch.ones_like(present, dtype=torch.float32) if size is None else size
+    moves = present & (into != torch.arange(into.shape[1], device=into.device))
+    rows, sources = moves.nonzero(as_tuple=True)
+    targets = into[rows, sources]
+    is_target = torch.zeros_like(present).index_put((rows, targets), present.new_ones(()))
+    grown = size.index_put((rows, targets), size[rows, sources], accumulate=True)
+    number = is_target.flatten().long().cumsum(0).view_as(into) - 1  # of each target among all
+    merged = []
+    for states in (keys, values):
+        by_entry = states.transpose(1, 2)  # (B, K, H_kv, head_dim)
+        total = by_entry[is_target].float() * size[is_target][:, None, None]
+        total.index_add_(0, number[rows, targets], by_entry[rows, sources].float() * size[rows, sources][:, None, None])
+        mean = (total / grown[is_target][:, None, None]).to(states.dtype)  # (T, H_kv, head_dim)
+        if quantize_dequantize is not None and "bits" in entries:
+            mean = quantize_dequantize(mean.transpose(0, 1)[None], entries["bits"][is_target][None])[0].transpose(0, 1)
+        merged.append(by_entry.masked_scatter(is_target[..., None, None], mean).transpose(1, 2))
+    summed = {"size": grown}
+    if "attention" in entries:
+        received = entries["attention"]
+        summed["attention"] = received.index_put((rows, targets), received[rows, sources], accumulate=True)
+    return entries | summed, present & ~moves, merged[0], merged[1]
+
+
+@dataclass
+class KVLayout:
+    """Which entries a layer will hold, known before its K and V are.
+
+    Attributes:
+        entries: facts of each entry, (B, K) each.
+        valid: (B, K) bool, or None when every row is full.
+        order: (B, K) columns of [past, new], None: all of them, in order.
+        new: facts of what comes in, (B, M) each, whether it gets an entry or not.
+    """
+
+    entries: Entries
+    valid: torch.Tensor | None
+    order: torch.Tensor | None
+    new: Entries
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self.entries["slots"]
+
+
+class EntryTable:
+    """Facts of the entries of one cache layer, and where they stand.
+
+    Plain entries at the end, of which nothing but the slot is known, are counted and written down only when somebody asks.
+
+    Attributes:
+        present: (B, K) bool, columns that are entries; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.present: torch.Tensor | None = None
+        self._entries: Entries | None = None
+        self._n_plain = self._first_plain = self._rows = 0
+        self._device: torch.device | None = None
+
+    @property
+    def entries(self) -> Entries | None:
+        """(B, K) each; None: nothing has been stored."""
+        if self._n_plain:
+            slots = torch.arange(self._first_plain, self._first_plain + self._n_plain, device=self._device)
+            self._entries = join_entries(self._entries, {"slots": slots.expand(self._rows, -1)})
+            self._n_plain = 0
+        return self._entries
+
+    def put(self, entries: Entries | None, present: torch.Tensor | None) -> None:
+        """Replace everything."""
+        self._entries, self.present, self._n_plain = entries, present, 0
+
+    def add_plain(self, n: int, first_slot: int, rows: int, device: torch.device) -> None:
+        """Count `n` plain entries a row, from `first_slot` on, behind those there are."""
+        if not self._n_plain:
+            self._first_plain = first_slot
+        self._n_plain += n
+        self._rows, self._device = rows, device
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) long: entries of each row."""
+        if self.present is not None:
+            return self.present.sum(1)
+        assert self.entries is not None
+        slots = self.entries["slots"]
+        return slots.new_full((slots.shape[0],), slots.shape[1])
+
+    @property
+    def length(self) -> torch.Tensor | int:
+        """Entries of each row, (B,) long, or of all of them."""
+        if self.present is not None:
+            return self.lengths
+        return self._n_plain + (0 if self._entries is None else self._entries["slots"].shape[1])
+
+    @property
+    def facts(self) -> frozenset[str]:
+        """Names of what is known of entries."""
+        return frozenset(self._entries or ("slots",))
+
+    @property
+    def is_entry(self) -> torch.Tensor:
+        """(B, K) bool: columns that are entries."""
+        if self.present is not None:
+            return self.present
+        assert self.entries is not None
+        return torch.ones_like(self.entries["slots"], dtype=torch.bool)
+
+    def plan_packed(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
+        """Layout after adding tokens with facts `new` (B, M), of which `keep` (B, M) bool get an entry (None: all): entries to the left
+        in slot order, what is none cut off."""
+        entries = join_entries(self.entries, new)
+        slots = entries["slots"]
+        if keep is None and self.present is None:
+            return KVLayout(entries, None, None, new)
+        valid = torch.ones_like(slots, dtype=torch.bool)
+        n_past = slots.shape[1] - new["slots"].shape[1]
+        if self.present is not None:
+            valid[:, :n_past] = self.present
+        if keep is not None:
+            valid[:, n_past:] = keep
+        rank = torch.where(valid, slots, torch.iinfo(torch.long).max)
+        order = rank.argsort(dim=1, stable=True)[:, : int(valid.sum(1).max())]
+        valid = valid.gather(1, order)
+        entries = {name: fact.gather(1, order) for name, fact in entries.items()}
+        return KVLayout(entries, None if bool(valid.all()) else valid, order, new)
+
+    def plan_in_place(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
+        """The same where every column stays in its place, entry or not."""
+        keep = torch.ones_like(new["slots"], dtype=torch.bool) if keep is None else keep
+        present = keep if self.present is None else torch.cat([self.present, keep], dim=1)
+        return KVLayout(join_entries(self.entries, new), present, None, new)
+
+
+def packed_to_the_left(entries: Entries, present: torch.Tensor) -> tuple[Entries, torch.Tensor, torch.Tensor]:
+    """Entries before what is none: the facts and `present` (B, K) in the new order, and the order (B, K) long of columns."""
+    order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
+    return {name: fact.gather(1, order) for name, fact in entries.items()}, present.gather(1, order), order
+
+
+def without_padding(entries: Entries, present: torch.Tensor) -> tuple[Entries, torch.Tensor | None, int]:
+    """Columns cut off that are padding in all rows: the facts, `present` (None: all), and how many columns are left."""
+    width = int(present.sum(1).max())
+    entries = {name: fact[:, :width] for name, fact in entries.items()}
+    present = present[:, :width]
+    return entries, None if bool(present.all()) else present, width

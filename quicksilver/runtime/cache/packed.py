@@ -1,0 +1,196 @@
+"""K and V at 8, 4 or 2 bits, each entry at its own width."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quicksilver.runtime.cache.entries import (
+    Entries,
+    KVLayout,
+    QuantizeDequantize,
+    merge_entries,
+    packed_to_the_left,
+    without_padding,
+)
+from quicksilver.runtime.cache.storage import KV, Storage
+from quicksilver.runtime.quantized.codes import STORED_AS, UNTOUCHED, WIDTHS, ByWidth, Codes, encode, pack, rows_of, unpack
+
+Pool = tuple[torch.Tensor, ...]
+"""Entries of one width, (T, 2, H_kv, ...), K and V side by side: at 16 bits their values, else packed codes, scales, offsets."""
+
+
+class PackedCodes(Storage):
+    """K and V packed at the width of each entry (its `bits` fact): two 4-bit or four 2-bit codes a byte, scales in bfloat16.
+
+    Entries of a width lie end to end, row by row, in slot order: what is resident is what is billed. Entries of 16 bits keep the
+    dtype they came in. Reading decodes. An entry is coded once, when it comes in: selecting rows and cropping move codes.
+    """
+
+    def __init__(self, group_size: int, n_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.group_size = group_size
+        self.n_heads, self.head_dim, self.dtype = n_heads, head_dim, dtype
+        self.pools: dict[int, Pool] = {}
+
+    @classmethod
+    def of(cls, dense: Storage, group_size: int, like: torch.Tensor) -> PackedCodes:
+        """What `dense` holds, as a pool of 16 bits; like: (B, H_kv, M, head_dim) of what will come in."""
+        made = cls(group_size, like.shape[1], like.shape[3], like.dtype)
+        made.table = dense.table
+        if dense.keys is not None:
+            by_row = dense.table.present is None
+            flat = [part.transpose(1, 2).flatten(0, 1) if by_row else part for part in (dense.keys, dense.values)]
+            made.pools = {UNTOUCHED: (torch.stack(flat, dim=1),)}
+        return made
+
+    def is_complete(self, n_columns: int) -> bool:
+        return False
+
+    def plan(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
+        return self.table.plan_packed(new, keep)
+
+    def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        batch = keys.shape[0]
+        bits = layout.new.get("bits")
+        if bits is None:
+            bits = torch.full_like(layout.new["slots"], UNTOUCHED, dtype=torch.uint8)
+        states = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)], dim=2)  # (B, M, 2, H_kv, head_dim)
+        new = ByWidth.of(bits)
+        if layout.order is None and (batch == 1 or len(self.pools.keys() | new.rows.keys()) == 1):
+            self._append(states, new)  # decoding ends here
+            self.table.put(layout.entries, layout.valid)
+        else:
+            past = self.table.entries is not None
+            at = self._places() if past else torch.zeros(batch, 0, dtype=torch.long, device=keys.device)
+            pools, new_at = self._extended(bits, states)
+            at = torch.cat([at, new_at], dim=1)
+            self._keep_places(layout.entries, layout.valid, at if layout.order is None else at.gather(1, layout.order), pools)
+        return self.padded()
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
+        slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
+        return self.write(self.plan({"slots": slots}, None), keys, values)
+
+    def padded(self) -> KV | None:
+        bits = self.table.entries["bits"]
+        shape = (*bits.shape, 2, self.n_heads, self.head_dim)
+        if self.table.present is None and len(self.pools) == 1:
+            ((width, pool),) = self.pools.items()
+            states = self._decode(pool, width).view(shape)
+        else:
+            states = torch.zeros(shape, dtype=self.dtype, device=bits.device)
+            for width, pool in self.pools.items():
+                states[self.table.is_entry & (bits == width)] = self._decode(pool, width)
+        return states[:, :, 0].transpose(1, 2), states[:, :, 1].transpose(1, 2)
+
+    def keep_only(self, present: torch.Tensor) -> None:
+        entries, present, order = packed_to_the_left(self.table.entries, present)
+        self._keep_places_trimmed(entries, present, self._places().gather(1, order), self.pools)
+
+    def crop(self, n_columns: int, n_real: torch.Tensor) -> None:
+        left = self.table.is_entry & (self.table.entries["slots"] < n_real)
+        self._keep_places_trimmed(self.table.entries, left, self._places(), self.pools)
+
+    def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None) -> None:
+        """A merged entry is coded anew at its width, whatever `quantize_dequantize`."""
+        before = self.table.entries
+        size = before.get("size", torch.ones_like(self.table.is_entry, dtype=torch.float32))
+        entries, present, keys, values = merge_entries(before, self.table.is_entry, *self.padded(), into)
+        targets = present & (entries["size"] != size)
+        states = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)], dim=2)[targets][None]
+        pools, new_at = self._extended(entries["bits"][targets][None], states)
+        at = self._places().masked_scatter(targets, new_at)
+        entries, present, order = packed_to_the_left(entries, present)
+        self._keep_places_trimmed(entries, present, at.gather(1, order), pools)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        entries = {name: fact[rows] for name, fact in self.table.entries.items()}
+        self._keep_places_trimmed(entries, self.table.is_entry[rows], self._places()[rows], self.pools)
+
+    def resident_bytes(self) -> int:
+        return sum(part.nbytes for pool in self.pools.values() for part in pool)
+
+    def billed_bytes(self) -> int:
+        bits = self.table.entries["bits"][self.table.is_entry]
+        groups = math.ceil(self.head_dim / min(self.group_size, self.head_dim))
+        total = 0
+        for width in WIDTHS:
+            if width == UNTOUCHED:
+                head = self.head_dim * self.dtype.itemsize
+            else:
+                head = math.ceil(self.head_dim * width / 8) + groups * 2 * STORED_AS.itemsize
+            total += int((bits == width).sum()) * 2 * self.n_heads * head
+        return total
+
+    # -- codes -----------------------------------------------------------------------------------------------------------------
+
+    def _encode(self, states: torch.Tensor, bits: int) -> Pool:
+        """states: (T, 2, H_kv, head_dim)."""
+        if bits == UNTOUCHED:
+            return (states,)
+        codes = encode(states, bits, self.group_size, STORED_AS)
+        return pack(codes.code, bits), codes.scale, codes.offset
+
+    def _decode(self, pool: Pool, bits: int) -> torch.Tensor:
+        """K, V (T, 2, H_kv, head_dim) of a width's entries."""
+        if bits == UNTOUCHED:
+            return pool[0]
+        code, scale, offset = pool
+        size, width = min(self.group_size, self.head_dim), self.head_dim
+        return Codes(bits, unpack(code, bits, width), scale, offset, size).decode(self.dtype)
+
+    # -- pools: where an entry lies in the pool of its width is its place, (B, K) long -----------------------------------------
+
+    def _places(self) -> torch.Tensor:
+        at = torch.zeros_like(self.table.entries["slots"])
+        bits = self.table.entries.get("bits", torch.full_like(at, UNTOUCHED, dtype=torch.uint8))
+        for width in self.pools:
+            here = self.table.is_entry & (bits == width)
+            at = torch.where(here, here.flatten().cumsum(0).view_as(at) - 1, at)
+        return at
+
+    def _append(self, states: torch.Tensor, new: ByWidth) -> None:
+        """Entries after those there are, where nothing has to move: one row, or rows of one width. states: (B, M, 2, ...)."""
+        batch, flat, extended = states.shape[0], states.flatten(0, 1), dict(self.pools)
+        for width, rows in new.rows.items():
+            parts = self._encode(rows_of(flat, rows), width)
+            if width in extended:
+                parts = tuple(_joined_rows(old, part, batch) for old, part in zip(extended[width], parts, strict=True))
+            extended[width] = parts
+        self.pools = extended
+
+    def _extended(self, bits: torch.Tensor, states: torch.Tensor) -> tuple[dict[int, Pool], torch.Tensor]:
+        """The pools with entries added at their end, and the places of those; bits (B, M), states (B, M, 2, H_kv, head_dim)."""
+        extended, flat = dict(self.pools), states.flatten(0, 1)
+        at = torch.zeros(flat.shape[0], dtype=torch.long, device=bits.device)
+        for width, rows in ByWidth.of(bits).rows.items():
+            parts = self._encode(rows_of(flat, rows), width)
+            before = extended[width][0].shape[0] if width in extended else 0
+            at[slice(None) if rows is None else rows] = torch.arange(before, before + parts[0].shape[0], device=at.device)
+            if width in extended:
+                parts = tuple(torch.cat(pair) for pair in zip(extended[width], parts, strict=True))
+            extended[width] = parts
+        return extended, at.view_as(bits)
+
+    def _keep_places(self, entries: Entries, present: torch.Tensor | None, at: torch.Tensor, pools: dict[int, Pool]) -> None:
+        """Keep the entries at the places `at` (B, K) of `pools`, in that order, and nothing else."""
+        self.table.put(entries, present)
+        self.pools = {}
+        for width, pool in pools.items():
+            places = at[self.table.is_entry & (entries["bits"] == width)]
+            if places.numel():
+                self.pools[width] = tuple(part[places] for part in pool)
+
+    def _keep_places_trimmed(self, entries: Entries, present: torch.Tensor, at: torch.Tensor, pools: dict[int, Pool]) -> None:
+        entries, trimmed, width = without_padding(entries, present)
+        self._keep_places(entries, trimmed, at[:, :width], pools)
+
+
+def _joined_rows(old: torch.Tensor, new: torch.Tensor, batch: int) -> torch.Tensor:
+    """(B·K, ...) and (B·M, ...), row by row, as (B·(K+M), ...)."""
+    if batch == 1:
+        return torch.cat([old, new])
+    rest = old.shape[1:]
+    return torch.cat([old.view(batch, -1, *rest), new.view(batch, -1, *rest)], dim=1).view(-1, *rest)

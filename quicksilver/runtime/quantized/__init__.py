@@ -1,0 +1,1 @@
+"""Quantised arithmetic: codes of activations and K/V, linear layers on them."""

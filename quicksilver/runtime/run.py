@@ -1,0 +1,332 @@
+"""Wrap the layer, not the model: `apply` puts the modules' decisions into effect on frozen decoder layers (DESIGN §2).
+
+A decoder layer does not care which tokens it is given. Under `compact` each layer is called on its active tokens alone, with their own
+rotary factors and a mask built from their slots, and the result is scattered back. Under `masked` every layer is called on all tokens,
+and what should not have happened is undone: the paper's way, which saves nothing and serves as the reference. Under `decide` the modules
+decide and everything is executed: the price of the policy.
+
+A token's way through a layer: the planner makes a plan of the state of the pass (`execution.planner`), one of four executions follows it
+(`execution.plain`, `append`, `compact`, `masked`), and the modules decide for the next layer (`deciding`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.cache import CacheLayer, take_over
+from quicksilver.runtime.checks import check_modules, the_precision, the_span
+from quicksilver.runtime.deciding import Deciding
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.execution import append, compact, masked, plain
+from quicksilver.runtime.execution.plan import LayerCall, LayerPlan, LayerResult, Machine
+from quicksilver.runtime.execution.planner import Planner
+from quicksilver.runtime.forward import Forward
+from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
+from quicksilver.runtime.phases import phase
+from quicksilver.runtime.trace import PassTrace, Trace
+from quicksilver.runtime.visibility import Visibility
+
+Execution = Literal["compact", "masked", "decide"]
+EXECUTIONS: tuple[str, ...] = ("compact", "masked", "decide")
+_NOT_WATCHED: AbstractContextManager[Sequence[torch.Tensor]] = nullcontext(())
+
+
+@dataclass(frozen=True)
+class KVBytes:
+    """Bytes of the last cache written: `billed` by the decisions, `resident` in its tensors."""
+
+    billed: int = 0
+    resident: int = 0
+
+
+def apply(
+    model: PreTrainedModel,
+    modules: Sequence[RuntimeModule],
+    *,
+    execution: Execution = "compact",
+    decision_layers: Sequence[int] | None = None,
+) -> Run:
+    """Run `model` under `modules` for the length of a `with` block; afterwards nothing is left on the model.
+
+    Args:
+        model: a frozen Hugging Face causal language model of a known family, in eval mode.
+        modules: what decides; called in the order of their `priority`.
+        execution: `compact` computes active tokens only, `masked` computes all and undoes (reference), `decide` decides and executes all.
+        decision_layers: layers after which modules are asked (0-based); None: after every layer. Fewer means fewer host syncs on a GPU.
+
+    Raises:
+        ConfigError: an unknown execution, a decision layer the model lacks, a model in training mode, options a module refuses, a module of no kind.
+        UnsupportedModelError: no adapter for the model's family or attention implementation.
+    """
+    return Run(model, modules, execution, decision_layers)
+
+
+class Run:
+    """What `with apply(...) as run` gives.
+
+    Attributes:
+        arch: the model's adapter.
+        modules: the modules that decide, in the order they are asked; token_policies: those that decide about tokens.
+        transforms: what changes the model for the length of the context.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, modules: Sequence[RuntimeModule], execution: str, decision_layers: Sequence[int] | None
+    ) -> None:
+        if execution not in EXECUTIONS:
+            raise ConfigError(f"execution={execution!r} is not one of {', '.join(EXECUTIONS)}.")
+        if model.training:
+            raise ConfigError("The model is in training mode (dropout is on): call model.eval() first.")
+        self.arch = architecture_of(model)
+        self.execution = execution
+        check_modules(self.arch, modules, decision_layers)
+        self.decision_layers = None if decision_layers is None else frozenset(decision_layers)
+        self.transforms = [module for module in modules if isinstance(module, Transform)]
+        self.modules = sorted(
+            (module for module in modules if not isinstance(module, Transform)), key=lambda module: module.priority
+        )
+        self.token_policies = [module for module in self.modules if isinstance(module, TokenPolicy)]
+        executing = [] if execution == "decide" else self.modules
+        for layer in range(self.arch.n_layers):
+            self.arch.spans[layer] = the_span(layer, [module for module in executing if isinstance(module, SpanPolicy)])
+        precision = the_precision(self.token_policies)
+        self._copies_kv = any(module.copies_kv for module in self.token_policies)
+        self._visibility = Visibility(self.arch, any(module.proportional_attention for module in self.token_policies))
+        self._machine = Machine(self.arch, precision)
+        self._planner = Planner(self._visibility, execution == "masked", precision is not None, self._new_store)
+        self._store_kind = self._new_store().kind
+        merging = [module for module in executing if isinstance(module, MergePolicy) and module.merges_cache]
+        evicting = [module for module in executing if isinstance(module, EvictionPolicy) and module.evicts_cache]
+        self._deciding = Deciding(self._machine, self._visibility, self._lens, merging, evicting)
+        self._handles: list[Any] = []
+        self._previous: list[Any] = []
+        self._transformed = ExitStack()
+        self._in_signal = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget traces and ledgers: between measurements, or between batches of one run."""
+        self._passes: list[tuple[PassWork, PassTrace]] = []
+        self._flops: list[Flops] = []
+        self._head_tokens = 0
+        self._current: Forward | None = None
+        self._cache: Cache | None = None
+
+    # -- what came of it ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def pass_index(self) -> int:
+        return len(self._passes)
+
+    @property
+    def trace(self) -> Trace:
+        """Every decision since the start or the last `reset`."""
+        return Trace(self.arch.n_layers, [trace.cpu() for _, trace in self._passes])
+
+    @property
+    def flops(self) -> Flops:
+        """The ledgers since the start or the last `reset`."""
+        for work, trace in self._passes[len(self._flops) :]:
+            self._flops.append(pass_flops(self.arch, work, trace, self.beta))
+        return sum(self._flops, head_flops(self.arch, self._head_tokens))
+
+    @property
+    def beta(self) -> Mapping[int, float]:
+        """What the paper's ledger charges a token by its width."""
+        precision = self._machine.precision
+        return BETA if precision is None else precision.beta
+
+    @property
+    def kv_bytes(self) -> KVBytes:
+        """Bytes of the last cache written, zero where none was."""
+        layers = self.kv_bytes_by_layer
+        return KVBytes(sum(layer.billed for layer in layers), sum(layer.resident for layer in layers))
+
+    @property
+    def kv_bytes_by_layer(self) -> list[KVBytes]:
+        """The same for each layer, in order; empty where no cache was written."""
+        layers = [] if self._cache is None else self._cache.layers
+        if all(isinstance(layer, CacheLayer) for layer in layers):
+            return [KVBytes(layer.billed_bytes(), layer.resident_bytes()) for layer in layers]
+        resident = [0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes for layer in layers]
+        return [KVBytes(n, n) for n in resident]
+
+    # -- the context -------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        if getattr(self.arch.base, "_quicksilver_run", None) is not None:
+            raise ConfigError(
+                "This model is already under quicksilver.apply; leave that context first, or give all modules at once."
+            )
+        with ExitStack() as transformed:
+            for transform in self.transforms:
+                transformed.enter_context(transform.applied(self.arch))
+            self._transformed = transformed.pop_all()
+        self.arch.base._quicksilver_run = self
+        base_signature = inspect.signature(self.arch.base.forward)
+
+        def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            self._begin(base_signature.bind_partial(*args, **kwargs).arguments)
+
+        self._handles = [
+            self.arch.base.register_forward_pre_hook(before, with_kwargs=True),
+            self.arch.base.register_forward_hook(lambda module, args, output: self._end(output)),
+            self.arch.output_head.register_forward_pre_hook(lambda module, args: self._count_head(args[0])),
+        ]
+        if self.modules:
+            for index, layer in enumerate(self.arch.layers):
+                # accelerate (device_map) also sets forward on the instance: it is kept, called, and put back.
+                self._previous.append(layer.__dict__.get("forward"))
+                layer.forward = self._wrap(index, layer.forward)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self.modules:
+            for layer, previous in zip(self.arch.layers, self._previous, strict=True):
+                if previous is None:
+                    del layer.forward
+                else:
+                    layer.forward = previous
+        self._handles, self._previous = [], []
+        del self.arch.base._quicksilver_run
+        self._transformed.close()
+        self._current = None
+
+    def _begin(self, arguments: dict[str, Any]) -> None:
+        self._current = Forward(
+            dict(arguments.get("kwargs", {})) | arguments, self.arch.n_layers, self.pass_index,
+            decides_only=self.execution == "decide", remembers_kv=self._copies_kv,
+        )  # fmt: skip
+
+    def _end(self, output: Any) -> None:
+        current = self._current
+        assert current is not None
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None:
+            self._cache = cache
+        work = current.work
+        if not self.modules:
+            for layer in range(self.arch.n_layers):
+                keys = plain.keys_per_query(self._visibility, layer, current, keeps_all=False)
+                work.layers.append(LayerWork(current.batch, current.n, keys))
+            current.past_lengths = [current.past_real] * self.arch.n_layers
+        work.past_real, work.past_lengths = current.past_real, current.past_lengths
+        work.translation_flops_per_token = {t.source_layer: t.flops_per_token for t in current.decisions.translators.values()}
+        if (self._deciding.merging or self._deciding.evicting) and cache is not None:
+            self._deciding.about_cache(cache, current)
+        self._passes.append((work, PassTrace.of(current.decisions, current.seen)))
+
+    def _count_head(self, hidden: torch.Tensor) -> None:
+        if not self._in_signal:
+            self._head_tokens += hidden.numel() // self.arch.width
+
+    def _lens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logit lens, without counting it as the model's output head."""
+        self._in_signal = True
+        try:
+            return self.arch.logits(hidden)
+        finally:
+            self._in_signal = False
+
+    # -- one layer ---------------------------------------------------------------------------------------------------------------
+
+    def _wrap(self, layer: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        names = list(self.arch.layer_signature.parameters)[1:]  # without self
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            arguments = dict(zip(names, args, strict=False)) | kwargs  # GPT-2 passes cache and mask positionally
+            current = self._current
+            if current is None:
+                raise QuickSilverError("A decoder layer was called outside its model's forward; call the model.")
+            return self._layer(layer, original, arguments, current)
+
+        return forward
+
+    @phase("runtime")
+    def _layer(
+        self, layer: int, original: Callable[..., torch.Tensor], arguments: dict[str, Any], current: Forward
+    ) -> torch.Tensor:
+        """Plan, execute, decide: (B, N, D) states leaving the layer."""
+        cache: Cache | None = arguments.get(self.arch.cache_argument)
+        store = self._store(cache, layer, current)
+        current.past_lengths.append(0 if store is None else store.length)
+        call = LayerCall(layer, original, arguments, store)
+        policies = self._policies(layer, current)
+        watched = any(policy.wants_attention(layer) for policy in policies)
+        sums_attention = store is not None and self._deciding.sums_attention(layer)
+        plan = self._planner.plan(call, current, observes_kv=watched or sums_attention or self._copies_kv)
+        with self._watching(layer) if watched else _NOT_WATCHED as attention_outputs:
+            result = self._execute(plan, call, current)
+        current.work.layers.append(result.work)
+        if self._copies_kv and result.attended is not None:
+            current.remember(result.packing, result.attended)
+        if sums_attention:
+            self._deciding.add_attention(call, current, result)
+        output = result.output
+        if policies:
+            attended = attention_outputs[0] if attention_outputs else None
+            output = self._deciding.about_tokens(policies, call, current, result, watched=watched, attention_output=attended)
+        if layer == self.arch.n_layers - 1 and current.executed.fusions:
+            # What was merged away reads as the super-token that carried it (ToMe's unmerge): the model gets N states back.
+            output = output.gather(1, current.executed.representatives()[..., None].expand_as(output))
+        return output
+
+    def _execute(self, plan: LayerPlan, call: LayerCall, current: Forward) -> LayerResult:
+        match plan.way:
+            case "plain":
+                return plain.execute(plan, call, current, self._machine, self._visibility)
+            case "append":
+                return append.execute(plan, call, current, self._machine)
+            case "compact":
+                return compact.execute(plan, call, current, self._machine)
+            case _:
+                return masked.execute(plan, call, current, self._machine)
+
+    def _policies(self, layer: int, current: Forward) -> list[TokenPolicy]:
+        """Who is asked after this layer."""
+        if layer == self.arch.n_layers - 1 or (self.decision_layers is not None and layer not in self.decision_layers):
+            return []
+        # What a module that looks ahead knows of a prompt is legitimate; elsewhere it would be the answer (DESIGN §3).
+        return [m for m in self.token_policies if m.acts_at(layer) and (m.causal or m.lookahead or current.is_prompt)]
+
+    @contextmanager
+    def _watching(self, layer: int) -> Iterator[Sequence[torch.Tensor]]:
+        """What the layer's attention returns while the context is open."""
+        outputs: list[torch.Tensor] = []
+        handle = self.arch.attention(layer).register_forward_hook(
+            lambda module, args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
+        try:
+            yield outputs
+        finally:
+            handle.remove()
+
+    def _store(self, cache: Cache | None, layer: int, current: Forward) -> CacheLayer | None:
+        """The layer's cache, of the run's kind; None: the model keeps none."""
+        if cache is None:
+            return None
+        self._cache = cache
+        found = cache.layers[layer] if layer < len(cache.layers) else None
+        if isinstance(found, CacheLayer) and found.kind == self._store_kind:
+            return found
+        return take_over(cache, layer, self._new_store(), current.past_valid)
+
+    def _new_store(self) -> CacheLayer:
+        if self.execution == "masked":
+            return CacheLayer.masked()
+        precision = self._machine.precision
+        return CacheLayer.ragged() if precision is None else precision.new_store()

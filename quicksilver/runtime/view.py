@@ -1,0 +1,159 @@
+"""What a module sees: one layer of one pass after it ran, or the entries of one layer of the cache between two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quicksilver.runtime.errors import ConfigError
+
+
+class LayerView:
+    """One layer of one pass after it ran: what a module may look at.
+
+    Attributes:
+        layer, n_layers: this layer (0-based) and their number.
+        pass_index: which forward since the runtime was applied or reset.
+        is_prompt: nothing was cached before and the pass has more than one token: all of it is known (DESIGN §3).
+        before, after: (B, M, D) states entering and leaving the layer.
+        slots: (B, M) long, index in the sequence from its first real token.
+        index: (B, M) long, column in this pass.
+        input_ids: (B, M) long, or None when the model was given embeddings.
+        n_tokens: (B, 1) long, real tokens of each row in this pass.
+        pass_ids: (B, N) long, the ids of the whole pass, -1 for padding; None as `input_ids`.
+        tokens_per_row: what `n_tokens` says of every row, where no row is padded; else None.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        n_layers: int,
+        pass_index: int,
+        is_prompt: bool,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        slots: torch.Tensor,
+        index: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        n_tokens: torch.Tensor,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        attention: Callable[[int | None, str], torch.Tensor] | None,
+        count_flops: Callable[[int], None],
+        pass_ids: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
+        attention_output: torch.Tensor | None = None,
+        tokens_per_row: int | None = None,
+    ) -> None:
+        self.tokens_per_row = tokens_per_row
+        self.layer, self.n_layers, self.pass_index, self.is_prompt = layer, n_layers, pass_index, is_prompt
+        self.before, self.after, self.slots, self.index, self.input_ids, self.n_tokens = (
+            before,
+            after,
+            slots,
+            index,
+            input_ids,
+            n_tokens,
+        )
+        self.pass_ids = pass_ids
+        self._keys, self._attention_output = keys, attention_output
+        self._logits, self._attention = logits, attention
+        self.add_signal_flops = count_flops
+
+    def logits(self, mask: torch.Tensor) -> torch.Tensor:
+        """Logit lens of the K tokens in mask (B, M) bool, in row-major order: (K, V). Its cost goes into the ledger."""
+        return self._logits(self.after[mask])
+
+    def logit_entropy_nats(self, mask: torch.Tensor) -> torch.Tensor:
+        """Entropy of the logit lens of the K tokens in mask (B, M): (K,) float32, in nats (paper 2.1)."""
+
+        def entropy_nats(logits: torch.Tensor) -> torch.Tensor:
+            log_p = logits.log_softmax(-1)
+            return -(log_p.exp() * log_p).sum(-1)
+
+        return self._of_logits(mask, entropy_nats)
+
+    def logit_margin(self, mask: torch.Tensor) -> torch.Tensor:
+        """By how much the logit lens of the K tokens in mask (B, M) prefers its first choice: (K,) float32, the difference of the two
+        largest probabilities, 0 to 1 (CALM, arXiv 2207.07061)."""
+
+        def margin(logits: torch.Tensor) -> torch.Tensor:
+            first, second = logits.softmax(-1).topk(2, dim=-1).values.unbind(-1)
+            return first - second
+
+        return self._of_logits(mask, margin)
+
+    def _of_logits(self, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        selected = self.after[mask]
+        if selected.shape[0] == 0:
+            return selected.new_zeros(0, dtype=torch.float32)
+        # In pieces: K x V logits of a long prompt and a large vocabulary would be gigabytes.
+        return torch.cat([reduce(self._logits(piece).float()) for piece in selected.split(1024)])
+
+    def attention_received(self, last_queries: int | None = 16, reduce: str = "mean") -> torch.Tensor:
+        """Attention each token of the view gets in this layer from the last `last_queries` active tokens of its row: (B, M) float32.
+
+        `mean` over heads and queries, or the `max` over both. None: from all active tokens. The queries' own tokens are included.
+
+        Raises:
+            ConfigError: the module did not say `wants_attention` for this layer, or an unknown `reduce`.
+        """
+        if reduce not in ("mean", "max"):
+            raise ConfigError(f"attention_received(reduce={reduce!r}): give 'mean' or 'max'.")
+        if self._attention is None:
+            raise ConfigError(
+                f"Attention was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
+            )
+        return self._attention(last_queries, reduce)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The tokens' own keys of this layer, as they are attended to: (B, H_kv, M, head_dim). Raises ConfigError as
+        `attention_received`."""
+        return self._watched(self._keys, "keys")
+
+    @property
+    def attention_output(self) -> torch.Tensor:
+        """What the layer's attention adds to the residual stream: (B, M, D). Raises ConfigError as `attention_received`."""
+        return self._watched(self._attention_output, "attention_output")
+
+    def _watched(self, value: torch.Tensor | None, name: str) -> torch.Tensor:
+        if value is None:
+            raise ConfigError(
+                f"view.{name} was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """The K/V entries of one layer between two passes: what a module that merges or evicts them may look at.
+
+    Attributes:
+        layer, n_layers, pass_index: as in `LayerView`; the pass is the one that has just gone by.
+        slots: (B, K) long, ascending within a row; present: (B, K) bool, False where there is no entry.
+        size: (B, K) float32, original tokens that each entry stands for.
+        n_seen: (B, 1) long, real tokens seen so far.
+        n_new: columns since the prompt, or since entries were last merged.
+        attention: (B, K) float32, attention each entry has received so far, summed over queries and averaged over heads; None unless
+            a module's `sums_attention` asked for it.
+        read_keys: gives `keys`.
+    """
+
+    layer: int
+    n_layers: int
+    pass_index: int
+    slots: torch.Tensor
+    present: torch.Tensor
+    size: torch.Tensor
+    n_seen: torch.Tensor
+    n_new: int
+    read_keys: Callable[[], torch.Tensor]
+    attention: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """(B, H_kv, K, head_dim), unpacked when asked for."""
+        return self.read_keys()

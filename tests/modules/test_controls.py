@@ -105,7 +105,7 @@ def test_replaying_a_trace_gives_the_run_again(
 ) -> None:
     chunks = data.draw(st.none() | tiny.chunkings(batch.width))
     run = tiny.forward(tiny.load(family), batch, modules, chunks=chunks)
-    again = tiny.forward(tiny.load(family), batch, [Replay(run.trace)], chunks=chunks, execution=execution)
+    again = tiny.forward(tiny.load(family), batch, [Replay(run.trace, like=modules)], chunks=chunks, execution=execution)
     tiny.assert_same_decisions(tiny.decisions(batch, run.trace), tiny.decisions(batch, again.trace))
     tiny.assert_close(batch.real(run.logits), batch.real(again.logits), atol=2e-5)
 

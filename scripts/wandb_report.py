@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from quicksilver.report.site.site import Piece, Site
+from quicksilver.report.site.collection import Collection, Piece
 from quicksilver.report.wandb import sweeps
+from quicksilver.report.written import markdown
 from quicksilver.runtime.errors import QuickSilverError
 
 TITLE = "QuickSilver: what the paper says, and what was measured"
@@ -65,7 +66,7 @@ RUNS = Section(
 )
 
 
-def outline(site: Site) -> Iterator[Section]:
+def outline(site: Collection) -> Iterator[Section]:
     """The report's sections: runs, sweeps, then every table and figure that was written."""
     yield RUNS
     for sweep in sweeps(site):
@@ -73,15 +74,14 @@ def outline(site: Site) -> Iterator[Section]:
         yield Section(f"Sweep {sweep}", panels=(panel,), sweep=f"sweep {sweep}")
     for piece in site.pieces:
         if piece.written:
-            yield _section(site, piece)
+            yield _section(piece)
 
 
-def _section(site: Site, piece: Piece) -> Section:
+def _section(piece: Piece) -> Section:
+    assert piece.written is not None
     if piece.kind == "figure":
-        return Section(piece.title, "\n".join(piece.caption), (PanelSpec("pictures", piece.title, (piece.name,)),))
-    return Section(
-        piece.title, (site.root / "tables" / f"{piece.name}.md").read_text(encoding="utf-8").partition("\n")[2].strip()
-    )
+        return Section(piece.title, "\n".join(piece.written.caption), (PanelSpec("pictures", piece.title, (piece.name,)),))
+    return Section(piece.title, markdown(piece.written).partition("\n")[2].strip())
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Project:
 
     project: str
     entity: str
-    site: Site = field(repr=False)
+    site: Collection = field(repr=False)
 
 
 def build(project: Project, workspaces: Any) -> Any:
@@ -144,7 +144,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print what the report would have, and stop")
     arguments = parser.parse_args(words)
     try:
-        site = Site(arguments.results)
+        site = Collection(arguments.results)
     except QuickSilverError as error:
         print(error, file=sys.stderr)
         return 1

@@ -168,6 +168,17 @@ def load_record(folder: Path | str) -> Record:
     return Record(folder, data)
 
 
+def check_files(record: Record) -> None:
+    """Compare every file of a record with the digest that was written with it.
+
+    Raises:
+        ConfigError: one is not the file that was recorded.
+    """
+    for name, described in record.data["files"].items():
+        if hashlib.sha256((record.path / name).read_bytes()).hexdigest() != described["sha256"]:
+            raise _corrupt(record.path, f"{name} is not the file that was recorded")
+
+
 def _corrupt(folder: Path, why: str) -> ConfigError:
     return ConfigError(f"{folder} is not a whole record: {why}. Move that folder away (or remove it) to have the run made again.")
 

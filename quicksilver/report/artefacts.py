@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -116,8 +117,16 @@ class Artefact:
         return number in self.numbers or (self.is_numbered and number[-1:].isalpha() and number[:-1] in self.numbers)
 
     def build(self, outcomes: Sequence[Outcome], name: str) -> Table | Figure:
-        """The table or figure called `name`."""
-        return self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
+        """The table or figure called `name`, with the records that it is made of and the claims that it answers."""
+        made = self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
+        found = (record.fingerprint for one in outcomes for record in (one.record, one.dense) if record is not None)
+        return dataclasses.replace(made, records=tuple(sorted(set(found))), claims=self.claims)
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """What the paper reports that is answered here: entries of reported*.yaml, or entry.quantity."""
+        named = (row.reported for row in self.experiment.rows() if row.reported)
+        return tuple(dict.fromkeys((*named, *getattr(self.experiment, "ANSWERS", {}))))
 
     @cached_property
     def title(self) -> str:

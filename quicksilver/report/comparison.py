@@ -18,6 +18,7 @@ from quicksilver.report.cells import amount, audit_cell, interval_cell, number, 
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import Column, Lines
+from quicksilver.report.writing import without_folders
 
 LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
@@ -127,7 +128,11 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= {f"reported_{quantity}": value for quantity, value in reported()[outcome.row.reported].values.items()}
         if outcome.record is not None and outcome.dense is not None:
             model, data = outcome.record["model"], outcome.record["data"]
-            row |= {"model": model["name"], "weights_digest": model["weights_digest"][:SHORT], "dtype": model["dtype"]}
+            row |= {
+                "model": without_folders(model["name"]),
+                "weights_digest": model["weights_digest"][:SHORT],
+                "dtype": model["dtype"],
+            }
             row |= {"data": data["name"], "token_digest": data["token_digest"][:SHORT]}
             row |= against_dense(outcome.record, outcome.dense)
         rows.append(row)

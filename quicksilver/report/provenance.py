@@ -7,6 +7,7 @@ from typing import Any
 
 from quicksilver.harness.record import Record
 from quicksilver.report.artefacts import Outcome
+from quicksilver.report.writing import without_folders
 
 SHORT = 12  # characters of a digest that are printed; enough to find a folder of results/runs by its beginning
 
@@ -30,6 +31,7 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     warnings = timing_warnings(records)
     if warnings:
         lines.append(f"Timing is to be taken with care: {'; '.join(warnings)}.")
+    lines = [without_folders(line) for line in lines]
     lines.append("Records: " + ", ".join(_record_names(outcomes)) + ".")
     return tuple(lines)
 
@@ -52,7 +54,7 @@ def _each(records: Sequence[Record], describe: Any) -> str:
 def _model(record: Record) -> str:
     model = record["model"]
     size = f"{model['parameters'] / 1e6:.1f} M parameters"
-    return f"{model['name']} ({size}, {model['dtype']}, weights {model['weights_digest'][:SHORT]})"
+    return f"{without_folders(model['name'])} ({size}, {model['dtype']}, weights {model['weights_digest'][:SHORT]})"
 
 
 def _data(record: Record) -> str:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from quicksilver.report.artefacts import artefacts
+from quicksilver.report.written import markdown, read
 from quicksilver.runtime.errors import ConfigError
 
 _MARKED = re.compile(r"(<!-- (\w+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
@@ -25,18 +26,18 @@ def fill_readme(readme: Path, results: Path) -> str:
     def filled(match: re.Match[str]) -> str:
         name = match[2]
         kind = "figure" if name.startswith("figure") else "table"
-        path = results / f"{kind}s" / f"{name}.{'png' if kind == 'figure' else 'md'}"
+        path = results / f"{kind}s" / f"{name}.json"
         if not path.is_file():
             number = (
                 name.removeprefix(f"{kind}_") if name[len(kind)] == "_" else name.removeprefix(kind).split("_")[0].lstrip("0")
             )
             raise ConfigError(f"{path} is not there: make it first, make reproduce-{kind} {kind.upper()}={number}.")
         names.append(name)
+        written = read(path)
         if kind == "figure":
             title = titles.get(name, name)
-            return f"{match[1]}![{title[:1].upper()}{title[1:]}]({path.as_posix()})\n{match[3]}"
-        # One level deeper: the table is a part of the README.
-        return match[1] + re.sub(r"^#", "##", path.read_text(encoding="utf-8"), flags=re.MULTILINE) + match[3]
+            return f"{match[1]}![{title[:1].upper()}{title[1:]}]({path.with_name(written.pictures[0]).as_posix()})\n{match[3]}"
+        return match[1] + markdown(written, level=3) + match[3]  # one level deeper: the table is a part of the README
 
     content = _MARKED.sub(filled, readme.read_text(encoding="utf-8"))
     readme.write_text(content, encoding="utf-8")

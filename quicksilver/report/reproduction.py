@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
 
+UNUSABLE = "its record cannot be used"  # what is wrong with it is said beside the table
 # Where something is or goes does not change what is measured: no other name for the table.
 _NEUTRAL = ("results_dir", "data.root", "tracker")
 
@@ -71,10 +72,7 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     from quicksilver.report.committed import committed, distance
 
     store = Store(base.results_dir)
-    outcomes = [
-        Outcome(row, job.record, store.dense_of(job.record) if job.record else None, job.reason)
-        for row, job in zip(artefact.experiment.rows(), jobs, strict=True)
-    ]
+    outcomes = [_sound(row, job, store) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
     product = artefact.build(outcomes, name_of(artefact.name, base, overrides))
     folder = Path(base.results_dir) / f"{artefact.kind}s"
     reference = committed(folder / f"{product.name}.csv")
@@ -92,11 +90,31 @@ def _recorded(row: Row, job: Job, store: Store, place: Workplace | None) -> Outc
             from quicksilver.harness.run import plan
 
             job.record = store.get(plan([job.config], place)[-1].fingerprint)
-        return Outcome(row, job.record, store.dense_of(job.record) if job.record else None, job.reason)
+        return _sound(row, job, store)
     except QuickSilverError as error:
         job.record = None
         job.fail(error)
         return Outcome(row, reason=job.reason)
+
+
+def _sound(row: Row, job: Job, store: Store) -> Outcome:
+    """The row with its record; a record that cannot be read to its end costs this row and no other."""
+    if job.record is None:
+        return Outcome(row, reason=job.reason)
+    from quicksilver.harness.record import check_files
+    from quicksilver.report.comparison import against_dense
+
+    try:
+        dense = store.dense_of(job.record)
+        for record in (job.record, dense):
+            check_files(record)
+        against_dense(job.record, dense)
+    except Exception as error:  # a record that was damaged may do anything
+        known = isinstance(error, QuickSilverError)
+        job.fail(error if known else ConfigError(f"{job.record.path} is damaged ({type(error).__name__}: {error})."))
+        job.record, job.reason = None, UNUSABLE
+        return Outcome(row, reason=UNUSABLE)
+    return Outcome(row, job.record, dense, job.reason)
 
 
 def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:

@@ -15,8 +15,20 @@ from typing import Any, Literal
 import pandas as pd
 
 from quicksilver.report.writing import wrapped, write_files
-
-Lines = tuple[str, ...]
+from quicksilver.report.written import (
+    Heading,
+    PrintedPanel,
+    PrintedRow,
+    Section,
+    Written,
+    markdown,
+    named_records,
+    sorted_once,
+    values,
+)
+from quicksilver.report.written import (
+    Lines as Lines,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class Table:
         name: base name of the files, for example `table11`.
         frame: one row a printed row; needs the columns `panel` and `section`.
         legend: what the columns mean, one sentence a line.
+        records, claims: fingerprints of the records that it is made of, and what the paper reports that it answers; `Artefact.build`
+            fills them in. Records that the frame names are known without.
     """
 
     name: str
@@ -62,6 +76,8 @@ class Table:
     frame: pd.DataFrame
     panels: tuple[Panel, ...]
     legend: tuple[str, ...] = field(default=())
+    records: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
 
     def text(self, width: int | None = None) -> str:
         """For a terminal of `width` columns; None: as wide as it needs."""
@@ -71,23 +87,26 @@ class Table:
             parts += wrapped(panel.notes, width)
         return "\n".join([*parts, "", *wrapped(self.legend, width)]) + "\n"
 
+    def written(self) -> Written:
+        """What is written, as data."""
+        panels = []
+        for panel in self.panels:
+            rows = [place for place, key in enumerate(self.frame["panel"]) if key == panel.key]
+            sections, first = [], 0
+            for section, cells in self._sections(panel):
+                numbered = zip(rows[first : first + len(cells)], cells, strict=True)
+                sections.append(Section(section, tuple(PrintedRow(row, tuple(map(tuple, one))) for row, one in numbered)))
+                first += len(cells)
+            headings = tuple(Heading(column.group, column.header, column.align) for column in panel.columns)
+            panels.append(PrintedPanel(panel.key, panel.title, headings, tuple(sections), tuple(panel.notes)))
+        return Written(
+            "table", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame), tuple(panels), tuple(self.legend),
+            records=sorted_once((*self.records, *named_records(self.frame))), claims=self.claims,
+        )  # fmt: skip
+
     def markdown(self) -> str:
         """GitHub-flavoured Markdown; the lines of a cell are joined by `<br>`, sections are rows in bold."""
-        parts = [f"## {_md(self.title)}"]
-        for panel in self.panels:
-            headers = [": ".join(filter(None, (column.group, column.header))) for column in panel.columns]
-            rows = ["| " + " | ".join(map(_md, headers)) + " |"]
-            rows.append("|" + "|".join(" :-- " if column.align == "left" else " --: " for column in panel.columns) + "|")
-            for section, cells in self._sections(panel):
-                if section:
-                    rows.append("| " + " | ".join([f"**{_md(section)}**"] + [""] * (len(panel.columns) - 1)) + " |")
-                rows += ["| " + " | ".join("<br>".join(map(_md, cell)) for cell in row) + " |" for row in cells]
-            parts += [f"### {_md(panel.title)}", "\n".join(rows)]
-            if panel.notes:
-                parts.append("\n".join(f"- {_md(note)}" for note in panel.notes))
-        if self.legend:
-            parts += ["**How to read it**", "\n".join(f"- {_md(line)}" for line in self.legend)]
-        return "\n\n".join(parts) + "\n"
+        return markdown(self.written())
 
     def csv(self) -> str:
         """The whole frame, all digits that matter (8 significant), empty where there is no number."""
@@ -98,9 +117,11 @@ class Table:
         return "\n".join(_panel_latex(self, panel, self._sections(panel)) for panel in self.panels)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `<name>.md`, `.csv` and `.tex` into `folder`; each file appears whole or not at all."""
-        contents = {"md": self.markdown(), "csv": self.csv(), "tex": self.latex()}
-        return write_files(folder, {f"{self.name}.{suffix}": content.encode() for suffix, content in contents.items()})
+        """Write `<name>.md`, `.csv`, `.tex` and `.json` (see `written`) into `folder`; each file appears whole or not at all."""
+        written = self.written()
+        contents = {"md": markdown(written), "csv": self.csv(), "tex": self.latex()}
+        texts = {f"{self.name}.{suffix}": content.encode() for suffix, content in contents.items()}
+        return write_files(folder, {**texts, f"{self.name}.json": written.json()})
 
     def _sections(self, panel: Panel) -> list[tuple[str, list[list[Lines]]]]:
         """(section, rows of cells) in the frame's order."""
@@ -172,10 +193,6 @@ def _widths(columns: Sequence[Column], sections: list[tuple[str, list[list[Lines
 
 def _total(members: Sequence[int], widths: Sequence[int]) -> int:
     return sum(widths[i] for i in members) + len(_GAP) * (len(members) - 1)
-
-
-def _md(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
 
 
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}

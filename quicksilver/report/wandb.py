@@ -18,13 +18,14 @@ import pandas as pd
 
 from quicksilver.harness.config import TrackerConfig, choices, compose
 from quicksilver.harness.tracker import check_tracker, mirror, start
-from quicksilver.report.site.site import Piece, Run, Site, describe
+from quicksilver.report.site.collection import Collection, NamedRecord, Piece, describe
+from quicksilver.report.written import Written, read
 from quicksilver.runtime.errors import QuickSilverError
 
 TABLES_AND_FIGURES = "tables and figures"  # name and kind of the one run that is no record
 
 
-def publish(results_dir: Path | str, config: TrackerConfig) -> Site:
+def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
     """Mirror the records that tables and figures name, then the tables and figures; returns what was there.
 
     Raises:
@@ -32,7 +33,7 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Site:
         QuickSilverError: W&B refuses (no login …).
     """
     check_tracker(config)
-    site = Site(Path(results_dir))
+    site = Collection(Path(results_dir))
     for run in site.runs.values():
         if run.record is not None:
             mirror(run.record, config, site.root, group=group_of(site, run), tags=_tags(run), more=_numbers(run))
@@ -40,7 +41,7 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Site:
     return site
 
 
-def sweeps(site: Site) -> dict[str, list[str]]:
+def sweeps(site: Collection) -> dict[str, list[str]]:
     """Fingerprints of the records of each multirun: the panels of tables that have the name of an experiment."""
     found: dict[str, list[str]] = {}
     for piece in site.pieces:
@@ -49,22 +50,22 @@ def sweeps(site: Site) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def group_of(site: Site, run: Run) -> str | None:
+def group_of(site: Collection, run: NamedRecord) -> str | None:
     """The W&B group of a record: the sweep that it belongs to, if it is of one."""
     return next((f"sweep {name}" for name, members in sweeps(site).items() if run.fingerprint in members), None)
 
 
-def _tags(run: Run) -> list[str]:
+def _tags(run: NamedRecord) -> list[str]:
     """What names the record."""
     return [piece.name for piece in run.pieces]
 
 
-def _numbers(run: Run) -> dict[str, Any]:
+def _numbers(run: NamedRecord) -> dict[str, Any]:
     """Differences to dense, which a record alone does not have."""
     return {key: value for key, value in run.row.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
-def _publish_pieces(site: Site, config: TrackerConfig) -> None:
+def _publish_pieces(site: Collection, config: TrackerConfig) -> None:
     written = [piece for piece in site.pieces if piece.written]
     content = hashlib.sha256()
     for path in (path for piece in written for path in _files(site, piece)):
@@ -74,30 +75,31 @@ def _publish_pieces(site: Site, config: TrackerConfig) -> None:
             run.log(_shown(site, piece))
             for path in _files(site, piece):
                 run.log_artifact(str(path), name=path.name, type=piece.kind)
-        ledger = site.root / "claims.csv"
-        if ledger.is_file():
-            run.log({"claims": _table(ledger)})
+        if site.claims is not None:
+            run.log({"claims": _table(read(site.root / "claims.json"))})
 
 
-def _files(site: Site, piece: Piece) -> list[Path]:
+def _files(site: Collection, piece: Piece) -> list[Path]:
     return sorted((site.root / f"{piece.kind}s").glob(f"{piece.name}.*"))
 
 
-def _shown(site: Site, piece: Piece) -> dict[str, Any]:
+def _shown(site: Collection, piece: Piece) -> dict[str, Any]:
     """A table as a table, a figure as a picture."""
     import wandb
 
-    folder = site.root / f"{piece.kind}s"
+    assert piece.written is not None
     if piece.kind == "figure":
-        return {piece.name: wandb.Image(str(folder / f"{piece.name}.png"), caption=piece.title)}
-    return {piece.name: _table(folder / f"{piece.name}.csv")} if piece.data else {}
+        picture = site.root / "figures" / piece.written.pictures[0]
+        return {piece.name: wandb.Image(str(picture), caption=piece.title)} if picture.is_file() else {}
+    return {piece.name: _table(piece.written)} if piece.written.rows else {}
 
 
-def _table(path: Path) -> Any:
+def _table(written: Written) -> Any:
     import wandb
 
     # As text: a column that holds numbers in one row and words in the next is refused otherwise.
-    return wandb.Table(dataframe=pd.read_csv(path, dtype=str, keep_default_na=False))
+    rows = [["" if value is None else str(value) for value in row] for row in written.rows]
+    return wandb.Table(dataframe=pd.DataFrame(rows, columns=list(written.columns), dtype=object))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -109,7 +111,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     records = sum(run.record is not None for run in site.runs.values())
-    pieces = sum(piece.written for piece in site.pieces)
+    pieces = sum(piece.written is not None for piece in site.pieces)
     print(f"{records} records, {pieces} tables and figures: project {config.tracker.project}, {config.tracker.mode}.")
     if config.tracker.mode == "offline":
         print(f"To send them: wandb sync {site.root}/wandb/offline-run-*")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
@@ -28,3 +30,21 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
         partial.replace(path)
         written.append(path)
     return written
+
+
+_FOLDERS = re.compile(r"(?<![\w./:~-])(?:file://)?~?(?:/[^\s/'\"<>|,;:()\[\]{}]+)+/([^\s/'\"<>|,;:()\[\]{}]+)")
+
+
+def without_folders(entry: Any) -> Any:
+    """Local files by their names, also inside sentences: where they lie is nobody else's business, and would make a page another one elsewhere.
+
+    Args:
+        entry: text, or mappings and lists of it; anything else comes back as it is.
+    """
+    if isinstance(entry, Mapping):
+        return {without_folders(key): without_folders(value) for key, value in entry.items()}
+    if isinstance(entry, list | tuple):
+        return type(entry)(map(without_folders, entry))
+    if not isinstance(entry, str):
+        return entry
+    return Path(entry).name if "\n" not in entry and Path(entry).is_absolute() else _FOLDERS.sub(r"\1", entry)

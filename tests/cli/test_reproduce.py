@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 
@@ -20,6 +21,8 @@ from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.committed import Committed, committed, distance
 from quicksilver.report.readme import fill_readme
+from quicksilver.report.reproduction import UNUSABLE
+from quicksilver.report.written import Written
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -278,15 +281,17 @@ def test_the_readme_takes_written_tables_and_figures(tmp_path):
     with pytest.raises(ConfigError, match="TABLE=11"):
         fill_readme(readme, results)
     (results / "tables").mkdir(parents=True)
-    (results / "tables" / "table11.md").write_text("## Title\n\n| a |\n")
+    written = Written("table", "table11", "Title", (), (), legend=("a",))
+    (results / "tables" / "table11.json").write_bytes(written.json())
     with pytest.raises(ConfigError, match="FIGURE=8"):
         fill_readme(readme, results)
     (results / "figures").mkdir()
-    (results / "figures" / "figure08_15.png").write_bytes(b"")
+    written = Written("figure", "figure08_15", "Title", (), (), pictures=("figure08_15.png",))
+    (results / "figures" / "figure08_15.json").write_bytes(written.json())
     for _ in range(2):
         assert "table11, figure08_15" in fill_readme(readme, results)
         table, figure = readme.read_text().split("<!-- table11:end -->\n")
-        assert table == "before\n<!-- table11:begin -->\n### Title\n\n| a |\n"
+        assert table == "before\n<!-- table11:begin -->\n### Title\n\n**How to read it**\n\n- a\n"
         assert figure.splitlines()[1].endswith(f"]({results}/figures/figure08_15.png)")
 
 
@@ -342,8 +347,8 @@ def files(harness: Harness) -> dict[str, bytes]:
 def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, capsys):
     assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
     said = capsys.readouterr()
-    assert set(files(harness)) == {f"table01.{s}" for s in ("md", "csv", "tex")} | {
-        f"figure04.{s}" for s in ("svg", "png", "csv")
+    assert set(files(harness)) == {f"table01.{s}" for s in ("md", "csv", "tex", "json")} | {
+        f"figure04.{s}" for s in ("svg", "png", "csv", "json")
     }
     assert "table 9: nothing could be measured" in said.err  # refused under all
     assert "quicksilver reproduce table 9" in said.err
@@ -427,3 +432,29 @@ def test_a_name_without_a_table_cannot_be_found():
     assert find("table", "011").number == "11"
     with pytest.raises(ConfigError, match="There is"):
         find("table", "")
+
+
+def test_a_damaged_record_costs_its_row_and_no_other(harness, capsys):
+    assert table11(harness) == 0
+    before = frame(harness)
+    for name in ("halting all", "adaptive_quantization all"):
+        path = Store(harness.results).path(fakes.fingerprint(name))
+        if name == "halting all":
+            content = (path / "windows.parquet").read_bytes()
+            (path / "windows.parquet").write_bytes(
+                b"\0" * len(content)
+            )  # as long as before, which a look at its size does not see
+        else:
+            data = json.loads((path / "record.json").read_text(encoding="utf-8"))
+            (path / "record.json").write_text(json.dumps(data | {"paper_flops": "many"}), encoding="utf-8")
+    capsys.readouterr()
+    assert table11(harness) == 1
+    said = capsys.readouterr()
+    after = frame(harness)
+    lost = {("all", "isolated.halting"), ("all", "isolated.quantization"), ("all", "cumulative.halting")}
+    assert lost <= set(after.index[after["status"] == UNUSABLE])
+    kept = after.index[after["status"] == "measured"]
+    assert len(kept) > len(after) / 2
+    assert after.loc[kept, "ppl"].equals(before.loc[kept, "ppl"])
+    assert "windows.parquet is not the file that was recorded" in said.err
+    assert "Move that folder away" in said.err

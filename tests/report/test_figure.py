@@ -24,7 +24,7 @@ def figure(caption: tuple[str, ...] = ("Model: m.", "Records: r."), extras: dict
 
 def test_the_same_data_gives_the_same_bytes(tmp_path):
     first, second = (figure(extras={"gif": b"G"}).write(tmp_path / name) for name in "ab")
-    assert [path.name for path in first] == ["figure04.svg", "figure04.png", "figure04.csv", "figure04.gif"]
+    assert [path.name for path in first] == ["figure04.svg", "figure04.png", "figure04.csv", "figure04.json", "figure04.gif"]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     again = figure()
     assert again.png() == again.png()  # writing leaves nothing on the drawing
@@ -44,6 +44,17 @@ def test_title_and_caption_are_in_the_picture():
     with style():
         heights = [image_height(one.png()) for one in (plain, long)]
     assert heights[1] > heights[0]
+
+
+def test_a_busy_picture_is_small():
+    """What is committed stays below 250 KB a picture: a scatter of noise as large as the largest figure."""
+    draw = np.random.default_rng(0)
+    with style():
+        drawing, axes = panels(2, 2, size=(11, 7.4))
+        for plot in axes.flat:
+            for kind in range(6):
+                plot.plot(*draw.normal(size=(2, 120)), linestyle="", label=str(kind))
+    assert len(Figure("x", "t", pd.DataFrame(), drawing, ("A caption. " * 40,)).png()) < 250_000
 
 
 def image_height(png: bytes) -> int:

@@ -37,14 +37,14 @@ def test_the_same_frame_gives_the_same_bytes(tmp_path):
     first = {path.name: path.read_bytes() for path in TABLE.write(tmp_path / "1")}
     second = {path.name: path.read_bytes() for path in copy().write(tmp_path / "2")}
     assert first == second
-    assert sorted(first) == ["t.csv", "t.md", "t.tex"]
+    assert sorted(first) == ["t.csv", "t.json", "t.md", "t.tex"]
     assert all(b"\r" not in content and content.endswith(b"\n") for content in first.values())
 
 
 def test_writing_leaves_nothing_else_behind(tmp_path):
     TABLE.write(tmp_path)
     TABLE.write(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.md", "t.tex"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.json", "t.md", "t.tex"]
 
 
 def test_csv_keeps_the_digits_and_empties_what_is_missing():

@@ -15,7 +15,7 @@ import wandb_report
 from quicksilver.report import comparison, wandb
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
-from quicksilver.report.site.site import Site
+from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import Panel, Table
 
 
@@ -62,9 +62,10 @@ def results(tmp_path) -> Path:
     with style():
         drawing, _ = panels()
     Figure("figure99", "Figure 99: none", frame[["key"]], drawing, ("A caption.",)).write(tmp_path / "figures")
-    pd.DataFrame({"claim": ["a"], "kind": ["claim"], "verdict": ["partly"], "record": [""]}).to_csv(
-        tmp_path / "claims.csv", index=False
+    ledger = pd.DataFrame(
+        {"panel": ["a"], "section": [""], "claim": ["a"], "kind": ["claim"], "verdict": ["partly"], "record": [""]}
     )
+    (tmp_path / "claims.json").write_bytes(Table("claims", "Claims", ledger, ()).written().json())
     return tmp_path
 
 
@@ -94,6 +95,7 @@ def test_tables_and_figures_are_one_run(results, sent):
         "table_sweeps.md",
         "table_sweeps.csv",
         "figure99.svg",
+        "figure99.json",
         "figure99.csv",
     }
     again = Sent()
@@ -117,11 +119,11 @@ def test_a_refusal_is_said_and_harms_nothing(results, sent, capsys):
 
 
 def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
-    sections = {section.title: section for section in wandb_report.outline(Site(results))}
+    sections = {section.title: section for section in wandb_report.outline(Collection(results))}
     assert sections["Sweep b2_halting"].sweep == "sweep b2_halting"  # the group that the mirror gives
     assert sections["Figure 99: none"].panels[0].keys == ("figure99",)
     assert "| technique |" in sections["Sweeps of the paper"].text
-    logged = {name for row in (run.row for run in Site(results).runs.values()) for name in row}
+    logged = {name for row in (run.row for run in Collection(results).runs.values()) for name in row}
     drawn = {key for spec in wandb_report.RUNS.panels for key in spec.keys}
     # Nothing is drawn that no run would have; these records have neither a cache nor a null.
     assert drawn - logged == {"kv_bytes_saved_pct", "null_delta_ppl_pct"}
@@ -130,7 +132,7 @@ def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
 def test_the_report_is_built_from_blocks(results):
     names = ("TableOfContents", "H1", "MarkdownBlock", "PanelGrid", "Runset", "ScatterPlot", "BarPlot", "MediaBrowser", "Report")
     fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in names})
-    _, report = wandb_report.build(wandb_report.Project("mine", "me", Site(results)), fake)
+    _, report = wandb_report.build(wandb_report.Project("mine", "me", Collection(results)), fake)
     assert (report["project"], report["entity"]) == ("mine", "me")
     grids = [about for name, about in report["blocks"] if name == "PanelGrid"]
     assert len(grids) == 3

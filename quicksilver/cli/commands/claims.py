@@ -3,7 +3,7 @@
 quicksilver claims
 quicksilver claims model=gpt2-large dataset=wikitext103
 
-Prints the ledger and writes it to results/claims.md and results/claims.csv. Keys: those of `quicksilver reproduce`.
+Prints the ledger and writes it to results/claims.md, .csv and .json. Keys: those of `quicksilver reproduce`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def main(words: Sequence[str]) -> int:
             failed += [job for job in jobs if job.error is not None]
     table = ledger(sources, name_of("claims", base, overrides))
     print(table.text(width()))
-    contents = {f"{table.name}.md": table.markdown().encode(), f"{table.name}.csv": table.csv().encode()}
+    contents = {"md": table.markdown().encode(), "csv": table.csv().encode(), "json": table.written().json()}
+    contents = {f"{table.name}.{suffix}": content for suffix, content in contents.items()}
     print("Written: " + ", ".join(map(str, write_files(store.root, contents))))
     explain(failed)
     for artefact, trouble in troubles.items():

@@ -26,7 +26,8 @@ def main(words: Sequence[str]) -> int:
 
     results_dir = compose(overrides).results_dir
     try:
-        from quicksilver.report.site.site import describe, make
+        from quicksilver.report.site.collection import describe
+        from quicksilver.report.site.pages import make
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "quicksilver":
             raise

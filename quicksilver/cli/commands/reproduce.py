@@ -60,6 +60,7 @@ def reproduce(artefact: Artefact, overrides: Sequence[str]) -> int:
         print(f"Nothing could be measured, so there is no {artefact.kind}.", file=sys.stderr)
         return 1
     made = build(artefact, jobs, base, overrides)
+    failed = [job for job in jobs if job.error is not None]
     print(made.product.text(width()))
     print(made.distance)
     print("Written: " + ", ".join(map(str, made.written)))
@@ -81,15 +82,15 @@ def reproduce_all(overrides: Sequence[str]) -> int:
     work, troubles = jobs_of_all(overrides, answers)
     run_missing([job for jobs in work.values() for job in jobs], answers, shared=base, watch=watched, on_fault=show_fault)
     for artefact, jobs in work.items():
-        failed = [job for job in jobs if job.error is not None]
-        if failed:
-            troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
         if jobs and all(job.record is None for job in jobs):
             troubles[artefact] = "nothing could be measured"
             continue
         with collected(troubles, artefact):
             made = build(artefact, jobs, base, overrides)
             print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
+        failed = [job for job in jobs if job.error is not None]
+        if failed and artefact not in troubles:
+            troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
     explain([job for jobs in work.values() for job in jobs if job.error is not None])
     for artefact, trouble in troubles.items():
         print(f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {command_of(artefact, overrides)}", file=sys.stderr)

@@ -8,6 +8,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -21,9 +22,13 @@ from quicksilver.harness.store import Store
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
-from quicksilver.report.site import explorer, markdown, tokens
-from quicksilver.report.site.site import Site, make
+from quicksilver.report.site import explorer, tokens
+from quicksilver.report.site.collection import Collection
+from quicksilver.report.site.grid import grid
+from quicksilver.report.site.pages import Site, make
 from quicksilver.report.table import Panel, Table
+from quicksilver.report.writing import without_folders
+from quicksilver.report.written import PrintedPanel, PrintedRow, Section, read
 from quicksilver.runtime.trace import Trace
 
 LAYERS, WINDOW, PROMPT = 24, 512, 448  # the size that the viewer must answer quickly for
@@ -67,6 +72,7 @@ def write_pieces(results: Path, outcomes: list[Outcome]) -> None:
     ).write(results / "figures")
     claim = {
         "panel": "Table 11",
+        "section": "",
         "kind": "claim",
         "claim": "table11.halting.delta_ppl",
         "place": "Appendix P",
@@ -83,7 +89,16 @@ def write_pieces(results: Path, outcomes: list[Outcome]) -> None:
     claim |= {"versus_null": "", "verdict": "partly", "why": "because", "record": outcomes[1].record.fingerprint}
     other = claim | {"claim": "p4.joint.flops", "measured": "", "measured_low": "", "verdict": "not measured", "record": ""}
     conflict = claim | {"kind": "conflict", "claim": "conflict.bits", "verdict": "contradiction", "record": ""}
-    pd.DataFrame([claim, other, conflict]).to_csv(results / "claims.csv", index=False)
+    write_claims(results, pd.DataFrame([claim, other, conflict]))
+
+
+def write_claims(results: Path, frame: pd.DataFrame) -> None:
+    (results / "claims.json").write_bytes(Table("claims", "Claims", frame, ()).written().json())
+
+
+def changed(path: Path, **changes: Any) -> None:
+    """Rewrite a JSON artefact with other contents."""
+    path.write_bytes(dataclasses.replace(read(path), **changes).json())
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +189,11 @@ def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
         assert word in text, word
 
 
-def test_tables_become_tables_again(made, site):
-    written = markdown.parse((made / "tables" / "table11.md").read_text(encoding="utf-8"))
+def test_a_written_table_is_laid_out_as_it_was_printed(made, site):
+    written = read(made / "tables" / "table11.json")
     assert written.title == "Table 11: a < b | c"
-    grid = next(block for block in written.blocks if isinstance(block, markdown.Grid))
-    assert [group for group, _ in grid.groups] == [
+    laid_out = grid(written.panels[0])
+    assert [group for group, _ in laid_out.groups] == [
         "",
         "paper reports",
         "measured",
@@ -186,30 +201,61 @@ def test_tables_become_tables_again(made, site):
         "perplexity against dense",
         "",
     ]
-    assert sum(span for _, span in grid.groups) == len(grid.headers) == len(grid.right)
-    assert [line.cells[0] for line in grid.lines] == list(RUNS)
+    assert sum(span for _, span in laid_out.groups) == len(laid_out.headers) == len(laid_out.right)
+    assert [line.cells[0] for line in laid_out.lines] == list(RUNS)
     page = (site / "table11.html").read_text(encoding="utf-8")
     assert page.count("<tr>") == len(RUNS) + 1
     assert "Table 11: a &lt; b | c" in page
 
 
-def test_markdown_keeps_sections_breaks_and_harmless_text():
-    document = markdown.parse(
-        "## T\n\n| a | g: b |\n| :-- | --: |\n| **Isolated** |  |\n| x<br>y | <script>1</script> |\n\n- a <b>note</b>\n"
-    )
-    grid, notes = document.blocks
-    assert grid.groups == (("", 1), ("g", 1))
-    assert grid.right == (False, True)
-    assert grid.lines[0].section == "Isolated"
-    assert grid.lines[1].cells == ("x<br>y", "&lt;script&gt;1&lt;/script&gt;")
-    assert "&lt;b&gt;note" in notes
+def test_sections_breaks_and_code_are_markup_and_nothing_else_is():
+    hostile = "<script>1</script> ![x](https://example.org/x.png)"
+    section = Section("Isolated `a`", (PrintedRow(0, (("x", "y"), (hostile,))),))
+    heading, row = grid(PrintedPanel("p", "P", (), (section,))).lines
+    assert heading.section == "Isolated <code>a</code>"
+    assert row.cells == ("x<br>y", "&lt;script&gt;1&lt;/script&gt; ![x](https://example.org/x.png)")
+
+
+def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
+    """Wherever a record's words are shown: pages of its run, and of what names it."""
+    record = records["signal.drift"]
+    path = copy / "runs" / record.fingerprint / RECORD
+    data = json.loads(path.read_text())
+    data["model"]["name"] = "![x](https://example.org/x.png)<img src=https://example.org/y.png>"
+    data["label"] = "a run of /home/somebody/models/mine"
+    data["config"]["model"]["path"] = "/home/somebody/models/mine"
+    data["warnings"] = ["/home/somebody/data/text.txt was read", {"at": "file:///home/somebody/x"}]
+    path.write_text(json.dumps(data))
+    make(copy)
+    for page in pages(copy / "report"):
+        text = page.read_text(encoding="utf-8")
+        assert "somebody" not in text, page
+        assert not [name for name in Links(page).loaded if "example.org" in name], page
+    text = (copy / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
+    assert "a run of mine" in text
+    assert "text.txt was read" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("/a/b", "b"),
+        ("/a/with space/c.txt", "c.txt"),
+        ("no text in /a/b/c.txt: make one", "no text in c.txt: make one"),
+        ("see https://example.org/a/b and 3/4 of tables/table11", "see https://example.org/a/b and 3/4 of tables/table11"),
+        ("~/models/x is gone", "x is gone"),
+        (["/a/b", {"/a/k": 3}], ["b", {"k": 3}]),
+    ],
+)
+def test_folders_of_a_machine_are_left_out(said, shown):
+    assert without_folders(said) == shown
 
 
 def test_what_a_page_shows_cannot_end_its_script(made, site, records):
     hostile = {"name": "</script><b>", "values": ["<!--"]}
-    page = Site(made)._page("explorer.html", sweeps=[], charts=[]).decode()
+    page = Site(Collection(made))._page("explorer.html", sweeps=[], charts=[]).decode()
     assert "</script><b>" not in page
-    environment = Site(made)._environment
+    environment = Site(Collection(made))._environment
     assert "<" not in environment.filters["json"](hostile)
     assert json.loads(environment.filters["json"](hostile)) == hostile
 
@@ -255,9 +301,9 @@ def test_a_foreign_or_damaged_record_is_named(copy, records, capsys, damage, sai
 
 def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
     gone = "0" * 20
-    ledger = pd.read_csv(copy / "claims.csv", dtype=str, keep_default_na=False)
+    ledger = pd.DataFrame(read(copy / "claims.json").entries)
     ledger.loc[0, "record"] = gone
-    ledger.to_csv(copy / "claims.csv", index=False)
+    write_claims(copy, ledger)
     _, problems = make(copy)
     assert [problem.remedy for problem in problems if gone in problem.where] == ["To make it: make claims"]
     assert "claims names it" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
@@ -287,17 +333,38 @@ def test_windows_that_are_not_those_recorded_cost_their_pages_and_no_other(copy,
 
 
 def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
-    path = copy / "tables" / "table11.csv"
-    frame = pd.read_csv(path)
-    frame.loc[frame["key"] == "share", ["status", "record", "dense_record"]] = ["failed", None, None]
-    frame.to_csv(path, index=False)
-    (copy / "claims.csv").unlink()
+    path = copy / "tables" / "table11.json"
+    status = read(path).columns.index("status")
+    rows = [list(row) for row in read(path).rows]
+    rows[list(RUNS).index("share")][status] = "failed"
+    changed(path, rows=tuple(map(tuple, rows)))
+    (copy / "claims.json").unlink()
     assert report(copy) == 1
     said = capsys.readouterr().err
     assert "the run of its row continuation share failed" in said
     assert "make claims" in said
     assert "it was not made yet" in said  # the figures of experiments/ that this folder has not
     assert "make claims" in (copy / "report" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("entry", ["ppl", "environment", "executed_flops", "protocol", "model"])
+@pytest.mark.parametrize("value", [None, "a word", {}, [1, 2]])
+def test_whatever_a_damaged_record_holds_all_others_have_their_pages(copy, records, entry, value):
+    record = records["share"]
+    path = copy / "runs" / record.fingerprint / RECORD
+    path.write_text(json.dumps(json.loads(path.read_text()) | {entry: value}))
+    make(copy)
+    assert (copy / "report" / "runs" / f"{record.fingerprint}.html").is_file()
+    text = (copy / "report" / "runs" / f"{records['signal.drift'].fingerprint}.html").read_text(encoding="utf-8")
+    assert "Window by window" in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema_version": 9}', '{"schema_version": 1, "kind": "table"}'])
+def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
+    (copy / "tables" / "table11.json").write_text(content)
+    _, problems = make(copy)
+    assert any(problem.where == "table11" and "Make it again" in problem.what for problem in problems)
+    assert "figure99.png" in (copy / "report" / "figure99.html").read_text(encoding="utf-8")
 
 
 def test_nothing_written_yet(tmp_path, capsys):
@@ -318,11 +385,11 @@ def test_without_any_record_the_report_that_is_there_stays(copy, capsys):
 
 def test_pages_of_what_is_gone_are_removed(copy):
     make(copy)
-    (copy / "figures" / "figure99.svg").unlink()
+    (copy / "figures" / "figure99.json").unlink()
     assert (copy / "report" / "figure99.html").is_file()
     make(copy)
     assert not (copy / "report" / "figure99.html").exists()
-    assert not (copy / "report" / "files" / "figure99.svg").exists()
+    assert not (copy / "report" / "files" / "figure99.png").exists()
 
 
 def decoded(view: dict) -> dict:

@@ -1,0 +1,256 @@
+"""Everything that was written below one results folder: tables, figures, the ledger, and the records that those name.
+
+It reads the JSON beside `tables/`, `figures/` and `claims.md`, and `runs/`. What is missing or damaged is noted where it belongs, and the
+rest is there all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quicksilver.harness.record import Record, load_record
+from quicksilver.report.artefacts import Artefact, artefacts
+from quicksilver.report.comparison import against_dense
+from quicksilver.report.writing import without_folders
+from quicksilver.report.written import Value, Written, read
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+_DATA_LIMIT_BYTES = 30_000  # a larger frame stays where it was written
+_CLAIMS = "claims.json"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that should be there and is not, and what to do."""
+
+    where: str
+    what: str
+    remedy: str
+
+
+@dataclass
+class Piece:
+    """One written table or figure, or one that should be written.
+
+    Attributes:
+        name: base name of its files and of its page.
+        command: what makes it.
+        written: what it says; None: it was not made yet, or its file is damaged.
+        data: its frame as CSV.
+    """
+
+    name: str
+    kind: str
+    title: str
+    command: str
+    order: tuple[Any, ...]
+    written: Written | None = None
+    data: Path | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def carried_data(self) -> str | None:
+        """Name of its frame, where a site has it too."""
+        return self.data.name if self.data is not None and self.data.stat().st_size <= _DATA_LIMIT_BYTES else None
+
+    @property
+    def panels(self) -> dict[str, list[str]]:
+        """Panel to fingerprints of its records."""
+        return self.written.records_of_panels() if self.written is not None else {}
+
+
+@dataclass
+class NamedRecord:
+    """A record that a piece names, or the reason why it cannot be shown."""
+
+    fingerprint: str
+    record: Record | None
+    dense: Record | None
+    pieces: list[Piece]
+    problems: list[Problem] = field(default_factory=list)
+    row: Mapping[str, Any] = field(default_factory=dict)
+    trace: str | None = None  # its page
+
+    @property
+    def label(self) -> str:
+        return str(without_folders(self.record.get("label", ""))) if self.record is not None else "no record"
+
+
+class Collection:
+    """What one results folder has.
+
+    Raises:
+        ConfigError: there is no such folder, nothing was written in it yet, or none of the records that are named.
+    """
+
+    def __init__(self, root: Path):
+        if not root.is_dir():
+            raise ConfigError(f"{root} is not there: a report is made of what `make reproduce` writes into it.")
+        self.root = root
+        self.problems: list[Problem] = []
+        self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
+        self.claims = self._claims()
+        self.runs = self._runs()
+        if not any(piece.written for piece in self.pieces) and self.claims is None:
+            raise ConfigError(f"{root} has no table, figure or claim yet: make reproduce-table TABLE=11 writes one.")
+        if self.runs and not any(run.record is not None for run in self.runs.values()):
+            raise ConfigError(
+                f"None of the {len(self.runs)} records that the tables and figures in {root} name is in {root / 'runs'}: a report of them "
+                "would be empty, and one that is there was left as it is. make reproduce makes the records."
+            )
+
+    def _pieces(self) -> Iterable[Piece]:
+        known = artefacts()
+        for artefact in known:
+            yield self._piece(artefact.name, artefact)
+        names = {artefact.name for artefact in known}
+        written = {*self.root.glob("tables/*.json"), *self.root.glob("figures/*.json")}
+        for path in sorted(path for path in written if path.stem not in names and not path.name.startswith(".")):
+            owner = next((one for one in known if path.stem.startswith(f"{one.name}-")), None)
+            yield self._piece(path.stem, owner, kind=path.parent.name.removesuffix("s"))
+
+    def _piece(self, name: str, artefact: Artefact | None, kind: str | None = None) -> Piece:
+        kind = kind or (artefact.kind if artefact is not None else "table")
+        command, title = "", name
+        order: tuple[Any, ...] = (2, 0, name)
+        if artefact is not None:
+            command = f"make reproduce-{artefact.kind} {artefact.kind.upper()}={artefact.numbers[0]}"
+            order = (*artefact.order, name)
+            title = artefact.title[:1].upper() + artefact.title[1:]
+            if artefact.is_numbered:
+                title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}"
+        piece = Piece(name, kind, title, command, order)
+        path = self.root / f"{kind}s" / f"{name}.json"
+        if not path.is_file():
+            self.note([piece], name, f"it was not made yet: there is no {kind}s/{path.name}.")
+            return piece
+        try:
+            piece.written = read(path)
+        except ConfigError as error:
+            self.note([piece], name, str(error))
+            return piece
+        piece.title = piece.written.title or piece.title
+        if artefact is not None and name != artefact.name:
+            piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"  # of another model or text
+        data = path.with_suffix(".csv")
+        piece.data = data if data.is_file() and data.stat().st_size > 1 else None
+        for entry in piece.written.entries:
+            if entry.get("status") == "failed":
+                which = " ".join(str(entry.get(key) or "") for key in ("panel", "key")).strip()
+                self.note([piece], name, f"the run of its row {which} failed when it was made.")
+        return piece
+
+    def _claims(self) -> list[dict[str, Value]] | None:
+        """The rows of the ledger, empty text where there is no value; None: there is no ledger."""
+        path = self.root / _CLAIMS
+        if not path.is_file():
+            self.problems.append(
+                Problem("claims", f"the ledger was not made yet: there is no {path.name}.", "To make it: make claims")
+            )
+            return None
+        try:
+            found = read(path).entries
+        except ConfigError as error:
+            self.problems.append(Problem("claims", self._without_root(str(error)), "To make it: make claims"))
+            return None
+        return [{key: "" if value is None else value for key, value in entry.items()} for entry in found]
+
+    def _runs(self) -> dict[str, NamedRecord]:
+        """Every named record, and the dense record of each, by fingerprint."""
+        named: dict[str, list[Piece]] = {}
+        ledger = Piece("claims", "table", "the claims", "make claims", ())
+        judged = sorted({str(row["record"]) for row in self.claims or () if row.get("record")})
+        for piece, fingerprints in (*((one, one.written.records) for one in self.pieces if one.written), (ledger, judged)):
+            for fingerprint in fingerprints:
+                pieces = named.setdefault(fingerprint, [])
+                if piece not in pieces:
+                    pieces.append(piece)
+        runs = {fingerprint: self._run(fingerprint, pieces) for fingerprint, pieces in sorted(named.items())}
+        for run in list(runs.values()):
+            needed = run.record.dense_fingerprint if run.record is not None else None
+            if needed is not None and needed not in runs:
+                runs[needed] = self._run(needed, run.pieces)
+        for run in runs.values():
+            if run.record is not None:
+                run.dense = runs[run.record.dense_fingerprint or run.fingerprint].record
+        for run in runs.values():
+            if run.record is not None and run.dense is not None:
+                try:
+                    run.row = against_dense(run.record, run.dense)
+                except QuickSilverError as error:
+                    self.trouble(run, error)
+                except Exception as error:  # whatever a damaged record does: it is left out, and the others stay
+                    self.trouble(run, error)
+                    run.record = None
+        return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[0])))
+
+    def _run(self, fingerprint: str, pieces: list[Piece]) -> NamedRecord:
+        path = self.root / "runs" / fingerprint
+        names = ", ".join(piece.name for piece in pieces)
+        try:
+            if not path.is_dir():
+                raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
+            record = load_record(path)
+            _check_types(record)
+            return NamedRecord(fingerprint, record, None, pieces)
+        except Exception as error:  # as above
+            run = NamedRecord(fingerprint, None, None, pieces)
+            self.trouble(run, error)
+            return run
+
+    def trouble(self, run: NamedRecord, error: Exception) -> None:
+        """Note on the pages of `run` and of what names it why it cannot be shown, whole or in part."""
+        known = isinstance(error, QuickSilverError)
+        what = str(error) if known else f"the record is damaged ({type(error).__name__}: {error})"
+        run.problems.append(self.note(run.pieces, f"runs/{run.fingerprint}", what))
+
+    def note(self, pieces: Sequence[Piece], where: str, what: str) -> Problem:
+        """Note what is missing, here and on the pages of `pieces`; the first one's command makes it."""
+        problem = Problem(where, self._without_root(what), f"To make it: {pieces[0].command}" if pieces[0].command else "")
+        self.problems.append(problem)
+        for piece in pieces:
+            piece.problems.append(problem)
+        return problem
+
+    def _without_root(self, what: str) -> str:
+        # Where the results lie must not show on the pages.
+        return what.replace(f"{self.root}/", "")
+
+
+_MAPPINGS = ("config", "environment", "model", "data", "protocol")
+_NUMBERS = ("ppl", "tokens", "executed_flops", "nominal_flops", "paper_flops")
+
+
+def _check_types(record: Record) -> None:
+    """What every page takes for granted.
+
+    Raises:
+        ConfigError: an entry is of another type.
+    """
+    for key in _MAPPINGS:
+        if not isinstance(record[key], Mapping) or not record[key]:
+            raise ConfigError(f"{record.path} is damaged: {key} is {record[key]!r}, and should have entries.")
+    for key in _NUMBERS:
+        if key in record.data and (isinstance(record[key], bool) or not isinstance(record[key], int | float)):
+            raise ConfigError(f"{record.path} is damaged: {key} is {record[key]!r}, and should be a number.")
+
+
+def grouped(problems: Sequence[Problem]) -> list[tuple[str, list[str], str]]:
+    """What is missing, where (each once), and the remedy: the same trouble of many records is one entry."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        groups.setdefault((problem.what, problem.remedy), []).append(problem.where)
+    return [(what, list(dict.fromkeys(where)), remedy) for (what, remedy), where in groups.items()]
+
+
+def describe(problems: Sequence[Problem]) -> str:
+    """The problems for a terminal."""
+    lines = []
+    for what, where, remedy in grouped(problems):
+        lines.append(f"{', '.join(where)}: {what}")
+        if remedy:
+            lines.append(f"  {remedy}")
+    return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""What a written table or figure says, as data: the JSON beside its Markdown or picture. Pages, README, W&B and the ledger read this.
+
+One schema for tables, figures and the ledger of claims. Nothing is parsed back from what people read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # a second to import, which who only reads need not pay
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+Value = str | int | float | bool | None
+Lines = tuple[str, ...]  # what one cell shows, line by line
+_RECORD_COLUMN = re.compile(r"(\w+_)?(record|fingerprint)s?")
+_FINGERPRINT = re.compile(r"\b[0-9a-f]{20}\b")
+_DIGITS = 8  # significant, as in the CSV
+
+
+@dataclass(frozen=True)
+class Heading:
+    """One printed column: `group` stands above it and its neighbours of the same group."""
+
+    group: str
+    header: str
+    align: Literal["left", "right"] = "right"
+
+
+@dataclass(frozen=True)
+class PrintedRow:
+    """Cells in print; `row` is the place of their values in `Written.rows`."""
+
+    row: int
+    cells: tuple[Lines, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows under one heading; an empty title for none."""
+
+    title: str
+    rows: tuple[PrintedRow, ...]
+
+
+@dataclass(frozen=True)
+class PrintedPanel:
+    """One panel of a table; `notes` say how it was measured."""
+
+    key: str
+    title: str
+    columns: tuple[Heading, ...]
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """A table or figure as it was written.
+
+    Attributes:
+        kind: table or figure.
+        name: base name of its files.
+        panels: of a table, as printed.
+        legend: what the columns mean (table).
+        caption: sentences below the picture (figure).
+        columns, rows: the frame behind it, a value a column: text, number, truth, or None where there is none.
+        records: fingerprints of the records that it is made of.
+        claims: what the paper reports that is answered here: entries of reported*.yaml, or entry.quantity.
+        pictures: names of the picture files beside it, the one to show first.
+    """
+
+    kind: Literal["table", "figure"]
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    panels: tuple[PrintedPanel, ...] = ()
+    legend: tuple[str, ...] = ()
+    caption: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
+    pictures: tuple[str, ...] = ()
+
+    @cached_property
+    def entries(self) -> list[dict[str, Value]]:
+        """The rows as column to value."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def records_of_panels(self) -> dict[str, list[str]]:
+        """Panel of the frame to the fingerprints in its column `record`, sorted; empty where the frame has no such columns."""
+        found: dict[str, set[str]] = {}
+        if {"panel", "record"} <= set(self.columns):
+            for entry in self.entries:
+                found.setdefault(str(entry["panel"]), set()).update(filter(None, (entry["record"],)))  # type: ignore[arg-type]
+        return {panel: sorted(names) for panel, names in found.items()}
+
+    def json(self) -> bytes:
+        """The file's content: the same artefact gives the same bytes."""
+        content = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        lines = [f"{json.dumps(key)}: {_dump(value)}" for key, value in content.items()]
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def _dump(value: Any) -> str:
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict):
+        return "[\n" + ",\n".join(json.dumps(one, ensure_ascii=False, allow_nan=False) for one in value) + "\n]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def read(path: Path) -> Written:
+    """Read what `Written.json` wrote.
+
+    Raises:
+        ConfigError: there is no such file, it is damaged, or another version wrote it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema_version"] != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{path} has schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
+                "Make it again."
+            )
+        return _written(content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = "it is not there" if isinstance(error, FileNotFoundError) else f"it is damaged ({type(error).__name__}: {error})"
+        raise ConfigError(f"{path} cannot be read: {why}. Make it again.") from error
+
+
+def _written(content: Mapping[str, Any]) -> Written:
+    panels = tuple(
+        PrintedPanel(
+            panel["key"],
+            panel["title"],
+            tuple(Heading(**column) for column in panel["columns"]),
+            tuple(
+                Section(section["title"], tuple(PrintedRow(row["row"], _lines(row["cells"])) for row in section["rows"]))
+                for section in panel["sections"]
+            ),
+            _words(panel["notes"]),
+        )
+        for panel in content["panels"]
+    )
+    words = {name: _words(content[name]) for name in ("columns", "legend", "caption", "records", "claims", "pictures")}
+    rows = tuple(map(tuple, content["rows"]))
+    if any(len(row) != len(words["columns"]) for row in rows):
+        raise ValueError("a row has more or fewer values than there are columns")
+    for name in ("kind", "name", "title"):
+        _words([content[name]])
+    return Written(content["kind"], content["name"], content["title"], rows=rows, panels=panels, **words)
+
+
+def _words(texts: Any) -> tuple[str, ...]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TypeError("text was expected")
+    return tuple(texts)
+
+
+def _lines(cells: Any) -> tuple[Lines, ...]:
+    return tuple(map(_words, cells))
+
+
+def values(frame: pd.DataFrame) -> tuple[tuple[Value, ...], ...]:
+    """The rows of a frame with plain types; numbers with 8 significant digits, None for what is missing or not finite."""
+    return tuple(tuple(map(_value, row)) for row in frame.itertuples(index=False, name=None))
+
+
+def _value(value: Any) -> Value:
+    value = value.item() if hasattr(value, "item") else value
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    return None if type(value).__name__ in ("NAType", "NaTType") else str(value)
+
+
+def named_records(frame: pd.DataFrame) -> Iterator[str]:
+    """The fingerprints in those columns of a frame that name records."""
+    for column in frame.columns:
+        if _RECORD_COLUMN.fullmatch(str(column)):
+            for value in frame[column].dropna().unique():
+                yield from _FINGERPRINT.findall(str(value))
+
+
+def sorted_once(names: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, sorted."""
+    return tuple(sorted(set(names)))
+
+
+# --- as Markdown ------------------------------------------------------------------------------------------------------------------
+
+
+def markdown(written: Written, level: int = 2) -> str:
+    """A table as GitHub-flavoured Markdown, its title a heading of `level`; lines of a cell are joined by `<br>`, sections are rows in bold."""
+    parts = [f"{'#' * level} {_escaped(written.title)}"]
+    for panel in written.panels:
+        headings = [": ".join(filter(None, (column.group, column.header))) for column in panel.columns]
+        rows = ["| " + " | ".join(map(_escaped, headings)) + " |"]
+        rows.append("|" + "|".join(" :-- " if column.align == "left" else " --: " for column in panel.columns) + "|")
+        for section in panel.sections:
+            if section.title:
+                rows.append("| " + " | ".join([f"**{_escaped(section.title)}**"] + [""] * (len(panel.columns) - 1)) + " |")
+            rows += ["| " + " | ".join("<br>".join(map(_escaped, cell)) for cell in row.cells) + " |" for row in section.rows]
+        parts += [f"{'#' * (level + 1)} {_escaped(panel.title)}", "\n".join(rows)]
+        if panel.notes:
+            parts.append("\n".join(f"- {_escaped(note)}" for note in panel.notes))
+    if written.legend:
+        parts += ["**How to read it**", "\n".join(f"- {_escaped(line)}" for line in written.legend)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Text that stays text: `](` is what makes a link or a picture of words in brackets, and a new line would begin a block."""
+    text = " ".join(text.splitlines()) if "\n" in text or "\r" in text else text
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("](", "]\\(")

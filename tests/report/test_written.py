@@ -1,0 +1,144 @@
+"""What is written beside a table or figure as JSON: all of it comes back, the same artefact gives the same bytes, and damage is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quicksilver.report.table import Column, Panel, Table
+from quicksilver.report.written import (
+    Heading,
+    PrintedPanel,
+    PrintedRow,
+    Section,
+    Written,
+    markdown,
+    named_records,
+    read,
+    values,
+)
+from quicksilver.runtime.errors import ConfigError
+
+ONE, TWO = "0123456789abcdef0123", "fedcba98765432100000"
+FRAME = pd.DataFrame(
+    {
+        "panel": ["a", "b", "a"],
+        "section": ["S", "", "S"],
+        "record": [ONE, None, TWO],
+        "value": [1 / 3, np.nan, np.inf],
+        "count": np.array([1, 2, 3], dtype=np.int64),
+        "lookahead": [True, False, None],
+    }
+)
+COLUMNS = (
+    Column("g", "v", lambda row: (f"{row['value']:.2f}", "below")),
+    Column("", "n", lambda row: (str(row["count"]),), "left"),
+)
+TABLE = Table("t", "A title", FRAME, (Panel("a", "A", COLUMNS, ("note",)), Panel("b", "B", COLUMNS)), ("legend",), claims=("c",))
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+cells = st.lists(st.lists(texts, max_size=2).map(tuple), max_size=3).map(tuple)
+rows = st.builds(PrintedRow, st.integers(0, 9), cells)
+sections = st.builds(Section, texts, st.lists(rows, max_size=2).map(tuple))
+headings = st.builds(Heading, texts, texts, st.sampled_from(["left", "right"]))
+word_lists = st.lists(texts, max_size=3).map(tuple)
+drawn_panels = st.builds(
+    PrintedPanel, texts, texts, st.lists(headings, max_size=2).map(tuple), st.lists(sections, max_size=2).map(tuple), word_lists
+)
+plain = st.one_of(st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False), texts)
+
+
+@st.composite
+def artefacts(draw):
+    columns = draw(word_lists)
+    frame = draw(st.lists(st.tuples(*[plain] * len(columns)), max_size=3).map(tuple))
+    words = {name: draw(word_lists) for name in ("legend", "caption", "records", "claims", "pictures")}
+    panels = tuple(draw(st.lists(drawn_panels, max_size=2)))
+    return Written(draw(st.sampled_from(["table", "figure"])), draw(texts), draw(texts), columns, frame, panels, **words)
+
+
+@given(artefacts())
+def test_everything_comes_back(tmp_path_factory, written):
+    path = tmp_path_factory.mktemp("written") / "x.json"
+    path.write_bytes(written.json())
+    assert read(path) == written
+    assert read(path).json() == written.json()
+
+
+def test_cells_stand_beside_their_values():
+    written = TABLE.written()
+    (section,) = written.panels[0].sections
+    assert section.title == "S"
+    assert [(row.row, row.cells) for row in section.rows] == [(0, (("0.33", "below"), ("1",))), (2, (("inf", "below"), ("3",)))]
+    assert written.entries[0]["value"] == 0.33333333
+    assert [type(value) for value in written.rows[0]] == [str, str, str, float, int, bool]
+    assert written.rows[1][2:4] == (None, None)
+    assert written.entries[2]["value"] is None  # not finite: JSON has no such number
+
+
+def test_records_are_those_of_the_frame_and_those_it_was_built_from():
+    assert TABLE.written().records == (ONE, TWO)
+    more = dataclasses.replace(TABLE, records=("9" * 20, ONE))
+    assert more.written().records == (ONE, "9" * 20, TWO)
+    assert more.written().claims == ("c",)
+    assert TABLE.written().records_of_panels() == {"a": [ONE, TWO], "b": []}
+    frame = pd.DataFrame({"dense_record": [ONE], "token_digest": [TWO], "records": [f"{TWO} {TWO}"]})
+    assert set(named_records(frame)) == {ONE, TWO}
+    assert set(named_records(frame[["token_digest"]])) == set()  # a digest of a text is no record
+
+
+def test_the_markdown_is_that_of_the_table_at_any_depth(tmp_path):
+    TABLE.write(tmp_path)
+    written = read(tmp_path / "t.json")
+    assert markdown(written) == (tmp_path / "t.md").read_text(encoding="utf-8")
+    deeper = markdown(written, level=4)
+    assert deeper.startswith("#### A title\n\n##### A\n")
+    assert deeper.replace("#### A title", "## A title").replace("##### ", "### ") == markdown(written)
+
+
+@pytest.mark.parametrize("name", ["![x](https://example.org/x.png)", "[a](b) <img src=x>", "a\n\n# b\r\n![x](y)", "a|b *c*"])
+def test_no_words_of_a_record_become_markup(name):
+    text = markdown(
+        dataclasses.replace(TABLE, title=name, legend=(name,), panels=(Panel("a", name, COLUMNS, (name,)),)).written()
+    )
+    assert "](" not in text
+    assert "<img" not in text
+    assert len([line for line in text.splitlines() if line.startswith("#")]) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content | {"schema_version": 2},
+        lambda content: content | {"rows": [[1]]},
+        lambda content: content | {"legend": "words"},
+        lambda content: content | {"title": None},
+        lambda content: {key: value for key, value in content.items() if key != "panels"},
+        lambda content: content | {"panels": [{"key": 1}]},
+        lambda content: [],
+    ],
+)
+def test_damage_is_one_message_with_the_file(tmp_path, damage):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(damage(json.loads(TABLE.written().json()))))
+    with pytest.raises(ConfigError, match=r"t\.json.*Make it again") as said:
+        read(path)
+    assert "\n" not in str(said.value)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="damaged"):
+        read(path)
+    with pytest.raises(ConfigError, match="not there"):
+        read(tmp_path / "other.json")
+
+
+def test_plain_values_of_every_kind():
+    frame = pd.DataFrame(
+        {"a": pd.Series([1, None], dtype="Int64"), "b": [pd.NaT, np.float32(0.5)], "c": [("x",), np.bool_(True)]}
+    )
+    assert values(frame) == ((1, None, "('x',)"), (None, 0.5, True))

@@ -106,14 +106,39 @@ def _read_file(config: DatasetConfig, part: Part, path: Path) -> str:
 
 
 def _jsonl(path: Path, content: str, text_field: str) -> Iterator[str]:
-    for number, line in enumerate(content.splitlines(), 1):
+    # Not splitlines: it also cuts at U+2028, U+0085 and others, which may stand inside a json string. Blank lines are no documents.
+    for number, line in enumerate(content.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
-            document = json.loads(line)[text_field]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            yield _document(line, text_field)
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f'{path}, line {number}: not a json object with "{text_field}" ({type(error).__name__}: {error}).'
+                f'{path}, line {number}: {error}. Each line must be a json object with a text, such as {{"{text_field}": "…"}}: mend or '
+                f"remove the line, or name another field with dataset.hub.text_field=…"
             ) from error
-        yield document
+
+
+def _document(line: str, text_field: str) -> str:
+    """The text of one line.
+
+    Raises:
+        ValueError, RecursionError: no json, no object, no text in that field, half of a surrogate pair.
+    """
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a json {_kind(row)} is no object")
+    if text_field not in row:
+        raise ValueError(f'it has no "{text_field}"')
+    if not isinstance(row[text_field], str):
+        raise ValueError(f'its "{text_field}" is a json {_kind(row[text_field])}')
+    row[text_field].encode("utf-8")
+    return row[text_field]
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value)]
 
 
 def _slice(config: DatasetConfig, part: Part, documents: Iterable[str]) -> Iterator[str]:
@@ -163,6 +188,10 @@ def _stream(config: DatasetConfig, split: str) -> Iterator[str]:
     try:
         stream = datasets.load_dataset(hub.id, hub.config, split=split, revision=hub.revision, streaming=True)
         for row in stream:
+            if not isinstance(row[hub.text_field], str):
+                raise ValueError(
+                    f"a row's {hub.text_field} is {row[hub.text_field]!r}, no text: name another with dataset.hub.text_field=…"
+                )
             yield row[hub.text_field]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(

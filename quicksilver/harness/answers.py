@@ -43,8 +43,8 @@ class Answers:
         try:
             kept = json.loads((self._store.root / _FILE).read_text(encoding="utf-8"))
             if kept["stamp"] == self._stamp:
-                self._known = kept["answers"]
-        except (OSError, ValueError, KeyError, TypeError):
+                self._known = {key: answer for key, answer in kept["answers"].items() if _is_answer(answer)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # a cache: without it everything is composed and planned again
         self._changed = False
 
@@ -76,14 +76,14 @@ class Answers:
             self._known[_key(overrides)] = kept
 
     def save(self) -> None:
-        """Write what is new.
-
-        Raises:
-            QuickSilverError: the results folder cannot be written.
-        """
+        """Write what is new, where it can be written."""
         if self._changed:
-            self._store.write_json(_FILE, {"stamp": self._stamp, "answers": self._known})
+            self._store.write_cache(_FILE, {"stamp": self._stamp, "answers": self._known})
             self._changed = False
+
+
+def _is_answer(kept: Any) -> bool:
+    return isinstance(kept, dict) and any(isinstance(kept.get(name), str) for name in ("reason", "fingerprint"))
 
 
 def _key(overrides: Sequence[str]) -> str:

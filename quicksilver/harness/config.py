@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -23,16 +23,26 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
 from quicksilver.data.spec import FORMS, PARTS, READERS, DatasetConfig
+from quicksilver.harness.hydra_section import check_hydra, check_selected
 from quicksilver.harness.overrides import quoted
-from quicksilver.models.spec import ATTENTION, DTYPES, ModelConfig
+from quicksilver.harness.targets import target_class
+from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, ModelConfig
 from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.module import RuntimeModule
 
 EXECUTIONS = ("compact", "masked", "decide")
 NULLS = ("shuffle", "none")
+MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
+GREATEST_SEED = 2**32 - 1  # what every generator takes
+GREATEST_NUMBER = 2**63 - 1  # what json readers, pandas and torch hold
+_OVERRIDE = "write key=value, for instance model=gpt2 or modules.halting.resume_layers=4."
 GROUPS = ("model", "dataset", "modules", "protocol", "measure", "tracker", "experiment")
 
 # OmegaConf 2.3 reads `Optional[int]`, not every spelling of `int | None` inside containers; the fields keep the older form.
@@ -247,11 +257,38 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _compose_raw(overrides: list[str]) -> DictConfig:
+    check_words(overrides)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            return hydra_compose("run", overrides)
-    except (HydraException, OmegaConfBaseException) as error:
+            cfg = hydra_compose("run", overrides, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, overrides)) from error
+    check_hydra(cfg.hydra)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
+def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
+    """Refuse words over which Hydra itself stumbles: a group that is given a number or nothing; and modules that would become one.
+
+    Raises:
+        ConfigError: names the word.
+    """
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            continue  # explained with all others
+        values = override._value if isinstance(override._value, list) else [override._value]
+        unnamed = any(value is None or isinstance(value, int | float) for value in values) and not override.is_delete()
+        if override.key_or_group in GROUPS and unnamed:
+            raise ConfigError(explain(ConfigError(text), [text], extra_dirs))
+        if override.key_or_group == "modules" and not override.is_delete():
+            for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
+                names = value if isinstance(value, list) else str(value).strip("[]").split(",")
+                check_selected([str(name).strip() for name in names], [config_dir(), *extra_dirs])
 
 
 def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
@@ -260,8 +297,8 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: keys added with `+` that mean nothing, a missing value, a value out of range.
     """
-    _refuse_unknown_keys(cfg, RunConfig())
     try:
+        _refuse_unknown_keys(cfg, RunConfig())
         OmegaConf.resolve(cfg)
         missing = sorted(OmegaConf.missing_keys(cfg))
         if missing:
@@ -271,7 +308,7 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value: give {error.full_key}=…") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, overrides)) from error
+        raise ConfigError(_explain_value(error, overrides)) from error
     assert isinstance(config, RunConfig)
     check(config)
     return config
@@ -293,6 +330,10 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: names the key, the value and what is allowed.
     """
+    if not DEVICES.fullmatch(config.model.device_map):
+        raise ConfigError(
+            f"model.device_map={config.model.device_map}: no device is called so. Use cpu, cuda, cuda:1 …, mps or auto."
+        )
     _choice("model.dtype", config.model.dtype, DTYPES)
     _choice("model.attn_implementation", config.model.attn_implementation, ATTENTION)
     _choice("dataset.reader", config.dataset.reader, READERS)
@@ -316,8 +357,8 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             "measure.signals=true has no text to look into: give measure.sentences=['A sentence.'] or measure.signal_windows=1."
         )
-    _at_least("threads", config.threads, 1)
-    _at_least("seed", config.seed, 0)
+    _within("threads", config.threads, 1, MOST_THREADS)
+    _within("seed", config.seed, 0, GREATEST_SEED)
     if config.dataset.reader != "pydoc" and config.dataset.files.test is None and config.dataset.hub.id is None:
         raise ConfigError(
             f"dataset.files.test has no value: dataset={config.dataset.name} needs dataset.files.test=/path/of/a/text."
@@ -328,6 +369,7 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"execution=masked computes everything and undoes it, so it has no {timed[0]} worth a record: add {off}."
         )
+    _check_numbers("", dataclasses.asdict(config))
     _check_passes(config)
     if not config.results_dir.strip():
         raise ConfigError("results_dir is empty: give the folder that holds the records, for instance results_dir=results.")
@@ -345,6 +387,8 @@ def _check_passes(config: RunConfig) -> None:
             raise ConfigError(
                 f"measure.energy_window_s={measure.energy_window_s:g} is out of range: counters need at least 1 second."
             )
+    if measure.budget_ms <= 0:
+        raise ConfigError(f"measure.budget_ms={measure.budget_ms:g} is out of range: more than 0 milliseconds a token.")
     if measure.deployment:
         _at_least("measure.deployment_prompt_tokens", measure.deployment_prompt_tokens, 2)
         _at_least("measure.deployment_new_tokens", measure.deployment_new_tokens, 2)
@@ -353,6 +397,20 @@ def _check_passes(config: RunConfig) -> None:
                 f"measure.deployment_prompt_tokens={measure.deployment_prompt_tokens}: the prompt is the beginning of a window, and a "
                 f"window has protocol.window_tokens={config.protocol.window_tokens}."
             )
+
+
+def _check_numbers(key: str, value: Any) -> None:
+    """Refuse numbers that no file of a record can hold, wherever they stand."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            _check_numbers(f"{key}.{name}" if key else str(name), entry)
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            _check_numbers(f"{key}[{i}]", entry)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value!r} is not finite; give a finite number.")
+    elif isinstance(value, int) and abs(value) > GREATEST_NUMBER:
+        raise ConfigError(f"{key}={value} is out of range: no more than {GREATEST_NUMBER}.")
 
 
 def _choice(key: str, value: str, allowed: Sequence[str]) -> None:
@@ -365,26 +423,23 @@ def _at_least(key: str, value: int | None, least: int) -> None:
         raise ConfigError(f"{key}={value} is out of range: at least {least}.")
 
 
+def _within(key: str, value: int | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"{key}={value} is out of range: from {least} to {most}.")
+
+
 # --- modules --------------------------------------------------------------------------------------------------------------------
 
 
-def module_class(name: str, entry: Any) -> type:
-    """The class behind `modules.NAME`, named by its `_target_`.
+def module_class(name: str, entry: Any) -> type[RuntimeModule]:
+    """The class behind `modules.NAME`, named by its `_target_`; nothing is built.
 
     Raises:
-        ConfigError: no `_target_`, or nothing importable there.
+        ConfigError: no `_target_`, or no runtime module there.
     """
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
-        raise ConfigError(f"modules.{name}={entry!r} is no module: its yaml gives `_target_: package.Class` and the arguments.")
-    target = entry["_target_"]
-    module, _, attribute = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"modules.{name}._target_={target} cannot be imported: {error}.") from error
-    if not inspect.isclass(found):
-        raise ConfigError(f"modules.{name}._target_={target} is not a class.")
-    return found
+    from quicksilver.runtime.module import RuntimeModule
+
+    return target_class(f"modules.{name}", entry, RuntimeModule)
 
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:
@@ -398,8 +453,10 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
             or whatever the class refuses.
     """
     built = []
-    for name, entry in sorted(entries.items()):  # whatever order they were selected in: it must not decide anything
-        cls = module_class(name, entry)
+    # All are checked before the first is built. Sorted: whatever order they were selected in must not decide anything.
+    classes = {name: module_class(name, entry) for name, entry in sorted(entries.items())}
+    for name, cls in classes.items():
+        entry = entries[name]
         arguments = {k: v for k, v in entry.items() if k != "_target_"}
         known = list(inspect.signature(cls).parameters)
         for key in arguments:
@@ -441,21 +498,21 @@ def explain(error: Exception, overrides: Sequence[str], extra_dirs: Sequence[Pat
         try:
             parsed.append(parser.parse_override(text))
         except HydraException:
-            return f"{text!r} is not an override: write key=value, for instance model=gpt2 or modules.halting.resume_layers=4."
+            return f"{text!r} is not an override: {_OVERRIDE}"
     parsed = [o for o in parsed if not o.key_or_group.startswith("hydra")]
     for override in parsed:
         if override.key_or_group in GROUPS:
             group = override.key_or_group
             known = choices(group, extra_dirs)
             chosen = _chosen(override)
-            if not chosen and group != "modules":
-                return f"{group}= names nothing. Choices: {', '.join(known)}."
+            if not chosen and (group != "modules" or override._value is None):
+                return f"{override.input_line} names nothing. Choices: {', '.join(known)}."
             unknown = [c for c in chosen if c not in known]
             if unknown:
                 return (
                     f"{group}={unknown[0]}: there is no such {group.removesuffix('s')}. {_suggest(unknown[0], known, 'Choices')}"
                 )
-    return _explain_keys(parsed, extra_dirs) or _explain_value(error) or _plain(error)
+    return _explain_keys(parsed, extra_dirs) or _explain_value(error, overrides)
 
 
 def _chosen(override: Override) -> list[str]:
@@ -464,7 +521,7 @@ def _chosen(override: Override) -> list[str]:
     flat: list[str] = []
     for value in values:
         # sweep_iterator gives a list of names as the text "[a,b]"
-        text = value if isinstance(value, str) else ",".join(map(str, value)) if isinstance(value, list) else ""
+        text = ",".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
         flat += [part.strip() for part in text.strip("[]").split(",") if part.strip()]
     return flat
 
@@ -479,7 +536,7 @@ def _explain_keys(parsed: Sequence[Override], extra_dirs: Sequence[Path]) -> str
     if extra_dirs:
         selected.append(f"hydra.searchpath=[{','.join(f'file://{d}' for d in extra_dirs)}]")
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        base = hydra_compose("run", selected)
+        base = hydra_compose("run", [word for word in selected if "${" not in word])
     for override in parsed:
         if override in groups or override.is_add() or override.is_force_add():
             continue
@@ -509,7 +566,15 @@ def _explain_keys(parsed: Sequence[Override], extra_dirs: Sequence[Path]) -> str
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "str": "text"}
 
 
-def _explain_value(error: Exception) -> str | None:
+def _explain_value(error: Exception, overrides: Sequence[str]) -> str:
+    said = _explain_type(error) or _plain(error)
+    interpolated = next((text for text in overrides if "${" in text), None)
+    if interpolated is not None and "nterpolation" in said:
+        return f"{interpolated}: {said}. ${{…}} stands for another key, ${{model.name}}, or for a variable, ${{oc.env:NAME,otherwise}}."
+    return said
+
+
+def _explain_type(error: Exception) -> str | None:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
         return None

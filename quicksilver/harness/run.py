@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Workplace:
             known = len(remembered)
             digest = weights_digest(files.folder, remembered)
             if len(remembered) > known:
-                store.write_json(_DIGESTS, remembered)
+                store.write_cache(_DIGESTS, remembered)
             self._files[key] = (files, digest)
         return self._files[key]
 
@@ -145,12 +146,21 @@ class Workplace:
         digests = {"text": self.text(config, "test").digest, "weights": self.files(config)[1]}
         if any(_asks_for_calibration(module) for module in modules):
             digests["calibration_text"] = self.text(config, "calibration").digest
+            if config.dataset.part == "test" and digests["calibration_text"] == digests["text"]:
+                raise ConfigError(
+                    f"dataset={config.dataset.name}: thresholds would be calibrated on the text that is scored "
+                    f"({self.text(config, 'calibration').source}). Give another text as dataset.files.calibration, or numbers for the "
+                    "thresholds; dataset.part=calibration scores the calibrating part on purpose."
+                )
         identity = config.identity()
         for name, entry in identity["modules"].items():
             # A calibration file counts by its content, wherever it lies.
             path = entry.get("calibration")
-            if isinstance(path, str):
+            if path is not None and not isinstance(path, str):
+                raise ConfigError(f"modules.{name}.calibration={path!r} is no calibration: give the path of a calibration file.")
+            if path is not None:
                 digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
+                _check_calibration(name, path)
                 identity["modules"][name] = {k: v for k, v in entry.items() if k != "calibration"}
             for path in files_behind(entry, self.files(config)[0].folder):
                 digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
@@ -167,16 +177,30 @@ def _key(config: ModelConfig | DatasetConfig | RunConfig, *more: str | None) -> 
 
 def _read_digests(store: Store) -> dict[str, str]:
     try:
-        return json.loads((store.root / _DIGESTS).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        kept = json.loads((store.root / _DIGESTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}  # a cache: without it the files are read again
+    if not isinstance(kept, dict):
+        return {}
+    return {path: digest for path, digest in kept.items() if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)}
 
 
 def _file_digest(name: str, path: str, option: str) -> str:
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check_calibration(name: str, path: str) -> None:
+    """Refuse a damaged file before anything runs; raises ConfigError."""
+    from quicksilver.modules.thresholds import Calibration
+
+    try:
+        Calibration.load(path)
+    except ConfigError as error:
+        raise ConfigError(f"modules.{name}.calibration: {error}") from error
 
 
 def _asks_for_calibration(module: Any) -> bool:
@@ -195,8 +219,11 @@ def check_allowed_by_protocol(config: RunConfig) -> None:
         ConfigError: names the value and the ways out.
     """
     from quicksilver.measure.perplexity import check_allowed
+    from quicksilver.runtime.checks import check_together
 
-    check_allowed(build_modules(config.modules), _protocol(config))
+    modules = build_modules(config.modules)
+    check_together(modules)
+    check_allowed(modules, _protocol(config))
 
 
 def _protocol(config: RunConfig) -> Any:

@@ -16,8 +16,9 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +26,7 @@ from typing import IO, Any
 from safetensors import SafetensorError
 
 from quicksilver.harness.record import EVENTS, RECORD, Record, load_record
-from quicksilver.runtime.errors import QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _OWNER = "owner.lock"
 _NEW = ".new-"
@@ -53,7 +54,12 @@ class Store:
     """The records below one results folder. Safe to use from several processes at once."""
 
     def __init__(self, results_dir: Path | str):
+        """
+        Raises:
+            ConfigError: something at that place that is no folder.
+        """
         self.root = Path(results_dir)
+        _check_folder(self.root)
         self.runs = self.root / "runs"
 
     def path(self, fingerprint: str) -> Path:
@@ -143,8 +149,8 @@ class Store:
 
     def clean(self) -> list[str]:
         """Remove what killed processes left behind; returns the names. Directories of living processes stay."""
-        if not self.runs.is_dir():
-            return []
+        if not self.runs.is_dir() or not os.access(self.runs, os.W_OK):
+            return []  # nothing there, or a folder of finished records that is only to be read
         removed = []
         with self.writing(), self._store_lock():
             for folder in sorted(self.runs.glob(f"{_NEW}*")):
@@ -168,6 +174,11 @@ class Store:
             finally:
                 new.unlink(missing_ok=True)
         return path
+
+    def write_cache(self, relative: str, data: Any) -> None:
+        """`write_json` for what can be found out again: a folder that is read-only, or a full disk, does not stop anybody."""
+        with suppress(QuickSilverError):
+            self.write_json(relative, data)
 
     @contextmanager
     def _store_lock(self) -> Iterator[None]:
@@ -199,6 +210,22 @@ class Store:
             return f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
         why = getattr(error, "strerror", None) or error
         return f"{filename or self.root.absolute()} cannot be written: {why}. {kept} Choose another folder with results_dir=…"
+
+
+def _check_folder(root: Path) -> None:
+    """Refuse a results folder that is a file, lies below one, is a link that ends nowhere, or has a name that no disk takes."""
+    remedy = "Give another folder: results_dir=…"
+    try:
+        mode = root.stat().st_mode
+    except FileNotFoundError:
+        if root.is_symlink():
+            raise ConfigError(f"results_dir={root} is a link to {os.readlink(root)}, which is not there. {remedy}") from None
+        return
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"results_dir={root} cannot be a folder: {why}. {remedy}") from error
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"results_dir={root} is no folder. {remedy}")
 
 
 def _lock(file: IO[str], *, wait: bool) -> bool:

@@ -98,6 +98,7 @@ class _Attention(TokenPolicy):
 
     n: int
     priority = 90
+    halts = False
 
     def __post_init__(self) -> None:
         self.received: dict[int, torch.Tensor] = {}

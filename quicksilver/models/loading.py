@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ _TOKENIZER = (
 # Never *.bin, *.pt or *.py: pickles and code run what they like.
 _FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *_TOKENIZER)
 _INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
+_PLACES = "Give model.path=/folder of a Hugging Face model, or a hub id."
+_REPAIR = "Copy the model's files again, config.json and weights from one place."
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,13 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
                 f"model.path=/folder."
             )
         return ModelFiles(_complete(config, root / name), f"folder:{root / name}")
+    if not config.path.strip():
+        raise ConfigError(f"model={config.name}: model.path is empty. {_PLACES}")
     path = Path(config.path).expanduser()
     if path.is_dir():
         return ModelFiles(_complete(config, path), f"folder:{path}")
     if path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1:
-        raise ConfigError(
-            f"model={config.name}: there is no folder {path}. Give model.path=/folder of a Hugging Face model, or a hub id."
-        )
+        raise ConfigError(f"model={config.name}: there is no folder {path}. {_PLACES}")
     if root is not None and (root / config.name / "config.json").is_file():
         return ModelFiles(_complete(config, root / config.name), f"folder:{root / config.name}")
     return _from_hub(config)
@@ -92,7 +96,15 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
 
 def _from_hub(config: ModelConfig) -> ModelFiles:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(config.path)
+    except HFValidationError as error:
+        raise ConfigError(
+            f"model={config.name}: model.path={config.path!r} is no folder that is there, and a hub id is written owner/name. {_PLACES}"
+        ) from error
 
     def snapshot(local_only: bool) -> Path:
         return Path(
@@ -135,8 +147,8 @@ def _what_is_missing(folder: Path) -> str | None:
         return "no config.json"
     if (folder / _INDEX).is_file():
         try:
-            shards = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError) as error:
+            shards = {str(name) for name in _json_object(folder / _INDEX)["weight_map"].values()}
+        except (OSError, ValueError, KeyError, AttributeError) as error:
             return f"an unreadable {_INDEX} ({type(error).__name__}: {error})"
         absent = sorted(name for name in shards if not (folder / name).is_file())
         if absent:
@@ -145,14 +157,33 @@ def _what_is_missing(folder: Path) -> str | None:
         return "no *.safetensors"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return "no tokenizer.json, tokenizer.model or vocab.json"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            try:
+                _json_object(folder / name)
+            except (OSError, ValueError) as error:
+                return f"an unreadable {name} ({error})"
     return None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The content of a json file.
+
+    Raises:
+        OSError, ValueError: it cannot be read, is no json, or no object.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"a json {type(content).__name__} where an object is needed")
+    return content
 
 
 def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = None) -> str:
     """sha256 over the names and contents of everything that decides what the model answers: weights, architecture, tokenizer.
 
     Args:
-        remembered: digests of files by path, size and time of change; read and added to, so that gigabytes are read once.
+        remembered: digests of files by path, size, inode and both times of change; read and added to, so that gigabytes are read once.
+            The time of last status change and the inode tell a replaced file whose size and modification time were kept (cp -p, rsync -t).
     """
     remembered = {} if remembered is None else remembered
     whole = hashlib.sha256()
@@ -162,7 +193,7 @@ def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = N
         if not path.is_file():
             continue
         status = path.stat()
-        key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+        key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
         if key not in remembered:
             with path.open("rb") as file:
                 remembered[key] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -174,38 +205,92 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
     """Load model and tokenizer from local files: safetensors only, no code of the folder is run, no network is asked.
 
     Raises:
-        ConfigError: damaged weights, a device that is not there, an architecture transformers does not know.
+        ConfigError: damaged weights, weights that are not those of config.json (missing, unexpected or of another shape: transformers
+            would draw them at random, or leave them out), a device that is not there, an architecture transformers does not know.
         UnsupportedModelError: a family without an adapter in the runtime.
     """
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     from quicksilver.runtime.architecture import architecture_of
 
-    logging.disable_progress_bar()  # there is one bar, of the runs
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(files.folder, **local)
-    except (OSError, ValueError, KeyError) as error:
+    device_map = _device_map(config)
+    with _quiet():
+        # Any exception: a damaged folder makes transformers stumble wherever it happens to (TypeError, ZeroDivisionError, …).
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(files.folder, **local)
+        except Exception as error:
+            raise ConfigError(
+                f"model={config.name}: {files.folder} has no tokenizer that transformers reads: {_first_line(error)} {_REPAIR}"
+            ) from error
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                files.folder,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attn_implementation,
+                use_safetensors=True,
+                device_map=device_map,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the tensor's name
+                **local,
+            )
+        except Exception as error:
+            raise ConfigError(f"model={config.name}: {files.folder} cannot be loaded: {_first_line(error)} {_REPAIR}") from error
+    model, info = loaded
+    wrong = [*_loaded_wrongly(info), *_not_floats(files.folder)]
+    if wrong:
         raise ConfigError(
-            f"model={config.name}: {files.folder} has no tokenizer that transformers reads: {_first_line(error)}"
-        ) from error
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            files.folder,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
-            use_safetensors=True,
-            device_map=_device_map(config),
-            **local,
+            f"model={config.name}: the weights in {files.folder} are not those of its config.json: {'; '.join(wrong)}. {_REPAIR}"
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model={config.name}: {files.folder} cannot be loaded: {_first_line(error)}") from error
     model.eval().requires_grad_(False)
     architecture_of(model)  # an unknown family is refused here, before anything is computed
     return Loaded(model, tokenizer, files)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars and load reports: there is one bar, of the runs, and what is wrong is said in one message."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _loaded_wrongly(info: Mapping[str, Any]) -> list[str]:
+    """What of transformers' loading info means that the model is not the one in the files. Tied weights are not in it."""
+    kinds = {
+        "missing_keys": "no tensor for {}",
+        "unexpected_keys": "no place for the tensor {}",
+        "mismatched_keys": "another shape for {}",
+        "error_msgs": "{}",
+    }
+    said = []
+    for kind, words in kinds.items():
+        entries = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get(kind) or ())
+        if entries:
+            more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+            said.append(words.format(entries[0].splitlines()[0]) + more)
+    return said
+
+
+def _not_floats(folder: Path) -> list[str]:
+    """Weights kept as integers or 8-bit floats: without the scales of their format, casting them gives other weights."""
+    from safetensors import safe_open
+
+    said = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a dict
+        wrong = sorted(name for name, kind in kinds.items() if kind not in _FLOATS and name.endswith((".weight", ".bias")))
+        if wrong:
+            said.append(f"{wrong[0]} is stored as {kinds[wrong[0]]}, and only {', '.join(_FLOATS)} are read")
+    return said
 
 
 def _device_map(config: ModelConfig) -> str:
@@ -214,13 +299,16 @@ def _device_map(config: ModelConfig) -> str:
     if config.device_map == "auto" and torch.cuda.device_count() < 2:
         # What accelerate would answer, without its hooks on every layer.
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if config.device_map.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"model.device_map={config.device_map}: this machine has no CUDA device. Use model.device_map=cpu or auto."
-        )
+    if config.device_map.startswith("cuda"):
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        asked = int(config.device_map.partition(":")[2] or 0)
+        if asked >= there:
+            has = f"{there} CUDA devices, counted from 0" if there else "no CUDA device"
+            raise ConfigError(f"model.device_map={config.device_map}: this machine has {has}. Use model.device_map=cpu or auto.")
     return config.device_map
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    line = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return line if line.endswith((".", "!")) else f"{line}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Optional
 
@@ -11,6 +12,7 @@ from omegaconf import MISSING
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = ("sdpa", "eager")
+DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?|xpu(:\d{1,3})?")
 
 
 @dataclass

@@ -42,6 +42,7 @@ class Measuring(TokenPolicy):
     signals: Sequence[Signal]
     of_newly_halted: bool = False
     priority: ClassVar[int] = 90
+    halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.values: dict[str, dict[int, list[torch.Tensor]]] = {signal.key: {} for signal in self.signals}

@@ -43,6 +43,16 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(count(f"{name}[{i}]", v) for i, v in enumerate(value))
 
 
+def known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
+    """Raises ConfigError when one of `ids` is beyond the model's vocabulary: it would never match, and nothing would say so."""
+    beyond = [i for i in ids if i >= vocabulary]
+    if beyond:
+        raise ConfigError(
+            f"{name} has the token id {beyond[0]}, and the model's vocabulary ends at {vocabulary - 1} ({vocabulary} tokens): "
+            "give ids of this model's tokenizer."
+        )
+
+
 def choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raises ConfigError, with the nearest choice, when `value` is none of them."""
     choices = list(choices)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import PreTrainedModel
 
-from quicksilver.modules.checks import choice, count, fractions, layer_after, number, token_ids
+from quicksilver.modules.checks import choice, count, fractions, known_ids, layer_after, number, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.modules.thresholds import (
@@ -117,11 +117,18 @@ class HaltingPolicy(TokenPolicy):
 
     def bind(self, architecture: Architecture) -> None:
         n_layers = architecture.n_layers
+        known_ids("full_ids", self.full_ids, architecture.vocab_size)
+        known_ids("forced_ids", self.forced_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.window[0], n_layers)
         # Halting after layer i spares a token the layers from i + 1 to the one it resumes in; later than this it spares none.
         # A predicted token goes on to a layer that is not predicted, so one more must follow.
         last_useful = n_layers - 2 - max(self.resume_layers, self.missing_kv == "predict")
         self.last_layer = min(layer_after(self.window[1], n_layers), last_useful)
+        if last_useful < 0:
+            raise ConfigError(
+                f"Nothing would ever halt: the model has {n_layers} layers, and with resume_layers={self.resume_layers} a halted token "
+                f"resumes in all that follow: resume fewer layers, at most {max(0, n_layers - 2)}."
+            )
         if self.first_layer > self.last_layer:
             raise ConfigError(
                 f"Nothing would ever halt: window={self.window} opens after layer {self.first_layer} of 0 to {n_layers - 1}, "

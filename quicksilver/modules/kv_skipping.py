@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import choice, count, layer_after, number, token_ids
+from quicksilver.modules.checks import choice, count, known_ids, layer_after, number, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
 from quicksilver.modules.thresholds import (
@@ -70,6 +70,7 @@ class KVSkipping(TokenPolicy, Calibrated):
     calibration: Calibration | Path | str | None = None
     lookahead: bool = False
     priority: ClassVar[int] = 20
+    halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         choice("criterion", self.criterion, CRITERIA)
@@ -96,11 +97,16 @@ class KVSkipping(TokenPolicy, Calibrated):
     def causal(self) -> bool:
         return self.criterion == "halted" and not self.protect_last
 
+    @property
+    def follows_halting(self) -> bool:
+        return self.criterion != "attention"
+
     def calibration_signals(self) -> list[Signal]:
         asked = self.criterion != "halted" and is_percentile(self.tau_kv) and self.calibration is None
         return [self._attention] if asked else []
 
     def bind(self, architecture: Architecture) -> None:
+        known_ids("keep_ids", self.keep_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.min_depth, architecture.n_layers)
         if self.first_layer >= architecture.n_layers - 1:
             raise ConfigError(

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import choice, count, layer_after, number, token_ids
+from quicksilver.modules.checks import choice, count, known_ids, layer_after, number, token_ids
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Entropy, Random, Signal
@@ -107,6 +107,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     beta: Literal["bits_over_16", "app_j"] = "bits_over_16"
     lookahead: bool = False
     priority: ClassVar[int] = 40
+    halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         number("depth", self.depth, 0.0, 1.0)
@@ -189,6 +190,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def bind(self, architecture: Architecture) -> None:
         n_layers = architecture.n_layers
+        known_ids("protected_ids", self.protected_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.depth, n_layers)
         if self.first_layer >= n_layers - 1:
             raise ConfigError(

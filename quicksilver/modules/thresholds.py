@@ -85,18 +85,37 @@ class Calibration:
     @classmethod
     def load(cls, path: Path | str) -> Calibration:
         """Raises ConfigError when the file is missing, torn, or of another schema."""
+        broken = f"{path} is not a readable calibration"
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-                found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-                raise ConfigError(
-                    f"{path} is not a calibration of this version (schema {found!r}, not {SCHEMA!r}): calibrate again."
-                )
-            return cls(content["n_layers"], tuple(content["grid"]), content["percentiles"], content["provenance"])
         except FileNotFoundError:
             raise ConfigError(f"There is no calibration file {path}: {REMEDY}.") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
-            raise ConfigError(f"{path} is not a readable calibration ({error}): delete it and calibrate again.") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{broken} ({error}): delete it and calibrate again.") from error
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+            raise ConfigError(f"{path} is not a calibration of this version (schema {found!r}, not {SCHEMA!r}): calibrate again.")
+        try:
+            calibration = cls(content["n_layers"], tuple(content["grid"]), content["percentiles"], content["provenance"])
+            calibration._check()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{broken} ({type(error).__name__}: {error}): delete it and calibrate again.") from error
+        return calibration
+
+    def _check(self) -> None:
+        """Raises ValueError, TypeError or AttributeError where a field is not of its type, or a number is not finite."""
+        if not isinstance(self.n_layers, int) or not isinstance(self.provenance, dict):
+            raise TypeError(
+                f"n_layers={self.n_layers!r} and provenance={type(self.provenance).__name__}, not a whole number and an object"
+            )
+        if not self.grid or list(self.grid) != sorted({number("grid", p, 0.0, 100.0) for p in self.grid}):
+            raise ValueError(f"its grid {list(self.grid)!r} is not ascending")
+        for key, rows in self.percentiles.items():
+            if len(rows) != self.n_layers:
+                raise ValueError(f"{key} has {len(rows)} layers and n_layers is {self.n_layers}")
+            for row in rows:
+                if row is not None and len([number(key, value) for value in row]) != len(self.grid):
+                    raise ValueError(f"{key} has {len(row)} values in a layer and the grid {len(self.grid)}")
 
 
 class Calibrated(ABC):
@@ -170,6 +189,8 @@ def resolve_thresholds(
         calibration = shipped_calibration(model_digest(architecture.model))
     if calibration is None:
         raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration of this model: {REMEDY}.")
+    if not isinstance(calibration, Calibration | Path | str):
+        raise ConfigError(f"calibration={calibration!r} is no calibration: give the path of a file of scripts/calibrate.py.")
     if not isinstance(calibration, Calibration):
         calibration = Calibration.load(calibration)
     if calibration.n_layers != n_layers:

@@ -195,7 +195,7 @@ def find(kind: str, number: str) -> Artefact:
     """The artefact `kind` `number`; `2`, `02` and `2b` find figure 2, `8`, `15` and `8/15` figure 8/15, a name what has that name.
 
     Raises:
-        ConfigError: there is none; names those that there are.
+        ConfigError: there is none; names those of that kind that there are.
     """
     there = artefacts()
     number = number.strip().lower()
@@ -204,7 +204,12 @@ def find(kind: str, number: str) -> Artefact:
     for artefact in sorted(there, key=lambda artefact: not set(asked) <= set(artefact.numbers)):
         if artefact.kind == kind and all(map(artefact.answers, asked)):
             return artefact
-    raise ConfigError(f"There is no {kind} {number} in this version. There is:\n{listing(there)}")
+    known = ", ".join(artefact.number for artefact in there if artefact.kind == kind)
+    other = next((artefact for artefact in there if all(map(artefact.answers, asked))), None)
+    hint = "" if other is None else f"There is a {other.kind} {other.number}. "
+    raise ConfigError(
+        f"There is no {kind} {number} in this version. {hint}{kind.capitalize()}s: {known}; `list` says what each is."
+    )
 
 
 def listing(there: Sequence[Artefact]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quicksilver.runtime.errors import QuickSilverError
+
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
     """Wrap at `width` (150 where there is none) with a hanging indent; never inside a word, so that a command can be copied."""
@@ -20,15 +22,28 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
-    """Write `contents` by file name into `folder`; each file appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write `contents` by file name into `folder`; each file appears whole or not at all.
+
+    Raises:
+        QuickSilverError: the disk is full, or the folder cannot be written; the files before stay.
+    """
     written = []
-    for name, content in contents.items():
-        path = folder / name
-        partial = path.with_name(f".{name}.{os.getpid()}")
-        partial.write_bytes(content)
-        partial.replace(path)
-        written.append(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            path = folder / name
+            partial = path.with_name(f".{name}.{os.getpid()}")
+            try:
+                partial.write_bytes(content)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+            written.append(path)
+    except OSError as error:
+        raise QuickSilverError(
+            f"{folder.absolute()} cannot be written: {error.strerror or error}. The records are kept: free some space, or choose another "
+            "folder with results_dir=…, and run the same command again."
+        ) from error
     return written
 
 

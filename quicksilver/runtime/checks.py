@@ -33,12 +33,28 @@ def check_modules(arch: Architecture, modules: Sequence[RuntimeModule], decision
     for module in (*transforms, *sorted(deciding, key=lambda module: module.priority)):
         module.bind(arch)
     policies = [module for module in deciding if isinstance(module, TokenPolicy)]
+    check_together(modules)
     _check_decision_layers(arch, policies, decision_layers)
     if deciding and arch.attention_implementation not in ("sdpa", "eager"):
         raise UnsupportedModelError(
             f"attn_implementation={arch.attention_implementation!r} cannot mask tokens by slot; load the model with 'sdpa' or 'eager'."
         )
     _check_number_formats(transforms, policies)
+
+
+def check_together(modules: Sequence[RuntimeModule]) -> None:
+    """Refuse a module that would do nothing beside the others.
+
+    Raises:
+        ConfigError: it follows halting, and no other module may halt a token.
+    """
+    policies = [module for module in modules if isinstance(module, TokenPolicy)]
+    for policy in policies:
+        if policy.follows_halting and not any(other.halts for other in policies if other is not policy):
+            raise ConfigError(
+                f"{type(policy).__name__} acts on tokens as they halt, and no module here halts any: add one, such as Halting "
+                "(modules=[halting,…]), or choose another criterion (criterion=attention, modules=[kv_skipping_attention])."
+            )
 
 
 def _check_decision_layers(arch: Architecture, policies: Sequence[TokenPolicy], decision_layers: Sequence[int] | None) -> None:

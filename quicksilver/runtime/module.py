@@ -60,7 +60,17 @@ class RuntimeModule:
 
 
 class TokenPolicy(RuntimeModule, ABC):
-    """Looks at the tokens of a layer and says what becomes of them from the next layer on."""
+    """Looks at the tokens of a layer and says what becomes of them from the next layer on.
+
+    `halts` is False for a policy that never halts a token: what follows halting needs another that may.
+    """
+
+    halts: ClassVar[bool] = True
+
+    @property
+    def follows_halting(self) -> bool:
+        """True when it acts on tokens as they halt: alone it would do nothing."""
+        return False
 
     @abstractmethod
     def decide(self, view: LayerView, tokens: TokenState) -> None:

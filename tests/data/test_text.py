@@ -80,7 +80,7 @@ def test_what_is_no_text_is_named(tmp_path, content, says):
 
 def test_a_line_that_is_no_document_is_named(tmp_path):
     (tmp_path / "docs.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
-    with pytest.raises(ConfigError, match=r"docs\.jsonl, line 2: not a json object with \"text\""):
+    with pytest.raises(ConfigError, match=r"docs\.jsonl, line 2: it has no \"text\"\. Each line must be a json object"):
         read_text(local("documents", tmp_path / "docs.jsonl", documents=9, calibration_documents=1))
 
 

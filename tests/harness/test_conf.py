@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import tomllib
 from pathlib import Path
@@ -31,10 +32,22 @@ def test_every_choice_of_every_group_composes(group, choice):
         assert getattr(config, group).name == choice
 
 
+@functools.cache
+def one_yaml_a_module() -> dict[str, str]:
+    """Names of yaml files by the key that they fill: several of one key are refused."""
+    found: dict[str, str] = {}
+    for name in choices("modules"):
+        (key,) = compose([f"modules=[{name}]"]).modules
+        found.setdefault(key, name)
+    return found
+
+
 @pytest.mark.parametrize("model", choices("model"))
 def test_every_model_composes_with_all_modules_at_once(model):
     more = OPEN.get(("model", model), [])
-    config = compose([f"model={model}", f"modules=[{','.join(choices('modules'))}]", "protocol=continuation", *more])
+    keys = one_yaml_a_module()
+    config = compose([f"model={model}", f"modules=[{','.join(keys.values())}]", "protocol=continuation", *more])
+    assert set(config.modules) == set(keys)
     assert all(isinstance(module, RuntimeModule) for module in build_modules(config.modules))
     assert config.label.startswith("x | " if more else f"{model} | python-docs | ")
 

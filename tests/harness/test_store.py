@@ -202,7 +202,7 @@ def test_a_disk_that_fills_up_at_the_last_file_leaves_no_half_record(store, monk
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(QuickSilverError, match=r"cannot be written.*results_dir=…"):
+    with pytest.raises(QuickSilverError, match=r"file is no folder.*results_dir=…"):
         make_record(Store(tmp_path / "file"))
 
 

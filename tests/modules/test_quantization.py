@@ -134,15 +134,15 @@ def test_minmax_is_over_the_batch_and_acts_in_prompts_only() -> None:
 
 
 def test_named_tokens_keep_more_bits() -> None:
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    ids = torch.tensor([[1, 2, 0, 0, 3, 0]])
     one = Pass([6], logits=HEAD, ids=ids)
     mask = torch.zeros(20, dtype=torch.bool)
     mask[3] = True
-    module = AdaptiveQuantization(tau_low=0.3, tau_high=1.0, protected_ids=[9], protected_mask=mask, protect_first=1)
+    module = AdaptiveQuantization(tau_low=0.3, tau_high=1.0, protected_ids=[3], protected_mask=mask, protect_first=1)
     assert assigned(module, one) == [8, 8, 4, 8, 8, 2]
-    whole = AdaptiveQuantization(tau_low=0.3, tau_high=1.0, protected_ids=[9, 5], protected_bits=16)
+    whole = AdaptiveQuantization(tau_low=0.3, tau_high=1.0, protected_ids=[3, 1], protected_bits=16)
     assert assigned(whole, Pass([6], logits=HEAD, ids=ids)) == [16, 8, 4, 4, 16, 2]
-    uniform = AdaptiveQuantization(bits=2, protected_ids=[6])
+    uniform = AdaptiveQuantization(bits=2, protected_ids=[2])
     assert assigned(uniform, Pass([6], logits=HEAD, ids=ids)) == [2, 8, 2, 2, 2, 2]
 
 

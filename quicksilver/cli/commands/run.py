@@ -21,11 +21,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.cli.door import say
-from quicksilver.harness.config import RunConfig, config_dir, explain, run_config
+from quicksilver.harness.config import RunConfig, check_words, config_dir, explain, run_config
+from quicksilver.harness.hydra_section import check_files, check_hydra, check_overrides
 from quicksilver.harness.overrides import quoted
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -36,16 +37,26 @@ class JobFailed(Exception):
     """A job of a sweep failed and has said so; the others go on."""
 
 
+class PastHydra(BaseException):
+    """Carries what went wrong in a job past Hydra, which prints all words of the command line before it hands on an Exception."""
+
+    def __init__(self, error: QuickSilverError) -> None:
+        self.error = error
+
+
 def job(cfg: DictConfig) -> None:
     """Make or find the record of one composed config and print what it says."""
     from quicksilver.cli.talk import watched
     from quicksilver.harness.terminal import summary
 
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    overrides = list(HydraConfig.get().overrides.task)
+    # Unresolved: a word with ${…} in it may be what is wrong.
+    task = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    overrides = [str(word) for word in task] if isinstance(task, list) else []
     try:
         from quicksilver.harness.run import Workplace, ensure, plan
 
+        check_hydra(HydraConfig.get())
         config = run_config(cfg, overrides)
         workplace = Workplace()
         steps = plan([config], workplace)
@@ -59,7 +70,7 @@ def job(cfg: DictConfig) -> None:
         _say_where_to_sync(config, record.fingerprint)
     except QuickSilverError as error:
         if not sweep:
-            raise
+            raise PastHydra(error) from error
         say(f"{' '.join(overrides)}: {error}")
         raise JobFailed from error
 
@@ -93,6 +104,9 @@ def main(words: Sequence[str]) -> int:
     overrides = quoted(overrides)
     before = sys.argv
     try:
+        check_overrides(overrides)
+        check_files(_extra_dirs(options))
+        check_words(overrides, _extra_dirs(options))
         with tempfile.TemporaryDirectory(prefix="quicksilver-sweep-") as folder:
             # Hydra wants a folder for each sweep; what belongs to keep of one is in its records.
             sweep_dir = (
@@ -107,6 +121,8 @@ def main(words: Sequence[str]) -> int:
             "what failed."
         )
         return 1
+    except PastHydra as carrier:
+        raise carrier.error from carrier
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides, _extra_dirs(options))) from error
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import count, token_ids
+from quicksilver.modules.checks import count, known_ids, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
@@ -51,6 +51,12 @@ class Exemptions:
         check_mask("exempt_mask", self.exempt_mask)
         self.anchors = _anchors(self.anchors)
         self._counts = _counts(self.token_counts, self.rare_below)
+
+    def check_known(self, vocabulary: int) -> None:
+        """Raises ConfigError when an option names a token id beyond the vocabulary."""
+        known_ids("exempt_ids", self.exempt_ids, vocabulary)
+        for i, anchor in enumerate(self.anchors):
+            known_ids(f"anchors[{i}]", anchor, vocabulary)
 
     def exempt(self, view: LayerView, architecture: Architecture) -> torch.Tensor:
         """(B, M) bool: never fused."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +166,8 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
                     f"give at most {1 - 1 / self.max_group:.3g}, or a larger max_group."
                 )
 
+    halts: ClassVar[bool] = False
+
     @property
     def priority(self) -> int:  # type: ignore[override]
         """Before halting (10), or after KV skipping (20), which acts on what has just halted."""
@@ -198,6 +200,7 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
         return [] if self.calibration is not None else [signal for signal, tau in asked if is_percentile(tau)]
 
     def bind(self, architecture: Architecture) -> None:
+        self.check_known(architecture.vocab_size)
         n_layers = architecture.n_layers
         first = layer_after(self.start, n_layers)
         self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)

@@ -1,0 +1,479 @@
+"""What was thrown at it and must be answered in one line that says what is wrong and what to do: never a traceback, never a number.
+
+Everything goes through the command line, in this process. A fault that is not refused would be measured, on a model of six tiny layers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness_world import make_world
+from safetensors.torch import load_file, save_file
+
+from quicksilver.cli import door
+from quicksilver.harness.answers import Answers
+from quicksilver.harness.store import Store
+from quicksilver.modules.thresholds import SCHEMA
+from quicksilver.report.writing import write_files
+from quicksilver.runtime.errors import QuickSilverError
+
+HALTING = [
+    "modules=[halting]",
+    "modules.halting.tau_entropy=null",
+    "modules.halting.tau_drift=0.3",
+    "modules.halting.resume_layers=0",
+]
+TWO_RULES = ["modules=[halting,halting_paper_b2]"]
+DEPLOYED = ["measure.deployment=true", "measure.deployment_prompt_tokens=8", "measure.deployment_new_tokens=2"]
+TEXT = "abc def " * 40
+PROGRESS = re.compile(r"\d+ runs behind this|\[\d+/\d+\] ")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[str]:
+    """The words of a run that is well."""
+    return make_world(tmp_path_factory.mktemp("attacks"))
+
+
+@pytest.fixture
+def refused(world, tmp_path, capsys) -> Callable[..., str]:
+    """Gives the words to `quicksilver run`, which must refuse them; returns the one line it says."""
+
+    def ask(*words: str, code: int = 2) -> str:
+        results = [] if any(word.startswith("results_dir=") for word in words) else [f"results_dir={tmp_path / 'results'}"]
+        capsys.readouterr()
+        assert door.main(["run", *world, *results, *words]) == code
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        lines = [line for line in captured.err.splitlines() if not PROGRESS.match(line)]
+        assert len(lines) == 1, captured.err
+        # And no record of it; that of the dense run before it may be there.
+        records = (tmp_path / "results" / "runs").glob("[!.]*/record.json")
+        assert all(json.loads(path.read_text())["modules"] == [] for path in records)
+        return lines[0].removeprefix("quicksilver: ")
+
+    return ask
+
+
+# -- words of the command line ----------------------------------------------------------------------------------------------------
+
+WORDS: dict[str, tuple[list[str], list[str]]] = {
+    "a threshold that is no number": ([*HALTING, "modules.halting.tau_drift=nan"], ["tau_drift=nan", "finite"]),
+    "a budget that is no number": (["measure.budget_ms=nan"], ["measure.budget_ms=nan is not finite"]),
+    "a budget that is no number, used": ([*DEPLOYED, "measure.budget_ms=inf"], ["measure.budget_ms=inf is not finite"]),
+    "no budget": ([*DEPLOYED, "measure.budget_ms=0"], ["measure.budget_ms=0", "more than 0 milliseconds"]),
+    "a window of energy that is no number": (
+        ["measure.energy=true", "measure.country_iso_code=DEU", "measure.energy_window_s=nan"],
+        ["measure.energy_window_s=nan is not finite"],
+    ),
+    "a huge seed": (["seed=99999999999999999999999999"], ["seed=99999999999999999999999999", "out of range"]),
+    "a seed that generators refuse": ([*HALTING, "seed=18446744073709551616"], ["seed=18446744073709551616", "4294967295"]),
+    "a huge seed of a module": (
+        ["modules=[random_halting]", "modules.random_halting.seed=18446744073709551616"],
+        ["modules.random_halting.seed=18446744073709551616 is out of range"],
+    ),
+    "more threads than any machine has": (["threads=100000"], ["threads=100000", "1024"]),
+    "the device of tensors without data": (["model.device_map=meta"], ["model.device_map=meta", "cpu"]),
+    "a device that is not one": (["model.device_map=banana"], ["model.device_map=banana", "cpu"]),
+    "a core as a device": (["model.device_map=cpu:99"], ["model.device_map=cpu:99", "cpu"]),
+    "a path with a space": (["model.path='my model'"], ["model.path='my model'", "owner/name", "model.path=/folder"]),
+    "an empty path": (["model.path=''"], ["model.path is empty", "model.path=/folder"]),
+    "no key": (["=3"], ["'=3' is not an override", "key=value"]),
+    "a number as a model": (["model=3"], ["model=3", "reference-gpt2"]),
+    "a number as a module": (["modules=[3]"], ["modules=3", "halting"]),
+    "nothing as modules": (["modules=null"], ["modules=null", "halting"]),
+    "an unknown interpolation": (["model.name=${nope}"], ["model.name=${nope}", "'nope' not found", "${oc.env:NAME"]),
+    "interpolations in a circle": (["model.name=${model.path}", "model.path=${model.name}"], ["ecursive", "${model.path}"]),
+    "a variable that is not set": (["model.path=${oc.env:NOPE_NOPE}"], ["NOPE_NOPE", "otherwise"]),
+    "resuming more layers than there are": (
+        [*HALTING, "modules.halting.resume_layers=90"],
+        ["resume_layers=90", "the model has 6 layers", "at most 4"],
+    ),
+    "two rules of one module": (TWO_RULES, ["modules=[halting,halting_paper_b2]", "both are modules.halting", "modules.halting.OPTION=…"]),
+    "skipping what halts where nothing halts": (
+        ["modules=[kv_skipping]"],
+        ["KVSkipping", "no module here halts", "modules=[halting,…]", "criterion=attention"],
+    ),
+    "a token id beyond the vocabulary": (
+        [*HALTING, "modules.halting.full_ids=[257]"],
+        ["full_ids", "257", "ends at 256 (257 tokens)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", WORDS)
+def test_words_that_make_no_sense(attack, refused):
+    words, says = WORDS[attack]
+    said = refused(*words)
+    assert [part for part in says if part not in said] == []
+
+
+def test_no_layer_has_a_negative_number(refused):
+    assert "layer -" not in refused(*HALTING, "modules.halting.resume_layers=90")
+
+
+# -- programs in a config ---------------------------------------------------------------------------------------------------------
+
+TARGETS = {
+    "subprocess.Popen": "is not imported",
+    "os.system": "is not imported",
+    "this.c": "is not imported",  # importing it prints a poem
+    "builtins.dict": "is not imported",
+    "pathlib.Path": "is not imported",
+    "torch.nn.Linear": "no subclass of quicksilver.runtime.module.RuntimeModule",
+    "quicksilver.harness.store.Store": "no subclass of quicksilver.runtime.module.RuntimeModule",
+    "quicksilver.runtime.module.RuntimeModule": "is abstract",
+    "quicksilver.runtime.module.TokenPolicy": "is abstract: it lacks decide",
+    "quicksilver.modules": "is no",
+    "quicksilver.modules.nothing": "cannot be imported",
+    "Halting": "is no name of a class",
+    ".a.B": "is no name of a class",
+    "'a b.C'": "is no name of a class",
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_that_is_no_module_is_not_called(target, refused, tmp_path):
+    touched = tmp_path / "touched"
+    said = refused(f"+modules.x._target_={target}", f"+modules.x.args=[touch,{touched}]")
+    assert f"modules.x._target_={target.strip(chr(39))}" in said
+    assert TARGETS[target] in said
+    assert not touched.exists()
+
+
+def test_a_file_of_one_s_own_is_imported_only_for_a_class_that_it_has(refused, tmp_path, monkeypatch):
+    (tmp_path / "someones_file.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\nclass Other: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "is not imported" in refused("+modules.x._target_=someones_file.Mine")
+    assert "is not imported" in refused("+modules.x._target_=someones_file.Other")
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("word", ["+hydra.callbacks.x._target_=subprocess.Popen", "hydra.sweeper._target_=subprocess.Popen"])
+def test_hydra_calls_nothing_but_its_own(word, refused):
+    said = refused(word)
+    assert word in said
+    assert "only what comes with Hydra" in said
+
+
+YAMLS = {
+    "a program": (
+        "# @package modules.bad\n_target_: subprocess.Popen\nargs: [touch, HERE]\n",
+        "_target_=subprocess.Popen is not imported",
+    ),
+    "a program for Hydra": (
+        "# @package _global_\nhydra:\n  callbacks:\n    x:\n      _target_: subprocess.Popen\n      args: [touch, HERE]\n",
+        "hydra.callbacks.x._target_=subprocess.Popen is not called",
+    ),
+    "a Python object": ("window: !!python/object/apply:os.system ['touch HERE']\n", "line 1, column 9 is no yaml"),
+    "broken": ("_target_: [\n a: b: c", "bad.yaml, line 2, column 6 is no yaml"),
+    "a list": ("- 3\n", "it is a list"),
+    "defaults of a wrong type": ("defaults: 3\n", "its `defaults` are no list"),
+    "a key twice": ("a: 1\na: 2\n", "duplicate key a"),
+    "no text": ("\udcff", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("attack", YAMLS)
+def test_a_yaml_that_is_none_or_names_a_program(attack, refused, tmp_path):
+    content, says = YAMLS[attack]
+    folder = tmp_path / "conf" / "modules"
+    folder.mkdir(parents=True)
+    (folder / "bad.yaml").write_bytes(content.replace("HERE", str(tmp_path / "touched")).encode("utf-8", "surrogateescape"))
+    assert says in refused("--config-dir", str(tmp_path / "conf"), "modules=[bad]")
+    assert not (tmp_path / "touched").exists()
+
+
+# -- texts --------------------------------------------------------------------------------------------------------------------------
+
+LINES = {
+    "a null": ('{"text": null}', 'line 1: its "text" is a json null'),
+    "a number as text": ('{"text": 3}', 'line 1: its "text" is a json number'),
+    "a bare number": ("3", "line 1: a json number is no object"),
+    "a bare string": ('"abc"', "line 1: a json string is no object"),
+    "a list": ('["abc"]', "line 1: a json array is no object"),
+    "no number": ("NaN", "line 1: a json number is no object"),
+    "another field": ('{"words": "abc"}', 'line 1: it has no "text"'),
+    "torn": ('{"text": ', "line 1: Expecting value"),
+    "very deep": ("[" * 100_000, "line 1: maximum recursion depth"),
+    "a number of 5000 digits": ('{"text": ' + "9" * 5000 + "}", "line 1: Exceeds the limit"),
+    "half of a pair": ('{"text": "\\ud800 abc"}', "surrogates not allowed"),
+}
+
+
+@pytest.mark.parametrize("attack", LINES)
+def test_a_line_that_is_no_document(attack, refused, tmp_path):
+    content, says = LINES[attack]
+    (tmp_path / "lines").write_text(content + "\n", encoding="utf-8")
+    said = refused("dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}")
+    assert f"{tmp_path / 'lines'}, {says}" in said or says in said
+    assert '{"text": "…"}' in said
+
+
+def test_separators_inside_a_string_are_text(world, tmp_path, capsys):
+    from quicksilver.data.text import read_text
+    from quicksilver.harness.config import compose
+
+    texts = [f"{TEXT}\u2028{TEXT}\u0085{TEXT}", TEXT]
+    (tmp_path / "lines").write_text(
+        "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n\n", encoding="utf-8"
+    )
+    config = compose([*world, "dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}"])
+    assert read_text(config.dataset).text == "\n\n".join(texts)
+
+
+def test_thresholds_are_not_calibrated_on_what_is_scored(refused, world, tmp_path):
+    scored = next(word.partition("=")[2] for word in world if word.startswith("dataset.files.test="))
+    copy = shutil.copy(scored, tmp_path / "copy.txt")
+    said = refused("modules=[halting]", f"dataset.files.calibration={copy}")
+    assert str(copy) in said
+    assert "the text that is scored" in said
+    assert "dataset.files.calibration" in said
+
+
+# -- models ---------------------------------------------------------------------------------------------------------------------------
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def write(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content) and None
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+FC = "transformer.h.3.mlp.c_fc.weight"
+MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a tensor is missing": (weights(lambda t: t.pop(FC)), f"no tensor for {FC}."),
+    "the tied tensor is missing": (weights(lambda t: t.pop("transformer.wte.weight")), "no tensor for lm_head.weight and 1 more"),
+    "a tensor too many": (weights(lambda t: t.update({"transformer.h.3.lora": torch.zeros(3)})), "no place for the tensor transformer.h.3.lora"),
+    "a tensor of another shape": (weights(lambda t: t.update({FC: torch.zeros(16, 63)})), f"another shape for {FC}"),
+    "integers for weights": (weights(lambda t: t.update({FC: t[FC].to(torch.int8)})), f"{FC} is stored as I8"),
+    "more layers than weights": (edit(n_layer=7), "no tensor for transformer.h.6.attn.c_attn.bias and 11 more"),
+    "fewer layers than weights": (edit(n_layer=5), "no place for the tensor transformer.h.5"),
+    "no layer": (edit(n_layer=0), "no place for the tensor transformer.h.0"),
+    "another width": (edit(n_embd=8), "another shape for transformer.h.0"),
+    "a smaller vocabulary": (edit(vocab_size=256), "another shape for transformer.wte.weight"),
+    "no head": (edit(n_head=0), "cannot be loaded: ZeroDivisionError"),
+    "a word for a number": (edit(n_layer="six"), "n_layer"),
+    "a list of families": (edit(model_type=["gpt2"]), "unhashable"),
+    "a config that is a list": (write("config.json", "[]"), "an unreadable config.json (a json list where an object is needed)"),
+    "a config that is null": (write("config.json", "null"), "an unreadable config.json"),
+    "a torn config": (write("config.json", "{"), "an unreadable config.json"),
+    "a tokenizer that is a list": (write("tokenizer.json", "[]"), "an unreadable tokenizer.json"),
+    "a tokenizer's config that is a list": (write("tokenizer_config.json", "[]"), "an unreadable tokenizer_config.json"),
+    "an index that is a list": (write("model.safetensors.index.json", "[]"), "an unreadable model.safetensors.index.json"),
+    "an index of a wrong type": (write("model.safetensors.index.json", '{"weight_map": []}'), "an unreadable model.safetensors.index.json"),
+    "empty weights": (write("model.safetensors", ""), "cannot be loaded: SafetensorError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", MODELS)
+def test_a_model_that_is_not_whole(attack, refused, world, tmp_path):
+    change, says = MODELS[attack]
+    source = next(word.partition("=")[2] for word in world if word.startswith("model.path="))
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    change(folder)
+    said = refused(f"model.path={folder}")
+    assert says in said
+    assert str(folder) in said
+
+
+# -- calibration files -----------------------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "schema": SCHEMA,
+    "n_layers": 6,
+    "grid": [1, 99],
+    "percentiles": {"drift-relative": [[0.1, 0.9]] * 5 + [None]},
+    "provenance": {},
+}
+CALIBRATIONS: dict[str, Any] = {
+    "a list": [],
+    "another schema": GOOD | {"schema": "other"},
+    "no layers": {"schema": SCHEMA},
+    "a word for the layers": GOOD | {"n_layers": "six"},
+    "a number for the grid": GOOD | {"grid": 3},
+    "a grid from above": GOOD | {"grid": [99, 1]},
+    "a number for the percentiles": GOOD | {"percentiles": 3},
+    "a number for a layer": GOOD | {"percentiles": {"drift-relative": [3] * 6}},
+    "words for values": GOOD | {"percentiles": {"drift-relative": [["a", "b"]] * 6}},
+    "a value too few": GOOD | {"percentiles": {"drift-relative": [[0.1]] * 6}},
+    "a layer too few": GOOD | {"percentiles": {"drift-relative": [[0.1, 0.9]] * 5}},
+    "a value that is no number": GOOD | {"percentiles": {"drift-relative": [[0.1, float("nan")]] * 6}},
+    "a list for the provenance": GOOD | {"provenance": []},
+}
+
+
+@pytest.mark.parametrize("attack", CALIBRATIONS)
+def test_a_calibration_file_of_wrong_types(attack, refused, tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(CALIBRATIONS[attack]))
+    said = refused(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={path}")
+    assert str(path) in said
+    assert "calibrate again" in said
+
+
+@pytest.mark.parametrize("value", ["3", "[3]", "{a: 3}"])
+def test_a_calibration_that_is_no_path(value, refused):
+    assert "is no calibration: give the path of a calibration file" in refused(
+        *HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}"
+    )
+
+
+# -- folders and caches ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("file", "is no folder"),
+        ("file/below", "Not a directory"),
+        ("loop", "Too many levels of symbolic links"),
+        ("loop/below", "Too many levels of symbolic links"),
+        ("nowhere", "is a link to"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_results_folder_that_cannot_be_one(place, says, refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "is" / "not")
+    said = refused(f"results_dir={tmp_path / place}")
+    assert f"results_dir={tmp_path / place}" in said
+    assert says in said
+    assert "Give another folder" in said
+
+
+@pytest.fixture(scope="module")
+def finished(world, tmp_path_factory) -> Path:
+    """A results folder with a dense record."""
+    results = tmp_path_factory.mktemp("finished") / "results"
+    assert door.main(["run", *world, f"results_dir={results}"]) == 0
+    return results
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b'{"a": 3}', b"\xff\xfe", b"{", b"[" * 100_000])
+def test_a_damaged_cache_is_no_cache(content, finished, world, capsys):
+    for name in ("digests.json", "answers.json"):
+        (finished / "cache" / name).write_bytes(content)
+    capsys.readouterr()
+    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    assert Answers(finished).get(["model=gpt2"]) is None
+
+
+def test_answers_of_a_wrong_type_are_no_answers(finished):
+    stamp = Answers(finished)._stamp
+    for answers in (3, [], {"a": 3}, {"a": {"fingerprint": 3}}):
+        (finished / "cache" / "answers.json").write_text(json.dumps({"stamp": stamp, "answers": answers}))
+        assert Answers(finished)._known == {}
+
+
+def test_a_digest_in_the_cache_that_is_no_digest_is_not_believed(finished, world, capsys):
+    before = capsys.readouterr() and sorted(path.name for path in (finished / "runs").glob("[!.]*"))
+    path = finished / "cache" / "digests.json"
+    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
+    path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), "not a digest")))
+    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
+    assert sorted(path.name for path in (finished / "runs").glob("[!.]*")) == before
+
+
+def test_a_finished_run_in_a_folder_that_is_only_to_be_read_is_shown(finished, world, capsys, monkeypatch):
+    (finished / "cache" / "digests.json").unlink(missing_ok=True)
+    capsys.readouterr()
+    read_only(monkeypatch, finished)
+    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+def read_only(monkeypatch, folder: Path) -> None:
+    """Whatever writes below `folder` fails, as on a read-only disk (permissions do not stop root)."""
+
+    def guarded(write: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).startswith(str(folder)) and writes(*args, **kwargs):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return write(path, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Path, "open", guarded(Path.open, lambda mode="r", *_, **__: bool(set(mode) & set("wax+"))))
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: mode != os.W_OK and may(path, mode, **more))
+    for name in ("mkdir", "rename", "replace"):
+        monkeypatch.setattr(os, name, guarded(getattr(os, name), lambda *_, **__: True))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_table_on_a_full_or_read_only_disk_leaves_nothing_behind(number, tmp_path, monkeypatch):
+    written = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        written(path, content[:3])
+        raise OSError(number, os.strerror(number))
+
+    write_files(tmp_path, {"before.md": b"kept"})
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(QuickSilverError, match=f"{os.strerror(number)}.*results_dir=…") as caught:
+        write_files(tmp_path, {"table.md": b"content"})
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["before.md"]
+
+
+def test_weights_replaced_with_the_same_size_and_time_are_seen(world, tmp_path):
+    from quicksilver.models.loading import weights_digest
+
+    source = next(word.partition("=")[2] for word in world if word.startswith("model.path="))
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    remembered: dict[str, str] = {}
+    before, status = weights_digest(folder, remembered), (folder / "model.safetensors").stat()
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    for replace in (False, True):  # in place, and as another file under the same name
+        if replace:
+            (folder / "new").write_bytes(bytes(content))
+            os.replace(folder / "new", folder / "model.safetensors")
+        else:
+            (folder / "model.safetensors").write_bytes(bytes(content))
+        os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert (folder / "model.safetensors").stat().st_size == status.st_size
+        assert weights_digest(folder, remembered) != before
+
+
+def test_a_store_is_made_of_a_folder_only(tmp_path):
+    assert Store(tmp_path / "new").get("0" * 20) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "other"), [("figure", "1", "There is a table 1."), ("table", "8", "There is a figure 8/15.")]
+)
+def test_an_artefact_that_is_not_there_names_those_of_its_kind(kind, number, other, capsys):
+    assert door.main(["reproduce", kind, number]) == 2
+    said = capsys.readouterr().err.strip()
+    assert f"There is no {kind} {number}" in said
+    assert other in said
+    assert f"{kind.capitalize()}s: " in said
+    assert "\n" not in said

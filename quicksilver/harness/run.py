@@ -204,9 +204,11 @@ def _check_calibration(name: str, path: str) -> None:
 
 
 def _asks_for_calibration(module: Any) -> bool:
-    from quicksilver.modules.thresholds import Calibrated
+    from quicksilver.modules.thresholds import Calibrated, Fitted
 
-    return isinstance(module, Calibrated) and bool(module.calibration_signals())
+    return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
+        isinstance(module, Fitted) and not module.fitted
+    )
 
 
 # --- planning -------------------------------------------------------------------------------------------------------------------

@@ -241,8 +241,8 @@ def _ledger_by_window(
 ) -> list[Flops]:
     """Ledgers of the last pass of a batch, window by window.
 
-    What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same. The
-    nominal and the paper ledger are the row's own.
+    What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what could have been
+    skipped. The nominal and the paper ledger are otherwise the row's own.
 
     Args:
         passes: passes of this batch so far; the last is the one in question, those before it filled the cache it started from.
@@ -253,13 +253,14 @@ def _ledger_by_window(
     *earlier, last = passes
     rows = last.valid.shape[0]
     ledgers = []
-    for row, executed, signals in zip(range(rows), _shares(total.executed, rows), _shares(total.signals, rows), strict=True):
+    shares = zip(*(_shares(part, rows) for part in (total.executed, total.signals, total.skippable)), strict=True)
+    for row, (executed, signals, skippable) in enumerate(shares):
         cached = [p.row(row) for p in earlier]
         past: list[torch.Tensor | int] = [
             sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached) for layer in range(arch.n_layers)
         ]
         own = pass_flops(arch, PassWork(layers=[], past_lengths=past), last.row(row), beta) + head_flops(arch, head_tokens)
-        ledgers.append(replace(own, executed=executed, signals=signals))
+        ledgers.append(replace(own, executed=executed, signals=signals, nominal=own.nominal - skippable, skippable=skippable))
     return ledgers
 
 

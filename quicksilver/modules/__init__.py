@@ -1,6 +1,7 @@
 """The mechanisms, each a dataclass in one file: what they decide, never how it is executed. A new one is a new file."""
 
 from quicksilver.modules.calibration import calibrate, calibrate_modules, calibrated
+from quicksilver.modules.channel_sparsity import ChannelSparsity
 from quicksilver.modules.controls import ExponentialDecay, RandomHalting, Replay, StaticDepth, perfect_exit, shuffled
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
@@ -14,7 +15,7 @@ from quicksilver.modules.thresholds import Calibrated, Calibration
 from quicksilver.modules.translators import Translator
 
 __all__ = [
-    "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ExponentialDecay", "Halting", "HaltingPolicy", "KVSkipping",
-    "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
+    "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ChannelSparsity", "ExponentialDecay", "Halting", "HaltingPolicy",
+    "KVSkipping", "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
     "Translator", "calibrate", "calibrate_modules", "calibrated", "make_signal", "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

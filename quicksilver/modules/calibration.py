@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from quicksilver import numerics
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.signals import Drift, Entropy, Signal
-from quicksilver.modules.thresholds import Calibrated, Calibration, halted_key, model_digest
+from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted, halted_key, model_digest
+from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule, TokenPolicy
 from quicksilver.runtime.pass_state import TokenState
@@ -151,7 +152,7 @@ def calibrate_modules(
     modules: Sequence[RuntimeModule], folder: Path | str, model: PreTrainedModel, windows: torch.Tensor, **options: Any
 ) -> Calibration | None:
     """Give a calibration of `model` and `windows` to the modules whose percentiles have none. It holds the signals they ask for and no
-    others, each measured once and kept in a file of its own below `folder`.
+    others, each measured once and kept in a file of its own below `folder`. Modules that are to be fitted are.
 
     Args:
         options: of `calibrate`.
@@ -159,9 +160,12 @@ def calibrate_modules(
     Returns:
         The calibration, or None when no module asks.
     """
+    fitting = [m for m in modules if isinstance(m, Fitted) and not m.fitted]
+    for learner in fitting:
+        learner.fit(model, windows, options.get("batch_size", 8))
     asking = [m for m in modules if isinstance(m, Calibrated) and m.calibration_signals()]
     if not asking:
-        return None
+        return Calibration(architecture_of(model).n_layers, GRID, {}, _provenance(model, windows)) if fitting else None
     asked = {s.key: s for m in asking for s in m.calibration_signals()}
     calibration = _each_once(list(asked.values()), folder, model, windows, **options)
     for module in asking:

@@ -140,6 +140,19 @@ def shipped_calibration(digest: str) -> Calibration | None:
     return None
 
 
+class Fitted(ABC):
+    """A module that must see calibration text before it can be applied."""
+
+    @property
+    @abstractmethod
+    def fitted(self) -> bool:
+        """Whether `fit` was called."""
+
+    @abstractmethod
+    def fit(self, model: PreTrainedModel, windows: torch.Tensor, batch_size: int = 8) -> None:
+        """Learn from windows of text (W, N) long what `apply` needs; the model is left as it is."""
+
+
 def halted_key(key: str) -> str:
     """Under which the signal `key` of halted tokens alone is kept (C.3)."""
     return f"{key}-halted"

@@ -81,6 +81,19 @@ class Architecture(ABC):
     def input_norm(self, layer: int) -> nn.Module:
         """The norm that states pass on their way into a layer's attention."""
 
+    @property
+    @abstractmethod
+    def embeddings(self) -> list[nn.Module]:
+        """The tables whose rows are added up to the first states."""
+
+    @abstractmethod
+    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
+        """Each norm of a layer's residual stream with the linear maps that read what it gives."""
+
+    @abstractmethod
+    def residual_writers(self, layer: int) -> list[nn.Module]:
+        """The linear maps of a layer whose output is added to the residual stream."""
+
     def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What that norm gives before its gain and bias: hidden (..., D) -> (..., D), in float32."""
         norm = self.input_norm(layer)
@@ -135,6 +148,17 @@ class GPT2Architecture(Architecture):
     def input_norm(self, layer: int) -> nn.Module:
         return self.layers[layer].ln_1  # type: ignore[return-value]
 
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        return [self.base.wte, self.base.wpe]
+
+    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
+        block = self.layers[layer]
+        return [(block.ln_1, [block.attn.c_attn]), (block.ln_2, [block.mlp.c_fc])]
+
+    def residual_writers(self, layer: int) -> list[nn.Module]:
+        return [self.layers[layer].attn.c_proj, self.layers[layer].mlp.c_proj]
+
     def _columns(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of the fused q, k, v projection (Conv1D keeps its weight as (in, out))."""
         fused = self.attention(layer).c_attn
@@ -166,6 +190,21 @@ class LlamaArchitecture(Architecture):
 
     def input_norm(self, layer: int) -> nn.Module:
         return self.layers[layer].input_layernorm  # type: ignore[return-value]
+
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        return [self.base.embed_tokens]
+
+    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
+        block = self.layers[layer]
+        attention, mlp = block.self_attn, block.mlp
+        return [
+            (block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj]),
+            (block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj]),
+        ]
+
+    def residual_writers(self, layer: int) -> list[nn.Module]:
+        return [self.layers[layer].self_attn.o_proj, self.layers[layer].mlp.down_proj]
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return self._rotate(layer, keys, rotary)
@@ -223,6 +262,20 @@ class GPTNeoXArchitecture(Architecture):
 
     def input_norm(self, layer: int) -> nn.Module:
         return self.layers[layer].input_layernorm  # type: ignore[return-value]
+
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        return [self.base.embed_in]
+
+    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
+        block = self.layers[layer]
+        return [
+            (block.input_layernorm, [block.attention.query_key_value]),
+            (block.post_attention_layernorm, [block.mlp.dense_h_to_4h]),
+        ]
+
+    def residual_writers(self, layer: int) -> list[nn.Module]:
+        return [self.layers[layer].attention.dense, self.layers[layer].mlp.dense_4h_to_h]
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return keys if rotary is None else apply_partial_rotary(keys, keys, *rotary)[1]

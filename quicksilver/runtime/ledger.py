@@ -41,6 +41,7 @@ class Flops:
             (conflicts.md #21, #22). The only ledger in which a bit-width saves anything: in the others an integer product counts
             as many operations as a float one.
         signals: the part of `executed` spent on deciding (logit lens, attention probes).
+        skippable: what a transform took off `nominal`: products that ran although one factor is zero.
         dense_nominal, dense_paper: the same formulas with every token active in every layer.
     """
 
@@ -50,6 +51,7 @@ class Flops:
     signals: int = 0
     dense_nominal: int = 0
     dense_paper: int = 0
+    skippable: int = 0
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

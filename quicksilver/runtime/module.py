@@ -169,6 +169,12 @@ class Transform(RuntimeModule, ABC):
 
     changes_weights: ClassVar[bool] = True
 
+    @property
+    def skippable_flops(self) -> int:
+        """Floating-point operations so far that ran and that a kernel could have left out, such as products with a zero: taken off the
+        nominal ledger. It only grows."""
+        return 0
+
     @abstractmethod
     def applied(self, architecture: Architecture) -> AbstractContextManager[None]:
         """Change the model, and leave nothing of it behind."""

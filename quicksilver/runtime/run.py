@@ -120,6 +120,7 @@ class Run:
         """Forget traces and ledgers: between measurements, or between batches of one run."""
         self._passes: list[tuple[PassWork, PassTrace]] = []
         self._flops: list[Flops] = []
+        self._skippable_before = self._skippable_flops()
         self._head_tokens = 0
         self._current: Forward | None = None
         self._cache: Cache | None = None
@@ -140,7 +141,11 @@ class Run:
         """The ledgers since the start or the last `reset`."""
         for work, trace in self._passes[len(self._flops) :]:
             self._flops.append(pass_flops(self.arch, work, trace, self.beta))
-        return sum(self._flops, head_flops(self.arch, self._head_tokens))
+        skippable = self._skippable_flops() - self._skippable_before
+        return sum(self._flops, head_flops(self.arch, self._head_tokens)) + Flops(nominal=-skippable, skippable=skippable)
+
+    def _skippable_flops(self) -> int:
+        return sum(transform.skippable_flops for transform in self.transforms)
 
     @property
     def beta(self) -> Mapping[int, float]:

@@ -1,0 +1,140 @@
+"""Channel sparsity: a rotated model is the same function, zeroed channels are the small ones, and what is skippable is counted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+from quicksilver.modules import ChannelSparsity, calibrate_modules
+from quicksilver.modules.residual_rotation import RotatedModel, linear_maps, weight_of
+from quicksilver.runtime import ConfigError, apply, architecture_of
+
+
+def ids_of(model: torch.nn.Module, rows: int, seed: int = 0) -> torch.Tensor:
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+    return torch.randint(0, vocabulary, (rows, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.no_grad()
+def test_a_rotated_model_is_the_same_function_and_leaves_nothing_behind(family: str) -> None:
+    model = copy.deepcopy(tiny.load(family)).double()
+    ids, before = ids_of(model, 2), parameters(model)
+    arch = architecture_of(model)
+    expected = model(ids).logits
+    rotation = torch.linalg.qr(
+        torch.randn(arch.width, arch.width, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    )[0]
+    states = []
+    with RotatedModel(arch, rotation).applied():
+        handle = arch.layers[1].register_forward_pre_hook(lambda _, args, kwargs: states.append(args[0]), with_kwargs=True)
+        found = model(ids).logits
+        handle.remove()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # an RMSNorm computes in float32
+    handle = arch.layers[1].register_forward_pre_hook(lambda _, args, kwargs: states.append(args[0]), with_kwargs=True)
+    assert torch.equal(model(ids).logits, expected)
+    handle.remove()
+    assert not torch.allclose(states[0], states[1], atol=1e-3)  # the basis was another one
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+@torch.no_grad()
+def test_nothing_is_zeroed_at_no_error_and_much_at_a_large_one(family: str) -> None:
+    model = tiny.load(family)
+    ids = ids_of(model, 3)
+    expected, skippable, apart = model(ids).logits, [], []
+    for error in (0.0, 0.01, 0.1):
+        module = ChannelSparsity(error=error)
+        module.fit(model, ids_of(model, 8, seed=1), batch_size=4)
+        with apply(model, [module]) as run:
+            logits = model(ids).logits
+            skippable.append(run.flops.skippable)
+            assert run.flops.nominal == run.flops.dense_nominal - run.flops.skippable
+            assert run.flops.executed >= run.flops.dense_nominal
+            run.reset()
+            assert run.flops.skippable == 0
+        apart.append(float((logits - expected).abs().max()))
+    assert skippable[0] < skippable[1] < skippable[2]
+    assert apart[0] < 1e-3 < apart[1] < apart[2]
+
+
+@torch.no_grad()
+def test_what_is_skippable_is_what_was_zero() -> None:
+    model = tiny.load("llama")
+    module = ChannelSparsity(error=0.05, rotate=False)
+    module.fit(model, ids_of(model, 8, seed=1))
+    arch, zeros, handles = architecture_of(model), [0], []
+    with apply(model, [module]) as run:
+        for linear in linear_maps(arch):
+
+            def count(linear: torch.nn.Module, args: tuple[torch.Tensor, ...], _: object) -> None:
+                # A forward hook sees the input as the pre-hook left it.
+                zeros[0] += int((args[0] == 0).sum()) * 2 * weight_of(linear).shape[1]
+
+            handles.append(linear.register_forward_hook(count))
+        model(ids_of(model, 2))
+        found = run.flops.skippable
+    for handle in handles:
+        handle.remove()
+    assert found == zeros[0] > 0
+
+
+@torch.no_grad()
+def test_each_map_loses_the_share_of_energy_that_was_asked_for() -> None:
+    model = tiny.load("gpt2")
+    windows = ids_of(model, 16, seed=1)
+    module = ChannelSparsity(error=0.02, rotate=False)
+    module.fit(model, windows)
+    arch = architecture_of(model)
+    for linear, threshold in zip(linear_maps(arch), module._thresholds, strict=True):
+        inputs: list[torch.Tensor] = []
+        handle = linear.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
+        for batch in windows.split(8):
+            model(batch)
+        handle.remove()
+        x = torch.cat([i.reshape(-1, i.shape[-1]) for i in inputs]).double()
+        energy = (x * weight_of(linear).double().norm(dim=1)).square()
+        lost = energy[x.abs() < threshold].sum() / energy.sum()
+        assert 0.015 < lost <= 0.02 + 1e-6
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@torch.no_grad()
+def test_it_is_causal_and_the_same_token_by_token(rotate: bool) -> None:
+    model = tiny.load("llama")
+    ids = ids_of(model, 2)
+    module = ChannelSparsity(error=0.05, rotate=rotate)
+    module.fit(model, ids_of(model, 8, seed=1))
+    with apply(model, [module]):
+        whole = model(ids).logits
+        torch.testing.assert_close(model(ids[:, :7]).logits, whole[:, :7], atol=1e-4, rtol=1e-4)
+        cache, steps = None, []
+        for column in range(ids.shape[1]):
+            out = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_without_calibration_text_it_is_refused(tmp_path) -> None:
+    model, other = tiny.load("gpt2"), tiny.build("gpt2", n_layer=2)
+    module = ChannelSparsity()
+    with pytest.raises(ConfigError, match="no thresholds: call fit"), apply(model, [module]):
+        pass
+    calibration = calibrate_modules([module], tmp_path, model, ids_of(model, 4), batch_size=2)
+    assert module.fitted
+    assert calibration is not None
+    assert not calibration.percentiles
+    with pytest.raises(ConfigError, match="fitted to other weights"), apply(other.eval(), [module]):
+        pass
+    with pytest.raises(ConfigError, match=r"error=2 is out of range|error=2\.0 is out of range"):
+        ChannelSparsity(error=2.0)

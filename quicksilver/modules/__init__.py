@@ -11,11 +11,11 @@ from quicksilver.modules.quantization import AdaptiveQuantization, mix_of
 from quicksilver.modules.signals import Signal, make_signal
 from quicksilver.modules.staged_halting import StagedHalting
 from quicksilver.modules.stages import Stage
-from quicksilver.modules.thresholds import Calibrated, Calibration
+from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted
 from quicksilver.modules.translators import Translator
 
 __all__ = [
-    "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ChannelSparsity", "ExponentialDecay", "Halting", "HaltingPolicy",
+    "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ChannelSparsity", "ExponentialDecay", "Fitted", "Halting", "HaltingPolicy",
     "KVSkipping", "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
     "Translator", "calibrate", "calibrate_modules", "calibrated", "make_signal", "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

@@ -47,7 +47,7 @@ class ChannelSparsity(Transform, Fitted):
         ConfigError: an option out of range; by `apply`, a module that was not fitted, or that was fitted to other weights.
     """
 
-    error: float = 0.0005
+    error: float = 0.0006
     rotate: bool = True
 
     def __post_init__(self) -> None:

@@ -216,14 +216,16 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 def legend() -> tuple[str, ...]:
     """What effects and δ are, and what the paper's own numbers give."""
     return (
-        "Effects: of one mechanism the mean change when it joins, over all settings of the other three; of several the change that they "
-        "make together beyond their parts. Points of dense operations, and nats per token × 100, about percent of perplexity.",
-        "δ: what is saved together minus the sum of what each saves alone (P.1), in points: below 0 the parts overlap (sub-additive). "
-        "independent: minus what they would save if each took its share of what the others leave.",
+        "Effect of one mechanism: the mean change when it joins, over all settings of the other three. Effect of several: the "
+        "change that they make together beyond their parts. Units: points of dense operations, and nats per token × 100, which "
+        "is about percent of perplexity.",
+        "δ: what the set saves together minus the sum of what each member saves alone (P.1), in points. Below 0 the savings "
+        "overlap (sub-additive). independent: the same, minus what the members would save if each took its share of what the "
+        "others leave.",
         f"The paper's own numbers (P.4) give δ = {reported_synergy():+.1f} points and {reported_beyond_independence():+.1f} against "
         "independence: sub-additive, though the text there calls it super-additive (docs/conflicts.md #24).",
-        "In the executed ledger δ is large where deciding costs much: a mechanism that leaves fewer tokens leaves fewer to decide about.",
-        "95% intervals, bootstrap over windows, all combinations of one draw from the same windows.",
+        "In the executed ledger δ is large where decisions are expensive: with fewer active tokens there is less to decide.",
+        "Intervals: 95%, bootstrap over windows. One draw of windows serves all combinations.",
     )
 
 

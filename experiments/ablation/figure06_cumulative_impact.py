@@ -26,7 +26,8 @@ def rows() -> list[Row]:
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Bars, one mechanism more at each step."""
     sentence = (
-        "Each bar has one mechanism more than the one to its left; what looks ahead is refused where every position is scored."
+        "Each bar adds one mechanism to the bar on its left. A mechanism that looks ahead is refused where every position is "
+        "scored."
     )
     return bars.figure(outcomes, name, "Figure 6: cumulative impact", sentence)
 

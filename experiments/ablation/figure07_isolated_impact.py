@@ -24,7 +24,7 @@ def rows() -> list[Row]:
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Bars, each mechanism by itself."""
-    sentence = "Each bar is one mechanism by itself; what looks ahead is refused where every position is scored."
+    sentence = "Each bar is one mechanism alone. A mechanism that looks ahead is refused where every position is scored."
     return bars.figure(outcomes, name, "Figure 7: isolated impact", sentence)
 
 

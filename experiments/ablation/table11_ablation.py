@@ -21,7 +21,7 @@ from .techniques import steps
 
 PANELS = {
     "all": "Protocol all: every position scored, causal modules only",
-    "continuation": "Protocol continuation: anything goes inside the prompt, the tokens after it are scored",
+    "continuation": "Protocol continuation: modules may look ahead inside the prompt; only the tokens after it are scored",
 }
 # About 40% of the prompt's work, exactly the same for each: only which tokens leave, and how, differs. Each has random tokens as its null.
 HALTING, FUSION = "halting_attention", "token_fusion_attention"

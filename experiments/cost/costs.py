@@ -22,7 +22,6 @@ PANEL = "continuation"
 # Eight windows: quality stands in Table 11, over all of them.
 OVERRIDES = (f"protocol={PANEL}", "measure=cost", "dataset.windows=8")
 DENSE, JOINT, BUDGET = "baseline", "cumulative.quantization", "budget"
-KERNELS = ("embedding", "attention", "mlp", "norms", "output_head")
 COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
     "embedding": "Token embedding",
     "attention": "Self-attention",
@@ -76,6 +75,8 @@ def component_saved(record: Record, component: str) -> tuple[float, float] | Non
 
 def kernel_saved_pct(record: Record) -> float | None:
     """Percent gone of the time that the model's own parts take, whatever happens around them."""
+    from quicksilver.measure.components import KERNELS
+
     total = {}
     for who in ("dense", "run"):
         parts = [component_ms(record, who, component) for component in KERNELS]

@@ -57,8 +57,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         axes[0, -1].set_ylim(top=1.55 * axes[0, -1].get_ylim()[1])  # room for the legend above the bars
         axes[0, -1].legend(loc="upper left", fontsize=6)
     caption = (
-        "Medians over rounds of one pass over a batch of prompts, taken apart in a pass of its own (Table 7 says how far its sum is from the "
-        "untouched pass). Embedding and output head belong to no layer.",
+        "Medians over rounds of one pass over a batch of prompts. The components are timed in a pass of their own; Table 7 "
+        "compares their sum with an untouched pass. Embedding and output head belong to no layer.",
         *provenance.notes(outcomes),
     )
     return Figure(name, "Where the time of each layer goes", frame, drawing, caption)

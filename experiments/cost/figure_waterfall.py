@@ -48,10 +48,11 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             lowest.set_xticks(range(len(_SHORT)), _SHORT)
             lowest.tick_params(labelbottom=True)
     caption = (
-        "What is left of dense inference, in percent: nominal operations (the dense formula on active tokens), executed operations (what ran), time "
-        "of the model's own parts, wall clock with its quartiles, net joules. All of a prompt; joules of the prompt and the tokens after it. Hatched: no "
-        "further from 100 than the noise floor (A/A), or below the resolution. Dark caps on the clock's bar: what deciding alone costs, executing "
-        "everything. realized: time saved over executed operations saved; no number where one of them is noise.",
+        "What is left of dense inference, in percent: nominal operations (the dense formula on active tokens), executed "
+        "operations (what ran), time of the model's own parts, wall clock with its quartiles, net joules. All are of the "
+        "prompt; joules are of the prompt and the tokens after it. Hatched: a difference within the noise floor (A/A), or below "
+        "the resolution. Dark caps on the wall clock: the cost of deciding alone, where every token is computed all the same. "
+        "realized: time saved over executed operations saved; no number where one of the two is within the noise.",
         costs.energy_note(outcomes),
         *provenance.notes(outcomes),
     )

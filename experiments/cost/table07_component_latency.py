@@ -128,10 +128,11 @@ def _legend(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         "belongs to one component, the innermost.",
         "saved: percent of the dense component that is gone; within: no larger than its noise, which is how far the dense pass is from "
         "itself (A/A), or half of the two interquartile ranges where that is more.",
-        "Sum off by: what the marks between components cost, and noise; the untouched pass is timed in the same rounds.",
-        "Attention has the projections of tokens that halted, if they are projected. Quantization is coding and decoding: products at fewer "
-        "bits stand where their float ones did. The dense column is that of the first run.",
-        "The paper measured GPT-2 774M on an A100: its milliseconds are no target for another model or machine.",
+        "Sum off by: how far the sum of the components is from the untouched pass, which is timed in the same rounds. It is the "
+        "cost of the timing marks, and noise.",
+        "Attention includes K/V projected for halted tokens. Quantization is coding and decoding; products at fewer bits count "
+        "for the component whose float product they replace. The dense column is that of the first run.",
+        "The paper measured GPT-2 774M on an A100. Its milliseconds cannot be compared with another model or machine.",
     )
 
 

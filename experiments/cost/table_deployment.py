@@ -47,7 +47,8 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     )
     legend = (
         f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
-        "saved: mean time per token against dense inference, round by round; within: no larger than the A/A noise floor below it.",
+        "saved: mean time per token, in percent of dense inference, round by round. within: no larger than the A/A noise floor "
+        "below it.",
         "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
     )
     panel = Panel(costs.PANEL, "Batch 1, greedy", columns, provenance.notes(outcomes))

@@ -35,12 +35,13 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("", "peak of the process", lambda row: _bytes(row, "peak_memory_bytes"), expendable=2),
     )
     legend = (
-        "KV cache of one batch after its last token: billed by the decisions, resident in the tensors; saved: of resident bytes, against dense.",
-        "ΔM: what App. J's formula says is saved, N_halted · d_kv · h · 2 summed over layers; it knows neither tokens whose K/V is kept "
-        "though they halted, nor entries that are skipped, merged or coded otherwise.",
-        "peak of tensors: most bytes that torch's allocator held at one moment of the batch above what was there before (weights are): exact. On "
-        "a GPU the allocator's own peak stands in its place, weights included. The process keeps pages that it was given: its peak tells "
-        "little about one batch.",
+        "KV cache of one batch after its last token. billed: bytes that the decisions ask for; resident: bytes in the tensors; "
+        "saved: of resident bytes, in percent of dense.",
+        "ΔM: what App. J's formula says is saved, N_halted · d_kv · h · 2 summed over layers. The formula leaves out two "
+        "things: halted tokens that keep their K/V, and entries that are skipped, merged or stored in another format.",
+        "peak of tensors: the most bytes that torch's allocator held during the batch, above what it held before (the weights); "
+        "exact. On a GPU it is the allocator's own peak, weights included. peak of the process: says little about one batch, "
+        "because a process keeps memory that it once had.",
     )
     panel = Panel(costs.PANEL, "One batch: its prompts and the tokens after them", columns, provenance.notes(outcomes))
     return Table(name, "Memory: KV cache and peaks", frame, (panel,), legend)

@@ -46,13 +46,14 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("", "realized", lambda row: (NO_VALUE if (ratio := number(row, "realization")) is None else f"{ratio:.2f}",)),
     )
     legend = (
-        "Operations, time, energy: percent of dense inference that is gone, of a prompt (energy: of the prompt and the tokens after it). "
-        "Nominal: the dense formula on active tokens. Executed: what ran, signals and modules included.",
-        "policy costs: percent of dense time that deciding takes where everything is executed all the same.",
+        "Operations, time, energy: percent of dense inference that is saved, of a prompt (energy: of the prompt and the tokens "
+        "after it). Nominal: the dense formula on active tokens. Executed: what ran, signals and modules included.",
+        "policy costs: what deciding takes, in percent of dense time, measured with every token computed all the same.",
         "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
         "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
         f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
-        "within: no larger than how far dense inference is from itself (A/A); below resolution: windows of rest differ by as much.",
+        "within: the difference is within the noise floor, which is how far dense inference is from itself (A/A). below "
+        "resolution: idle windows differ by as much.",
         costs.energy_note(outcomes),
     )
     title = "Waterfall: from operations to joules"

@@ -62,9 +62,10 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = sentences.caption(
         outcomes,
         TEXT,
-        "(a) Drift relative to the state, by layer; a curve ends where its token halts. (b) K/V entries under all four mechanisms. (c) Fusion alone, "
-        "in steps: dashed ends in a neighbour, thick carries several. (d) Widths by entropy, decided after half the depth. Figures 9, 10, 11 and 13 "
-        "show them larger, with their thresholds.",
+        "(a) Drift relative to the state, by layer; a curve ends where its token halts. (b) K/V entries under all four "
+        "mechanisms. (c) Fusion alone, in steps: a dashed line ends in a neighbour, a thick line carries several tokens. (d) "
+        "Bit-widths by entropy, decided at half the depth. Figures 9, 10, 11 and 13 show the panels larger, with their "
+        "thresholds.",
     )
     frame = pd.concat([one.assign(panel=key) for key, one in zip(PANELS, frames, strict=True)], ignore_index=True)
     return Figure(name, "Figure 2: the mechanisms on one sentence", frame, drawing, caption)

@@ -59,7 +59,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         TEXT,
         f"Left: the K/V entries of one sentence; {100 * frame['kv'].mean():.0f}% of the dense cache are there. Halted tokens take part again in "
         "the last layers and leave entries there. The first tokens are protected: they keep theirs while they are halted.",
-        "Right: the share of entries that each layer holds of all prompts of the run; dashed: of all layers together.",
+        "Right: the share of K/V entries that each layer holds, over all prompts of the run. Dashed: over all layers together.",
     )
     both = pd.concat([frame, shares.assign(token="", entry="all prompts")], ignore_index=True)
     return Figure(name, "Figure 10: K/V entries, written and skipped", both, drawing, caption)

@@ -112,8 +112,9 @@ def _findings(frame: pd.DataFrame) -> tuple[str, ...]:
     harm = spearmanr(drift.iloc[:-1], change.iloc[1:].abs())
     estimate = frame[frame["layer"] == last]["attributed_nats"].sum()
     return (
-        "L: nats of the sentence in the dense model. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Black bars: the token halts here. "
-        "Blank: nothing is apart yet. Logarithmic colours, but for the third. After the last layer gradient times state is 0: the final norm undoes any scaling.",
+        "L: nats of the sentence in the dense model. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Black "
+        "bars: the token halts here. Blank: the two runs are still equal. Colours are logarithmic, except in the third panel. "
+        "After the last layer gradient times state is 0, because the final norm undoes any scaling.",
         f"Over the tokens, SDI after the last layer and mean attribution have a rank correlation of {both.statistic:+.2f} (p = {both.pvalue:.2g}): the paper says they "
         f"overlap substantially. SDI and the size of the change of the next token's loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
         f"The sentence's loss changes by {change.sum():+.1f} nats; to first order the deviations after the last layer should change it by {estimate:+.1f}.",

@@ -75,9 +75,10 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         plot.set_ylabel("active tokens of a prompt, %")
         plot.legend(loc="lower left")
     caption = (
-        "Points: share of a prompt's tokens that take part in a layer. Lines: N·exp(−α·ℓ) through 100% before the first layer, by least squares in "
-        "logarithms, drawn where it was fitted: up to the layers that halted tokens take part in again. Brackets: 95% intervals, bootstrapped over "
-        "windows. R² below 0: the mean of all layers would fit better than any such decay.",
+        "Points: share of a prompt's tokens that take part in a layer. Lines: N·exp(−α·ℓ) through 100% before the first layer, "
+        "least squares in logarithms. A line is drawn where it was fitted: up to the layer from which halted tokens take part "
+        "again. Brackets: 95% intervals, bootstrap over windows. R² below 0: the mean of all layers fits better than an "
+        "exponential decay.",
         *provenance.notes(outcomes),
     )
     return Figure(name, "Active tokens by layer, and the exponential that the paper sees in them", frame, drawing, caption)

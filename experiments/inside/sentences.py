@@ -6,7 +6,6 @@ tokens has something to show; every caption says so, and what it costs.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -135,8 +134,10 @@ def window(record: Record) -> tuple[int, int]:
 
 
 def layer_after(fraction: float, n_layers: int) -> int:
-    """The layer, from 1, after which that fraction of the depth has been gone through; as the modules count."""
-    return max(1, math.floor(fraction * n_layers + 0.5))
+    """The layer, from 1, after which that fraction of the depth has been gone through."""
+    from quicksilver.modules.checks import layer_after as index_of_layer  # needs torch, which drawing does not
+
+    return index_of_layer(fraction, n_layers) + 1
 
 
 def caption(outcomes: Sequence[Outcome], text: int | None, *sentences: str) -> tuple[str, ...]:

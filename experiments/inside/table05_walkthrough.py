@@ -142,10 +142,12 @@ def _legend(frame: pd.DataFrame) -> tuple[str, ...]:
         f"Of {len(frame)} tokens {halted} halt, {skipped} have no K/V entry in some layer, {fused} are carried by a neighbour, and "
         + ", ".join(f"{count} are held at {width:.0f} bits" for width, count in widths.items())
         + ".",
-        "Layers are counted from 1. 1: the token halts after this layer, with this drift (relative) and this entropy (nats, logit lens), and takes part "
-        "again in the last layers. 2: without its K/V nobody sees a halted token while it is halted. 3: the group is carried by its last token (its "
-        "number). 4: the width from half depth on, by the entropy after the layer that decides. -: untouched.",
-        "Order at one layer: halting, K/V, fusion, precision (2.4), so a token that halted or was fused early gets no width.",
-        "What the paper says of a word (layers of 30) stands beside every token that is that whole word. Its rule for K/V contradicts its own text: "
-        "15.18 > 0.45 → skip is the opposite of convergence, and 1.00 is not < 0.30.",
+        "Layers are counted from 1. 1: the token halts after this layer, with this drift (relative) and this entropy (nats, "
+        "logit lens); it takes part again in the last layers. 2: a halted token without K/V cannot be attended to. 3: the last "
+        "token of a group carries it (its number). 4: the bit-width from half the depth on, by the entropy after the deciding "
+        "layer. -: untouched.",
+        "Order at one layer: halting, K/V, fusion, precision (2.4). A token that halted or was fused before gets no bit-width.",
+        "What the paper says of a word (in a model of 30 layers) stands beside every token that is that whole word. The paper's "
+        "rule for K/V contradicts its own text: it skips at 15.18 > 0.45, which is the opposite of convergence, and 1.00 is not "
+        "below 0.30.",
     )

@@ -163,13 +163,15 @@ def _token(row: Mapping[str, Any]) -> Lines:
 LEGEND = (
     "Δppl: perplexity of the tokens after the prompt minus dense float32 on the same windows with its 95% interval; below it the same in "
     "percent.",
-    "saved: executed operations of the prompt, signals included (a mask costs what the causal kernel spared), and resident KV bytes.",
+    "saved: executed operations of the prompt, signals included, and resident KV bytes. A mask adds operations that the "
+    "causal kernel would have skipped.",
     "prompt speedup: wall clock of the prompt in percent of dense, median of rounds that alternate with it; below it the noise floor (A/A). "
     "÷ int8: time over that of dynamic int8, the measure of Figures 8 and 15. A decoded token: greedy, batch 1, prompt of 256.",
     "front: ● where no other row is as fast for no more loss. A speedup within the noise and a Δppl whose interval has 0 in it count as 0.",
-    "Budgets: those who save work are set to about 40% of the prompt's operations, as ours are; where that can be done at several depths "
-    "(DASH, LazyLLM, ToMe), at those of several that cost least on the calibrating part of the text. CALM's softmax measure saves nothing at "
-    "any threshold here (the output head costs three layers) and stands at its own. Those who save K/V keep 346 entries a layer, as ours.",
+    "Budgets: a method that saves the prompt's work is set to about 40% of it, as ours are. Where that can be done at "
+    "several depths (DASH, LazyLLM, ToMe), the depths are those that cost least on the calibrating part of the text. CALM's "
+    "softmax measure saves nothing at any threshold here, because the output head costs three layers; it keeps its own "
+    "threshold. A method that saves K/V keeps 346 entries a layer, as ours.",
 )
 
 

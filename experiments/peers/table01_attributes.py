@@ -84,8 +84,8 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "acts: anywhere where a decision about a token reads that token and those before it; in prompts where it reads later ones too; "
         "between passes where it decides about the cache alone. None of them trains anything: where the paper says that early exit or quantization requires retraining, here it goes without, and "
         "`table peers` says at what loss.",
-        "does not go with: the runtime holds one width and one span for each token, so two modules that set the same cannot be combined; "
-        "everything else can.",
+        "does not go with: the runtime holds one bit-width and one attention span for each token, so two modules that set the "
+        "same one cannot be combined. Everything else can.",
     )
     return Table(name, "Table 1: attributes of acceleration methods", frame, panels, legend)
 

@@ -22,6 +22,6 @@ def rows() -> list[Row]:
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A section for what a method saves."""
     frame = methods.frame(outcomes)
-    title = "Protocol continuation: anything goes inside the prompt, the tokens after it are scored"
+    title = "Protocol continuation: modules may look ahead inside the prompt; only the tokens after it are scored"
     panel = Panel(methods.PANEL, title, methods.columns(), provenance.notes(outcomes))
     return Table(name, "Peers and ours in the same run", frame, (panel,), (*methods.findings(frame), *methods.LEGEND))

@@ -123,10 +123,11 @@ def _thresholds(outcome: Outcome) -> str:
 
 
 LEGEND = (
-    "FLOPs saved, in percent of dense: paper = Appendix J with β = bits/16, the only ledger in which a width saves anything, because an "
-    "integer product counts as many operations as a float one; exec = operations of what really ran, so what deciding costs.",
-    "The paper's column stands beside ours: it has 36 layers and 19/36 of them behind the decision, the same thresholds on another "
-    "model's entropies, and no interval.",
+    "FLOPs saved, in percent of dense. paper: Appendix J with β = bits/16. It is the only ledger in which a bit-width saves "
+    "anything, because an integer product counts as many operations as a float one. exec: operations of what ran; it shows "
+    "the cost of deciding.",
+    "The paper's column is of a model with 36 layers, 19 of them after the decision; the same thresholds act on another "
+    "model's entropies here. It has no interval.",
     "2/4/8 %: shares of the tokens at 2, 4 and 8 bits in the layers after the decision; bits: their mean. KV: resident bytes of the cache "
     "saved, scales included, of a cache in the model's own dtype.",
     "Δppl: perplexity minus that of full precision on the same windows with its 95% interval; below it the same in percent. Null: the "

@@ -28,5 +28,7 @@ def rows() -> list[Row]:
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """Reported beside measured, a panel for each protocol."""
-    legend = ("Above Appendix O's rule stands its table; the table's thresholds are those of Table 3, not the rule's.",)
+    legend = (
+        "The rows above Appendix O's rule are its table. That table uses the thresholds of Table 3, not those of the rule.",
+    )
     return strategies.table(outcomes, name, "Table 10: entropy-aware quantization again, reported beside measured", legend)

@@ -44,7 +44,8 @@ def rows() -> list[Row]:
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A panel a calibration."""
     legend = (
-        "Where nothing is saved and Δppl is 0, no token met the threshold: a constant of one model's drift says nothing of another's.",
+        "Where nothing is saved and Δppl is 0, no token met the threshold. A constant that suits one model's drift need not "
+        "suit another's.",
         "C.3 asks for less than 0.05 of perplexity added by skipping: that is the difference against halting alone.",
     )
     return sweeps.table(outcomes, name, "Calibrations of the paper, repeated", SWEEPS, legend=legend)

@@ -33,10 +33,11 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     )
     saved, cost = frontier.paper_bar()
     legend = (
-        "share: of the prompt's tokens that leave after a fifth of the depth; of static depth: the depth after which all but the last stop.",
+        "share: of the prompt's tokens that leave after a fifth of the depth. Static depth: the depth after which all tokens "
+        "but the last leave.",
         "saved: executed operations of the prompt, signals included, and resident KV bytes, in percent of dense inference.",
         "Δppl: perplexity of the tokens after the prompt minus dense, with its 95% interval; below it the same in percent.",
-        "front: ● where no other row saves as much or more for a smaller Δppl, point against point.",
+        "front: ● where no other row saves as much or more for a smaller Δppl. Point estimates are compared, not intervals.",
         f"The paper's bar is {saved:g}% of FLOPs for at most {cost:.1f}% of perplexity (abstract: ≤ 0.2 at 18.2).",
     )
     panel = Panel(

@@ -17,8 +17,8 @@ from quicksilver.report.comparison import saved_pct
 from quicksilver.report.table import Column, Lines, Panel, Table
 
 LEGEND = (
-    "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on the calibrating text alone and then left "
-    "as it was; thresholds that are percentiles keep the numbers that they had there.",
+    "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on the calibrating text alone "
+    "and did not change afterwards. Thresholds given as percentiles keep the numbers that they had on that text.",
     "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: the same "
     "decisions dealt to random tokens; vs null: better, worse, or no difference.",
     "kept: whether the budget holds; `undecided` where the interval of a cost holds both answers.",

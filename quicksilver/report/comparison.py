@@ -24,23 +24,24 @@ LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
 
 LEGEND = (
-    "Speedup and FLOPs saved are decreases in percent of dense inference, as in the paper: 25 means that a quarter of the time "
-    "or of the work is gone. The dense row has what they are percentages of (milliseconds a batch; operations in all, G = 10⁹).",
+    "Speedup and FLOPs saved are decreases in percent of dense inference, as in the paper: 25 means that a quarter of the "
+    "time or of the work is saved. The dense row shows the whole: milliseconds a batch, and operations (G = 10⁹).",
     "speedup: wall clock of one batch, median of rounds that alternate with the dense model; within: no larger than the noise "
     "floor below it, which is how far the dense model is from itself (A/A).",
     "FLOPs saved, three ledgers: exec = operations of what really ran, signals and modules included; nominal = the dense formula "
     "on active tokens; paper = Appendix J with its constants, comparable with the paper's column and with nothing else; prompt = "
     "exec, of the prompt alone.",
-    "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: the "
-    "same decisions dealt to random tokens, so at exactly the same budget. vs null: whether the interval of their difference "
-    "lies below 0 (better), above 0 (worse) or around it (no diff.). What is not better than its null did not choose its "
-    "tokens well.",
-    "audit: largest movement of a logit when the tokens after it are replaced: 0, or rounding, where nothing looks ahead. Where "
-    "coarse codes magnify rounding under compact execution (second line), the first line is that of masked execution, whose sums "
-    "do not depend on what was decided: what moves there is a leak.",
-    "The paper measured GPT-2 774M on an A100: its numbers stand here for comparison, as no target for another model or machine.",
+    "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: "
+    "the same decisions dealt to random tokens, at exactly the same budget. vs null: whether the interval of their "
+    "difference lies below 0 (better), above 0 (worse) or around it (no diff.). Only a row that is better than its null "
+    "chose its tokens well.",
+    "audit: the largest change of a logit when the tokens after it are replaced. 0, or rounding, means that nothing looks "
+    "ahead. Coarse codes magnify rounding under compact execution (second line). There the first line is that of masked "
+    "execution, whose sums do not depend on decisions, so that any change is a leak.",
+    "The paper measured GPT-2 774M on an A100. Its numbers are shown for comparison; they are no target for another model "
+    "or machine.",
 )
-LOOKAHEAD = "† looks ahead: its perplexity knows tokens that it is asked to predict (the paper's variant, lookahead=true)."
+LOOKAHEAD = "† looks ahead: its decisions read the tokens that it is asked to predict (the paper's variant, lookahead=true)."
 
 
 def against_dense(record: Record, dense: Record) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
     if record["execution"] == "compact":
         for phase in ("", "prompt_"):
             if record.get(f"{phase}latency_ms"):
-                # Round by round against the dense model of the same run: neighbours in time share the machine's mood.
+                # Round by round against the dense model of the same run: both were timed under the same load of the machine.
                 ratio = record[f"{phase}latency_ratio"]
                 row[f"{phase}latency_ms"] = record[f"{phase}latency_ms"]["median"]
                 row[f"{phase}speedup_pct"] = 100 * (1 - ratio["median"])

@@ -49,7 +49,8 @@ LEGEND = (
     "Saved is in percent of dense inference: nominal = the dense formula on active tokens; exec = operations of what really ran, signals "
     "and modules included; paper = Appendix J with its constants; prompt = of the prompt alone; KV bytes = resident.",
     "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent.",
-    "front: ● where no other row of the panel saves as much or more for a smaller Δppl, point against point.",
+    "front: ● where no other row of the panel saves as much or more for a smaller Δppl. Point estimates are compared, not "
+    "intervals.",
     "Values such as p25 are percentiles of the signal, layer by layer, on the calibrating part of the text.",
 )
 
@@ -253,8 +254,8 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[
         for plot, sweep in zip(plots.flat, sweeps, strict=False):
             draw_front(plot, rows[rows["panel"] == sweep.experiment], sweep)
     said = (
-        "Perplexity added over what is saved; bars: 95% intervals, paired by window. Labels: the value of the last option. Broken line: the "
-        "front. Up is worse, right saves more."
+        "Perplexity added over what is saved. Bars: 95% intervals, paired by window. Labels: the value of the last option. "
+        "Broken line: the front. Lower is better, further right saves more."
     )
     drawn = ["panel", "section", "key", *(key for sweep in sweeps for key in sweep.axes()), *(sweep.shown[0] for sweep in sweeps)]
     costs = [name for name in rows if re.fullmatch(r"(base_)?delta_ppl_pct(_low|_high)?", name)]

@@ -7,20 +7,13 @@ as well. Both become the same: a letter for each token and layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
-from quicksilver.data.spec import DatasetConfig, Part
-from quicksilver.data.text import read_text
-from quicksilver.data.windows import encode
 from quicksilver.harness.record import Record
-from quicksilver.models.loading import locate
-from quicksilver.models.spec import ModelConfig
+from quicksilver.harness.window_tokens import window_tokens
 from quicksilver.report.cells import signed
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.trace import PassTrace, Trace
@@ -54,7 +47,7 @@ def shown(record: Record) -> list[dict[str, Any]]:
     for window, why in _chosen(record):
         view = _from_trace(trace, window)
         try:
-            words: dict[str, Any] = {"texts": _tokens(record, window)}
+            words: dict[str, Any] = {"texts": window_tokens(record, window)}
         except (QuickSilverError, OSError) as error:
             words = {"texts": None, "no_texts": str(error)}
         scored = record["protocol"]["prompt_tokens"] if prompt else 1
@@ -197,41 +190,3 @@ def _from_signals(record: Record, number: int) -> dict[str, Any]:
 
 def _short(value: float) -> float | None:
     return float(f"{value:.3g}") if np.isfinite(value) else None
-
-
-# --- words ----------------------------------------------------------------------------------------------------------------------
-
-
-def _tokens(record: Record, window: int) -> list[str]:
-    """The tokens of one window, (N,). They are not in the record: its text is read and tokenised again.
-
-    Raises:
-        ConfigError: text or tokenizer cannot be had, or they are not those of the record.
-    """
-    config = record["config"]
-    model, dataset = (OmegaConf.to_yaml(OmegaConf.create(config[group])) for group in ("model", "dataset"))
-    ids, tokenizer = _windows(
-        model, dataset, config["data"]["root"], record["protocol"]["window_tokens"], record["data"]["token_digest"]
-    )
-    return [tokenizer.decode([number]) for number in ids[window].tolist()]
-
-
-@cache
-def _windows(model: str, dataset: str, root: str | None, window_tokens: int, digest: str) -> tuple[torch.Tensor, Any]:
-    """(W, N) ids and the tokenizer, once for all runs on the same windows."""
-    from transformers import AutoTokenizer
-
-    folder = Path(root) if root else None
-    data: DatasetConfig = _typed(DatasetConfig, dataset)
-    tokenizer = AutoTokenizer.from_pretrained(
-        locate(_typed(ModelConfig, model), folder).folder, local_files_only=True, trust_remote_code=False
-    )
-    text = read_text(data, cast(Part, data.part), root=folder).text
-    windows = encode(text, tokenizer, window_tokens, data.windows)
-    if windows.token_digest != digest:
-        raise ConfigError(f"dataset={data.name} has other tokens now than when the run was recorded.")
-    return windows.ids, tokenizer
-
-
-def _typed(schema: type, entries: str) -> Any:
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(entries)))

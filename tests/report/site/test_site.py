@@ -19,6 +19,7 @@ from quicksilver.harness.config import compose
 from quicksilver.harness.record import RECORD, Record
 from quicksilver.harness.run import ensure
 from quicksilver.harness.store import Store
+from quicksilver.harness.window_tokens import window_tokens
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
@@ -432,7 +433,7 @@ def test_trace_and_signals_say_the_same(records):
     assert inside["bits"] == (traced["bits"] and traced["bits"][:PROMPT])
     fused = sorted(entry[:3] for entry in traced["fusions"])
     assert sorted(entry[:3] for entry in inside["fusions"]) == fused
-    assert inside["texts"] == tokens._tokens(record, 0)[:PROMPT]
+    assert inside["texts"] == window_tokens(record, 0)[:PROMPT]
     assert {"entropy", "relative drift"} <= set(inside["signals"])
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
-import torch
 
 from quicksilver.harness.record import Record
 from quicksilver.harness.stats import bootstrap
@@ -103,6 +102,8 @@ def decay_per_layer(layers: pd.DataFrame, until: int) -> tuple[Estimate, float]:
 
 def first_resumed_layer(record: Record) -> int:
     """The first layer (from 1) that halted tokens take part in again; one beyond the last where they never do."""
+    import torch  # seconds, which who only asks for the rows must not wait for
+
     last = record["model"]["layers"]
     firsts = [int(torch.where(one.halt_layer < last - 1, one.resume_layer, last).min()) for _, _, one in _passes(record)]
     return min(firsts) + 1

@@ -27,10 +27,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Answer:
-    """The record of a command line, or the reason why it can have none."""
+    """The record of a command line, or the reason why it can have none; of one that nobody made yet, its fingerprint alone."""
 
     record: Record | None = None
     reason: str | None = None
+    fingerprint: str | None = None
 
 
 class Answers:
@@ -62,7 +63,7 @@ class Answers:
                 self._store.dense_of(record)
         except QuickSilverError:
             return None
-        return None if record is None else Answer(record)
+        return Answer(record, fingerprint=kept["fingerprint"])
 
     def put(self, overrides: Sequence[str], config: RunConfig, answer: Answer) -> None:
         """Remember, where model, text and modules are those of the package."""
@@ -71,7 +72,8 @@ class Answers:
             for entry in config.modules.values()
         )
         if config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours:
-            kept = {"reason": answer.reason} if answer.record is None else {"fingerprint": answer.record.fingerprint}
+            fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
+            kept = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
             self._changed |= self._known.get(_key(overrides)) != kept
             self._known[_key(overrides)] = kept
 

@@ -48,15 +48,16 @@ class Job:
         self.reason, self.error = FAILED, error
 
 
-def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: Answers) -> Job:
+def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: Answers, *, to_run: bool = True) -> Job:
     """The job with its record where that is remembered; else with its config, or with the reason why there can be no record.
 
     Args:
         needs: modules (names in conf/modules) without which there is no such run.
+        to_run: a run that has no record is going to be made. False: that it is known to have none is enough, and it needs no config.
     """
     job = Job(name, tuple(overrides))
     known = answers.get(job.overrides)
-    if known is not None:
+    if known is not None and (known.record is not None or known.reason is not None or not to_run):
         job.record, job.reason = known.record, known.reason
         return job
     from quicksilver.harness.config import build_modules, choices, compose

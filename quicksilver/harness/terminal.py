@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from quicksilver.harness.config import RunConfig
 from quicksilver.harness.record import Record
 from quicksilver.harness.run import Progress
 from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity
 
 
+def relative_cost(config: RunConfig) -> float:
+    """What a run costs beside a dense one under `all`. Modules bring a null, their signals and a slower batch; under `continuation` a
+    prompt is timed by itself as well. Of the runs of table 11: 1, 2.5, 2.5 and 4."""
+    dense, whole = not config.modules, config.protocol.name == "all"
+    return {(True, True): 1.0, (False, True): 2.5, (True, False): 2.5, (False, False): 4.0}[dense, whole]
+
+
+def share_done(progress: Progress, costs: Sequence[float]) -> float:
+    """Share of all work that is done, 0 to 1.
+
+    Args:
+        costs: of the runs that `progress` counts, in any unit; none: all cost the same.
+    """
+    if len(costs) != progress.runs:
+        return progress.fraction
+    of_this_run = progress.fraction * progress.runs - progress.run
+    return (sum(costs[: progress.run]) + of_this_run * costs[progress.run]) / sum(costs)
+
+
 @contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr over all missing runs; nothing when stderr is not a terminal, or nothing has to run."""
+def progress_bar(costs: Sequence[float] = ()) -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr over all missing runs; nothing when stderr is not a terminal, or nothing has to run.
+
+    Args:
+        costs: of the missing runs, as in `share_done`: the time left follows from them.
+    """
     bar: tqdm | None = None
 
     def show(progress: Progress) -> None:
         nonlocal bar
         if bar is None:
             bar = tqdm(
-                total=100.0, file=sys.stderr, disable=None, leave=False, bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+                total=100.0,
+                smoothing=0,
+                file=sys.stderr,
+                disable=None,
+                leave=False,
+                bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
             )
         bar.set_description_str(f"run {progress.run + 1}/{progress.runs} {progress.label}", refresh=False)
         bar.set_postfix_str(progress.phase, refresh=False)
-        bar.update(100 * progress.fraction - bar.n)
+        bar.update(max(0.0, 100 * share_done(progress, costs) - bar.n))
 
     try:
         yield show

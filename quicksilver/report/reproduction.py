@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quicksilver.harness.answers import Answers
+from quicksilver.harness.answers import Answer, Answers
 from quicksilver.harness.jobs import Job, make_job
 from quicksilver.report.artefacts import Artefact, Outcome, Row
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -59,10 +59,11 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
     return base
 
 
-def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers) -> list[Job]:
-    """One job for each row of the artefact, in their order."""
+def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, to_run: bool = True) -> list[Job]:
+    """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
     return [
-        make_job(f"{row.panel} {row.key}", (*overrides, *row.overrides), row.needs, answers) for row in artefact.experiment.rows()
+        make_job(f"{row.panel} {row.key}", (*overrides, *row.overrides), row.needs, answers, to_run=to_run)
+        for row in artefact.experiment.rows()
     ]
 
 
@@ -79,17 +80,20 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     return Made(product, distance(product.frame, reference, f"{product.name}.csv"), product.write(folder))
 
 
-def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None) -> list[Outcome]:
-    """The outcomes of the artefact as far as they are on disk; nothing is run. A record that is damaged makes its job fail."""
-    return [_recorded(row, job, store, place) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
+def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None, answers: Answers) -> list[Outcome]:
+    """The outcomes of the artefact as far as they are on disk; nothing is run. A record that is damaged makes its job fail. What was looked
+    up goes into `answers`."""
+    return [_recorded(row, job, store, place, answers) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
 
 
-def _recorded(row: Row, job: Job, store: Store, place: Workplace | None) -> Outcome:
+def _recorded(row: Row, job: Job, store: Store, place: Workplace | None, answers: Answers) -> Outcome:
     try:
         if job.config is not None:
             from quicksilver.harness.run import plan
 
-            job.record = store.get(plan([job.config], place)[-1].fingerprint)
+            fingerprint = plan([job.config], place)[-1].fingerprint
+            job.record = store.get(fingerprint)
+            answers.put(job.overrides, job.config, Answer(job.record, fingerprint=fingerprint))
         return _sound(row, job, store)
     except QuickSilverError as error:
         job.record = None

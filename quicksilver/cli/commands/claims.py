@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 from quicksilver.cli.arguments import check_overrides
 from quicksilver.cli.commands.reproduce import collected, jobs_of_all
-from quicksilver.cli.talk import explain, width
+from quicksilver.cli.talk import counted, explain, width
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import workplace
+from quicksilver.report.artefacts import artefacts
 from quicksilver.report.reproduction import base_config, make_command, name_of, recorded
 
 
@@ -32,13 +33,18 @@ def main(words: Sequence[str]) -> int:
 
     overrides = check_overrides(words, "claims")
     base = base_config(overrides)
-    work, troubles = jobs_of_all(overrides, Answers(base.results_dir))
-    place = workplace(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+    answers = Answers(base.results_dir)
     store, sources, failed = Store(base.results_dir), [], []
-    for artefact, jobs in work.items():
-        with collected(troubles, artefact):
-            sources.append(Source(artefact, recorded(artefact, jobs, store, place), make_command(artefact, overrides)))
-            failed += [job for job in jobs if job.error is not None]
+    with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
+        work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read)
+        place = workplace(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+        for artefact, jobs in work.items():
+            with collected(troubles, artefact):
+                outcomes = recorded(artefact, jobs, store, place, answers)
+                sources.append(Source(artefact, outcomes, make_command(artefact, overrides)))
+                failed += [job for job in jobs if job.error is not None]
+            judged()
+    answers.save()
     table = ledger(sources, name_of("claims", base, overrides))
     print(table.text(width()))
     contents = {"md": table.markdown().encode(), "csv": table.csv().encode(), "json": table.written().json()}

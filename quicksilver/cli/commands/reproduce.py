@@ -11,12 +11,12 @@ Keys: those of `quicksilver run`, but for protocol and modules, which a table or
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import check_overrides
-from quicksilver.cli.talk import explain, show_fault, watched, width
+from quicksilver.cli.talk import counted, explain, show_fault, watched, width
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import run_missing
 from quicksilver.report.artefacts import Artefact, artefacts, find
@@ -79,7 +79,8 @@ def reproduce_all(overrides: Sequence[str]) -> int:
     """
     base = base_config(overrides)
     answers = Answers(base.results_dir)
-    work, troubles = jobs_of_all(overrides, answers)
+    with counted(len(artefacts()), "reading runs") as done:
+        work, troubles = jobs_of_all(overrides, answers, done=done)
     run_missing([job for jobs in work.values() for job in jobs], answers, shared=base, watch=watched, on_fault=show_fault)
     for artefact, jobs in work.items():
         if jobs and all(job.record is None for job in jobs):
@@ -99,13 +100,16 @@ def reproduce_all(overrides: Sequence[str]) -> int:
     return 1 if troubles else 0
 
 
-def jobs_of_all(overrides: Sequence[str], answers: Answers) -> tuple[dict[Artefact, list[Job]], dict[Artefact, str]]:
-    """The jobs of every artefact, and what is wrong with those that have none."""
+def jobs_of_all(
+    overrides: Sequence[str], answers: Answers, *, to_run: bool = True, done: Callable[[], None] = lambda: None
+) -> tuple[dict[Artefact, list[Job]], dict[Artefact, str]]:
+    """The jobs of every artefact, and what is wrong with those that have none; `to_run` as in `make_job`, `done` is called after each."""
     work: dict[Artefact, list[Job]] = {}
     troubles: dict[Artefact, str] = {}
     for artefact in artefacts():
         with collected(troubles, artefact):
-            work[artefact] = jobs_of(artefact, overrides, answers)
+            work[artefact] = jobs_of(artefact, overrides, answers, to_run=to_run)
+        done()
     return work, troubles
 
 

@@ -9,6 +9,7 @@ import fakes
 import pandas as pd
 import pytest
 
+import quicksilver.harness.config as harness_config
 from quicksilver.cli import door
 from quicksilver.cli.commands import reproduce
 from quicksilver.harness.store import Store
@@ -246,6 +247,24 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
     shown = capsys.readouterr().out
     assert f"make reproduce-table TABLE=11 ARGS=results_dir={table11.results}" in " ".join(shown.split())
     assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.json", "claims.md"}
+
+
+def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, capsys, monkeypatch):
+    words = ["claims", f"results_dir={table11.results}"]
+    assert door.main(words) == 0
+    before = (table11.results / "claims.csv").read_bytes()
+    composed: list[tuple[str, ...]] = []
+    compose = harness_config.compose
+    monkeypatch.setattr(harness_config, "compose", lambda overrides=(): composed.append(tuple(overrides)) or compose(overrides))
+    assert door.main(words) == 0
+    assert not any("modules" in override for line in composed for override in line)  # no row's
+    assert (table11.results / "claims.csv").read_bytes() == before
+    # Remembered as missing is not remembered for ever: the table makes its runs, and the claims see them.
+    assert door.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
+    assert table11.made
+    assert door.main(words) == 0
+    assert (table11.results / "claims.csv").read_bytes() != before
+    capsys.readouterr()
 
 
 def test_after_the_table_its_claims_are_judged(table11, capsys):

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from quicksilver.modules.halting import Halting
-from quicksilver.runtime.engine import apply
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.run import apply
 
 SIGNAL = {"name": "attention", "last_queries": 64, "pool": 9}  # pooled: what stands beside something looked at is needed with it
 _TRIED = (0.3, 0.7)  # shares of the tokens; what they save lies on a line, but for the attention among the tokens that are left

@@ -14,7 +14,7 @@ from quicksilver.modules import Halting
 from quicksilver.modules.halting import HaltsEverything
 from quicksilver.modules.thresholds import model_digest, shipped_calibration
 from quicksilver.runtime import ConfigError
-from quicksilver.runtime.engine import apply
+from quicksilver.runtime.run import apply
 
 NAMES = sorted(folder.name for folder in EMBEDDED.glob("*/"))
 WINDOWS = torch.randint(1, tiny.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(0))

@@ -146,7 +146,7 @@ def _through(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: int, modules
     import torch
 
     from quicksilver.measure.perplexity import Protocol, score
-    from quicksilver.runtime.engine import apply
+    from quicksilver.runtime.run import apply
 
     scores = score(model, ids, Protocol("continuation", ids.shape[1], prompt, 1), modules=modules)
     depths: list[int] = []

@@ -22,7 +22,7 @@ class CompactPort:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
         plan, layout, new = self.plan, self.plan.layout, (keys, values)
         if self.halted:
-            keys, values = (torch.cat([own, *others], dim=2) for own, *others in zip(new, *self.halted, strict=True))
+            keys, values = (_joined(parts) for parts in zip(new, *self.halted, strict=True))
         stored = (keys, values) if plan.target is None else plan.target.write(layout, keys, values)
         if not plan.own_keys_only or (layout is not None and layout.order is None):
             keys, values = stored  # without an order, a new store holds just the queries' own, at their widths already
@@ -42,7 +42,7 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
     if packing.width == 0:
         # Nobody takes part: what is halted but not skipped may still have to be stored.
         if layout is not None:
-            store.write(layout, *(torch.cat(parts, dim=2) for parts in zip(*halted, strict=True)))
+            store.write(layout, *(_joined(parts) for parts in zip(*halted, strict=True)))
         output, attended, keys = call.hidden, None, 0
     else:
         port = CompactPort(plan, halted, machine)
@@ -54,3 +54,8 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
         store.advance(forward.n, forward.n_real)
     work = LayerWork(forward.batch, packing.width, keys, projected, translation_flops(plan, call, forward))
     return LayerResult(output, packing, work, attended)
+
+
+def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """(B, H_kv, ., head_dim) one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

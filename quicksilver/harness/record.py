@@ -149,9 +149,7 @@ def load_record(folder: Path | str) -> Record:
         raise _corrupt(folder, f"{RECORD} has no schema_version")
     if data["schema_version"] != SCHEMA_VERSION:
         older = isinstance(data["schema_version"], int) and data["schema_version"] < SCHEMA_VERSION
-        update = (
-            f"Bring it up to date with `python -m quicksilver.harness.rekey results_dir={folder.parents[1]}`. " if older else ""
-        )
+        update = f"Bring it up to date with `quicksilver rekey results_dir={folder.parents[1]}`. " if older else ""
         raise ConfigError(
             f"{folder} is a record of schema {data['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
             f"{update}Move that folder away to have the run made again, or read it with the version that wrote it."

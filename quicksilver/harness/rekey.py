@@ -1,6 +1,6 @@
 """Give existing records the identity that this version asks for, where it computes the same numbers.
 
-    python -m quicksilver.harness.rekey results_dir=results
+    quicksilver rekey results_dir=results
 
 A record's name hashes its identity. When the form of identities changes (an option is renamed, a section moves) while the numbers do
 not, the records are good and their names are not. The golden run says that numbers did not change. Then each record.json is written
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from quicksilver.harness.config import RunConfig, module_class
 from quicksilver.harness.identity import Identity, canonical, foreign_sources
 from quicksilver.harness.record import RECORD, SCHEMA_VERSION, load_record
 from quicksilver.harness.store import Store
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError
 
 # Records of schema 1 hashed the source files of the passes. These digests are of the code whose numbers are version 1.
 _SOURCES_OF_VERSION_1 = ("dbb605a4e8084a8ac514",)
@@ -179,33 +178,3 @@ def _identity_of_schema_1(config: Mapping[str, Any]) -> dict[str, Any]:
     for section, unused in idle.items():
         parts[section] = {key: value for key, value in parts[section].items() if key not in unused}
     return {**parts, "execution": config["execution"], "seed": config["seed"], "threads": config["threads"]}
-
-
-def main() -> None:
-    """Check the golden run and re-key; exit 1 when the numbers are not the same, or a record had to be left."""
-    from quicksilver.harness import golden
-
-    words = sys.argv[1:]
-    folder = os.environ.get("QUICKSILVER_RESULTS", "results")
-    try:
-        for word in words:
-            key, equals, value = word.partition("=")
-            if key != "results_dir" or not equals or not value:
-                raise ConfigError(f"{word!r} is not understood: the only option is results_dir=FOLDER.")
-            folder = value
-        print("Comparing the golden run …", flush=True)
-        golden.compare(golden.load(), dict(golden.run()))
-        done = rekey(folder)
-    except QuickSilverError as error:
-        print(f"quicksilver: {error}", file=sys.stderr)
-        sys.exit(1)
-    for name, why in done.left.items():
-        print(f"{Path(folder) / 'runs' / name} is left as it is: {why}.", file=sys.stderr)
-    print(
-        f"{len(done.renamed)} records have their new identity, {len(done.kept)} had it, {len(done.left)} are left as they were."
-    )
-    sys.exit(1 if done.left else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -31,6 +31,8 @@ BUDGET = {
     "position": ("oldest", HALTING, ("modules.halting.signal=position",)),
     "drift": ("least drift (paper)", HALTING, ("modules.halting.signal=drift",)),
 }
+# What later layers see of the tokens that leave is predicted instead of dropped: the model's own schedules (docs/predicted-kv.md).
+PREDICTED = {"40": ("at 40%", "quicksilver"), "50": ("at 50%", "quicksilver_50")}
 
 
 def rows() -> list[Row]:
@@ -47,6 +49,9 @@ def _panel_rows(panel: str) -> Iterator[Row]:
         section = "About 40% of the prompt's work, by which tokens leave after a fifth of the depth"
         for key, (technique, module, overrides) in BUDGET.items():
             yield Row(panel, section, f"budget.{key}", technique, (protocol, f"modules=[{module}]", *overrides), (module,))
+        section = "A few of the oldest dropped, nearly all others stopped later with their K/V predicted"
+        for key, (technique, module) in PREDICTED.items():
+            yield Row(panel, section, f"predicted.{key}", technique, (protocol, f"modules=[{module}]"), (module,))
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:

@@ -37,6 +37,7 @@ PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "token_merging": (WORK, "Token merging (ToMe)", ("modules.token_merging.r=0.057",)),
     "prompt_pruning": (WORK, "Prompt pruning (LazyLLM)", ()),
     "one_shot_halting": (WORK, "One-shot halting (DASH)", ()),
+    "quicksilver.projected": (WORK, "K/V projected (SwiftKV, untrained)", ("modules.quicksilver.missing_kv=project",)),
     "sliding_window": (CACHE, "Sliding window", ("modules.sliding_window.window=347",)),
     "sink_attention": (CACHE, "Sinks and window (StreamingLLM)", ("modules.sink_attention.window=343",)),
     "heavy_hitter": (CACHE, "Heavy hitters (H2O)", ("modules.heavy_hitter.heavy=173", "modules.heavy_hitter.recent=173")),
@@ -45,12 +46,15 @@ PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_lookup": (FORMAT, "Prompt lookup (speculative)", ()),
 }
 _PEER = ("measure.null_control=none",)
-# Ours: modules joined by `+` -> what is printed, further overrides. The first two are rows of Table 11, and the same records. A number format
+# Ours: modules joined by `+` -> what is printed, further overrides. Those in float32 are rows of Table 11, and the same records. A number format
 # goes with any of them. Yamls called `*best*` are rows as well.
 BEST: dict[str, tuple[str, tuple[str, ...]]] = {
     "halting_attention": ("Halting, least attended", ()),
     "token_fusion_attention": ("Fusion, least attended", ()),
     "token_fusion_attention+bfloat16": ("Fusion, least attended, in bfloat16", _PEER),
+    "quicksilver": ("Dropped, then predicted", ()),
+    "quicksilver+bfloat16": ("Dropped, then predicted, in bfloat16", _PEER),
+    "quicksilver_50+bfloat16": ("The same at half of the work", _PEER),
 }
 _ALWAYS = ("protocol=continuation",)
 # Decoding is timed where a method is about it. Its dense run is one more.

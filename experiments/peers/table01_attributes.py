@@ -31,7 +31,10 @@ PAPER: dict[str, tuple[tuple[str, str, str, str, str], tuple[str, ...]]] = {
     "FlashInfer": ((NO, "kernel only", YES, NO, YES), ()),
     "LayerDrop": ((YES, YES, NO, NO, "limited"), ()),
     "QuickSilver": ((NO, NO, YES, YES, YES), ("Halting", "KVSkipping", "TokenFusion", "AdaptiveQuantization")),
-    "(not in the paper's table)": (("",) * 5, ("PromptPruning", "OneShotHalting", "HeavyHitter")),
+    "(not in the paper's table)": (
+        ("",) * 5,
+        ("PromptPruning", "OneShotHalting", "HeavyHitter", "StagedHalting", "PresetHalting", "ChannelSparsity"),
+    ),
 }
 
 

@@ -45,7 +45,12 @@ def _static(depth: float) -> tuple[str, ...]:
     return ("modules=[static_depth]", f"{where}.depth={depth}", f"{where}.protect_last=1", f"{where}.missing_kv=drop")
 
 
+def _predicted(saves_pct: float) -> tuple[str, ...]:
+    return ("modules=[quicksilver]", f"modules.quicksilver.saves_pct={saves_pct:g}")
+
+
 TECHNIQUES = {
+    "predicted": Technique("Dropped, then predicted (budget)", _predicted, (40, 50)),
     "fused": Technique(
         "Fusion of the least attended",
         lambda share: ("modules=[token_fusion_attention]", f"modules.token_fusion.fused_share={share}"),

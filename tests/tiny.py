@@ -417,7 +417,7 @@ class HaltAll(Halts):
         return layer == self.at
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        tokens.halt(tokens.active, missing_kv=self.missing_kv, resume_layers=self.resume_layers)
+        self._halt(view, tokens, tokens.active)
 
 
 def hashed(missing_kv: Sequence[str] = (*MISSING_KV, "mixed"), protect: int = 1) -> st.SearchStrategy[Hashed]:

@@ -111,6 +111,30 @@ def test_what_depends_on_the_data_does_ask(modules: Sequence[RuntimeModule]) -> 
     assert len(found) > len(of_its_own)
 
 
+class PredictsHalf(tiny.Halts):
+    """Half of a prompt of 16 stops, its K/V predicted, and says how many that are."""
+
+    missing_kv = "predict"
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == 1
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        mask, translator = tokens.active & (view.slots % 2 == 1), self.translators[1]
+        tokens.halt(mask, missing_kv="predict", translator=translator, count_per_row=8)
+
+
+def test_nor_do_predicted_tokens() -> None:
+    model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
+    with torch.inference_mode(), waits() as of_its_own:
+        model(ids, use_cache=False)
+    with torch.inference_mode(), apply(model, [PredictsHalf()]) as run:
+        with waits() as found:
+            model(ids, use_cache=False)
+        assert found == of_its_own
+        assert int((run.trace.passes[0].halt_layer == 1).sum()) == 16
+
+
 class Miscounted(TokenPolicy):
     def acts_at(self, layer: int) -> bool:
         return layer == 1

@@ -30,8 +30,8 @@ class DenseRows(Storage):
         table = self.table
         return table.present is None and table.length == n_columns and len(table.facts) == 1
 
-    def plan(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
-        return self.table.plan_packed(new, keep)
+    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
+        return self.table.plan_packed(new, keep, in_order)
 
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         past = self.padded()
@@ -127,7 +127,7 @@ class DenseColumns(Storage):
     def is_complete(self, n_columns: int) -> bool:
         return bool(self.table.present.all()) and len(self.table.facts) == 1
 
-    def plan(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
+    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
         return self.table.plan_in_place(new, keep)
 
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:

@@ -161,13 +161,16 @@ class EntryTable:
         assert self.entries is not None
         return torch.ones_like(self.entries["slots"], dtype=torch.bool)
 
-    def plan_packed(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
+    def plan_packed(self, new: Entries, keep: torch.Tensor | None, in_order: bool) -> KVLayout:
         """Layout after adding tokens with facts `new` (B, M), of which `keep` (B, M) bool get an entry (None: all): entries to the left
-        in slot order, what is none cut off."""
+        in slot order, what is none cut off. `in_order`: the slots of `new` ascend already."""
         entries = join_entries(self.entries, new)
         slots = entries["slots"]
-        if keep is None and self.present is None:
-            return KVLayout(entries, None, None, new)
+        if keep is None and self.present is None:  # as many in every row: no host has to ask how many
+            if in_order:
+                return KVLayout(entries, None, None, new)
+            order = slots.argsort(dim=1, stable=True)
+            return KVLayout({name: fact.gather(1, order) for name, fact in entries.items()}, None, order, new)
         valid = torch.ones_like(slots, dtype=torch.bool)
         n_past = slots.shape[1] - new["slots"].shape[1]
         if self.present is not None:

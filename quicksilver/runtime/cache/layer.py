@@ -170,9 +170,10 @@ class CacheLayer(DynamicLayer):
     # -- growing -----------------------------------------------------------------------------------------------------------------
 
     @phase("write_kv")
-    def plan(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
-        """Layout after adding tokens with facts `new` (B, M), of which only `keep` (B, M) bool get an entry (None: all)."""
-        return self.storage.plan(new, keep)
+    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
+        """Layout after adding tokens with facts `new` (B, M), of which only `keep` (B, M) bool get an entry (None: all); `in_order`:
+        their slots ascend."""
+        return self.storage.plan(new, keep, in_order)
 
     @phase("write_kv")
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:

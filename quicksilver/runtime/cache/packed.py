@@ -48,8 +48,8 @@ class PackedCodes(Storage):
     def is_complete(self, n_columns: int) -> bool:
         return False
 
-    def plan(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
-        return self.table.plan_packed(new, keep)
+    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
+        return self.table.plan_packed(new, keep, in_order)
 
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         batch = keys.shape[0]

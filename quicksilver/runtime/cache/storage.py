@@ -35,8 +35,9 @@ class Storage(ABC):
         """Each of the `n_columns` columns seen has a plain entry."""
 
     @abstractmethod
-    def plan(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
-        """Layout after adding tokens with facts `new` (B, M), of which `keep` (B, M) bool get an entry (None: all)."""
+    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
+        """Layout after adding tokens with facts `new` (B, M), of which `keep` (B, M) bool get an entry (None: all); `in_order`: their
+        slots ascend."""
 
     @abstractmethod
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:

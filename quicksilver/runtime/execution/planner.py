@@ -70,13 +70,14 @@ class Planner:
         own = self._facts(state, packing.take)
         entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), halted)
         if packing.width == 0:
-            layout = store.plan(entries, keep) if store is not None and halted else None
+            layout = store.plan(entries, keep, in_order=False) if store is not None and halted else None
             return LayerPlan("compact", packing, target=store, layout=layout, halted=halted)
         own_keys_only = self._own_keys_only(call, forward, entries, halted)
         target = layout = mask = None
         if store is not None or not own_keys_only:
             target = store if store is not None else self.new_store()
-            layout = target.plan(entries, keep)
+            # A cache is in slot order, and halted tokens come after computed ones that they stand before.
+            layout = target.plan(entries, keep, in_order=not halted)
         if not own_keys_only:
             all_seen = forward.n == 1 and self.visibility.one_token_sees_all(layer, forward.seen)
             mask = self.visibility.mask(layer, own["slots"], packing.real, layout.entries, layout.valid, all_seen)
@@ -96,11 +97,12 @@ class Planner:
         """Facts of the packed tokens and, behind them, of the halted ones; which of them get an entry."""
         if not halted:
             return own, keep
-        entries, kept = own, [or_all(keep, own["slots"])]
+        entries = own
         for one in halted:
             entries = join_entries(entries, one.facts)
-            kept.append(or_all(one.packing.real, one.facts["slots"]))
-        # Said even where all are kept: a cache is in slot order, and the halted ones come after tokens they stood before.
+        if keep is None and all(one.packing.real is None for one in halted):
+            return entries, None
+        kept = [or_all(keep, own["slots"]), *(or_all(one.packing.real, one.facts["slots"]) for one in halted)]
         return entries, torch.cat(kept, dim=1)
 
     def _own_keys_only(self, call: LayerCall, forward: Forward, entries: Entries, halted: tuple[HaltedKV, ...]) -> bool:

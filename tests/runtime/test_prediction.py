@@ -1,0 +1,193 @@
+"""Tokens that stop may have their K/V of later layers predicted: by whom, when, how often, and what it costs. That the executions agree, that
+batches, passes and replays do not matter, is tested with every other mode of `missing_kv`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Batch
+from torch import nn
+
+from quicksilver.modules import AdaptiveQuantization
+from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState, apply, architecture_of
+
+AT = 1  # tokens halt after this layer: the source layer is the next one
+BATCH = Batch((tuple(range(1, 15)), tuple(range(40, 26, -1))))
+
+
+@dataclass
+class Constant:
+    """Predicts known K and V: by layer and state, so that a mixed-up token or layer shows."""
+
+    architecture: Architecture
+    source_layer: int = AT + 1
+    flops_per_token: int = 1000
+    asked: list[torch.Size] = field(default_factory=list)
+
+    def translate(self, hidden: torch.Tensor) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
+        self.asked.append(hidden.shape)
+        of = self.architecture
+        states = hidden[:, None, :, : of.head_dim].expand(-1, of.n_kv_heads, -1, -1)
+        return {layer: (states * layer, states / layer) for layer in range(self.source_layer + 1, of.n_layers)}
+
+
+@dataclass
+class EverySecond(TokenPolicy):
+    """Every second token halts after layer `AT`, its K/V predicted."""
+
+    translator: Constant | None
+    resume_layers: int = 0
+    missing_kv: str = "predict"
+    counted: bool = False
+    priority = 10
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == AT
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        chosen = (view.slots % 2 == 1) & tokens.active
+        tokens.halt(
+            chosen, missing_kv=self.missing_kv, translator=self.translator, resume_layers=self.resume_layers,
+            count_per_row=7 if self.counted else None,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, execution: str, counted: bool) -> None:
+    model = tiny.load(name)
+    arch = architecture_of(model)
+    states: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            states[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, layer in enumerate(arch.layers)]
+    try:
+        model(**BATCH.inputs(), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    frozen = states[AT + 1]  # nobody has halted before: these are the dense model's
+    translator = Constant(arch)
+    with apply(model, [EverySecond(translator, counted=counted)], execution=execution) as run:
+        cache = model(**BATCH.inputs(), use_cache=True).past_key_values
+    assert len(translator.asked) == 1
+    assert translator.asked[0][1] == (7 if execution == "compact" else 14)
+    assert int(run.trace.passes[0].halted_kv.max()) == 4
+    rotary = None
+    if name != "gpt2":
+        rotary = model.base_model.rotary_emb(frozen, torch.arange(BATCH.width)[None])
+    for layer, store in enumerate(cache.layers):
+        keys, values = (part[:, :, 1::2] for part in store.padded())
+        if layer <= AT + 1:  # exact: the state that was frozen enters this layer
+            wanted = tuple(part[:, :, 1::2] for part in arch.project_kv(layer, states[layer], rotary))
+        else:
+            all_keys, all_values = translator.translate(frozen)[layer]
+            wanted = arch.rotate_keys(layer, all_keys, rotary)[:, :, 1::2], all_values[:, :, 1::2]
+        torch.testing.assert_close((keys, values), wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_its_work_is_in_the_ledgers() -> None:
+    model = tiny.load("llama")
+    arch = architecture_of(model)
+    found = {}
+    for mode in ("predict", "copy", "drop"):
+        translator = Constant(arch) if mode == "predict" else None
+
+        class Copies(EverySecond):
+            copies_kv = True  # type: ignore[assignment]
+
+        with apply(model, [Copies(translator, missing_kv=mode)]) as run:
+            model(**BATCH.inputs(), use_cache=False)
+        found[mode] = run.flops
+    projected = 2 * arch.kv_params_per_layer
+    assert found["predict"].executed - found["copy"].executed == 14 * (1000 + projected)
+    assert found["predict"].nominal - found["copy"].nominal == 14 * (1000 + projected)
+    assert found["drop"].executed < found["copy"].executed
+
+
+@torch.no_grad()
+def test_who_resumes_has_keys_of_its_own() -> None:
+    model = tiny.load("llama")
+    arch = architecture_of(model)
+    caches = []
+    for execution in ("compact", "masked"):
+        with apply(model, [EverySecond(Constant(arch), resume_layers=1)], execution=execution):
+            caches.append(model(**BATCH.inputs(), use_cache=True).past_key_values)
+    last, reference = (cache.layers[-1] for cache in caches)
+    assert last.lengths.tolist() == reference.lengths.tolist() == [14, 14]
+    torch.testing.assert_close(last.padded(), reference.padded(), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_predicted_entries_are_packed_at_their_width() -> None:
+    model = tiny.load("llama")
+    arch = architecture_of(model)
+    modules = [EverySecond(Constant(arch)), AdaptiveQuantization(bits=8, depth=0.2)]
+    logits = []
+    for execution in ("compact", "masked"):
+        with apply(model, modules, execution=execution) as run:
+            output = model(**BATCH.inputs(), use_cache=True)
+            logits += [output.logits, model(BATCH.ids[:, :1], past_key_values=output.past_key_values).logits]
+        if execution == "compact":
+            assert run.kv_bytes.billed == run.kv_bytes.resident
+            assert output.past_key_values.layers[-1].is_packed
+    torch.testing.assert_close(logits[:2], logits[2:], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "how", [{"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"]
+)
+def test_what_is_generated_after_predicted_tokens_is_the_same_in_both_executions(how: dict[str, object]) -> None:
+    model = tiny.load("llama")
+    batch = Batch((tuple(range(1, 15)), tuple(range(40, 31, -1))))
+    written = []
+    for execution in ("compact", "masked"):
+        torch.manual_seed(1)
+        module = EverySecond(Constant(architecture_of(model)))
+        with apply(model, [module], execution=execution):
+            ids, mask = batch.ids, batch.mask
+            written.append(model.generate(ids, attention_mask=mask, max_new_tokens=8, pad_token_id=0, **how))
+    assert torch.equal(*written)
+
+
+class Wrong(TokenPolicy):
+    def __init__(self, *halts: dict[str, object]) -> None:
+        self.halts = halts
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == AT
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        for i, options in enumerate(self.halts):
+            tokens.halt(view.slots % 5 == i, **options)
+
+
+@torch.no_grad()
+def test_what_makes_no_sense_is_refused() -> None:
+    model = tiny.load("llama")
+    arch = architecture_of(model)
+    mistakes = {
+        "needs a translator": [{"missing_kv": "predict"}],
+        "takes no translator": [{"missing_kv": "drop", "translator": Constant(arch)}],
+        "reads states entering layer 3, and tokens halt after layer 1: halt them after layer 2": [
+            {"missing_kv": "predict", "translator": Constant(arch, source_layer=3)}
+        ],
+        "Two translators": [{"missing_kv": "predict", "translator": Constant(arch)} for _ in range(2)],
+    }
+    for message, halts in mistakes.items():
+        with apply(model, [Wrong(*halts)]), pytest.raises(ConfigError, match=message):
+            model(**BATCH.inputs())

@@ -12,12 +12,12 @@ import pytest
 from harness_world import make_world
 
 from quicksilver import numerics
+from quicksilver.cli import door
 from quicksilver.harness import golden
-from quicksilver.harness import rekey as command
 from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.identity import canonical
 from quicksilver.harness.record import load_record
-from quicksilver.harness.rekey import rekey
+from quicksilver.harness.rekey import _SOURCES_OF_VERSION_1, rekey
 from quicksilver.harness.run import ensure, plan
 from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import QuickSilverError
@@ -72,7 +72,7 @@ def edit(store: Store, name: str, change) -> None:
 def to_schema_1(store: Store) -> dict[str, str]:
     """The records as schema 1 had them; new names by old ones."""
     names = {}
-    source = command._SOURCES_OF_VERSION_1[0]
+    source = _SOURCES_OF_VERSION_1[0]
     for new in folders(store):
         data = load_record(store.path(new)).data
         of = data["identity"]
@@ -114,7 +114,7 @@ def test_records_of_another_form_of_identity_are_found_again(store, configs, ren
 
 def test_schema_1_is_brought_up_to_date(store, configs):
     names, files = to_schema_1(store), contents(store)
-    with pytest.raises(QuickSilverError, match=r"schema 1 .*`python -m quicksilver\.harness\.rekey"):
+    with pytest.raises(QuickSilverError, match=r"schema 1 .*`quicksilver rekey"):
         load_record(store.path(next(iter(names))))
     assert rekey(store.root).renamed == names
     assert all(step.done for step in plan(configs))
@@ -173,7 +173,7 @@ def test_what_is_damaged_edited_or_unknown_is_left_with_the_reason(store):
     assert "dense record is not there" in left[two]
     assert "other code (source digest feed)" in left[dense]
     assert "cannot be read" in left["torn"]
-    edit(store, dense, lambda data: data["package"].update(source_digest=command._SOURCES_OF_VERSION_1[0]))
+    edit(store, dense, lambda data: data["package"].update(source_digest=_SOURCES_OF_VERSION_1[0]))
     assert "do not give its fingerprint" in rekey(store.root).left[one]
 
 
@@ -196,14 +196,12 @@ def test_the_command_refuses_when_the_numbers_changed(store, monkeypatch, capsys
         raise QuickSilverError("The numbers changed.")
 
     monkeypatch.setattr(golden, "run", lambda: {})
-    monkeypatch.setattr("sys.argv", ["rekey", f"results_dir={store.root}"])
     monkeypatch.setattr(golden, "compare", changed)
-    with pytest.raises(SystemExit, match="1"):
-        command.main()
+    words = ["rekey", f"results_dir={store.root}"]
+    assert door.main(words) == 1
     assert "The numbers changed." in capsys.readouterr().err
     monkeypatch.setattr(golden, "compare", lambda *_: None)
-    with pytest.raises(SystemExit, match="0"):
-        command.main()
+    assert door.main(words) == 0
     assert "3 had it" in capsys.readouterr().out
 
 

@@ -113,6 +113,7 @@ def main(words):
         os.kill(os.getpid(), signal.{signal})
         signal.pause()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background has it ignored, and children inherit that
 door.load = lambda name: sys.modules["__main__"]
 sys.exit(door.main(["stopped"]))
 """

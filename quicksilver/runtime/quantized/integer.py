@@ -73,7 +73,8 @@ class IntegerExecutor(SimulatedExecutor):
 
     def forget(self) -> None:
         super().forget()
-        self._ran: dict[str, None] = {}  # an ordered set
+        # An ordered set. It outlives the coded weights: a record asks what ran after the last context has closed.
+        self._ran: dict[str, None] = getattr(self, "_ran", {})
 
     @property
     def kernel(self) -> str:  # type: ignore[override]

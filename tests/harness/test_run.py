@@ -127,7 +127,7 @@ def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
 
 
 def test_a_record_says_what_multiplied_its_integers(words):
-    quantized = [*words, "modules=[adaptive_quantization_uniform8,static_depth]"]
+    quantized = [*words, "modules=[adaptive_quantization_uniform8]"]
     floats, integers = ensure([compose(quantized), compose([*quantized, "modules.adaptive_quantization.execution=int8"])])
     assert floats["kernels"] == {"adaptive_quantization": "float products of dequantised values"}
     (kernel,) = integers["kernels"].values()

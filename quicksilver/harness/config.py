@@ -153,6 +153,7 @@ class RunConfig:
         model, dataset = dataclasses.asdict(self.model), dataclasses.asdict(self.dataset)
         protocol, measure = dataclasses.asdict(self.protocol), dataclasses.asdict(self.measure)
         idle = [
+            *([] if self.model.adapter else [(model, "adapter")]),
             (model, "path"),
             (model, "revision"),
             (dataset, "files"),

@@ -60,6 +60,6 @@ def make_world(folder: Path, *, layers: int = LAYERS, window: int = WINDOW, prom
         f"protocol.prompt_tokens={prompt}",
         "protocol.batch_size=4",
         "measure=quick",
-        "measure.probes=1",
+        "measure.audit.probes=1",
         "threads=1",
     ]

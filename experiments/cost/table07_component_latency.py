@@ -122,7 +122,7 @@ def _saved(run: str) -> Callable[[Mapping[str, Any]], Lines]:
 
 
 def _legend(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    rounds = {record["config"]["measure"]["repeats"] for record in costs.by_key(outcomes).values()}
+    rounds = {record["config"]["measure"]["components"]["repeats"] for record in costs.by_key(outcomes).values()}
     return (
         f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
         "belongs to one component, the innermost.",

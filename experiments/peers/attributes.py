@@ -23,7 +23,9 @@ def techniques() -> pd.DataFrame:
     Columns: `module` (the yaml of that class alone, or the first of several), `class`, `source` (arXiv numbers of its docstring),
     `verbs`, `weights`, `acts`, `excludes` (other modules that it does not go with), as text.
     """
-    from quicksilver.harness.config import build_modules, choices, compose
+    from quicksilver.harness.choices import choices
+    from quicksilver.harness.config import compose
+    from quicksilver.harness.parts import build_modules
 
     built: dict[type, tuple[str, Any]] = {}
     for name in choices("modules"):

@@ -45,7 +45,7 @@ PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     QUANTISED: (FORMAT, "Dynamic int8", ()),
     "prompt_lookup": (FORMAT, "Prompt lookup (speculative)", ()),
 }
-_PEER = ("measure.null_control=none",)
+_PEER = ("measure.null_control.enabled=false",)
 # Ours: modules joined by `+` -> what is printed, further overrides. Those in float32 are rows of Table 11, and the same records. A number format
 # goes with any of them. Yamls called `*best*` are rows as well.
 BEST: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -58,12 +58,12 @@ BEST: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _ALWAYS = ("protocol=continuation",)
 # Decoding is timed where a method is about it. Its dense run is one more.
-_DECODING = ("measure.deployment=true", "measure.deployment_new_tokens=32")
+_DECODING = ("measure.deployment.enabled=true", "measure.deployment.new_tokens=32")
 
 
 def rows() -> list[Row]:
     """Dense, the peers, ours."""
-    from quicksilver.harness.config import choices
+    from quicksilver.harness.choices import choices
 
     found = [Row(PANEL, DENSE, "dense", "Dense float32", (*_ALWAYS, "modules=[]"))]
     for key, (section, technique, dial) in PEERS.items():

@@ -34,7 +34,7 @@ STRATEGIES = {
     "aggressive": ("Aggressive 2/4", f"{MODULE}_2_4"),
 }
 _MEASURE = "measure=quick"
-_NO_NULL = "measure.null_control=none"  # one width for all: dealt to other tokens it is the same run
+_NO_NULL = "measure.null_control.enabled=false"  # one width for all: dealt to other tokens it is the same run
 
 
 def rows() -> list[Row]:

@@ -49,7 +49,8 @@ def check_overrides(words: Sequence[str], command: str) -> list[str]:
 
 def run_keys() -> list[str]:
     """The first parts of the keys that a run has."""
-    from quicksilver.harness.config import GROUPS, RunConfig
+    from quicksilver.harness.choices import GROUPS
+    from quicksilver.harness.config import RunConfig
 
     return list(dict.fromkeys([*GROUPS, *(field.name for field in dataclasses.fields(RunConfig)), "hydra"]))
 

@@ -51,12 +51,12 @@ def _of_run(overrides: Sequence[str], word: str) -> list[str]:
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
     from omegaconf.errors import OmegaConfBaseException
 
-    from quicksilver.harness.config import config_dir
+    from quicksilver.harness.choices import config_dir
 
     key, equals, value = word.partition("=")
     if key == "modules" and equals:
         # A list: its last name is completed, which Hydra does not.
-        from quicksilver.harness.config import choices
+        from quicksilver.harness.choices import choices
 
         chosen = value.lstrip("[").split(",")[:-1]
         return [f"modules=[{','.join([*chosen, name])}" for name in choices("modules") if name not in chosen]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 _HOMES = {
-    "compose": "config", "choices": "config", "RunConfig": "config",
+    "compose": "config", "choices": "choices", "RunConfig": "config",
     "ensure": "run", "is_done": "run", "plan": "run", "Planned": "run", "Progress": "run",
     "Record": "record", "load_record": "record", "record_frame": "record",
     "Store": "store",

@@ -14,7 +14,8 @@ from typing import Literal
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quicksilver.harness.config import RunConfig, choices, compose, config_dir
+from quicksilver.harness.choices import choices, config_dir
+from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.record import Record
 from quicksilver.harness.run import Progress, Workplace, calibrated_modules, ensure
 from quicksilver.harness.stats import paired_records

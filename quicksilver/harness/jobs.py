@@ -60,7 +60,9 @@ def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers:
     if known is not None and (known.record is not None or known.reason is not None or not to_run):
         job.record, job.reason = known.record, known.reason
         return job
-    from quicksilver.harness.config import build_modules, choices, compose
+    from quicksilver.harness.choices import choices
+    from quicksilver.harness.config import compose
+    from quicksilver.harness.parts import build_modules
 
     if not set(needs) <= set(choices("modules")):
         job.reason = NOT_YET

@@ -16,16 +16,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from quicksilver.measure.measurement import Result
+from quicksilver.measure.typed import Mistyped
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # a second to import, which no refusal should wait for
     import pandas as pd
 
-SCHEMA_VERSION = 2
+R = TypeVar("R", bound=Result)
+
+SCHEMA_VERSION = 3
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
 SIGNALS = "signals.safetensors"
 
@@ -50,6 +54,23 @@ class Record:
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.data.get(key, default)
+
+    def measured(self, name: str, result: type[R]) -> R:
+        """What a measurement found, typed.
+
+        Args:
+            name: of the measurement in the config.
+            result: the class of its result.
+
+        Raises:
+            ConfigError: it was not measured in this run, or what is there is not what the class says.
+        """
+        section = name if result.section is None else result.section
+        content = self.data if section == "" else self[section]
+        try:
+            return result.from_json(content)
+        except Mistyped as error:
+            raise _corrupt(self.path, f"{RECORD}, {section or name}: {error}") from error
 
     def config_name(self, group: str) -> str:
         return self.data["config"][group]["name"]

@@ -21,8 +21,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from quicksilver import numerics
-from quicksilver.harness.config import RunConfig, module_class
+from quicksilver.harness.config import RunConfig
 from quicksilver.harness.identity import Identity, canonical, foreign_sources
+from quicksilver.harness.parts import module_class
 from quicksilver.harness.record import RECORD, SCHEMA_VERSION, load_record
 from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import ConfigError
@@ -95,6 +96,8 @@ def _with_new_identity(data: Mapping[str, Any], records: Mapping[str, Mapping[st
     try:
         if data["schema_version"] == 1:
             data = _from_schema_1(data, records)
+        if data["schema_version"] == 2:
+            data = _from_schema_2(data)
         if data["schema_version"] != SCHEMA_VERSION:
             raise _Left(f"it is a record of schema {data['schema_version']}")
         of = data["identity"]
@@ -178,3 +181,54 @@ def _identity_of_schema_1(config: Mapping[str, Any]) -> dict[str, Any]:
     for section, unused in idle.items():
         parts[section] = {key: value for key, value in parts[section].items() if key not in unused}
     return {**parts, "execution": config["execution"], "seed": config["seed"], "threads": config["threads"]}
+
+
+# Before schema 3 `measure` was flat: switches, and options that several passes shared.
+_MEASUREMENTS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {  # today's key: class, yesterday's switch, today's options
+    "quality": ("quality.Quality", "", {}),
+    "null_control": ("null.Null", "null_control", {}),
+    "audit": ("audit.Audit", "", {"probes": "probes"}),
+    "flops": ("flops.Flops", "flops", {}),
+    "latency": ("latency.Latency", "latency", {"warmup": "warmup", "repeats": "repeats"}),
+    "memory": ("memory.Memory", "memory", {}),
+    "components": ("components.Components", "components", {"warmup": "warmup", "repeats": "repeats"}),
+    "energy": (
+        "energy.Energy",
+        "energy",
+        {"country_iso_code": "country_iso_code", "window_s": "energy_window_s", "rounds": "energy_rounds"},
+    ),
+    "deployment": (
+        "deployment.Deployment",
+        "deployment",
+        {
+            "prompt_tokens": "deployment_prompt_tokens",
+            "new_tokens": "deployment_new_tokens",
+            "budget_ms": "budget_ms",
+            "warmup": "warmup",
+            "repeats": "repeats",
+        },
+    ),
+    "signals": (
+        "signals.Signals",
+        "signals",
+        {"sentences": "sentences", "windows": "signal_windows", "attribution": "attribution"},
+    ),
+}
+
+
+def _from_schema_2(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Schema 2 had measurements as switches, warnings of two passes at the top, and entries for what was not measured."""
+    flat = data["config"]["measure"]
+    measure = {"name": flat["name"], "batch_windows": flat["batch_windows"]}
+    for name, (target, switch, options) in _MEASUREMENTS.items():
+        if not switch or flat[switch] not in (False, "none"):
+            chosen = {today: flat[before] for today, before in options.items()}
+            measure[name] = {"_target_": f"quicksilver.measure.{target}", **chosen}
+    moved = {**data, "schema_version": 3, "config": {**data["config"], "measure": measure}}
+    for name in ("components", "deployment"):
+        warnings = moved.pop(f"{name}_timing_warnings", None)
+        if name in moved:
+            moved[name] = {**moved[name], "timing_warnings": warnings or []}
+    return {
+        key: value for key, value in moved.items() if not (key == "null" and value is None) and not (key == "texts" and not value)
+    }

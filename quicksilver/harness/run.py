@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +22,10 @@ from typing import TYPE_CHECKING, Any, cast
 from quicksilver import __version__, numerics
 from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.text import Text, read_text
-from quicksilver.harness.config import RunConfig, build_modules, module_class
+from quicksilver.harness.config import RunConfig
 from quicksilver.harness.identity import Identity, foreign_sources
-from quicksilver.harness.record import SCHEMA_VERSION, SIGNALS, TRACE, WINDOWS, Record
+from quicksilver.harness.parts import build_measurements, build_modules, is_on, measurement_class, module_class
+from quicksilver.harness.record import SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.harness.store import Draft, Store
 from quicksilver.harness.tracker import check_tracker, mirror
 from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
@@ -33,10 +33,10 @@ from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from quicksilver.data.windows import Windows
-    from quicksilver.harness.passes import Measured
+    from quicksilver.measure.bench import Bench
+    from quicksilver.measure.measurement import Measurement
+    from quicksilver.runtime.run import Execution
 
 _DIGESTS = "cache/digests.json"
 _LOADING, _CALIBRATING = 0.03, 0.05  # rough shares of a run's time; the passes share the rest
@@ -49,7 +49,7 @@ class Progress:
     Attributes:
         run, runs: number of the present run, from 0, and how many really run.
         label: what it is.
-        phase: load, calibration, quality, null, audit, flops, latency, memory, signals, write, or wait: another process makes this record.
+        phase: load, calibration, the name of a measurement, write, or wait: another process makes this record.
         fraction: share of all runs that is done, 0 to 1; never falls.
     """
 
@@ -152,19 +152,18 @@ class Workplace:
                     f"({self.text(config, 'calibration').source}). Give another text as dataset.files.calibration, or numbers for the "
                     "thresholds; dataset.part=calibration scores the calibrating part on purpose."
                 )
-        identity = config.identity()
-        for name, entry in identity["modules"].items():
-            # A calibration file counts by its content, wherever it lies.
+        for name, entry in config.modules.items():
             path = entry.get("calibration")
             if path is not None and not isinstance(path, str):
                 raise ConfigError(f"modules.{name}.calibration={path!r} is no calibration: give the path of a calibration file.")
             if path is not None:
                 digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
                 _check_calibration(name, path)
-                identity["modules"][name] = {k: v for k, v in entry.items() if k != "calibration"}
             for path in files_behind(entry, self.files(config)[0].folder):
                 digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
-        return Identity(identity, digests, foreign_sources(module_class(name, entry) for name, entry in config.modules.items()))
+        classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
+        classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
+        return Identity(config.identity(), digests, foreign_sources(classes))
 
 
 def _root(config: RunConfig) -> Path | None:
@@ -324,6 +323,8 @@ def _ensure_one(step: Planned, workplace: Workplace, report: _Reporter) -> Recor
 def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report: _Reporter) -> Record:
     import torch
 
+    from quicksilver.measure.bench import Bench
+
     config, started, clock = step.config, _now(), time.monotonic()
     draft.event("started", label=config.label, pid=os.getpid())
     report("load", 0.0)
@@ -338,23 +339,25 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
         modules, calibration = calibrated_modules(config, workplace, store)
         if calibration is not None:
             draft.event("calibrated", signals=calibration["signals"])
-        texts = _texts(config, loaded, windows)
-        measured = _measure(config, loaded, windows, modules, [ids for _, ids in texts], draft, report)
+        bench = Bench(
+            loaded.model, windows, _protocol(config), modules, cast("Execution", config.execution), config.seed,
+            config.measure["batch_windows"], loaded.tokenizer,
+        )  # fmt: skip
+        scalars = _measure(bench, config, draft, report)
         dense = store.get(step.dense) if step.dense is not None else None
         if dense is not None:
-            _put_dense_beside(measured, dense)
+            _put_dense_beside(scalars, bench, dense)
         report("write", 1.0)
         draft.event("measured")
-        draft.write(WINDOWS, lambda path: measured.windows.to_parquet(path, index=False))
-        if modules:
-            draft.write(TRACE, measured.trace.save)
-        if texts:
-            draft.write(SIGNALS, lambda path: _save_signals(measured, path))
+        draft.write(WINDOWS, lambda path: bench.frame.to_parquet(path, index=False))
+        if modules and bench.trace is not None:
+            draft.write(TRACE, bench.trace.save)
+        for name, write in bench.files.items():
+            draft.write(name, write)
         draft.event("finished")
         described = _describe(step, workplace, loaded, windows, modules, calibration)
-        described["texts"] = _describe_texts(loaded, texts, measured)
         finished = {"started": started, "finished": _now(), "seconds": round(time.monotonic() - clock, 3)}
-        return store.publish(draft, described | finished | measured.scalars)
+        return store.publish(draft, described | finished | scalars)
     finally:
         torch.set_num_threads(threads_before)
 
@@ -363,101 +366,42 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _measure(
-    config: RunConfig,
-    loaded: Loaded,
-    windows: Windows,
-    modules: Sequence[Any],
-    texts: Sequence[torch.Tensor],
-    draft: Draft,
-    report: _Reporter,
-) -> Measured:
-    from quicksilver.harness.passes import PHASES, Options, measure
-
-    fields = [f.name for f in dataclasses.fields(Options)]
-    options = Options(**{name: getattr(config.measure, name) for name in fields})
-    before = _LOADING + _CALIBRATING
-    starts, total = {}, 0.0
-    for phase, share in PHASES.items():
-        starts[phase] = total
-        total += share
-    seen: set[str] = set()
+def _measure(bench: Bench, config: RunConfig, draft: Draft, report: _Reporter) -> dict[str, Any]:
+    """Every measurement of the config; returns what goes into record.json."""
+    before, seen = _LOADING + _CALIBRATING, set()
 
     def tell(phase: str, share: float) -> None:
         if phase not in seen:
             seen.add(phase)
             draft.event(phase)
-        report(phase, before + (1 - before) * (starts[phase] + PHASES[phase] * share))
+        report(phase, before + (1 - before) * share)
 
-    how: dict[str, Any] = {"texts": texts, "execution": config.execution, "seed": config.seed, "report": tell}
-    return measure(loaded.model, windows, _protocol(config), modules, options, **how)
-
-
-def _texts(config: RunConfig, loaded: Loaded, windows: Windows) -> list[tuple[str, torch.Tensor]]:
-    """What is looked into, by name: (N,) long each. Under `continuation` a window is looked into up to the end of its prompt.
-
-    Raises:
-        ConfigError: more windows than there are, or a sentence of a single token.
-    """
-    import torch
-
-    if not config.measure.signals:
-        return []
-    if config.measure.signal_windows > len(windows.ids):
-        raise ConfigError(
-            f"measure.signal_windows={config.measure.signal_windows}: the run has {len(windows.ids)} windows (dataset.windows)."
-        )
-    encoded = [loaded.tokenizer(text, add_special_tokens=False)["input_ids"] for text in config.measure.sentences]
-    for text, ids in zip(config.measure.sentences, encoded, strict=True):
-        if len(ids) < 2:
-            raise ConfigError(f"measure.sentences: {text!r} has {len(ids)} token for this model; at least 2 are needed.")
-    end = config.protocol.prompt_tokens if config.protocol.name == "continuation" else None
-    named = [(f"sentence {i}", torch.tensor(ids)) for i, ids in enumerate(encoded)]
-    return named + [(f"window {i}", windows.ids[i, :end]) for i in range(config.measure.signal_windows)]
+    return measured_scalars(bench, build_measurements(config.measure), tell)
 
 
-def _save_signals(measured: Measured, path: Path) -> None:
-    from safetensors.torch import save_file
+def measured_scalars(
+    bench: Bench, measurements: Mapping[str, Measurement], report: Callable[[str, float], None]
+) -> dict[str, Any]:
+    """The results of measurements as record.json has them."""
+    from quicksilver.measure.bench import run_measurements
 
-    arrays = {f"{i}.{name}": array for i, one in enumerate(measured.inside) for name, array in one.arrays.items()}
-    save_file(arrays, str(path))
-
-
-def _token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """What each token adds to the text. Alone, a token of a SentencePiece vocabulary loses the space before it."""
-
-    def read(some: list[int]) -> str:
-        return tokenizer.decode(some, clean_up_tokenization_spaces=False)
-
-    texts = [read(ids[:1])]
-    for before, number in itertools.pairwise(ids):
-        alone, both = read([before]), read([before, number])
-        texts.append(both[len(alone) :] if both.startswith(alone) else read([number]))  # or they share a character's bytes
-    return texts
+    scalars: dict[str, Any] = {"batch_windows": len(bench.batch)}
+    for name, result in run_measurements(bench, measurements, report).items():
+        section = name if result.section is None else result.section
+        scalars |= {section: result.to_json()} if section else result.to_json()
+    return scalars
 
 
-def _describe_texts(loaded: Loaded, texts: Sequence[tuple[str, torch.Tensor]], measured: Measured) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "tokens": _token_texts(loaded.tokenizer, ids.tolist()),
-            "ids": ids.tolist(),
-            "pca_explained": list(one.explained),
-        }
-        for (name, ids), one in zip(texts, measured.inside, strict=True)
-    ]
-
-
-def _put_dense_beside(measured: Measured, dense: Record) -> None:
+def _put_dense_beside(scalars: dict[str, Any], bench: Bench, dense: Record) -> None:
     """Copy what every table compares with, so that a record can be read alone. Times are not copied: dense was timed in the
     same run."""
     names = ("ppl", "bits_per_byte", "nll_nats")
     flops = [name for name in dense.data if name.endswith("_flops") and isinstance(dense[name], int)]
     for name in (*names, *flops):
-        measured.scalars[f"dense_{name}"] = dense[name]
-    measured.scalars["dense_kv_bytes"] = dense["kv_bytes_resident"]
+        scalars[f"dense_{name}"] = dense[name]
+    scalars["dense_kv_bytes"] = dense["kv_bytes_resident"]
     nats = dense.windows.set_index("window")["nll_nats"]
-    measured.windows = measured.windows.assign(dense_nll_nats=measured.windows["window"].map(nats))
+    bench.frame = bench.frame.assign(dense_nll_nats=bench.frame["window"].map(nats))
 
 
 def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) -> tuple[list[Any], dict[str, Any] | None]:

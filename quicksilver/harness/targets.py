@@ -34,7 +34,8 @@ def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
         ConfigError: no `_target_`, nothing there, no class, or a class that is no `base`. Nothing was called then.
     """
     if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
-        raise ConfigError(f"{key}={entry!r} is no module: its yaml gives `_target_: package.Class` and the arguments.")
+        kind = "measurement" if key.startswith("measure.") else "module"
+        raise ConfigError(f"{key}={entry!r} is no {kind}: its yaml gives `_target_: package.Class` and the arguments.")
     target = entry["_target_"]
     where = f"{key}._target_={target}"
     module, _, name = target.rpartition(".")

@@ -125,7 +125,7 @@ def _per_byte(record: Record) -> str:
 def _against_dense(record: Record) -> list[str]:
     frame = record.windows
     lines = [_difference("against dense", frame["nll_nats"], record)]
-    if record["null"] is not None:
+    if record.get("null") is not None:
         lines.append(_difference("its null", frame["null_nll_nats"], record))
     prefix = "prompt_" if record["protocol"]["name"] == "continuation" else ""
     saved = {

@@ -9,14 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 _HOMES = {
+    "Measurement": "measurement", "Result": "measurement", "Setting": "measurement",
+    "Bench": "bench", "run_measurements": "bench",
     "Alternation": "latency", "LatencySamples": "latency", "Ratio": "latency", "alternate": "latency", "shared_weight_copy": "latency",
     "PeakMemory": "memory", "peak_memory": "memory", "peak_tensor_bytes": "memory",
-    "attention_pairs": "flops", "count_by_operator": "flops", "count_executed": "flops",
-    "Audit": "perplexity", "Protocol": "perplexity", "Scores": "perplexity", "audit": "perplexity", "check_allowed": "perplexity",
-    "check_windows": "perplexity", "score": "perplexity", "windows_of": "perplexity",
-    "Breakdown": "components", "Subject": "components", "component_latency": "components",
-    "Deployment": "deployment", "Served": "deployment", "serve": "deployment",
-    "CodeCarbonMeter": "energy",
+    "attention_pairs": "flop_counter", "count_by_operator": "flop_counter", "count_executed": "flop_counter",
+    "AuditProbes": "perplexity", "Protocol": "perplexity", "Scores": "perplexity",
+    "check_allowed": "perplexity", "check_windows": "perplexity", "score": "perplexity", "windows_of": "perplexity",
+    "DenseLogits": "fidelity", "divergence": "fidelity",
+    "Breakdown": "breakdown", "Subject": "breakdown", "component_latency": "breakdown",
+    "Requests": "serving", "Served": "serving", "serve": "serving",
+    "CodeCarbonMeter": "meters",
     "token_byte_lengths": "token_bytes",
 }  # fmt: skip
 

@@ -1,165 +1,162 @@
-"""Serving one request at a time: time to the first token and for each one after it (App. J, "Deployment Simulation").
-
-The paper's setting: a prompt of 256 tokens, batch 1, greedy decoding, against a budget of 50 ms a token. Everything goes through
-transformers' own `generate()`, so whatever it can do (speculation included) can be timed the same way.
-"""
+"""One prompt served alone, run and dense in turns: time to the first token and for each one after it (App. J)."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
-
-from quicksilver.measure.latency import Alternation, LatencySamples, alternate
+from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread, at_least
 from quicksilver.runtime.errors import ConfigError
 
-BUDGET_MS = 50.0  # a token, App. J
+if TYPE_CHECKING:
+    from quicksilver.measure.bench import Bench
+    from quicksilver.measure.serving import Requests, Served
+
 MIN_FOR_P99 = 100  # tokens: below it the 99th percentile is the slowest token, whatever it is called
 
 
-@dataclass
-class TokenClock(BaseStreamer):
-    """Notes when tokens come out of `generate(streamer=…)`.
+@dataclass(frozen=True)
+class Percentiles:
+    """Milliseconds; `p99` is None where there are too few tokens for one."""
 
-    Attributes:
-        moments_s: when each delivery came, by `time.perf_counter`; the first is that of the first new token.
-        counts: how many tokens came with it: one, or several that speculation got right.
-    """
-
-    moments_s: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    _prompt_seen: bool = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """value: (1, N) the prompt, at first; then the new tokens, on the host already."""
-        if self._prompt_seen:
-            self.moments_s.append(time.perf_counter())
-            self.counts.append(value.numel())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        """Nothing is left to note."""
+    p50: float
+    p95: float
+    p99: float | None
 
 
 @dataclass(frozen=True)
-class Served:
-    """One request.
+class ServingResult:
+    """Requests of one way to serve.
 
     Attributes:
-        first_ms: from the call until the first new token was there.
-        per_token_ms: for each token after it; tokens that came together share the time that they took.
-        total_ms: the whole call.
-        tokens: new tokens, in order.
-    """
-
-    first_ms: float
-    per_token_ms: list[float]
-    total_ms: float
-    tokens: list[int]
-
-
-def serve(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, options: Mapping[str, Any] | None = None) -> Served:
-    """Decode exactly `new_tokens` tokens greedily after `prompt` (1, N).
-
-    Args:
-        options: further arguments of `generate`, such as `{"prompt_lookup_num_tokens": 3}`.
-
-    Raises:
-        ConfigError: more than one row, or fewer than two new tokens: then there is no time per token.
-    """
-    if prompt.ndim != 2 or prompt.shape[0] != 1:
-        raise ConfigError(f"serve() takes one prompt (1, N); got {tuple(prompt.shape)}.")
-    if new_tokens < 2:
-        raise ConfigError(f"new_tokens={new_tokens}: at least 2, the time per token lies between two of them.")
-    clock = TokenClock()
-    began = time.perf_counter()
-    output = model.generate(  # type: ignore[operator]
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=1, max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens, pad_token_id=0, streamer=clock, **(options or {}),
-    )  # fmt: skip
-    if prompt.is_cuda:
-        torch.cuda.synchronize(prompt.device)
-    total = time.perf_counter() - began
-    per_token: list[float] = []
-    for before, after, count in zip(clock.moments_s, clock.moments_s[1:], clock.counts[1:], strict=False):
-        per_token += [1e3 * (after - before) / count] * count
-    return Served(1e3 * (clock.moments_s[0] - began), per_token, 1e3 * total, output[0, prompt.shape[1] :].tolist())
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """Requests of one way to serve, over all rounds.
-
-    Attributes:
-        first: time to the first token, one sample a round.
-        per_token_ms: time per output token after the first, of all rounds together.
+        per_token_ms: after the first token, over all rounds; `tokens_timed` of them.
         tokens_per_s: new tokens over the whole call, prompt included; median over rounds.
-        tokens: what was decoded.
+        within_budget_pct: tokens that came within `budget_ms`.
     """
 
-    first: LatencySamples
-    per_token_ms: list[float]
+    first_token_ms: Spread
+    per_token_ms: Percentiles
+    tokens_timed: int
     tokens_per_s: float
-    tokens: list[int]
+    within_budget_pct: float
 
-    @classmethod
-    def of(cls, rounds: Sequence[Served]) -> Deployment:
-        return cls(
-            LatencySamples([one.first_ms for one in rounds]),
-            [ms for one in rounds for ms in one.per_token_ms],
-            float(np.median([1e3 * len(one.tokens) / one.total_ms for one in rounds])),
-            rounds[-1].tokens,
+
+@dataclass(frozen=True)
+class DeploymentResult(Result):
+    """Dense and run.
+
+    Attributes:
+        per_token_ratio: time per token of the run over the dense one, round by round; None in a dense run.
+        same_first_tokens: how many tokens both decode alike before they part.
+    """
+
+    dense: ServingResult
+    prompt_tokens: int
+    new_tokens: int
+    budget_ms: float
+    noise_floor_pct: float
+    run: ServingResult | None = None
+    per_token_ratio: Quartiles | None = None
+    same_first_tokens: int | None = None
+    timing_warnings: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        served = self.run or self.dense
+        return (
+            f"{served.first_token_ms.median:.1f} ms to the first token, {served.per_token_ms.p50:.1f} ms a token "
+            f"(p95 {served.per_token_ms.p95:.1f}), {served.within_budget_pct:.0f}% within {self.budget_ms:g} ms"
         )
 
-    def scalars(self, budget_ms: float) -> dict[str, Any]:
-        """For record.json; `p99` is None where there are too few tokens for one."""
-        p50, p95, p99 = (float(value) for value in np.percentile(self.per_token_ms, [50, 95, 99]))
-        return {
-            "first_token_ms": {"median": self.first.median, "iqr": self.first.iqr},
-            "per_token_ms": {"p50": p50, "p95": p95, "p99": p99 if len(self.per_token_ms) >= MIN_FOR_P99 else None},
-            "tokens_timed": len(self.per_token_ms),
-            "tokens_per_s": self.tokens_per_s,
-            "within_budget_pct": 100 * float(np.mean(np.asarray(self.per_token_ms) <= budget_ms)),
-        }
 
-
-def deployment(
-    ways: Mapping[str, Callable[[], Served]], warmup: int, repeats: int, device: str | torch.device = "cpu"
-) -> tuple[dict[str, Deployment], Alternation]:
-    """Serve the same request in several ways, in turns; the first way is also the control (A/A).
+@dataclass
+class Deployment(Measurement):
+    """Serve the beginning of the first window, greedily.
 
     Args:
-        ways: callables by name, each one `serve` of its own model.
-
-    Returns:
-        What each way gave, and the time per token of each round as an alternation, for ratios and the noise floor.
-
-    Raises:
-        ConfigError: fewer than 3 repeats.
+        prompt_tokens, new_tokens: lengths of prompt and answer.
+        budget_ms: for a token (App. J: 50).
+        warmup: untimed rounds.
+        repeats: timed rounds, at least 3.
     """
-    served: dict[str, list[Served]] = {name: [] for name in ways}
 
-    def noted(name: str, way: Callable[[], Served]) -> Callable[[], None]:
-        return lambda: served[name].append(way())
+    prompt_tokens: int = 256
+    new_tokens: int = 64
+    budget_ms: float = 50.0
+    warmup: int = 1
+    repeats: int = 5
 
-    times = alternate({name: noted(name, way) for name, way in ways.items()}, warmup, repeats, device)
-    control = next(iter(ways))
-    rounds = {name: all_of[warmup:] for name, all_of in served.items()}
-    again = rounds[control][1::2]
-    rounds[control] = rounds[control][0::2]
-    steps = Alternation(
-        {name: _steps(those) for name, those in rounds.items()}, control=control, control_ms=_steps(again).ms,
-        load_before=times.load_before, load_after=times.load_after, seconds=times.seconds, clock_gap_s=times.clock_gap_s,
-    )  # fmt: skip
-    return {name: Deployment.of(those) for name, those in rounds.items()}, steps
+    share = 0.05
+    timed = True
 
+    def check(self, setting: Setting) -> None:
+        at_least("warmup", self.warmup, 0)
+        at_least("repeats", self.repeats, 3)
+        at_least("prompt_tokens", self.prompt_tokens, 2)
+        at_least("new_tokens", self.new_tokens, 2)
+        if self.budget_ms <= 0:
+            raise ConfigError(f"budget_ms={self.budget_ms:g} is out of range: more than 0 milliseconds a token.")
+        if self.prompt_tokens > setting.window_tokens:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens}: the prompt is the beginning of a window, and a window has "
+                f"protocol.window_tokens={setting.window_tokens}."
+            )
 
-def _steps(rounds: Sequence[Served]) -> LatencySamples:
-    """Mean time per token of each round: what the budget is about."""
-    return LatencySamples([sum(one.per_token_ms) / len(one.per_token_ms) for one in rounds])
+    def run(self, bench: Bench) -> DeploymentResult:
+        import torch
+
+        from quicksilver.measure.latency import shared_weight_copy
+        from quicksilver.measure.serving import deployment, serve
+        from quicksilver.runtime.run import apply
+
+        model, new = bench.model, self.new_tokens
+        prompt = bench.windows.ids[:1, : self.prompt_tokens].to(model.device)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and prompt.shape[1] + new > positions:
+            raise ConfigError(
+                f"measure.deployment: prompt_tokens={prompt.shape[1]} and new_tokens={new} are more than the model's {positions} "
+                "positions."
+            )
+        dense = shared_weight_copy(model)
+        with torch.no_grad(), ExitStack() as stack:
+            ways = {"dense": lambda: serve(dense, prompt, new)}
+            if bench.modules:
+                run = stack.enter_context(apply(model, bench.modules, execution=bench.execution))
+
+                def ours() -> Served:
+                    run.reset()
+                    return serve(model, prompt, new)
+
+                ways["run"] = ours
+            found, steps = deployment(ways, self.warmup, self.repeats, model.device)
+        ratio = same = None
+        if bench.modules:
+            quartiles = steps.ratio("run", to="dense")
+            ratio = Quartiles(quartiles.median, quartiles.low, quartiles.high)
+            equal = (a == b for a, b in zip(found["run"].tokens, found["dense"].tokens, strict=True))
+            same = sum(1 for _ in itertools.takewhile(bool, equal))
+        return DeploymentResult(
+            dense=self._of(found["dense"]),
+            run=self._of(found["run"]) if bench.modules else None,
+            prompt_tokens=prompt.shape[1],
+            new_tokens=new,
+            budget_ms=self.budget_ms,
+            noise_floor_pct=100 * (steps.noise_floor or 0.0),
+            per_token_ratio=ratio,
+            same_first_tokens=same,
+            timing_warnings=steps.warnings,
+        )
+
+    def _of(self, requests: Requests) -> ServingResult:
+        import numpy as np
+
+        times = np.asarray(requests.per_token_ms)
+        p50, p95, p99 = (float(value) for value in np.percentile(times, [50, 95, 99]))
+        return ServingResult(
+            first_token_ms=Spread(requests.first.median, requests.first.iqr),
+            per_token_ms=Percentiles(p50, p95, p99 if len(times) >= MIN_FOR_P99 else None),
+            tokens_timed=len(times),
+            tokens_per_s=requests.tokens_per_s,
+            within_budget_pct=100 * float(np.mean(times <= self.budget_ms)),
+        )

@@ -1,97 +1,40 @@
-"""Executed floating-point operations, counted by interposition: every operator that runs reports its shapes.
-
-This is the check on the analytic ledgers of `quicksilver.runtime.ledger` (docs/design.md §5): both must agree within 1%.
-One multiply-accumulate is two operations. Matrix products and attention are counted; elementwise work (norms,
-activations, drift) is not: it is below 1% of a layer and no ledger has it.
-"""
+"""Executed FLOPs of one batch by interposition, beside the analytic count of the same calls: they agree within 1%."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
+from quicksilver.measure.measurement import Measurement, Result
 
-aten = torch.ops.aten
-
-# Operators behind `scaled_dot_product_attention`. torch 2.13 has no formula for the CPU one (it counts 0) and its
-# formulas for the others charge a causal call for the half it skips. The math path needs no entry: it runs as bmm.
-_FUSED_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_fused_attention_overrideable,
-)
+if TYPE_CHECKING:
+    from quicksilver.measure.bench import Bench
 
 
-def attention_pairs(queries: int, keys: int, causal: bool) -> int:
-    """Query-key pairs an attention kernel visits in one head.
+@dataclass(frozen=True)
+class FlopsResult(Result):
+    """Of one batch: what operators that ran reported, and what the ledger counts."""
 
-    A causal kernel lets query i see keys 0..i (torch aligns the triangle at the top left), N(N+1)/2 for N queries and N keys.
-    """
-    if not causal:
-        return queries * keys
-    square = min(queries, keys)
-    return square * (square + 1) // 2 + (queries - square) * keys
+    section: ClassVar[str | None] = "batch_flops"
 
-
-def _attention_formula(operator: Any) -> Callable[..., int]:
-    # Where `is_causal` stands differs between the operators, and callers pass it by position or by name: ask the schema.
-    position = [argument.name for argument in operator.default._schema.arguments].index("is_causal")
-
-    def flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        rest = (query, key, value, *args)
-        causal = bool(rest[position]) if len(rest) > position else bool(kwargs.get("is_causal", False))
-        batch, heads, queries, head_dim = query
-        pairs = attention_pairs(queries, key[-2], causal)
-        return 2 * batch * heads * pairs * (head_dim + value[-1])
-
-    return flops
+    interposed: int
+    analytic: int
 
 
-def _matrix_vector(matrix: torch.Size, vector: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * matrix[0] * matrix[1]
+@dataclass
+class Flops(Measurement):
+    """Count one batch."""
 
+    share = 0.04
 
-def _dot(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * a[0]
+    def run(self, bench: Bench) -> FlopsResult:
+        import torch
 
+        from quicksilver.measure.bench import forward
+        from quicksilver.measure.flop_counter import count_executed
+        from quicksilver.runtime.run import apply
 
-def _added_matrix_vector(
-    bias: torch.Size, matrix: torch.Size, vector: torch.Size, *args: Any, out_shape: Any = None, **kw: Any
-) -> int:
-    return 2 * matrix[0] * matrix[1]
-
-
-def _matrix_matrix(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]
-
-
-FORMULAS: dict[Any, Callable[..., int]] = {
-    **{operator: _attention_formula(operator) for operator in _FUSED_ATTENTION},
-    aten._int_mm: _matrix_matrix,  # a product of integers is as many operations as one of floats
-    aten.mv: _matrix_vector,  # torch counts matrix-matrix products only
-    aten.addmv: _added_matrix_vector,
-    aten.dot: _dot,
-}
-
-
-def count_by_operator(fn: Callable[[], object]) -> dict[str, int]:
-    """Run `fn` once and return the floating-point operations it executed, by operator name (`aten.mm` …)."""
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with counter:
-        fn()
-    return {str(operator): int(flops) for operator, flops in counter.get_flop_counts().get("Global", {}).items()}
-
-
-def count_executed(fn: Callable[[], object]) -> int:
-    """Run `fn` once and return the floating-point operations it executed (2 per multiply-accumulate).
-
-    Args:
-        fn: a callable without arguments, for instance `lambda: model(input_ids)` inside `quicksilver.apply`.
-
-    Causal attention of N queries over N keys counts N(N+1)/2 pairs, any other N·K pairs, masked or not: the kernel visits them.
-    """
-    return sum(count_by_operator(fn).values())
+        batch = bench.batch
+        with torch.no_grad(), apply(bench.model, bench.modules, execution=bench.execution) as run:
+            interposed = count_executed(lambda: forward(bench.model, batch, bench.protocol))
+            return FlopsResult(interposed, run.flops.executed)

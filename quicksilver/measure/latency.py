@@ -12,12 +12,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from transformers import PreTrainedModel
-
+from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread, at_least
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from quicksilver.measure.bench import Bench
 
 MIN_REPEATS = 3  # two points have a difference, not a spread
 BUSY = 0.5  # load average beyond what threads of our own explain
@@ -91,6 +96,8 @@ class Alternation(dict[str, LatencySamples]):
     @property
     def warnings(self) -> list[str]:
         """Why these times may be worth less than they look, one sentence a reason; empty on a quiet machine."""
+        import torch
+
         found = []
         allowed = torch.get_num_threads() + BUSY  # a pass of ours just before keeps its own threads in the average
         if self.load_before > allowed:
@@ -134,6 +141,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _time_ms(fn: Callable[[], object], device: torch.device) -> float:
+    import torch
+
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -178,10 +187,12 @@ def alternate(
         ConfigError: nothing to time, fewer than 3 repeats, a negative warm-up.
         QuickSilverError: a time that is not positive: the clock cannot be trusted.
     """
+    import torch
+
     if not fns:
         raise ConfigError("alternate() got nothing to time: pass at least one callable")
     if repeats < MIN_REPEATS:
-        raise ConfigError(f"repeats={repeats} gives no interval: time at least {MIN_REPEATS} rounds (measure.repeats)")
+        raise ConfigError(f"repeats={repeats} gives no interval: time at least {MIN_REPEATS} rounds")
     if warmup < 0:
         raise ConfigError(f"warmup={warmup} is negative: 0 or more untimed rounds")
     device = torch.device(device)
@@ -216,3 +227,93 @@ def alternate(
         seconds=seconds,
         clock_gap_s=on_wall - seconds,
     )
+
+
+@dataclass(frozen=True)
+class LatencyResult(Result):
+    """Wall clock of one batch, run and dense in turns; `prompt_…` of its prompt alone, under `continuation`.
+
+    Attributes:
+        latency_ratio: time of the run over that of the dense model, round by round.
+        noise_floor_pct: how far the dense model is from itself (A/A), in percent: a difference that is no larger is none.
+        load_average: of the machine, `before` and `after`.
+        timing_warnings: why these times may be worth less than they look.
+    """
+
+    section: ClassVar[str | None] = ""
+
+    latency_ms: Spread
+    dense_latency_ms: Spread
+    latency_ratio: Quartiles
+    noise_floor_pct: float
+    load_average: dict[str, float] = field(default_factory=dict)
+    timing_warnings: list[str] = field(default_factory=list)
+    prompt_latency_ms: Spread | None = None
+    dense_prompt_latency_ms: Spread | None = None
+    prompt_latency_ratio: Quartiles | None = None
+    prompt_noise_floor_pct: float | None = None
+    prompt_load_average: dict[str, float] | None = None
+    prompt_timing_warnings: list[str] | None = None
+
+    def line(self) -> str:
+        ratio, noise = self.prompt_latency_ratio, self.prompt_noise_floor_pct
+        of = " of the prompt's"
+        if ratio is None or noise is None:
+            ratio, noise, of = self.latency_ratio, self.noise_floor_pct, ""
+        saved, low, high = (100 * (1 - value) for value in (ratio.median, ratio.high, ratio.low))
+        return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {noise:.1f}%)"
+
+
+@dataclass
+class Latency(Measurement):
+    """Time one batch, alternated with the dense model.
+
+    Args:
+        warmup: untimed rounds.
+        repeats: timed rounds, at least 3.
+    """
+
+    warmup: int = 1
+    repeats: int = 3
+
+    share = 0.18
+    timed = True
+
+    def check(self, setting: Setting) -> None:
+        at_least("warmup", self.warmup, 0)
+        at_least("repeats", self.repeats, MIN_REPEATS)
+
+    def run(self, bench: Bench) -> LatencyResult:
+        import torch
+
+        from quicksilver.measure.bench import forward
+        from quicksilver.runtime.run import apply
+
+        model, batch, protocol = bench.model, bench.batch, bench.protocol
+        dense = shared_weight_copy(model)
+        parts = {"": False, "prompt_": True} if protocol.name == "continuation" else {"": False}
+        rounds = (self.warmup + self.repeats) * len(parts)
+        done = 0
+        found: dict[str, object] = {}
+        with torch.no_grad(), apply(model, bench.modules, execution=bench.execution) as run:
+            for prefix, prompt_only in parts.items():
+
+                def ours(prompt_only: bool = prompt_only) -> None:
+                    run.reset()  # or the traces of all rounds pile up
+                    forward(model, batch, protocol, prompt_only)
+
+                def theirs(prompt_only: bool = prompt_only) -> None:
+                    nonlocal done
+                    forward(dense, batch, protocol, prompt_only)
+                    done += 1
+                    bench.progress(min(1.0, done / (2 * rounds)))  # the dense model runs twice a round: it is the control too
+
+                times = alternate({"dense": theirs, "run": ours}, self.warmup, self.repeats, model.device)
+                for key, name in ((f"{prefix}latency_ms", "run"), (f"dense_{prefix}latency_ms", "dense")):
+                    found[key] = Spread(times[name].median, times[name].iqr, times[name].ms)
+                ratio = times.ratio("run", to="dense")
+                found[f"{prefix}noise_floor_pct"] = 100 * (times.noise_floor or 0.0)
+                found[f"{prefix}latency_ratio"] = Quartiles(ratio.median, ratio.low, ratio.high)
+                found[f"{prefix}load_average"] = {"before": times.load_before, "after": times.load_after}
+                found[f"{prefix}timing_warnings"] = times.warnings
+        return LatencyResult(**found)  # type: ignore[arg-type]

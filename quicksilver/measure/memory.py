@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import psutil
-import torch
+from quicksilver.measure.measurement import Measurement, Result
 
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.trace import Trace
+if TYPE_CHECKING:
+    import torch
+
+    from quicksilver.measure.bench import Bench
+    from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.trace import Trace
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -70,6 +73,8 @@ def _high_water_mark_bytes() -> int:
 
 
 def _peak_by_sampling(fn: Callable[[], object]) -> int:
+    import psutil
+
     process = psutil.Process()
     peak = process.memory_info().rss
     done = threading.Event()
@@ -96,6 +101,9 @@ def peak_memory(fn: Callable[[], object], device: str | torch.device = "cpu") ->
         fn: the callable; run it once before for a peak without one-time allocations.
         device: a CUDA device adds the allocator's peak on it.
     """
+    import psutil
+    import torch
+
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -136,6 +144,7 @@ def peak_tensor_bytes(fn: Callable[[], object]) -> int:
     Exact and repeatable, but blind to what libraries below torch allocate for themselves. The process is neither: the C library
     keeps pages, so that the same call adds 16 MB once and 46 MB another time, where its tensors always take 37.
     """
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     with _no_remarks(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -158,3 +167,76 @@ def paper_kv_delta_bytes(trace: Trace, arch: Architecture, element_bytes: int) -
     """
     a_token = 2 * arch.n_kv_heads * arch.head_dim * element_bytes
     return [a_token * sum(int((p.valid & ~p.active(layer)).sum()) for p in trace.passes) for layer in range(trace.n_layers)]
+
+
+@dataclass(frozen=True)
+class KvBytesByLayer:
+    """The KV cache of one batch by layer, in bytes; empty where there is none.
+
+    Attributes:
+        billed: what the policy pays for; `resident` what the tensors hold; `dense` what the dense model's hold.
+        paper_saved: ΔM of App. J.
+    """
+
+    billed: list[int]
+    resident: list[int]
+    dense: list[int]
+    paper_saved: list[int]
+
+
+@dataclass(frozen=True)
+class MemoryResult(Result):
+    """Peaks of one batch, run and dense: of the process or of the GPU's allocator, and on a CPU of the tensors alone."""
+
+    section: ClassVar[str | None] = ""
+
+    peak_memory_bytes: int
+    dense_peak_memory_bytes: int
+    peak_memory_method: str
+    peak_tensor_bytes: int | None
+    dense_peak_tensor_bytes: int | None
+    kv_bytes_by_layer: KvBytesByLayer
+
+
+@dataclass
+class Memory(Measurement):
+    """Weigh one batch, after one run of it that pays for one-time allocations, and its KV cache by layer."""
+
+    share = 0.05
+
+    def run(self, bench: Bench) -> MemoryResult:
+        import torch
+
+        from quicksilver.measure.bench import forward
+        from quicksilver.runtime.run import apply
+
+        model, batch = bench.model, bench.batch
+        peaks: dict[str, PeakMemory] = {}
+        tensors: dict[str, int | None] = {}
+        caches, saved = {}, []
+        for name, active in (("dense", ()), ("run", bench.modules)):
+            with torch.no_grad(), apply(model, active, execution=bench.execution if active else "compact") as run:
+
+                def one(run: Any = run) -> None:
+                    run.reset()
+                    forward(model, batch, bench.protocol)
+
+                one()
+                peaks[name] = peak_memory(one, model.device)
+                run.reset()  # what the next pass would free was no allocation of its own
+                tensors[name] = peak_tensor_bytes(one) if model.device.type == "cpu" else None
+                caches[name] = run.kv_bytes_by_layer
+                saved = paper_kv_delta_bytes(run.trace, run.arch, model.dtype.itemsize)
+        return MemoryResult(
+            peak_memory_bytes=peaks["run"].bytes,
+            dense_peak_memory_bytes=peaks["dense"].bytes,
+            peak_memory_method=peaks["run"].method if peaks["run"].device_bytes is None else "cuda allocator",
+            peak_tensor_bytes=tensors["run"],
+            dense_peak_tensor_bytes=tensors["dense"],
+            kv_bytes_by_layer=KvBytesByLayer(
+                [layer.billed for layer in caches["run"]],
+                [layer.resident for layer in caches["run"]],
+                [layer.resident for layer in caches["dense"]],
+                saved,
+            ),
+        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 import torch
@@ -28,6 +28,9 @@ from quicksilver.runtime.ledger import Flops, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import Execution, apply
 from quicksilver.runtime.trace import PassTrace, Trace
+
+if TYPE_CHECKING:
+    from quicksilver.measure.fidelity import DenseLogits
 
 PROTOCOLS = ("all", "continuation")
 
@@ -134,7 +137,8 @@ class Scores:
         protocol: the protocol of every number here.
         windows: one row a window: `window`, `tokens` (scored), `bytes` (of them; missing without `token_bytes`), `nll_nats`,
             `executed_flops`, `nominal_flops`, `paper_flops`, `signal_flops`; under `continuation` also the prompt's share of
-            each as `prompt_…`.
+            each as `prompt_…`; compared with the dense model also `kl_nats`, KL(dense‖run) per scored token, and `top1_agreement`, the
+            share of scored positions whose likeliest token is the dense model's.
         trace: every decision, pass by pass.
         kv_bytes_billed, kv_bytes_resident: KV cache at the end of every batch, summed over the batches; 0 under `all`.
     """
@@ -199,9 +203,7 @@ def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Proto
         raise ConfigError("the model is in training mode, where dropout makes every number random: call model.eval() first.")
 
 
-def _scored_logits(
-    model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def scored_logits(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The forward calls of one batch of windows (B, N), one at a time.
 
     Yields:
@@ -273,6 +275,7 @@ def score(
     modules: Sequence[RuntimeModule] = (),
     execution: Execution = "compact",
     progress: Callable[[int, int], None] | None = None,
+    dense: DenseLogits | None = None,
 ) -> Scores:
     """Score windows of text under a protocol, with modules applied.
 
@@ -284,6 +287,7 @@ def score(
         modules: empty scores the dense model, through the same runtime.
         execution: how decisions are carried out.
         progress: called after every batch with windows done and windows in all.
+        dense: adds to every window how far its predictions are from the dense model's: one forward pass more for each batch.
 
     Raises:
         ConfigError: windows that do not fit the protocol or the model, a module that the protocol does not allow.
@@ -298,11 +302,14 @@ def score(
         for start in range(0, len(windows), protocol.batch_size):
             batch = windows[start : start + protocol.batch_size].to(model.device)
             nll, finite, ledgers = [], [], []
+            comparison = None if dense is None else dense.comparison(start, batch)
             first_pass, before = len(run.trace.passes), run.flops
-            for logits, targets in _scored_logits(model, batch, protocol):
+            for logits, targets in scored_logits(model, batch, protocol):
                 call_nll, call_finite = _nll_nats(logits, targets)
                 nll.append(call_nll)
                 finite.append(call_finite)
+                if comparison is not None:
+                    comparison.add(logits)
                 head_tokens = logits.shape[1] + (protocol.name == "all")
                 ledgers.append(
                     _ledger_by_window(run.arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta)
@@ -312,6 +319,7 @@ def score(
             all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)
             _check_finite(all_finite, start, protocol, model)
             scored = batch[:, protocol.first_scored :].cpu()
+            apart = {} if comparison is None else comparison.columns()
             for i in range(len(batch)):
                 flops = sum((call[i] for call in ledgers), Flops())
                 row: dict[str, Any] = {
@@ -319,6 +327,7 @@ def score(
                     "tokens": protocol.scored_tokens,
                     "bytes": None if token_bytes is None else int(token_bytes[scored[i]].sum()),
                     "nll_nats": float(all_nll[i].sum()),
+                    **{name: of_windows[i] for name, of_windows in apart.items()},
                     **_columns(flops),
                 }
                 if protocol.name == "continuation":
@@ -353,7 +362,7 @@ def _check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, m
 
 
 @dataclass(frozen=True)
-class Audit:
+class AuditProbes:
     """Whether logits moved when tokens after them were replaced (docs/design.md §3).
 
     Attributes:
@@ -379,7 +388,7 @@ def audit(
     seed: int = 0,
     *,
     n_probes: int = 3,
-) -> Audit:
+) -> AuditProbes:
     """Replace the tokens after a few positions by random others: no logit up to there may move, decisions included.
 
     Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited.
@@ -410,7 +419,7 @@ def audit(
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
             run.reset()  # a module that counts passes must see each of these as the first
-            calls = [logits for logits, _ in _scored_logits(model, tokens.to(model.device), protocol)]
+            calls = [logits for logits, _ in scored_logits(model, tokens.to(model.device), protocol)]
             return torch.cat(calls, dim=1).float()  # (B, S, V), for the positions from row_zero on
 
         original = logits_of(batch)
@@ -423,4 +432,4 @@ def audit(
             replaced[:, probe + 1 :] = (tail + shift) % vocabulary  # never the token that was there
             kept = slice(0, probe - row_zero + 1)
             worst = max(worst, float((logits_of(replaced)[:, kept] - original[:, kept]).abs().max()))
-    return Audit(worst, scale, tuple(probes), len(batch))
+    return AuditProbes(worst, scale, tuple(probes), len(batch))

@@ -16,7 +16,8 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.config import TrackerConfig, choices, compose
+from quicksilver.harness.choices import choices
+from quicksilver.harness.config import TrackerConfig, compose
 from quicksilver.harness.tracker import check_tracker, mirror, start
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, describe
 from quicksilver.report.written import Written, read

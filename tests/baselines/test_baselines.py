@@ -25,8 +25,8 @@ from quicksilver.baselines.sink_attention import SinkAttention
 from quicksilver.baselines.sliding_window import SlidingWindow
 from quicksilver.baselines.static_exit import StaticExit
 from quicksilver.baselines.token_merging import TokenMerging, match
-from quicksilver.harness.passes import by_chance
-from quicksilver.measure.flops import count_by_operator, count_executed
+from quicksilver.measure.flop_counter import count_by_operator, count_executed
+from quicksilver.measure.null import by_chance
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion, shuffled
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, Transform, UnsupportedModelError, apply

@@ -10,7 +10,7 @@ import pytest
 
 from quicksilver.cli import door
 from quicksilver.cli.completion import candidates
-from quicksilver.harness.config import choices
+from quicksilver.harness.choices import choices
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path):
         (["table", "11", "protocol=all"], ["protocol=all", "quicksilver run"]),
         (["table", "11", "modules.halting.tau_drift=p10"], ["modules.halting.tau_drift=p10", "quicksilver run"]),
         (["table", "11", "dataset.windows=4"], ["dataset.windows=4", "at least 8"]),
-        (["table", "11", "measure.repeat=4"], ["measure.repeat", "measure.repeats"]),
+        (["table", "11", "measure.latency.repeat=4"], ["measure.latency.repeat", "measure.latency.repeats"]),
     ],
 )
 def test_a_request_that_makes_no_sense_is_answered_with_what_would(words, said, capsys):
@@ -205,7 +205,7 @@ def test_only_the_default_is_written_under_the_plain_name(harness, overrides, na
 
 
 def test_other_settings_never_overwrite_the_default_table(harness, capsys):
-    assert table11(harness, "measure.repeats=9") == 0
+    assert table11(harness, "measure.latency.repeats=9") == 0
     (name,) = {path.stem for path in (harness.results / "tables").iterdir()}
     assert name.startswith("table11-reference-gpt2-python-docs-")
     capsys.readouterr()

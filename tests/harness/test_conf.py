@@ -13,7 +13,9 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from quicksilver.harness.config import GROUPS, RunConfig, build_modules, choices, compose, config_dir, sweep_jobs
+from quicksilver.harness.choices import GROUPS, choices, config_dir
+from quicksilver.harness.config import RunConfig, compose, sweep_jobs
+from quicksilver.harness.parts import build_modules
 from quicksilver.measure import Protocol
 from quicksilver.modules import PRESETS, Halting
 from quicksilver.runtime import RuntimeModule
@@ -28,8 +30,10 @@ OPEN = {("model", "folder"): ["model.name=x", "model.path=/x"], ("dataset", "fil
 def test_every_choice_of_every_group_composes(group, choice):
     config = compose([f"{group}=[{choice}]" if group == "modules" else f"{group}={choice}", *OPEN.get((group, choice), [])])
     assert isinstance(config, RunConfig)
-    if (group in ("model", "dataset") and (group, choice) not in OPEN) or group in ("protocol", "measure", "tracker"):
+    if (group in ("model", "dataset") and (group, choice) not in OPEN) or group in ("protocol", "tracker"):
         assert getattr(config, group).name == choice
+    if group == "measure":
+        assert config.measure["name"] == choice
 
 
 @functools.cache
@@ -134,17 +138,25 @@ MISTAKES = {
     "protocol.window_token=3": ["Did you mean protocol.window_tokens"],
     "protocol.window_tokens=abc": ["protocol.window_tokens=abc: needs a whole number"],
     "threads=many": ["threads=many: needs a whole number"],
-    "measure.latency=maybe": ["measure.latency=maybe: needs true or false"],
+    "measure.latency.enabled=maybe": ["measure.latency.enabled=maybe: needs true or false"],
+    "measure.latency=true": ["measure.latency=true", "measure.latency.enabled=true"],
+    "measure.latency=3": ["measure.latency=3 is no measurement", "_target_"],
+    "measure.latency.warmup=abc": ["measure.latency.warmup=abc: needs a whole number"],
+    "measure.latency.repeat=9": ["Did you mean measure.latency.repeats"],
+    "+measure.latency.repeat=9": ["Latency has no such option", "Did you mean repeats"],
+    "measure.quality=null": ["measure.quality", "cannot be switched off"],
+    "+measure.x._target_=subprocess.Popen": ["measure.x._target_=subprocess.Popen is not imported: it is no Measurement class"],
+    "measure.batch_windows=some": ["measure.batch_windows=some: needs a whole number"],
     "model.dtype=null": ["model.dtype=null: needs a value"],
     "model.dtype=float3": ["Did you mean float32", "bfloat16"],
     "execution=maskd": ["Did you mean masked"],
     "dataset.windows=0": ["dataset.windows=0 is out of range: at least 1"],
-    "measure.repeats=2": ["measure.repeats=2 is out of range: at least 3"],
+    "measure.latency.repeats=2": ["measure.latency.repeats=2 is out of range: at least 3"],
     "seed=-1": ["seed=-1 is out of range"],
     "seed.x=1": ["seed is a value, not a section"],
     "model=folder": ["model.name has no value"],
     "dataset=file": ["dataset.files.test has no value", "dataset=file needs dataset.files.test="],
-    "execution=masked": ["has no latency worth a record", "measure.latency=false"],
+    "execution=masked": ["has no latency worth a record", "measure.latency.enabled=false"],
     "+nonsense=1": ["nonsense: there is no such key"],
     "+model.nonsense=1": ["nonsense", "model"],
     "modules.halting.tau_drift=1": ["the module halting is not selected", "modules=[halting]"],
@@ -222,8 +234,14 @@ def test_what_identifies_a_run_leaves_out_where_things_lie():
     here, there = compose(["results_dir=/a", "data.root=/b"]), compose(["results_dir=/c", "tracker=wandb", "model.path=/d"])
     assert here.identity() == there.identity()
     assert compose(["protocol.prompt_tokens=100"]).identity() == here.identity()  # has no effect under `all`
-    assert compose(["measure=quick", "measure.repeats=9"]).identity() == compose(["measure=quick"]).identity()
-    for other in (["model.dtype=bfloat16"], ["seed=1"], ["protocol=continuation"], ["measure.repeats=9"], ["dataset.windows=9"]):
+    assert compose(["measure=quick", "measure.latency.repeats=9"]).identity() == compose(["measure=quick"]).identity()
+    for other in (
+        ["model.dtype=bfloat16"],
+        ["seed=1"],
+        ["protocol=continuation"],
+        ["measure.latency.repeats=9"],
+        ["dataset.windows=9"],
+    ):
         assert compose(other).identity() != here.identity()
 
 
@@ -240,12 +258,12 @@ def test_the_package_ships_the_configs():
 
 
 def test_an_installed_package_finds_its_configs_inside_itself(tmp_path, monkeypatch):
-    import quicksilver.harness.config as module
+    import quicksilver.harness.choices as module
 
     inside = tmp_path / "site-packages" / "quicksilver"
     (inside / "conf").mkdir(parents=True)
     (inside / "conf" / "run.yaml").write_text("")
-    monkeypatch.setattr(module, "__file__", str(inside / "harness" / "config.py"))
+    monkeypatch.setattr(module, "__file__", str(inside / "harness" / "choices.py"))
     assert config_dir() == inside / "conf"
     (inside / "conf" / "run.yaml").unlink()
     with pytest.raises(ConfigError, match="install quicksilver again"):

@@ -12,18 +12,19 @@ import pytest
 import torch
 from harness_world import make_world
 
-from quicksilver.harness import passes
-from quicksilver.harness.config import build_modules, compose
-from quicksilver.harness.run import Workplace
+from quicksilver.harness.config import compose
+from quicksilver.harness.parts import build_measurements, build_modules
+from quicksilver.harness.run import Workplace, measured_scalars
 from quicksilver.harness.terminal import summary
-from quicksilver.measure import energy as energies
+from quicksilver.measure import meters
+from quicksilver.measure.bench import Bench
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import ConfigError
 
 torch.set_num_threads(1)
 COST = [
-    *("measure=cost", "measure.repeats=3", "measure.batch_windows=2", "measure.deployment_prompt_tokens=8"),
-    "measure.deployment_new_tokens=4",
+    *("measure=cost", "measure.batch_windows=2", "measure.deployment.prompt_tokens=8", "measure.deployment.new_tokens=4"),
+    *(f"measure.{name}.repeats=3" for name in ("latency", "components", "deployment")),
 ]
 HALTING = ["modules=[static_depth]", "modules.static_depth.missing_kv=drop"]
 
@@ -40,21 +41,22 @@ class Meter:
         return 10 * (time.perf_counter() - self.began)
 
 
-def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> passes.Measured:
-    monkeypatch.setattr(energies, "MIN_WINDOW_S", 0.0)
-    monkeypatch.setattr(passes, "meter_of", lambda country: Meter())
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
+    """What the measurements of such a run put into record.json."""
+    monkeypatch.setattr(meters, "MIN_WINDOW_S", 0.0)
+    monkeypatch.setattr(meters, "meter_of", lambda country: Meter())
     config = compose([*make_world(folder), *COST, *overrides])
+    config.measure["energy"]["window_s"] = 0.02
     workplace = Workplace()
-    names = [f.name for f in dataclasses.fields(passes.Options)]
-    options = passes.Options(**{name: getattr(config.measure, name) for name in names} | {"energy_window_s": 0.02})
-    return passes.measure(
+    bench = Bench(
         workplace.model(config).model, workplace.windows(config, "test"), Protocol(**dataclasses.asdict(config.protocol)),
-        build_modules(config.modules), options,
+        build_modules(config.modules), batch_windows=config.measure["batch_windows"],
     )  # fmt: skip
+    return measured_scalars(bench, build_measurements(config.measure), lambda phase, share: None)
 
 
 def test_a_run_says_where_time_and_energy_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scalars = measured(tmp_path, monkeypatch, "protocol=continuation", *HALTING).scalars
+    scalars = measured(tmp_path, monkeypatch, "protocol=continuation", *HALTING)
     components = scalars["components"]
     assert components["of"] == "prompt"
     for who in ("dense", "run"):
@@ -78,12 +80,12 @@ def test_a_run_says_where_time_and_energy_go(tmp_path: Path, monkeypatch: pytest
     assert saved == layers["paper_saved"]
     assert saved[0] == 0 < saved[-1]
     assert scalars["peak_tensor_bytes"] > 0
-    for key in ("timing_warnings", "components_timing_warnings", "deployment_timing_warnings"):
-        assert isinstance(scalars[key], list)
+    for section in (scalars, components, deployment):
+        assert isinstance(section["timing_warnings"], list)
 
 
 def test_a_dense_run_is_taken_apart_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scalars = measured(tmp_path, monkeypatch, "protocol=all").scalars
+    scalars = measured(tmp_path, monkeypatch, "protocol=all")
     assert scalars["components"]["of"] == "window"
     assert "run" not in scalars["components"]
     assert "kv_write" not in scalars["components"]["dense"]["components"]  # no cache is written under `all`
@@ -92,27 +94,28 @@ def test_a_dense_run_is_taken_apart_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert scalars["kv_bytes_by_layer"]["dense"] == []
 
 
-def test_passes_that_are_off_are_no_part_of_a_run(tmp_path: Path) -> None:
+def test_measurements_that_are_off_are_no_part_of_a_run(tmp_path: Path) -> None:
     world = make_world(tmp_path)
-    own = {"components", "energy", "energy_window_s", "energy_rounds", "country_iso_code", "deployment", "budget_ms"}
     plain = compose([*world, "measure=default"]).identity()["measure"]
-    assert not {key for key in plain if key in own or key.startswith("deployment")}
-    assert (
-        plain
-        == compose([*world, "measure=default", "measure.country_iso_code=FRA", "measure.budget_ms=20"]).identity()["measure"]
-    )
-    assert compose([*world, *COST]).identity()["measure"].keys() >= own
-    # Rounds count as soon as anything is timed.
-    few, many = (compose([*world, "measure=components", f"measure.repeats={n}"]).identity() for n in (3, 9))
+    assert plain.keys() == {"batch_windows", "quality", "null_control", "audit", "flops", "latency", "memory"}
+    idle = ["measure.energy.country_iso_code=FRA", "measure.deployment.budget_ms=20", "measure.components.repeats=9"]
+    assert plain == compose([*world, "measure=default", *idle]).identity()["measure"]
+    assert compose([*world, "measure=default", "measure.latency.enabled=false"]).identity()["measure"].keys() == plain.keys() - {
+        "latency"
+    }
+    off = [compose([*world, "measure=default", f"measure.latency={word}"]).identity()["measure"] for word in ("null", "false")]
+    assert all("latency" not in measure for measure in off)
+    assert {"components", "energy", "deployment"} <= compose([*world, *COST]).identity()["measure"].keys()
+    few, many = (compose([*world, "measure=components", f"measure.components.repeats={n}"]).identity() for n in (3, 9))
     assert few != many
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "no country": (["measure=quick", "measure.energy=true"], ["measure.country_iso_code", "DEU"]),
-    "a window too short": (["measure=energy", "measure.energy_window_s=0.2"], ["energy_window_s=0.2", "1 second"]),
-    "one round": (["measure=energy", "measure.energy_rounds=1"], ["energy_rounds=1", "at least 2"]),
-    "a prompt longer than a window": (["measure=deployment"], ["deployment_prompt_tokens=256", "window_tokens=32"]),
-    "masked": (["measure=components", "execution=masked"], ["execution=masked", "measure.components=false"]),
+    "no country": (["measure=quick", "measure.energy.enabled=true"], ["measure.energy.country_iso_code has no value", "DEU"]),
+    "a window too short": (["measure=energy", "measure.energy.window_s=0.2"], ["measure.energy.window_s=0.2", "1 second"]),
+    "one round": (["measure=energy", "measure.energy.rounds=1"], ["measure.energy.rounds=1", "at least 2"]),
+    "a prompt longer than a window": (["measure=deployment"], ["measure.deployment.prompt_tokens=256", "window_tokens=32"]),
+    "masked": (["measure=components", "execution=masked"], ["execution=masked", "measure.components.enabled=false"]),
 }
 
 
@@ -126,9 +129,9 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(mistake: str, t
 
 
 def test_a_prompt_that_outgrows_the_models_positions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = [f"measure.{other}=false" for other in ("energy", "components", "latency", "flops", "memory")]
-    with pytest.raises(ConfigError, match="deployment_new_tokens=60.*64 positions"):
-        measured(tmp_path, monkeypatch, "protocol=all", *alone, "measure.deployment_new_tokens=60")
+    alone = [f"measure.{other}.enabled=false" for other in ("energy", "components", "latency", "flops", "memory")]
+    with pytest.raises(ConfigError, match="new_tokens=60.*64 positions"):
+        measured(tmp_path, monkeypatch, "protocol=all", *alone, "measure.deployment.new_tokens=60")
 
 
 def test_the_summary_of_a_run_says_what_was_measured_and_what_to_take_care_of(tmp_path: Path) -> None:

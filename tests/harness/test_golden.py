@@ -9,7 +9,8 @@ import torch
 
 from quicksilver import numerics
 from quicksilver.harness import golden
-from quicksilver.harness.config import choices, compose
+from quicksilver.harness.choices import choices
+from quicksilver.harness.config import compose
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime.errors import QuickSilverError
 

@@ -16,6 +16,7 @@ from quicksilver.cli import door
 from quicksilver.harness import golden
 from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.identity import canonical
+from quicksilver.harness.parts import is_on
 from quicksilver.harness.record import load_record
 from quicksilver.harness.rekey import _SOURCES_OF_VERSION_1, rekey
 from quicksilver.harness.run import ensure, plan
@@ -69,6 +70,18 @@ def edit(store: Store, name: str, change) -> None:
     path.write_text(json.dumps(data))
 
 
+def flat(config: dict) -> dict:
+    """The config as it was when `measure` was flat."""
+    measure = config["measure"]
+    found = {"name": measure["name"], "batch_windows": measure["batch_windows"]}
+    for name, (_, switch, options) in command._MEASUREMENTS.items():
+        on = name in measure and is_on(name, measure[name])
+        found |= {switch: ("shuffle" if on else "none") if switch == "null_control" else on} if switch else {}
+        if name in measure:
+            found |= {before: measure[name][today] for today, before in options.items() if on or before not in found}
+    return {**config, "measure": found}
+
+
 def to_schema_1(store: Store) -> dict[str, str]:
     """The records as schema 1 had them; new names by old ones."""
     names = {}
@@ -76,7 +89,12 @@ def to_schema_1(store: Store) -> dict[str, str]:
     for new in folders(store):
         data = load_record(store.path(new)).data
         of = data["identity"]
-        content = {"config": of["config"], "digests": of["digests"], "package": "0.1.0", "source": source}
+        content = {
+            "config": command._identity_of_schema_1(flat(data["config"])),
+            "digests": of["digests"],
+            "package": "0.1.0",
+            "source": source,
+        }
         old = hashlib.sha256(json.dumps(canonical(content), sort_keys=True).encode()).hexdigest()[:20]
         names[old] = new
     olds = {new: old for old, new in names.items()}
@@ -87,6 +105,8 @@ def to_schema_1(store: Store) -> dict[str, str]:
             data["schema_version"], data["fingerprint"] = 1, old
             data["dense_fingerprint"] = data["dense_fingerprint"] and olds[data["dense_fingerprint"]]
             data["package"] = {"version": "0.1.0", "source_digest": source}
+            data["config"] = flat(data["config"])
+            data |= {"null": data.get("null"), "texts": []}
 
         edit(store, new, back)
         store.path(new).rename(store.path(old))

@@ -44,7 +44,7 @@ def words(world, tmp_path) -> list[str]:
 def finished(world, tmp_path_factory):
     """One fully measured run per protocol, made once for all tests that only read: (results folder, records by protocol)."""
     results = tmp_path_factory.mktemp("shared") / "results"
-    words = [*world, f"results_dir={results}", "measure=default", "measure.repeats=3", "measure.batch_windows=2"]
+    words = [*world, f"results_dir={results}", "measure=default", "measure.latency.repeats=3", "measure.batch_windows=2"]
     both = [compose([*words, *THRESHOLD]), compose([*words, *CAPACITY])]
     records = ensure(both)
     return results, dict(zip(("all", "continuation"), records, strict=True))
@@ -176,7 +176,7 @@ def test_events_tell_what_happened_in_order(finished):
         "loaded",
         "calibrated",
         "quality",
-        "null",
+        "null_control",
         "audit",
         "flops",
         "latency",
@@ -226,7 +226,7 @@ def test_progress_runs_from_nothing_to_all_and_never_back(words):
     assert 0 <= fractions[0] < 0.1
     assert fractions[-1] == 1.0
     assert {(p.run, p.runs) for p in seen} == {(0, 2), (1, 2)}
-    assert {"load", "calibration", "quality", "null", "audit", "write"} <= {p.phase for p in seen}
+    assert {"load", "calibration", "quality", "null_control", "audit", "write"} <= {p.phase for p in seen}
     assert seen[-1].label == "tiny | file | halting+kv_skipping | all"
 
 
@@ -317,11 +317,21 @@ def fingerprint_of(*words: str) -> str:
 
 def test_what_can_change_a_number_changes_the_fingerprint_and_nothing_else_does(words, tmp_path):
     base = fingerprint_of(*words, *THRESHOLD)
-    same = [["tracker=wandb"], [f"results_dir={tmp_path / 'x'}"], ["measure.repeats=9"], ["modules.halting.resume_layers=1"]]
+    same = [
+        ["tracker=wandb"],
+        [f"results_dir={tmp_path / 'x'}"],
+        ["measure.latency.repeats=9"],
+        ["modules.halting.resume_layers=1"],
+    ]
     for word in same:
         assert fingerprint_of(*words, *THRESHOLD, *word) == base
     other = [["seed=1"], ["modules.halting.tau_drift=p61"], ["dataset.windows=9"], ["model.dtype=bfloat16"], ["threads=2"]]
-    other += [["protocol.batch_size=2"], ["dataset.calibration_windows=3"], ["execution=decide"], ["measure.null_control=none"]]
+    other += [
+        ["protocol.batch_size=2"],
+        ["dataset.calibration_windows=3"],
+        ["execution=decide"],
+        ["measure.null_control.enabled=false"],
+    ]
     other += [["protocol.window_tokens=16"], ["modules=[halting]"]]
     found = [fingerprint_of(*words, *THRESHOLD, *word) for word in other]
     assert len({base, *found}) == len(found) + 1

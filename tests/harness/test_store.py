@@ -216,7 +216,7 @@ DAMAGE = {
     "a torn file": (lambda p: (p / "windows.parquet").write_bytes(b"PAR1"), "windows.parquet is cut short"),
     "another schema": (
         lambda p: (p / "record.json").write_text(json.dumps(content(files={}) | {"schema_version": 99})),
-        "a record of schema 99 and this version of QuickSilver reads schema 2",
+        "a record of schema 99 and this version of QuickSilver reads schema 3",
     ),
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from harness_world import make_world
 
-from quicksilver.harness.config import build_modules, compose
+from quicksilver.harness.config import compose
+from quicksilver.harness.parts import build_modules
 from quicksilver.harness.run import Workplace, ensure
 from quicksilver.runtime.errors import ConfigError
 
@@ -40,8 +41,8 @@ def test_a_word_that_is_no_token_is_named(world):
 
 def test_forced_words_halt_first_and_full_words_never(world):
     words = [
-        "measure.signals=true",
-        "measure.sentences=[abcabcd]",
+        "measure.signals.enabled=true",
+        "measure.signals.sentences=[abcabcd]",
         "modules.halting.forced_ids=[b]",
         "modules.halting.full_ids=[c]",
     ]

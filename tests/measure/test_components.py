@@ -9,8 +9,9 @@ import torch
 from tiny import FAMILIES, VOCABULARY, Batch, Never, build, load
 from transformers.cache_utils import Cache
 
-from quicksilver.measure import components
-from quicksilver.measure.components import COMPONENTS, KERNELS, SectionClock, Subject, component_latency, watching
+from quicksilver.measure import breakdown
+from quicksilver.measure.breakdown import SectionClock, Subject, component_latency, watching
+from quicksilver.measure.components import COMPONENTS, KERNELS
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
 from quicksilver.runtime import RuntimeModule, apply, architecture_of, phases
 
@@ -27,7 +28,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         now[0] += 1.0
         return now[0]
 
-    monkeypatch.setattr(components.time, "perf_counter", look)
+    monkeypatch.setattr(breakdown.time, "perf_counter", look)
     yield now
 
 
@@ -41,8 +42,8 @@ def all_four() -> list[RuntimeModule]:
 
 
 def test_every_phase_of_the_runtime_is_a_component() -> None:
-    assert components.OF_PHASE.keys() == phases.PHASES.keys()
-    assert set(components.OF_PHASE.values()) <= set(COMPONENTS)
+    assert breakdown.OF_PHASE.keys() == phases.PHASES.keys()
+    assert set(breakdown.OF_PHASE.values()) <= set(COMPONENTS)
 
 
 def test_inner_sections_are_not_counted_in_outer_ones(ticks: list[float]) -> None:
@@ -86,9 +87,8 @@ def test_a_dense_pass_has_the_models_own_components_in_every_layer(family: str, 
     assert all(len(samples.ms) == 3 for samples in dense.components.values())
     assert list(times) == ["dense"]
     assert times.noise_floor is not None
-    scalars = dense.scalars()
-    assert scalars["sum_ms"] == sum(one["median_ms"] for one in scalars["components"].values())
-    assert scalars["residual_pct"] == pytest.approx(100 * (scalars["sum_ms"] / scalars["headline_ms"] - 1))
+    assert dense.sum_ms == sum(samples.median for samples in dense.components.values())
+    assert dense.residual_pct == pytest.approx(100 * (dense.sum_ms / dense.headline.median - 1))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import load
 
-from quicksilver.measure import deployment as deployments
-from quicksilver.measure.deployment import Deployment, Served, deployment, serve
+from quicksilver.measure.deployment import Deployment, Percentiles
+from quicksilver.measure.serving import Requests, Served, deployment, serve
 from quicksilver.modules import StaticDepth
 from quicksilver.runtime import ConfigError, apply
 
@@ -77,16 +77,15 @@ def test_ways_take_turns_and_the_first_is_its_own_control() -> None:
     assert times.control_ms == [44, 40, 40]
     assert times.ratio("run", to="dense").median == pytest.approx(1.5)
     assert times.noise_floor == pytest.approx(0.05)
-    scalars = found["run"].scalars(deployments.BUDGET_MS)
-    assert scalars["per_token_ms"] == {"p50": 60, "p95": 80, "p99": None}  # twelve tokens have no 99th percentile
-    assert scalars["within_budget_pct"] == 0
-    assert found["dense"].scalars(deployments.BUDGET_MS)["within_budget_pct"] == 100
+    run = Deployment()._of(found["run"])
+    assert run.per_token_ms == Percentiles(60, 80, None)  # twelve tokens have no 99th percentile
+    assert run.within_budget_pct == 0
+    assert Deployment()._of(found["dense"]).within_budget_pct == 100
 
 
 def test_a_hundred_tokens_have_a_99th_percentile() -> None:
-    many = Deployment.of([served(float(ms), 51) for ms in (40, 60)])
-    scalars = many.scalars(50.0)
-    assert scalars["tokens_timed"] == 100
-    assert scalars["per_token_ms"]["p99"] == 60
-    assert scalars["within_budget_pct"] == 50
-    assert scalars["tokens_per_s"] == pytest.approx((51 / 2.010 + 51 / 3.010) / 2)
+    many = Deployment(budget_ms=50.0)._of(Requests.of([served(float(ms), 51) for ms in (40, 60)]))
+    assert many.tokens_timed == 100
+    assert many.per_token_ms.p99 == 60
+    assert many.within_budget_pct == 50
+    assert many.tokens_per_s == pytest.approx((51 / 2.010 + 51 / 3.010) / 2)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from quicksilver.measure import energy as energies
-from quicksilver.measure.energy import BELOW, CodeCarbonMeter, energy, meter_of
+from quicksilver.measure import meters
+from quicksilver.measure.energy import BELOW, _per_token
+from quicksilver.measure.meters import CodeCarbonMeter, energy, meter_of
 from quicksilver.runtime import ConfigError
 
 
@@ -24,8 +25,8 @@ class Bench:
         self.now, self.joules, self.began_j = 0.0, 0.0, 0.0
         self.rests, self.step_j = iter(rest_w), step_j
         self.windows: list[str] = []
-        monkeypatch.setattr(energies.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(energies.time, "sleep", self.sleep)
+        monkeypatch.setattr(meters.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(meters.time, "sleep", self.sleep)
 
     def spend(self, seconds: float, watts: float) -> None:
         self.now += seconds
@@ -62,8 +63,9 @@ def test_rest_is_subtracted_and_every_window_is_full(monkeypatch: pytest.MonkeyP
     assert (found["run"].windows, found["run"].tokens) == (3, 3 * 4 * 100)
     assert how["rest_w"] == pytest.approx(10)
     assert (how["method"], how["measured"], how["grid_kg_per_kwh"]) == ("a test", True, 0.36)
-    scalars = found["dense"].scalars(0.36)
-    assert scalars["net_gco2_per_token"] == pytest.approx(0.08 * 360 / 3.6e6)  # 0.08 J at 360 g a kilowatt hour
+    assert _per_token(found["dense"], 0.36).net_gco2_per_token == pytest.approx(
+        0.08 * 360 / 3.6e6
+    )  # 0.08 J at 360 g a kilowatt hour
 
 
 def test_what_windows_of_rest_differ_by_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,21 +76,21 @@ def test_what_windows_of_rest_differ_by_is_no_difference(monkeypatch: pytest.Mon
     assert found["dense"].net_j_per_token is None  # 2.5 W above the median at rest, and rest itself moves by 3
     assert found["run"].net_j_per_token == pytest.approx(0.4)
     assert found["dense"].resolution_j_per_token == pytest.approx(0.3)
-    assert found["dense"].scalars(0.4)["net_j_per_token"] == BELOW
-    assert found["dense"].scalars(0.4)["net_gco2_per_token"] == BELOW
+    assert _per_token(found["dense"], 0.4).net_j_per_token == BELOW
+    assert _per_token(found["dense"], 0.4).net_gco2_per_token == BELOW
 
 
 def test_a_counter_that_does_not_move_gives_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, rest_w=(0.1, 0.1), step_j=1000.0)
     found, _ = energy({"dense": bench.work("dense", 1.0, 30.0)}, 10, bench, window_s=1.0, rounds=2)
-    assert found["dense"].scalars(0.4)["net_j_per_token"] == BELOW
+    assert _per_token(found["dense"], 0.4).net_j_per_token == BELOW
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"window_s": 0.5}, "energy_window_s=0.5"),
-        ({"rounds": 1}, "energy_rounds=1"),
+        ({"window_s": 0.5}, "window_s=0.5"),
+        ({"rounds": 1}, "rounds=1"),
         ({"tokens_per_call": 0}, "tokens_per_call=0"),
     ],
 )

@@ -92,7 +92,7 @@ def test_fused_attention_counts_the_pairs_it_visits(grad: bool, dtype: torch.dty
 
 
 def test_the_formulas_of_gpu_attention_read_causality_where_each_operator_keeps_it() -> None:
-    from quicksilver.measure.flops import FORMULAS, aten
+    from quicksilver.measure.flop_counter import FORMULAS, aten
 
     q = torch.Size((2, 4, 10, 8))
     half, full = 4 * 2 * 4 * 8 * 55, 4 * 2 * 4 * 8 * 100

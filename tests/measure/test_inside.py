@@ -11,8 +11,9 @@ from harness_world import LAYERS, PROMPT, WINDOW, make_world
 
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import SIGNALS
-from quicksilver.harness.run import _token_texts, ensure
+from quicksilver.harness.run import ensure
 from quicksilver.measure.inside import look_inside
+from quicksilver.measure.signals import token_texts
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
 from quicksilver.runtime.errors import ConfigError
 
@@ -158,10 +159,10 @@ def record(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inside")
     words = [*make_world(folder), f"results_dir={folder / 'results'}", "modules=[halting]", "protocol=continuation"]
     words += [
-        "measure.signals=true",
-        f"measure.sentences=[{','.join(SENTENCES)}]",
-        "measure.signal_windows=1",
-        "measure.attribution=true",
+        "measure.signals.enabled=true",
+        f"measure.signals.sentences=[{','.join(SENTENCES)}]",
+        "measure.signals.windows=1",
+        "measure.signals.attribution=true",
     ]
     words += ["modules.halting.tau_drift=p60", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0"]
     return ensure([compose(words)])[0]
@@ -200,8 +201,8 @@ def test_tokens_read_as_the_text_does_whatever_the_tokenizer():
             text = "".join(self.pieces[i] for i in ids).replace("▁", " ").replace("\xc3\xa9", "é")
             return text.replace("\xc3", "\ufffd").replace("\xa9", "\ufffd").removeprefix(" ")
 
-    assert _token_texts(SentencePiece(), [0, 1, 2, 0]) == ["the", " fox", "es", " the"]
-    assert _token_texts(SentencePiece(), [2, 3, 4]) == ["es", "\ufffd", "\ufffd"]
+    assert token_texts(SentencePiece(), [0, 1, 2, 0]) == ["the", " fox", "es", " the"]
+    assert token_texts(SentencePiece(), [2, 3, 4]) == ["es", "\ufffd", "\ufffd"]
 
 
 def test_its_dense_record_looks_into_nothing(record):
@@ -223,8 +224,8 @@ def test_a_text_that_is_not_there_and_a_damaged_file_are_named(record, tmp_path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["measure.signals=true"], "measure.sentences"),
-        (["measure.signals=true", "measure.signal_windows=-1"], "measure.signal_windows=-1"),
+        (["measure.signals.enabled=true"], "measure.signals.sentences"),
+        (["measure.signals.enabled=true", "measure.signals.windows=-1"], "measure.signals.windows=-1"),
     ],
 )
 def test_options_that_show_nothing_are_refused(words, said):
@@ -233,8 +234,7 @@ def test_options_that_show_nothing_are_refused(words, said):
 
 
 def test_the_preset_has_the_papers_sentences():
-    measure = compose(["measure=signals"]).measure
-    assert measure.signals
-    assert measure.sentences[1] == "The quick brown fox jumps over the lazy dog."
-    assert "dynamic token halting" in measure.sentences[0]
-    assert "not" in measure.sentences[2]
+    signals = compose(["measure=signals"]).identity()["measure"]["signals"]
+    assert signals["sentences"][1] == "The quick brown fox jumps over the lazy dog."
+    assert "dynamic token halting" in signals["sentences"][0]
+    assert "not" in signals["sentences"][2]

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from quicksilver.measure import Protocol, audit, check_allowed, score, windows_of
+from quicksilver.measure import Protocol, check_allowed, score, windows_of
 from quicksilver.measure import perplexity as module_under_test
+from quicksilver.measure.perplexity import audit
 from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState
 
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from looking import LAYERS, Pass, architecture
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
-from quicksilver.measure.flops import count_executed
+from quicksilver.measure.flop_counter import count_executed
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed
 from quicksilver.modules import (
     AdaptiveQuantization,

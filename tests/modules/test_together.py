@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tiny import Batch
 from transformers import PreTrainedModel
 
-from quicksilver.measure import Protocol, audit, check_allowed, count_executed, score
+from quicksilver.measure import Protocol, check_allowed, count_executed, score
+from quicksilver.measure.perplexity import audit
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 

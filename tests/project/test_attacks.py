@@ -33,7 +33,7 @@ HALTING = [
     "modules.halting.resume_layers=0",
 ]
 TWO_RULES = ["modules=[halting,halting_paper_b2]"]
-DEPLOYED = ["measure.deployment=true", "measure.deployment_prompt_tokens=8", "measure.deployment_new_tokens=2"]
+DEPLOYED = ["measure.deployment.enabled=true", "measure.deployment.prompt_tokens=8", "measure.deployment.new_tokens=2"]
 TEXT = "abc def " * 40
 PROGRESS = re.compile(r"\d+ runs behind this|\[\d+/\d+\] ")
 
@@ -68,12 +68,12 @@ def refused(world, tmp_path, capsys) -> Callable[..., str]:
 
 WORDS: dict[str, tuple[list[str], list[str]]] = {
     "a threshold that is no number": ([*HALTING, "modules.halting.tau_drift=nan"], ["tau_drift=nan", "finite"]),
-    "a budget that is no number": (["measure.budget_ms=nan"], ["measure.budget_ms=nan is not finite"]),
-    "a budget that is no number, used": ([*DEPLOYED, "measure.budget_ms=inf"], ["measure.budget_ms=inf is not finite"]),
-    "no budget": ([*DEPLOYED, "measure.budget_ms=0"], ["measure.budget_ms=0", "more than 0 milliseconds"]),
+    "a budget that is no number": (["measure.deployment.budget_ms=nan"], ["measure.deployment.budget_ms=nan is not finite"]),
+    "a budget that is no number, used": ([*DEPLOYED, "measure.deployment.budget_ms=inf"], ["measure.deployment.budget_ms=inf is not finite"]),
+    "no budget": ([*DEPLOYED, "measure.deployment.budget_ms=0"], ["measure.deployment.budget_ms=0", "more than 0 milliseconds"]),
     "a window of energy that is no number": (
-        ["measure.energy=true", "measure.country_iso_code=DEU", "measure.energy_window_s=nan"],
-        ["measure.energy_window_s=nan is not finite"],
+        ["measure.energy.enabled=true", "measure.energy.country_iso_code=DEU", "measure.energy.window_s=nan"],
+        ["measure.energy.window_s=nan is not finite"],
     ),
     "a huge seed": (["seed=99999999999999999999999999"], ["seed=99999999999999999999999999", "out of range"]),
     "a seed that generators refuse": ([*HALTING, "seed=18446744073709551616"], ["seed=18446744073709551616", "4294967295"]),

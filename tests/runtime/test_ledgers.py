@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from quicksilver.runtime import Architecture, Run, RuntimeModule, TokenPolicy, Trace, apply
 
-flops = pytest.importorskip("quicksilver.measure.flops")
+flops = pytest.importorskip("quicksilver.measure.flop_counter")
 
 # -- floating-point operations ---------------------------------------------------------------------------------------------------
 

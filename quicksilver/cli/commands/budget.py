@@ -98,7 +98,7 @@ def main(words: Sequence[str]) -> int:
 def _dials() -> str:
     """One line a dial: its name, and what the first line of its file says."""
     from quicksilver.harness.budget import dials
-    from quicksilver.harness.config import config_dir
+    from quicksilver.harness.choices import config_dir
 
     lines = []
     for name in dials():

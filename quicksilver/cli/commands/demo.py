@@ -77,7 +77,7 @@ def main(words: Sequence[str]) -> int:
         )
     if options.new_tokens < 1:
         raise ConfigError(f"new_tokens={options.new_tokens} is out of range: at least 1.")
-    from quicksilver.harness.config import choices
+    from quicksilver.harness.choices import choices
 
     embedded = [name for name in choices("model") if name.startswith("reference-")]
     if options.model not in embedded:

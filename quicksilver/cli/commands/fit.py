@@ -128,7 +128,7 @@ def _distilled(arch: Architecture, translator: Translator, text: FitText, steps:
 def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: object, half: Half, windows: int | None) -> FitText:
     """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too."""
     from quicksilver.fitting.text import fit_text
-    from quicksilver.harness.config import choices
+    from quicksilver.harness.choices import choices
 
     texts = {name: _part(config, name, "calibration") for name in datasets}
     evaluation = {}

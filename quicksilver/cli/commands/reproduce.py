@@ -1,6 +1,6 @@
 """Remake tables and figures of the paper: run what has no record yet, print and write them.
 
-quicksilver reproduce table 11 model=reference-gpt2 dataset=python-docs measure.repeats=9
+quicksilver reproduce table 11 model=reference-gpt2 dataset=python-docs measure.latency.repeats=9
 quicksilver reproduce figure 8
 quicksilver reproduce all
 

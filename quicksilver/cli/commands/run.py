@@ -25,7 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.cli.door import say
-from quicksilver.harness.config import RunConfig, check_words, config_dir, explain, run_config
+from quicksilver.harness.choices import config_dir
+from quicksilver.harness.config import RunConfig, check_words, run_config
+from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_files, check_hydra, check_overrides
 from quicksilver.harness.overrides import quoted
 from quicksilver.runtime.errors import ConfigError, QuickSilverError

@@ -7,7 +7,9 @@ from pathlib import Path
 import fakes
 import pytest
 
-from quicksilver.harness.config import build_modules, choices, compose
+from quicksilver.harness.choices import choices
+from quicksilver.harness.config import compose
+from quicksilver.harness.parts import build_modules
 from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.reported import reported

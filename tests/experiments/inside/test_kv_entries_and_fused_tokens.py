@@ -26,9 +26,9 @@ def outcomes(tmp_path_factory):
     texts = ",".join(f"'{sentence}'" for sentence in SENTENCES)
     words += [
         f"results_dir={folder / 'results'}",
-        f"measure.sentences=[{texts}]",
-        "measure.signal_windows=1",
-        "measure.probes=1",
+        f"measure.signals.sentences=[{texts}]",
+        "measure.signals.windows=1",
+        "measure.audit.probes=1",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sentences, "FORCED", ("a",))

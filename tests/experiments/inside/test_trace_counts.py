@@ -23,7 +23,7 @@ MODULES = [
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fates")
-    base = [*make_world(folder), f"results_dir={folder / 'results'}", "measure.null_control=none"]
+    base = [*make_world(folder), f"results_dir={folder / 'results'}", "measure.null_control.enabled=false"]
     configs = [
         compose([*base, "protocol=continuation", *MODULES]),
         compose([*base, "protocol=all", "modules=[halting]"]),

@@ -11,7 +11,7 @@ import pytest
 
 import quicksilver
 from quicksilver.experiments.peers import attributes, methods
-from quicksilver.harness.config import choices
+from quicksilver.harness.choices import choices
 from quicksilver.report.artefacts import Outcome, find
 
 # key -> nats a token lost, share of the prompt's time that is left

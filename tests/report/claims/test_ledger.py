@@ -287,6 +287,6 @@ def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
 
 def test_another_model_has_a_ledger_of_its_own():
     assert dataclasses.is_dataclass(find("table", "11"))
-    assert make_command(find("table", "11"), ["model=gpt2-large", "dataset=c4", "measure.repeats=9"]) == (
-        "make reproduce-table TABLE=11 MODEL=gpt2-large DATASET=c4 ARGS=measure.repeats=9"
+    assert make_command(find("table", "11"), ["model=gpt2-large", "dataset=c4", "measure.latency.repeats=9"]) == (
+        "make reproduce-table TABLE=11 MODEL=gpt2-large DATASET=c4 ARGS=measure.latency.repeats=9"
     )

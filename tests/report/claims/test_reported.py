@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quicksilver.harness.config import config_dir
+from quicksilver.harness.choices import config_dir
 from quicksilver.report.claims.reported import quantities, quantity, reported
 
 PAPER = Path(__file__).resolve().parents[4] / "shared" / "paper" / "quicksilver.txt"

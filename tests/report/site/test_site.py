@@ -50,7 +50,11 @@ def made(tmp_path_factory) -> Path:
     results = folder / "results"
     world = make_world(folder, layers=LAYERS, window=WINDOW, prompt=PROMPT)
     words = [*world, "dataset.windows=8", "protocol=continuation", f"protocol.prompt_tokens={PROMPT}", f"results_dir={results}"]
-    words += ["measure.sentences=['A sentence of its own.']", "measure.signal_windows=1", "measure.attribution=false"]
+    words += [
+        "measure.signals.sentences=['A sentence of its own.']",
+        "measure.signals.windows=1",
+        "measure.signals.attribution=false",
+    ]
     rows = [Row("continuation", "", key, key, more) for key, more in RUNS.items()]
     records = ensure([compose([*words, *row.overrides]) for row in rows])
     store = Store(results)

@@ -1,0 +1,107 @@
+"""The bench that measurements share: a frozen model, its windows and modules, and the scores that the first of them made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from quicksilver.measure.measurement import Measurement, Result
+from quicksilver.measure.perplexity import Protocol
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.run import Execution
+from quicksilver.runtime.trace import Trace
+
+if TYPE_CHECKING:
+    from quicksilver.data.windows import Windows
+    from quicksilver.measure.fidelity import DenseLogits
+
+Report = Callable[[str, float], None]  # phase, share of the whole that is done
+
+
+@dataclass
+class Bench:
+    """What every measurement of a run is given.
+
+    Attributes:
+        model: as loaded; a measurement leaves it as it found it.
+        windows: what is scored.
+        batch_windows: windows in the batch that is audited, counted, timed and weighed.
+        modules: of the run; none: it is dense.
+        tokenizer: of the model; only texts of one's own need it.
+        progress: a measurement calls it with the share of itself that is done, 0 to 1.
+        frame: one row a window; a measurement may add columns to it.
+        trace: every decision of the scoring pass.
+        files: further files of the record, by name: each is given its path.
+        dense_logits: the dense model's logits of the windows, shared by what compares with them.
+    """
+
+    model: PreTrainedModel
+    windows: Windows
+    protocol: Protocol
+    modules: Sequence[RuntimeModule] = ()
+    execution: Execution = "compact"
+    seed: int = 0
+    batch_windows: int = 4
+    tokenizer: Any = None
+    progress: Callable[[float], None] = lambda share: None
+    frame: pd.DataFrame = field(default_factory=pd.DataFrame)
+    trace: Trace | None = None
+    files: dict[str, Callable[[Path], object]] = field(default_factory=dict)
+    dense_logits: DenseLogits | None = None
+
+    @property
+    def batch(self) -> torch.Tensor:
+        """(B, N) long on the model's device: the first `batch_windows` windows, or as many as there are."""
+        return self.windows.ids[: self.batch_windows].to(self.model.device)
+
+    def batches_done(self, done: int, of: int) -> None:
+        """For `score`: windows done and windows in all."""
+        self.progress(done / of)
+
+
+def run_measurements(
+    bench: Bench, measurements: Mapping[str, Measurement], report: Report = lambda phase, share: None
+) -> dict[str, Result]:
+    """Run each pass, in their order; what is timed is never also traced or counted.
+
+    Args:
+        measurements: by their names in the config.
+        report: called with a name and the share of all of them that is done.
+
+    Raises:
+        ConfigError: what does not fit model or protocol.
+        QuickSilverError: logits that are not finite.
+    """
+    total = sum(one.share for one in measurements.values())
+    before, results = 0.0, {}
+    for name, measurement in measurements.items():
+
+        def progress(share: float, name: str = name, before: float = before, own: float = measurement.share) -> None:
+            report(name, (before + own * share) / total)
+
+        bench.progress = progress
+        progress(0.0)
+        found = measurement.run(bench)
+        if found is not None:
+            results[name] = found
+        before += measurement.share
+    bench.progress = lambda share: None
+    return results
+
+
+def forward(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, prompt_only: bool = False) -> None:
+    """The calls that score a batch of windows (B, N), without scoring: one under `all`, prompt and continuation under
+    `continuation`."""
+    if protocol.name == "all":
+        model(batch, use_cache=False)
+        return
+    prompt = protocol.prompt_tokens
+    output = model(batch[:, :prompt], use_cache=True, logits_to_keep=1)
+    if not prompt_only and protocol.scored_tokens > 1:
+        model(batch[:, prompt:-1], use_cache=True, past_key_values=output.past_key_values)

@@ -1,0 +1,124 @@
+"""A look inside a few texts: drift, entropy, attention and the decisions of every token in every layer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from quicksilver.measure.bench import Bench
+
+SIGNALS = "signals.safetensors"
+
+
+@dataclass(frozen=True)
+class LookedInto:
+    """One text.
+
+    Attributes:
+        name: `sentence 0` …, `window 0` …
+        tokens: what each adds to the text; `ids` are theirs.
+        pca_explained: share of the variance behind each component of `pca`.
+    """
+
+    name: str
+    tokens: list[str]
+    ids: list[int]
+    pca_explained: list[float]
+
+
+@dataclass(frozen=True)
+class SignalsResult(Result):
+    """The texts; their signals are in signals.safetensors, by the number of the text."""
+
+    section: ClassVar[str | None] = "texts"
+
+    texts: list[LookedInto]
+
+    def to_json(self) -> Any:
+        return super().to_json()["texts"]
+
+    @classmethod
+    def from_json(cls, content: Any) -> Self:
+        return super().from_json({"texts": content})
+
+
+@dataclass
+class Signals(Measurement):
+    """Look inside texts. Under `continuation` a window is looked into up to the end of its prompt.
+
+    Args:
+        sentences: texts of one's own, each a prompt of its own.
+        windows: the first windows of the run, after the sentences.
+        attribution: gradients of the loss as well.
+    """
+
+    sentences: list[str] = field(default_factory=list)
+    windows: int = 0
+    attribution: bool = False
+
+    share = 0.05
+    of_dense = "alone"  # a look inside a run shows the dense model as well
+
+    def check(self, setting: Setting) -> None:
+        at_least("windows", self.windows, 0)
+        if not (self.sentences or self.windows):
+            raise ConfigError("sentences has no text to look into: give sentences=['A sentence.'] or windows=1.")
+
+    def run(self, bench: Bench) -> SignalsResult:
+        from quicksilver.measure.inside import look_inside
+
+        texts = self._texts(bench)
+        found, looked = [], []
+        for number, (name, ids) in enumerate(texts):
+            bench.progress(number / len(texts))
+            inside = look_inside(bench.model, ids, bench.modules, execution=bench.execution, attribution=self.attribution)
+            found.append(LookedInto(name, token_texts(bench.tokenizer, ids.tolist()), ids.tolist(), list(inside.explained)))
+            looked.append(inside)
+        arrays = {f"{i}.{name}": array for i, one in enumerate(looked) for name, array in one.arrays.items()}
+        bench.files[SIGNALS] = lambda path: _save(arrays, path)
+        return SignalsResult(found)
+
+    def _texts(self, bench: Bench) -> list[tuple[str, torch.Tensor]]:
+        """What is looked into, by name: (N,) long each."""
+        import torch
+
+        if self.windows > len(bench.windows.ids):
+            raise ConfigError(
+                f"measure.signals.windows={self.windows}: the run has {len(bench.windows.ids)} windows (dataset.windows)."
+            )
+        encoded = [bench.tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.sentences]
+        for text, ids in zip(self.sentences, encoded, strict=True):
+            if len(ids) < 2:
+                raise ConfigError(
+                    f"measure.signals.sentences: {text!r} has {len(ids)} token for this model; at least 2 are needed."
+                )
+        end = bench.protocol.prompt_tokens if bench.protocol.name == "continuation" else None
+        named = [(f"sentence {i}", torch.tensor(ids)) for i, ids in enumerate(encoded)]
+        return named + [(f"window {i}", bench.windows.ids[i, :end]) for i in range(self.windows)]
+
+
+def _save(arrays: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(arrays, str(path))
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token adds to the text. Alone, a token of a SentencePiece vocabulary loses the space before it."""
+
+    def read(some: list[int]) -> str:
+        return tokenizer.decode(some, clean_up_tokenization_spaces=False)
+
+    texts = [read(ids[:1])]
+    for before, number in itertools.pairwise(ids):
+        alone, both = read([before]), read([before, number])
+        texts.append(both[len(alone) :] if both.startswith(alone) else read([number]))  # or they share a character's bytes
+    return texts

@@ -1,0 +1,137 @@
+"""A measurement of one's own: one file and one yaml, no other edit. What it finds stands in the record, typed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from harness_world import make_world
+
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import Workplace, ensure
+from quicksilver.measure import Bench, Measurement, Result, Setting
+from quicksilver.runtime.errors import ConfigError
+
+
+@dataclass
+class Weights:
+    """A dataclass inside the options: it stays one."""
+
+    halted: float = 1.0
+    kept: float = 2.0
+
+
+@dataclass(frozen=True)
+class Longest(Result):
+    """The largest number of active tokens of a layer, and what the options were."""
+
+    active_tokens: int
+    weighted: float
+    by_layer: list[int]
+
+
+@dataclass
+class LongestLayer(Measurement):
+    """Counts active tokens.
+
+    Args:
+        first: layer to begin with.
+        weights: of halted and kept tokens.
+    """
+
+    first: int = 0
+    weights: Weights = field(default_factory=Weights)
+
+    share = 0.01
+
+    def check(self, setting: Setting) -> None:
+        if self.first < 0:
+            raise ConfigError(f"first={self.first} is out of range: at least 0.")
+
+    def run(self, bench: Bench) -> Longest:
+        assert bench.trace is not None
+        counts = bench.trace.active_counts().tolist()[self.first :]
+        bench.frame = bench.frame.assign(longest=max(counts))
+        bench.files["note.txt"] = lambda path: path.write_text("written by a measurement")
+        bench.progress(0.5)
+        weights = self.weights
+        return Longest(max(counts), weights.kept * max(counts) - weights.halted * min(counts), counts)
+
+
+YAML = """# Counts active tokens.
+defaults:
+  - quick
+  - _self_
+name: longest
+longest:
+  _target_: {target}
+  first: 1
+  weights:
+    kept: 2.0
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    group = tmp_path / "mine" / "measure"
+    group.mkdir(parents=True)
+    (group / "longest.yaml").write_text(YAML.format(target=f"{__name__}.LongestLayer"))
+    world = [word for word in make_world(tmp_path / "world") if not word.startswith("measure")]
+    search = f"hydra.searchpath=[file://{tmp_path / 'mine'}]"
+    halting = ["modules=[halting]", "modules.halting.tau_drift=p60", "modules.halting.tau_entropy=null"]
+    return [*world, *halting, search, "measure=longest", f"results_dir={tmp_path / 'results'}"]
+
+
+def test_one_file_and_one_yaml_are_all_it_takes(words: list[str]) -> None:
+    config = compose([*words, "+measure.longest.weights.halted=0.5"])
+    seen = []
+    (record,) = ensure([config], progress=lambda progress: seen.append((progress.phase, progress.fraction)))
+    found = record.measured("longest", Longest)
+    assert found.by_layer == [int(n) for n in record["longest"]["by_layer"]]
+    assert len(found.by_layer) == record["model"]["layers"] - 1
+    assert found.weighted == 2.0 * found.active_tokens - 0.5 * min(found.by_layer)
+    assert (record.windows["longest"] == found.active_tokens).all()
+    assert (record.path / "note.txt").read_text() == "written by a measurement"
+    assert "longest" in {phase for phase, _ in seen}
+    fractions = [fraction for _, fraction in seen]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_its_options_are_part_of_the_identity_only_while_it_is_on(words: list[str]) -> None:
+    def fingerprint(*more: str) -> str:
+        return Workplace().fingerprint(compose([*words, *more]))
+
+    on = fingerprint()
+    assert fingerprint("measure.longest.first=2") != on
+    assert fingerprint("measure.longest.weights.kept=3") != on
+    off = fingerprint("measure.longest=null")
+    assert off != on
+    assert fingerprint("+measure.longest.enabled=false", "measure.longest.first=2") == off
+    plain = [word for word in words if word != "measure=longest"]
+    assert Workplace().fingerprint(compose([*plain, "measure=quick"])) == off
+    assert set(Workplace().identity(compose(words)).sources) == {__name__}
+
+
+MISTAKES = {
+    "measure.longest.first=-1": "measure.longest.first=-1 is out of range",
+    "measure.longest.first=many": "measure.longest.first=many: needs a whole number",
+    "+measure.longest.weights.halt=1": "measure.longest.*halt",
+    "+measure.longest.last=1": "measure.longest.last: LongestLayer has no such option",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_its_options_are_checked_before_anything_runs(words: list[str], mistake: str) -> None:
+    with pytest.raises(ConfigError, match=MISTAKES[mistake]):
+        compose([*words, mistake])
+
+
+def test_reading_a_record_s_sections_needs_no_torch() -> None:
+    names = ["audit", "components", "deployment", "energy", "flops", "latency", "memory", "null", "quality", "signals"]
+    imports = "; ".join(f"import quicksilver.measure.{name}" for name in names)
+    program = f"import sys; {imports}; import quicksilver.harness.record; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

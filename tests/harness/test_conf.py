@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import tomllib
 from pathlib import Path
@@ -21,68 +20,63 @@ from quicksilver.modules import PRESETS, Halting
 from quicksilver.runtime import RuntimeModule
 from quicksilver.runtime.errors import ConfigError
 
-EVERY = [(group, choice) for group in GROUPS for choice in choices(group)]
 # What no config can know is left open and asked for.
 OPEN = {("model", "folder"): ["model.name=x", "model.path=/x"], ("dataset", "file"): ["dataset.files.test=/x"]}
 
 
-@pytest.mark.parametrize(("group", "choice"), EVERY, ids=lambda value: value)
-def test_every_choice_of_every_group_composes(group, choice):
-    config = compose([f"{group}=[{choice}]" if group == "modules" else f"{group}={choice}", *OPEN.get((group, choice), [])])
-    assert isinstance(config, RunConfig)
-    if (group in ("model", "dataset") and (group, choice) not in OPEN) or group in ("protocol", "tracker"):
-        assert getattr(config, group).name == choice
-    if group == "measure":
-        assert config.measure["name"] == choice
+@pytest.mark.parametrize("group", [group for group in GROUPS if group != "modules"])
+def test_every_choice_of_a_group_composes(group, subtests):
+    for choice in choices(group):
+        with subtests.test(choice):
+            config = compose([f"{group}={choice}", *OPEN.get((group, choice), [])])
+            assert isinstance(config, RunConfig)
+            if (group in ("model", "dataset") and (group, choice) not in OPEN) or group in ("protocol", "tracker"):
+                assert getattr(config, group).name == choice
+            if group == "measure":
+                assert config.measure["name"] == choice
 
 
-@functools.cache
-def one_yaml_a_module() -> dict[str, str]:
-    """Names of yaml files by the key that they fill: several of one key are refused."""
-    found: dict[str, str] = {}
+def test_every_model_composes_with_all_modules_at_once(subtests):
+    by_key: dict[str, str] = {}  # one yaml for each: several of one module are refused
     for name in choices("modules"):
         (key,) = compose([f"modules=[{name}]"]).modules
-        found.setdefault(key, name)
-    return found
+        by_key.setdefault(key, name)
+    for model in choices("model"):
+        with subtests.test(model):
+            more = OPEN.get(("model", model), [])
+            config = compose([f"model={model}", f"modules=[{','.join(by_key.values())}]", "protocol=continuation", *more])
+            assert set(config.modules) == set(by_key)
+            assert all(isinstance(module, RuntimeModule) for module in build_modules(config.modules))
+            assert config.label.startswith("x | " if more else f"{model} | python-docs | ")
 
 
-@pytest.mark.parametrize("model", choices("model"))
-def test_every_model_composes_with_all_modules_at_once(model):
-    more = OPEN.get(("model", model), [])
-    keys = one_yaml_a_module()
-    config = compose([f"model={model}", f"modules=[{','.join(keys.values())}]", "protocol=continuation", *more])
-    assert set(config.modules) == set(keys)
-    assert all(isinstance(module, RuntimeModule) for module in build_modules(config.modules))
-    assert config.label.startswith("x | " if more else f"{model} | python-docs | ")
-
-
-@pytest.mark.parametrize("module", choices("modules"))
-def test_every_module_composes_with_every_protocol(module):
-    for protocol in choices("protocol"):
-        config = compose([f"modules=[{module}]", f"protocol={protocol}"])
-        (built,) = build_modules(config.modules)
-        assert isinstance(built, RuntimeModule)
-        assert config.label == f"reference-gpt2 | python-docs | {next(iter(config.modules))} | {protocol}"
-
-
-@pytest.mark.parametrize("module", choices("modules"))
-def test_a_module_s_yaml_lists_every_option_of_its_class(module):
-    # An option that the yaml leaves out could not be given on the command line.
-    ((name, entry),) = compose([f"modules=[{module}]"]).modules.items()
-    (built,) = build_modules({name: entry})
+@pytest.mark.parametrize("protocol", choices("protocol"))
+def test_every_module_composes_and_its_yaml_lists_every_option_of_its_class(protocol, subtests):
+    """An option that the yaml leaves out could not be given on the command line."""
     masks = {"full_mask", "forced_mask", "keep_mask", "exempt_mask", "protected_mask"}  # tensors: for scripts only
-    overwritten = (
-        {"window"} if name in ("static_depth", "static_exit", "one_shot_halting", "staged_halting") else set()
-    )  # a depth is its window
-    options = {f.name for f in dataclasses.fields(built)} - masks - overwritten
-    assert set(entry) - {"_target_"} == options
+    for module in choices("modules"):
+        with subtests.test(module):
+            config = compose([f"modules=[{module}]", f"protocol={protocol}"])
+            assert isinstance(config, RunConfig)
+            ((name, entry),) = config.modules.items()
+            (built,) = build_modules({name: entry})
+            assert isinstance(built, RuntimeModule)
+            assert config.label == f"reference-gpt2 | python-docs | {name} | {protocol}"
+            # a depth is its window
+            overwritten = {"window"} if name in ("static_depth", "static_exit", "one_shot_halting", "staged_halting") else set()
+            assert set(entry) - {"_target_"} == {f.name for f in dataclasses.fields(built)} - masks - overwritten
 
 
-@pytest.mark.parametrize("module", choices("modules"))
-def test_a_module_s_yaml_says_where_it_goes(module):
-    first, second = (config_dir() / "modules" / f"{module}.yaml").read_text(encoding="utf-8").splitlines()[:2]
-    assert first.startswith("# @package modules.")
-    assert second.startswith("# ")
+def test_a_modules_yaml_says_where_it_goes():
+    firsts = {
+        module: (config_dir() / "modules" / f"{module}.yaml").read_text(encoding="utf-8").splitlines()[:2]
+        for module in choices("modules")
+    }
+    assert [
+        module
+        for module, (first, second) in firsts.items()
+        if not (first.startswith("# @package modules.") and second.startswith("# "))
+    ] == []
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,4 +1,4 @@
-"""What a run cost, computed from the shapes of what ran and from its trace: three FLOP ledgers (DESIGN §5).
+"""What a run cost, computed from the shapes of what ran and from its trace: three FLOP ledgers (docs/design.md §5).
 
 A multiply-accumulate counts two. Matrix products and attention are counted; norms, activations and other elementwise work are not, in
 none of the ledgers. `executed` equals an interposed count of the same run (`quicksilver.measure.flops`) within 1%.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # What a token's layer costs at a width, relative to 16 bits. β = bits/16 in the L/2 layers after half depth saves 25% at a uniform 8
 # bits; Table 3 says 26.4%, which is 19 of the 36 layers of gpt2-large (19/36 · 1/2). App. J itself says {1.0, 0.5, 0.25}, "normalised to
-# 8-bit": with it 8 bits save nothing (conflicts.md #22).
+# 8-bit": with it 8 bits save nothing (docs/conflicts.md #22).
 BETA: Mapping[int, float] = {16: 1.0, 8: 0.5, 4: 0.25, 2: 0.125}
 BETA_APP_J: Mapping[int, float] = {16: 1.0, 8: 1.0, 4: 0.5, 2: 0.25}
 
@@ -38,7 +38,7 @@ class Flops:
         executed: what ran, padding of uneven rows and signals included.
         nominal: the dense formula on active tokens and present keys: what a perfect implementation would run; no signals.
         paper: App. J, Σ β · (4d² + 8d² + 2h(d + h log N)) over active tokens, for comparison with the paper's numbers only
-            (conflicts.md #21, #22). The only ledger in which a bit-width saves anything: in the others an integer product counts
+            (docs/conflicts.md #21, #22). The only ledger in which a bit-width saves anything: in the others an integer product counts
             as many operations as a float one.
         signals: the part of `executed` spent on deciding (logit lens, attention probes).
         skippable: what a transform took off `nominal`: products that ran although one factor is zero.

@@ -42,7 +42,7 @@ class RuntimeModule:
 
     @property
     def causal(self) -> bool:
-        """True when a decision about token t reads tokens up to t only (DESIGN §3)."""
+        """True when a decision about token t reads tokens up to t only (docs/design.md §3)."""
         return True
 
     @property

@@ -247,7 +247,7 @@ class TokenState:
         Args:
             mask: (B, M) bool.
             missing_kv: what later layers see of a halted token: nothing (`drop`), K/V projected from its frozen state (`project`),
-                the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, conflicts.md #9), K/V that
+                the K/V of the layer it halted at (`copy`), zeros (`zero`: a zero key still draws attention, docs/conflicts.md #9), K/V that
                 `translator` predicts from its frozen state (`predict`).
             translator: of `predict`; its source layer is the next one.
             resume_layers: it takes part again in that many last layers.

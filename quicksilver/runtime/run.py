@@ -1,4 +1,4 @@
-"""Wrap the layer, not the model: `apply` puts the modules' decisions into effect on frozen decoder layers (DESIGN §2).
+"""Wrap the layer, not the model: `apply` puts the modules' decisions into effect on frozen decoder layers (docs/design.md §2).
 
 A decoder layer does not care which tokens it is given. Under `compact` each layer is called on its active tokens alone, with their own
 rotary factors and a mask built from their slots, and the result is scattered back. Under `masked` every layer is called on all tokens,
@@ -305,7 +305,7 @@ class Run:
         """Who is asked after this layer."""
         if layer == self.arch.n_layers - 1 or (self.decision_layers is not None and layer not in self.decision_layers):
             return []
-        # What a module that looks ahead knows of a prompt is legitimate; elsewhere it would be the answer (DESIGN §3).
+        # What a module that looks ahead knows of a prompt is legitimate; elsewhere it would be the answer (docs/design.md §3).
         return [m for m in self.token_policies if m.acts_at(layer) and (m.causal or m.lookahead or current.is_prompt)]
 
     @contextmanager

@@ -16,7 +16,7 @@ class LayerView:
     Attributes:
         layer, n_layers: this layer (0-based) and their number.
         pass_index: which forward since the runtime was applied or reset.
-        is_prompt: nothing was cached before and the pass has more than one token: all of it is known (DESIGN §3).
+        is_prompt: nothing was cached before and the pass has more than one token: all of it is known (docs/design.md §3).
         before, after: (B, M, D) states entering and leaving the layer.
         slots: (B, M) long, index in the sequence from its first real token.
         index: (B, M) long, column in this pass.

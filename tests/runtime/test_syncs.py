@@ -1,4 +1,4 @@
-"""A capacity rule decides how many, not only who: shapes follow without asking the device, as a CUDA graph needs it (DESIGN §2)."""
+"""A capacity rule decides how many, not only who: shapes follow without asking the device, as a CUDA graph needs it (docs/design.md §2)."""
 
 from __future__ import annotations
 

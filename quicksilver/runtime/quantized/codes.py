@@ -56,7 +56,7 @@ def encode(x: torch.Tensor, bits: int, group_size: int | None, stored_as: torch.
     """Code x (..., D) at `bits` (8, 4 or 2).
 
     The 8-bit code divides a group's range from its least to its greatest value into 255 steps. The 4- and the 2-bit code are its
-    leading bits, as a matryoshka nests (conflicts.md #20). What a code stands for is free to depend on the width: at 8 bits the
+    leading bits, as a matryoshka nests (docs/conflicts.md #20). What a code stands for is free to depend on the width: at 8 bits the
     point it was rounded to, below that the straight line through (code, value) with the least squared error in the group.
 
     Why so: perplexity of stories260K (dense 3.56, on stories of its own) and of reference-gpt2 (136.6, WikiText-103 validation)

@@ -46,7 +46,7 @@ class SimulatedExecutor(PrecisionExecutor):
 
     Args:
         scope: `linear`: the inputs of every linear layer after the decision. `residual`: the hidden state, once, when the width
-            is decided (conflicts.md #19).
+            is decided (docs/conflicts.md #19).
         weights: `float`: the model's own. `int8`: quantised tokens meet 8-bit weights, one scale an output channel. `token`: they
             meet the leading bits of those, as many as they have themselves.
         group_size: values of an input that share a scale, None: one scale a token.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -38,14 +38,14 @@ class Architecture(ABC):
         self.model = model
         self.config = model.config
         self.attention_implementation: str = model.config._attn_implementation
-        self.base: nn.Module = model.base_model
+        self.base: Any = model.base_model  # torch types what a module has as Tensor | Module
         self.layers: list[nn.Module] = list(self._find_layers())
         self.n_layers = len(self.layers)
         self.width: int = self.config.hidden_size
         self.n_heads: int = self.config.num_attention_heads
         self.n_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.n_heads
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.n_heads
-        self.output_head: nn.Module = model.get_output_embeddings()
+        self.output_head: Any = model.get_output_embeddings()
         self.vocab_size: int = self.output_head.weight.shape[0]
         self.spans: list[Span | None] = [None] * self.n_layers  # what modules leave in sight, set for the length of a run
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
@@ -71,7 +71,7 @@ class Architecture(ABC):
 
     def mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer; every family here calls it `mlp`."""
-        return self.layers[layer].mlp  # type: ignore[return-value]
+        return self._layer(layer).mlp
 
     @abstractmethod
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,6 +126,9 @@ class Architecture(ABC):
         """Sliding-window size in tokens, None for full attention."""
         return None
 
+    def _layer(self, layer: int) -> Any:
+        return self.layers[layer]
+
     def _heads(self, projected: torch.Tensor, n_heads: int) -> torch.Tensor:
         """(B, M, n_heads·head_dim) -> (B, n_heads, M, head_dim)."""
         return projected.view(*projected.shape[:-1], n_heads, self.head_dim).transpose(1, 2)
@@ -143,26 +146,26 @@ class GPT2Architecture(Architecture):
         return self.base.ln_f
 
     def attention(self, layer: int) -> nn.Module:
-        return self.layers[layer].attn
+        return self._layer(layer).attn
 
     def input_norm(self, layer: int) -> nn.Module:
-        return self.layers[layer].ln_1  # type: ignore[return-value]
+        return self._layer(layer).ln_1
 
     @property
     def embeddings(self) -> list[nn.Module]:
         return [self.base.wte, self.base.wpe]
 
     def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        block = self.layers[layer]
+        block = self._layer(layer)
         return [(block.ln_1, [block.attn.c_attn]), (block.ln_2, [block.mlp.c_fc])]
 
     def residual_writers(self, layer: int) -> list[nn.Module]:
-        return [self.layers[layer].attn.c_proj, self.layers[layer].mlp.c_proj]
+        return [self._layer(layer).attn.c_proj, self._layer(layer).mlp.c_proj]
 
     def _columns(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of the fused q, k, v projection (Conv1D keeps its weight as (in, out))."""
-        fused = self.attention(layer).c_attn
-        return self.layers[layer].ln_1(hidden) @ fused.weight[:, start:stop] + fused.bias[start:stop]
+        fused = self._layer(layer).attn.c_attn
+        return self._layer(layer).ln_1(hidden) @ fused.weight[:, start:stop] + fused.bias[start:stop]
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._columns(layer, hidden, self.width, 3 * self.width).split(self.width, dim=-1)
@@ -186,17 +189,17 @@ class LlamaArchitecture(Architecture):
         return self.base.norm
 
     def attention(self, layer: int) -> nn.Module:
-        return self.layers[layer].self_attn
+        return self._layer(layer).self_attn
 
     def input_norm(self, layer: int) -> nn.Module:
-        return self.layers[layer].input_layernorm  # type: ignore[return-value]
+        return self._layer(layer).input_layernorm
 
     @property
     def embeddings(self) -> list[nn.Module]:
         return [self.base.embed_tokens]
 
     def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        block = self.layers[layer]
+        block = self._layer(layer)
         attention, mlp = block.self_attn, block.mlp
         return [
             (block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj]),
@@ -204,7 +207,7 @@ class LlamaArchitecture(Architecture):
         ]
 
     def residual_writers(self, layer: int) -> list[nn.Module]:
-        return [self.layers[layer].self_attn.o_proj, self.layers[layer].mlp.down_proj]
+        return [self._layer(layer).self_attn.o_proj, self._layer(layer).mlp.down_proj]
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return self._rotate(layer, keys, rotary)
@@ -215,16 +218,16 @@ class LlamaArchitecture(Architecture):
         return apply_rotary(states, states, *rotary)[0]
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self.attention(layer)
-        normed = self.layers[layer].input_layernorm(hidden)
+        attention = self._layer(layer).self_attn
+        normed = self._layer(layer).input_layernorm(hidden)
         keys = attention.k_proj(normed).view(*hidden.shape[:-1], self.n_kv_heads, self.head_dim)
         if hasattr(attention, "k_norm"):
             keys = attention.k_norm(keys)
         return self._rotate(layer, keys.transpose(1, 2), rotary), self._heads(attention.v_proj(normed), self.n_kv_heads)
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        attention = self.attention(layer)
-        queries = attention.q_proj(self.layers[layer].input_layernorm(hidden)).view(
+        attention = self._layer(layer).self_attn
+        queries = attention.q_proj(self._layer(layer).input_layernorm(hidden)).view(
             *hidden.shape[:-1], self.n_heads, self.head_dim
         )
         if hasattr(attention, "q_norm"):
@@ -232,7 +235,7 @@ class LlamaArchitecture(Architecture):
         return self._rotate(layer, queries.transpose(1, 2), rotary)
 
     def attention_window(self, layer: int) -> int | None:
-        attention = self.attention(layer)
+        attention = self._layer(layer).self_attn
         # Mistral keeps the window in its config for every layer, Qwen on each attention module.
         if hasattr(attention, "sliding_window"):
             return attention.sliding_window
@@ -258,38 +261,41 @@ class GPTNeoXArchitecture(Architecture):
         return self.base.final_layer_norm
 
     def attention(self, layer: int) -> nn.Module:
-        return self.layers[layer].attention
+        return self._layer(layer).attention
 
     def input_norm(self, layer: int) -> nn.Module:
-        return self.layers[layer].input_layernorm  # type: ignore[return-value]
+        return self._layer(layer).input_layernorm
 
     @property
     def embeddings(self) -> list[nn.Module]:
         return [self.base.embed_in]
 
     def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        block = self.layers[layer]
+        block = self._layer(layer)
         return [
             (block.input_layernorm, [block.attention.query_key_value]),
             (block.post_attention_layernorm, [block.mlp.dense_h_to_4h]),
         ]
 
     def residual_writers(self, layer: int) -> list[nn.Module]:
-        return [self.layers[layer].attention.dense, self.layers[layer].mlp.dense_4h_to_h]
+        return [self._layer(layer).attention.dense, self._layer(layer).mlp.dense_4h_to_h]
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return keys if rotary is None else apply_partial_rotary(keys, keys, *rotary)[1]
 
-    def _rotated_qkv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, ...]:
+    def _rotated_qkv(
+        self, layer: int, hidden: torch.Tensor, rotary: Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # The fused weight interleaves q, k and v of each head: a slice would copy it, so the whole product is taken.
-        fused = self.attention(layer).query_key_value(self.layers[layer].input_layernorm(hidden))
+        fused = self._layer(layer).attention.query_key_value(self._layer(layer).input_layernorm(hidden))
         q, k, v = fused.view(*hidden.shape[:-1], self.n_heads, 3 * self.head_dim).transpose(1, 2).chunk(3, dim=-1)
         if rotary is not None:
             q, k = apply_partial_rotary(q, k, *rotary)
         return q, k, v
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rotated_qkv(layer, hidden, rotary)[1:]
+        _, keys, values = self._rotated_qkv(layer, hidden, rotary)
+        return keys, values
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return self._rotated_qkv(layer, hidden, rotary)[0]

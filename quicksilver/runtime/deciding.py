@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from quicksilver.runtime.cache import CacheLayer
+from quicksilver.runtime.cache import CacheLayer, Entries
 from quicksilver.runtime.execution.plan import Attended, LayerCall, LayerResult, Machine, Packing, or_all
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, TokenPolicy
@@ -95,6 +95,7 @@ class Deciding:
             return self._logits(hidden)
 
         def attention(last_queries: int | None, reduce: str) -> torch.Tensor:
+            assert attended is not None
             received = self._received(call, forward, packing, attended, last_queries, reduce)
             return received.gather(1, packing.take(slots).clamp(min=0))
 
@@ -147,8 +148,7 @@ class Deciding:
         if store is None or result.attended is None:
             return
         received = self._received(call, forward, result.packing, result.attended, None, "sum")
-        entries = store.entries
-        assert entries is not None
+        entries = _facts(store)
         own = received.gather(1, entries["slots"].clamp(0, received.shape[1] - 1))
         store.add_fact("attention", entries.get("attention", torch.zeros_like(own)) + own * store.is_entry)
 
@@ -170,7 +170,7 @@ class Deciding:
         into = policy.merge_cache(self._cache_view(layer, store, forward))
         if into is None:
             return
-        slots = store.entries["slots"]
+        slots = _facts(store)["slots"]
         by_slot = torch.arange(store.seen, device=slots.device).repeat(forward.batch, 1)
         forward.decisions.merges.append(CacheMerge(layer, _by_slot(store, slots.gather(1, into), by_slot)))
         precision = self.machine.precision
@@ -185,13 +185,19 @@ class Deciding:
         store.evict(gone)
 
     def _cache_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
-        slots = store.entries["slots"]
+        entries, n_seen = _facts(store), store.real_seen
+        slots = entries["slots"]
+        assert n_seen is not None
         return CacheView(
             layer=layer, n_layers=self.machine.arch.n_layers, pass_index=forward.index, slots=slots, present=store.is_entry,
-            size=store.entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=store.real_seen,
-            n_new=store.seen - store.unmerged_from, read_keys=lambda: store.padded()[0],
-            attention=store.entries.get("attention"),
+            size=entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=n_seen,
+            n_new=store.seen - store.unmerged_from, read_keys=lambda: store.storage.stored_rows[0],
+            attention=entries.get("attention"),
         )  # fmt: skip
+
+
+def _facts(store: CacheLayer) -> Entries:
+    return store.storage.stored_entries
 
 
 def _put(packing: Packing, output: torch.Tensor, before: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
@@ -204,5 +210,5 @@ def _put(packing: Packing, output: torch.Tensor, before: torch.Tensor, changed: 
 def _by_slot(store: CacheLayer, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """values (B, K) of the entries of `store`, by slot, because columns depend on the execution: `others` (B, S) where there is none."""
     spare = others[:, :1]  # what is no entry is written to a column of its own
-    at = torch.where(store.is_entry, store.entries["slots"], others.shape[1])
+    at = torch.where(store.is_entry, _facts(store)["slots"], others.shape[1])
     return torch.cat([others, spare], dim=1).scatter(1, at, values)[:, :-1]

@@ -162,7 +162,7 @@ class Run:
     @property
     def kv_bytes_by_layer(self) -> list[KVBytes]:
         """The same for each layer, in order; empty where no cache was written."""
-        layers = [] if self._cache is None else self._cache.layers
+        layers: list[Any] = [] if self._cache is None else self._cache.layers
         if all(isinstance(layer, CacheLayer) for layer in layers):
             return [KVBytes(layer.billed_bytes(), layer.resident_bytes()) for layer in layers]
         resident = [0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes for layer in layers]

@@ -173,5 +173,5 @@ def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_co
     )
     merges = tuple(CacheMerge(layer, tensors[f"{prefix}merge.{k}.{layer}.into"].long()) for k, layer in sorted(events["merge"]))
     evictions = tuple(Eviction(layer, tensors[f"{prefix}eviction.{k}.{layer}.gone"]) for k, layer in sorted(events["eviction"]))
-    own = (tensors[prefix + name] for name in _TENSORS)
-    return PassTrace(n_layers, first_column, *own, fusions, precisions, merges, evictions)
+    own = {name: tensors[prefix + name] for name in _TENSORS}
+    return PassTrace(n_layers, first_column, **own, fusions=fusions, precisions=precisions, merges=merges, evictions=evictions)

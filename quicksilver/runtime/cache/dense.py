@@ -28,7 +28,7 @@ class DenseRows(Storage):
 
     def is_complete(self, n_columns: int) -> bool:
         table = self.table
-        return table.present is None and table.length == n_columns and len(table.facts) == 1
+        return table.present is None and bool(table.length == n_columns) and len(table.facts) == 1
 
     def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
         return self.table.plan_packed(new, keep, in_order)
@@ -46,7 +46,8 @@ class DenseRows(Storage):
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
         n = keys.shape[2]
         if self.keys is not None:
-            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            past_keys, past_values = self.stored_kv
+            keys, values = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
             self.keys, self.values = keys, values
         else:
             self.keys, self.values = own(keys), own(values)
@@ -59,41 +60,41 @@ class DenseRows(Storage):
             return None
         present = self.table.present
         if present is None:
-            return self.keys, self.values
+            return self.stored_kv
         shape = (*present.shape, *self.keys.shape[1:])
         out = []
-        for flat in (self.keys, self.values):
+        for flat in self.stored_kv:
             rows = flat.new_zeros(shape)
             rows[present] = flat
             out.append(rows.transpose(1, 2))
         return out[0], out[1]
 
     def keep_only(self, present: torch.Tensor) -> None:
-        self._store_packed(self.table.entries, present, *self.padded())
+        self._store_packed(self.stored_entries, present, *self.stored_rows)
 
     def crop(self, n_columns: int, n_real: torch.Tensor) -> None:
-        entries = self.table.entries
+        entries = self.stored_entries
         present = entries["slots"] < n_real
         if self.table.present is not None:
             present &= self.table.present
-        self._store_trimmed(entries, present, *self.padded())
+        self._store_trimmed(entries, present, *self.stored_rows)
 
     def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None) -> None:
-        table = self.table
-        self._store_packed(*merge_entries(table.entries, table.is_entry, *self.padded(), into, quantize_dequantize))
+        keys, values = self.stored_rows
+        self._store_packed(*merge_entries(self.stored_entries, self.table.is_entry, keys, values, into, quantize_dequantize))
 
     def select_rows(self, rows: torch.Tensor) -> None:
         if self.table.entries is None:
             return
         entries = {name: fact[rows] for name, fact in self.table.entries.items()}
-        keys, values = (part[rows] for part in self.padded())
+        keys, values = (part[rows] for part in self.stored_rows)
         if self.table.present is None:
             self._store(entries, None, keys, values)
         else:
             self._store_trimmed(entries, self.table.present[rows], keys, values)
 
     def resident_bytes(self) -> int:
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self.keys is None else sum(part.nbytes for part in self.stored_kv)
 
     def billed_bytes(self) -> int:
         if self.keys is None:
@@ -114,8 +115,8 @@ class DenseRows(Storage):
         self._store_trimmed(entries, present, keys.gather(2, index), values.gather(2, index))
 
     def _store_trimmed(self, entries: Entries, present: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        entries, present, width = without_padding(entries, present)
-        self._store(entries, present, keys[:, :, :width], values[:, :, :width])
+        entries, trimmed, width = without_padding(entries, present)
+        self._store(entries, trimmed, keys[:, :, :width], values[:, :, :width])
 
 
 class DenseColumns(Storage):
@@ -125,14 +126,15 @@ class DenseColumns(Storage):
     """
 
     def is_complete(self, n_columns: int) -> bool:
-        return bool(self.table.present.all()) and len(self.table.facts) == 1
+        return bool(self.table.is_entry.all()) and len(self.table.facts) == 1
 
     def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
         return self.table.plan_in_place(new, keep)
 
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         if self.keys is not None:
-            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            past_keys, past_values = self.stored_kv
+            keys, values = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
         self.keys, self.values = keys, values
         self.table.put(layout.entries, layout.valid)
         return keys, values
@@ -142,30 +144,30 @@ class DenseColumns(Storage):
         return self.write(self.plan({"slots": slots}, None), keys, values)
 
     def padded(self) -> KV | None:
-        return None if self.keys is None else (self.keys, self.values)
+        return None if self.keys is None else self.stored_kv
 
     def keep_only(self, present: torch.Tensor) -> None:
         self.table.put(self.table.entries, present)
 
     def crop(self, n_columns: int, n_real: torch.Tensor) -> None:
-        self.keys, self.values = own(self.keys[:, :, :n_columns]), own(self.values[:, :, :n_columns])
-        entries = {name: fact[:, :n_columns] for name, fact in self.table.entries.items()}
-        self.table.put(entries, self.table.present[:, :n_columns])
+        self.keys, self.values = (own(part[:, :, :n_columns]) for part in self.stored_kv)
+        entries = {name: fact[:, :n_columns] for name, fact in self.stored_entries.items()}
+        self.table.put(entries, self.table.is_entry[:, :n_columns])
 
     def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None) -> None:
-        table = self.table
-        merged = merge_entries(table.entries, table.is_entry, self.keys, self.values, into, quantize_dequantize)
+        keys, values = self.stored_kv
+        merged = merge_entries(self.stored_entries, self.table.is_entry, keys, values, into, quantize_dequantize)
         entries, present, self.keys, self.values = merged
-        table.put(entries, present)
+        self.table.put(entries, present)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         if self.table.entries is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
-            entries = {name: fact[rows] for name, fact in self.table.entries.items()}
-            self.table.put(entries, self.table.present[rows])
+            self.keys, self.values = (part[rows] for part in self.stored_kv)
+            entries = {name: fact[rows] for name, fact in self.stored_entries.items()}
+            self.table.put(entries, self.table.is_entry[rows])
 
     def resident_bytes(self) -> int:
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self.keys is None else sum(part.nbytes for part in self.stored_kv)
 
     def billed_bytes(self) -> int:
         if self.keys is None:

@@ -30,7 +30,7 @@ def join_entries(past: Entries | None, new: Entries) -> Entries:
                 sides.append(side[name])
             else:
                 value, dtype = _DEFAULTS[name]
-                sides.append(torch.full_like(side["slots"], value, dtype=dtype))  # type: ignore[arg-type]
+                sides.append(torch.full_like(side["slots"], value, dtype=dtype))
         joined[name] = torch.cat(sides, dim=1)
     return joined
 

@@ -73,7 +73,7 @@ class CacheLayer(DynamicLayer):
     # -- what there is -----------------------------------------------------------------------------------------------------------
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+    def keys(self) -> torch.Tensor | None:
         """As the storage has them; `padded` gives them by row."""
         return self.storage.keys
 
@@ -82,7 +82,7 @@ class CacheLayer(DynamicLayer):
         self.storage.keys = keys
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
         return self.storage.values
 
     @values.setter
@@ -227,6 +227,7 @@ class CacheLayer(DynamicLayer):
         if valid is None:
             valid = torch.ones(batch, n, dtype=torch.bool, device=layer.keys.device)
         facts = {"slots": valid.long().cumsum(1) - 1}
+        assert layer.values is not None
         self.write(self.plan(facts, None if bool(valid.all()) else valid), layer.keys, layer.values)
         self.advance(n, valid.sum(1, keepdim=True))
         self.unmerged_from = n
@@ -256,9 +257,10 @@ class CacheLayer(DynamicLayer):
             self._select_rows(torch.arange(self.slots.shape[0], device=self.slots.device).repeat_interleave(repeats))
 
     def _select_rows(self, rows: torch.Tensor) -> None:
-        if self.entries is None:
+        real_seen = self.real_seen
+        if self.entries is None or real_seen is None:
             return
-        self._real_seen = self.real_seen[rows]
+        self._real_seen = real_seen[rows]
         self.storage.select_rows(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -270,7 +272,8 @@ class CacheLayer(DynamicLayer):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
         n = -tokens_to_remove
-        if n == 0 or self.entries is None:
+        real_seen = self.real_seen
+        if n == 0 or self.entries is None or real_seen is None:
             return
         if self.merged and self.seen - n < self.unmerged_from:
             raise UnsupportedModelError(
@@ -281,7 +284,7 @@ class CacheLayer(DynamicLayer):
             raise UnsupportedModelError(
                 f"The last {n} cached columns cannot be taken back: K/V entries left the cache after them. Decode without speculation."
             )
-        self._real_seen = self.real_seen - n  # the last columns of a sequence are never padding
+        self._real_seen = real_seen - n  # the last columns of a sequence are never padding
         self.seen -= n
         self.unmerged_from = min(self.unmerged_from, self.seen)
         self.storage.crop(self.seen, self._real_seen)
@@ -313,11 +316,12 @@ def take_over(cache: Cache, layer: int, fresh: CacheLayer, past_valid: torch.Ten
                 "This KV cache was written under another execution (compact or masked); start a new cache."
             )
     else:
-        if type(found).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        if not isinstance(found, DynamicLayer) or type(found).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
             raise UnsupportedModelError(
                 f"A cache of {type(found).__name__} cannot hold different tokens per layer; use the default DynamicCache."
             )
-        if getattr(found, "is_sliding", False) and found.get_seq_length() and found.get_seq_length() != found.keys.shape[2]:
+        kept = 0 if found.keys is None else found.keys.shape[-2]
+        if getattr(found, "is_sliding", False) and found.get_seq_length() and found.get_seq_length() != kept:
             raise UnsupportedModelError(
                 "A sliding-window cache that has already dropped tokens cannot be taken over; start inside the context."
             )

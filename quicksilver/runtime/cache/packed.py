@@ -41,7 +41,7 @@ class PackedCodes(Storage):
         made.table = dense.table
         if dense.keys is not None:
             by_row = dense.table.present is None
-            flat = [part.transpose(1, 2).flatten(0, 1) if by_row else part for part in (dense.keys, dense.values)]
+            flat = [part.transpose(1, 2).flatten(0, 1) if by_row else part for part in dense.stored_kv]
             made.pools = {UNTOUCHED: (torch.stack(flat, dim=1),)}
         return made
 
@@ -67,14 +67,14 @@ class PackedCodes(Storage):
             pools, new_at = self._extended(bits, states)
             at = torch.cat([at, new_at], dim=1)
             self._keep_places(layout.entries, layout.valid, at if layout.order is None else at.gather(1, layout.order), pools)
-        return self.padded()
+        return self.stored_rows
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
         slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
         return self.write(self.plan({"slots": slots}, None), keys, values)
 
     def padded(self) -> KV | None:
-        bits = self.table.entries["bits"]
+        bits = self.stored_entries["bits"]
         shape = (*bits.shape, 2, self.n_heads, self.head_dim)
         if self.table.present is None and len(self.pools) == 1:
             ((width, pool),) = self.pools.items()
@@ -86,18 +86,19 @@ class PackedCodes(Storage):
         return states[:, :, 0].transpose(1, 2), states[:, :, 1].transpose(1, 2)
 
     def keep_only(self, present: torch.Tensor) -> None:
-        entries, present, order = packed_to_the_left(self.table.entries, present)
+        entries, present, order = packed_to_the_left(self.stored_entries, present)
         self._keep_places_trimmed(entries, present, self._places().gather(1, order), self.pools)
 
     def crop(self, n_columns: int, n_real: torch.Tensor) -> None:
-        left = self.table.is_entry & (self.table.entries["slots"] < n_real)
-        self._keep_places_trimmed(self.table.entries, left, self._places(), self.pools)
+        left = self.table.is_entry & (self.stored_entries["slots"] < n_real)
+        self._keep_places_trimmed(self.stored_entries, left, self._places(), self.pools)
 
     def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None) -> None:
         """A merged entry is coded anew at its width, whatever `quantize_dequantize`."""
-        before = self.table.entries
+        before = self.stored_entries
         size = before.get("size", torch.ones_like(self.table.is_entry, dtype=torch.float32))
-        entries, present, keys, values = merge_entries(before, self.table.is_entry, *self.padded(), into)
+        keys, values = self.stored_rows
+        entries, present, keys, values = merge_entries(before, self.table.is_entry, keys, values, into)
         targets = present & (entries["size"] != size)
         states = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)], dim=2)[targets][None]
         pools, new_at = self._extended(entries["bits"][targets][None], states)
@@ -106,14 +107,14 @@ class PackedCodes(Storage):
         self._keep_places_trimmed(entries, present, at.gather(1, order), pools)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        entries = {name: fact[rows] for name, fact in self.table.entries.items()}
+        entries = {name: fact[rows] for name, fact in self.stored_entries.items()}
         self._keep_places_trimmed(entries, self.table.is_entry[rows], self._places()[rows], self.pools)
 
     def resident_bytes(self) -> int:
         return sum(part.nbytes for pool in self.pools.values() for part in pool)
 
     def billed_bytes(self) -> int:
-        bits = self.table.entries["bits"][self.table.is_entry]
+        bits = self.stored_entries["bits"][self.table.is_entry]
         groups = math.ceil(self.head_dim / min(self.group_size, self.head_dim))
         total = 0
         for width in WIDTHS:
@@ -144,8 +145,8 @@ class PackedCodes(Storage):
     # -- pools: where an entry lies in the pool of its width is its place, (B, K) long -----------------------------------------
 
     def _places(self) -> torch.Tensor:
-        at = torch.zeros_like(self.table.entries["slots"])
-        bits = self.table.entries.get("bits", torch.full_like(at, UNTOUCHED, dtype=torch.uint8))
+        at = torch.zeros_like(self.stored_entries["slots"])
+        bits = self.stored_entries.get("bits", torch.full_like(at, UNTOUCHED, dtype=torch.uint8))
         for width in self.pools:
             here = self.table.is_entry & (bits == width)
             at = torch.where(here, here.flatten().cumsum(0).view_as(at) - 1, at)

@@ -26,6 +26,27 @@ class Storage(ABC):
         self.values: torch.Tensor | None = None
 
     @property
+    def stored_entries(self) -> Entries:
+        """Facts of the entries, of a storage that has some."""
+        entries = self.table.entries
+        assert entries is not None, "nothing has been stored"
+        return entries
+
+    @property
+    def stored_kv(self) -> KV:
+        """`keys` and `values`, of a representation that has them."""
+        assert self.keys is not None, "nothing has been stored"
+        assert self.values is not None
+        return self.keys, self.values
+
+    @property
+    def stored_rows(self) -> KV:
+        """`padded` of a storage that has entries."""
+        both = self.padded()
+        assert both is not None, "nothing has been stored"
+        return both
+
+    @property
     def can_append(self) -> bool:
         """All rows have as many entries, side by side as they are attended to: a further token can just be put behind them."""
         return False

@@ -27,4 +27,6 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
     assert store is not None
     inputs = call.arguments | {"attention_mask": None, machine.arch.cache_argument: AppendingPort(store)}
     output = machine.run_layer(call, inputs, None)
-    return LayerResult(output, plan.packing, LayerWork(forward.batch, 1, store.length))
+    keys = store.length
+    assert isinstance(keys, int), "rows of unequal length cannot be appended to"
+    return LayerResult(output, plan.packing, LayerWork(forward.batch, 1, keys))

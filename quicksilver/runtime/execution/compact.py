@@ -20,39 +20,40 @@ class CompactPort:
         self.attended: Attended | None = None
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
-        plan, layout, new = self.plan, self.plan.layout, (keys, values)
+        plan, new = self.plan, (keys, values)
         if self.halted:
             keys, values = (_joined(parts) for parts in zip(new, *self.halted, strict=True))
-        stored = (keys, values) if plan.target is None else plan.target.write(layout, keys, values)
-        if not plan.own_keys_only or (layout is not None and layout.order is None):
+        stored = (keys, values) if plan.target is None else plan.target.write(plan.planned, keys, values)
+        if not plan.own_keys_only or (plan.layout is not None and plan.layout.order is None):
             keys, values = stored  # without an order, a new store holds just the queries' own, at their widths already
         else:
             keys, values = (self.machine.quantize_dequantize(part, plan.bits) for part in (keys, values))
         if plan.own_keys_only:
             self.attended = Attended(*new, keys, plan.slots, plan.packing.real)
         else:
-            self.attended = Attended(*new, keys, layout.slots, layout.valid)
+            self.attended = Attended(*new, keys, plan.planned.slots, plan.planned.valid)
         return keys, values
 
 
 def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
-    packing, layout, store = plan.packing, plan.layout, call.store
+    packing, store = plan.packing, call.store
     halted = [kv_of_halted(one, call, forward, machine) for one in plan.halted]
     projected = sum(one.packing.width for one in plan.halted if one.source == "project")
+    keys_seen: int | None
     if packing.width == 0:
         # Nobody takes part: what is halted but not skipped may still have to be stored.
-        if layout is not None:
-            store.write(layout, *(_joined(parts) for parts in zip(*halted, strict=True)))
-        output, attended, keys = call.hidden, None, 0
+        if store is not None and plan.layout is not None:
+            store.write(plan.layout, *(_joined(parts) for parts in zip(*halted, strict=True)))
+        output, attended, keys_seen = call.hidden, None, 0
     else:
         port = CompactPort(plan, halted, machine)
         before = packing.take(call.hidden)
         computed = machine.run_layer(call, machine.inputs(call, plan, before, port), plan.bits)
         output, attended = packing.put(call.hidden, before, computed), port.attended
-        keys = None if plan.own_keys_only else layout.slots.shape[1]
+        keys_seen = None if plan.own_keys_only else plan.planned.slots.shape[1]
     if store is not None:
         store.advance(forward.n, forward.n_real)
-    work = LayerWork(forward.batch, packing.width, keys, projected, translation_flops(plan, call, forward))
+    work = LayerWork(forward.batch, packing.width, keys_seen, projected, translation_flops(plan, call, forward))
     return LayerResult(output, packing, work, attended)
 
 

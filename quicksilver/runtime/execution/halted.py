@@ -16,12 +16,14 @@ def kv_of_halted(halted: HaltedKV, call: LayerCall, forward: Forward, machine: M
     match halted.source:
         case "copy":
             assert forward.newest_kv is not None
-            return tuple(_taken(part, packing.order) for part in forward.newest_kv)
+            keys, values = forward.newest_kv
+            return _taken(keys, packing.order), _taken(values, packing.order)
         case "project":
             frozen = packing.take(call.hidden)
             predict_later_layers(halted, frozen, call, forward)
             return arch.project_kv(layer, frozen, packing.rotary(call.rotary, forward.batch))
         case "predict":
+            assert halted.translator is not None
             keys, values = forward.predicted[halted.translator][layer]
             return arch.rotate_keys(layer, keys, packing.rotary(call.rotary, forward.batch)), values
         case _:

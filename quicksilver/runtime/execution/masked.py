@@ -20,7 +20,8 @@ class MaskedPort:
         self.attended: Attended | None = None
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
-        plan, layout = self.plan, self.plan.layout
+        plan, layout = self.plan, self.plan.planned
+        assert plan.target is not None
         for real, (halted_keys, halted_values) in self.halted:
             where = real[:, None, :, None]
             keys, values = torch.where(where, halted_keys, keys), torch.where(where, halted_values, values)
@@ -38,12 +39,13 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
         if one.source == "project":  # the layer itself does, of every state that enters it
             predict_later_layers(one, hidden, call, forward)
         else:
+            assert one.packing.real is not None
             halted.append((one.packing.real, kv_of_halted(one, call, forward, machine)))
     port = MaskedPort(plan, halted, machine)
     # As under `compact`: K and V of a halted token are projected in full precision, then coded at its width.
-    bits = None if plan.bits is None else torch.where(packing.real, plan.bits, 16)
+    bits = plan.bits if plan.bits is None or packing.real is None else torch.where(packing.real, plan.bits, 16)
     computed = machine.run_layer(call, machine.inputs(call, plan, hidden, port), bits)
     if call.store is not None:
         call.store.advance(forward.n, forward.n_real)
-    work = LayerWork(forward.batch, forward.n, plan.layout.slots.shape[1], 0, translation_flops(plan, call, forward))
+    work = LayerWork(forward.batch, forward.n, plan.planned.slots.shape[1], 0, translation_flops(plan, call, forward))
     return LayerResult(packing.put(hidden, hidden, computed), packing, work, port.attended)

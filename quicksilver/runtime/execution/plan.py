@@ -151,6 +151,12 @@ class LayerPlan:
     own_keys_only: bool = False
     observes_kv: bool = True
 
+    @property
+    def planned(self) -> KVLayout:
+        """The layout, of a plan that has one."""
+        assert self.layout is not None, "the plan leaves the layout to its target"
+        return self.layout
+
 
 @dataclass(frozen=True)
 class Attended:

@@ -80,6 +80,7 @@ class Planner:
             layout = target.plan(entries, keep, in_order=not halted)
         if not own_keys_only:
             all_seen = forward.n == 1 and self.visibility.one_token_sees_all(layer, forward.seen)
+            assert layout is not None
             mask = self.visibility.mask(layer, own["slots"], packing.real, layout.entries, layout.valid, all_seen)
         bits = self._widths(own, packing)
         return LayerPlan("compact", packing, own["slots"], target, layout, halted, bits, mask, own_keys_only)
@@ -97,12 +98,13 @@ class Planner:
         """Facts of the packed tokens and, behind them, of the halted ones; which of them get an entry."""
         if not halted:
             return own, keep
-        entries = own
+        entries, kept = own, [or_all(keep, own["slots"])]
         for one in halted:
+            assert one.facts is not None
             entries = join_entries(entries, one.facts)
+            kept.append(or_all(one.packing.real, one.facts["slots"]))
         if keep is None and all(one.packing.real is None for one in halted):
             return entries, None
-        kept = [or_all(keep, own["slots"]), *(or_all(one.packing.real, one.facts["slots"]) for one in halted)]
         return entries, torch.cat(kept, dim=1)
 
     def _own_keys_only(self, call: LayerCall, forward: Forward, entries: Entries, halted: tuple[HaltedKV, ...]) -> bool:

@@ -80,7 +80,8 @@ def encode(x: torch.Tensor, bits: int, group_size: int | None, stored_as: torch.
     size = width if group_size is None else min(group_size, width)
     if x.ndim > 1 and x.numel() > 2 * PIECE:
         parts = [encode(piece, bits, group_size, stored_as) for piece in x.split(rows_a_piece(x))]
-        return Codes(bits, *(torch.cat([getattr(p, name) for p in parts]) for name in ("code", "scale", "offset")), size)
+        code, scale, offset = (torch.cat([getattr(p, name) for p in parts]) for name in ("code", "scale", "offset"))
+        return Codes(bits, code, scale, offset, size)
     eight, step, offset, above = eight_bits(_grouped(x.to(exact_dtype(x.dtype)), size), stored_as)
     code = eight.to(torch.uint8)
     if bits < 8:

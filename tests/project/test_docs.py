@@ -36,6 +36,16 @@ def test_the_pages_of_the_api_name_packages_that_say_what_they_are():
     assert [name for name in named if not importlib.import_module(name).__doc__] == []
 
 
+def test_files_that_a_picture_names_are_there():
+    for picture in (DOCS / "assets").glob("*.svg"):
+        named = []
+        for name in re.findall(r"(?:quicksilver|experiments|conf)/[\w./{},-]*[\w/}]", picture.read_text(encoding="utf-8")):
+            before, options, after = re.fullmatch(r"([^{]*)(?:\{([^}]*)\}(.*))?", name).groups()
+            named += [f"{before}{option}{after or ''}" for option in (options or "").split(",")]
+        assert len(named) > 10
+        assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_no_font_comes_from_another_host():
     assert SITE["theme"]["font"] is False
     assert "extra_javascript" not in SITE

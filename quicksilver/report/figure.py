@@ -25,10 +25,10 @@ from quicksilver.report.writing import wrapped, write_files
 from quicksilver.report.written import Written, named_records, sorted_once, values
 
 # Ordered from dark to light, so that neighbours differ when printed in grey; lines and bars differ by dash, marker and hatch as well.
-PALETTE = ("#14213d", "#9b2226", "#1f7a8c", "#ca6702", "#83b692", "#e9c46a", "#6a4c93")
+PALETTE = ("#14213d", "#9b2226", "#6a4c93", "#1f7a8c", "#ca6702", "#83b692", "#e9c46a")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 1)))
-HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "++++")
+HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "++++", "oooo")
 SEQUENTIAL = "viridis"  # lightness rises all the way: heatmaps stay readable in grey
 GREY = "#8a8a8a"
 

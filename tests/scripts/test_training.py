@@ -603,7 +603,7 @@ def test_the_real_recipes_keep_within_their_limits(name: str) -> None:
     model = training.build_model(recipe)
     tensors = {p.data_ptr(): p.numel() for p in model.parameters()}
     assert 2 * sum(tensors.values()) / 1e6 < LIMIT_MB - 1.5  # in bfloat16; the tokenizer and the card need room too
-    assert recipe.layers >= 16
+    assert recipe.layers >= (12 if name.startswith("ladder") else 16)
     assert recipe.context_tokens == model.config.max_position_embeddings == 512
     assert 4096 <= recipe.vocab_size <= 8192
     assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()

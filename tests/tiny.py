@@ -17,6 +17,10 @@ import torch
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -25,6 +29,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -53,7 +61,21 @@ LAYERS = 5
 WIDTH = 32
 POSITIONS = 96
 SLIDING_WINDOW = 7
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen2-mixed", "qwen3", "smollm3", "gpt_neox")
+FAMILIES = (
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen2-mixed",
+    "qwen3",
+    "smollm3",
+    "gpt_neox",
+    "olmo2",
+    "phi3",
+    "gemma2",
+    "gemma3",
+)
+EAGER_ONLY = ("gemma2",)  # caps the scores of its attention, which sdpa cannot
 STORIES = "stories260K"
 MODELS = (*FAMILIES, STORIES)
 NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data"
@@ -96,6 +118,23 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
             model = Qwen2ForCausalLM(Qwen2Config(**grouped | window | changes))
         case "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(**grouped | {"head_dim": 16} | changes))
+        case "olmo2":
+            model = Olmo2ForCausalLM(Olmo2Config(**grouped | changes))
+        case "phi3":
+            model = Phi3ForCausalLM(Phi3Config(**grouped | changes))
+        case "gemma2":
+            own = dict(
+                head_dim=16,
+                query_pre_attn_scalar=9,
+                sliding_window=SLIDING_WINDOW,
+                attn_logit_softcapping=1.5,
+                final_logit_softcapping=3.0,
+            )
+            model = Gemma2ForCausalLM(Gemma2Config(**grouped | own | dict(attn_implementation="eager") | changes))
+        case "gemma3":
+            kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+            own = dict(head_dim=16, query_pre_attn_scalar=9, sliding_window=SLIDING_WINDOW, layer_types=kinds)
+            model = Gemma3ForCausalLM(Gemma3TextConfig(**grouped | own | changes))
         case "smollm3":
             model = SmolLM3ForCausalLM(SmolLM3Config(**grouped | changes))
         case _:
@@ -117,7 +156,7 @@ def load(name: str, attention: str = "sdpa") -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(root / STORIES).eval()
     else:
         model = build(name)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("eager" if name in EAGER_ONLY else attention)
     return model
 
 

@@ -111,6 +111,7 @@ class RunConfig:
         """
         model, dataset, protocol = (dataclasses.asdict(part) for part in (self.model, self.dataset, self.protocol))
         idle = [
+            *([] if self.model.adapter else [(model, "adapter")]),
             (model, "path"),
             (model, "revision"),
             (dataset, "files"),

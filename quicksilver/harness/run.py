@@ -27,6 +27,7 @@ from quicksilver.harness.identity import Identity, foreign_sources
 from quicksilver.harness.parts import build_measurements, build_modules, is_on, measurement_class, module_class
 from quicksilver.harness.record import SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.harness.store import Draft, Store
+from quicksilver.harness.targets import named_class
 from quicksilver.harness.tracker import check_tracker, mirror
 from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
     from quicksilver.measure.bench import Bench
     from quicksilver.measure.measurement import Measurement
+    from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.run import Execution
 
 _DIGESTS = "cache/digests.json"
@@ -112,7 +114,10 @@ class Workplace:
         key = _key(config.model, config.data.root)
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = None
-            self._loaded = (key, load(config.model, self.files(config)[0]))
+            adapter = _adapter(config)
+            loaded = load(config.model, self.files(config)[0])
+            _check_adapter(adapter, loaded)
+            self._loaded = (key, loaded)
         return self._loaded[1]
 
     def windows(self, config: RunConfig, part: Part) -> Windows:
@@ -163,7 +168,26 @@ class Workplace:
                 digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
         classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
         classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
-        return Identity(config.identity(), digests, foreign_sources(classes))
+        adapter = _adapter(config)
+        return Identity(config.identity(), digests, foreign_sources([*classes, *([adapter] if adapter else [])]))
+
+
+def _adapter(config: RunConfig) -> type[Architecture] | None:
+    """The class of `model.adapter`, imported: from then on the runtime finds it by its model types."""
+    from quicksilver.runtime.architecture import Architecture
+
+    return named_class("model.adapter", config.model.adapter, Architecture) if config.model.adapter else None  # type: ignore[type-abstract]
+
+
+def _check_adapter(adapter: type[Architecture] | None, loaded: Loaded) -> None:
+    from quicksilver.runtime.architecture import architecture_of
+
+    found = type(architecture_of(loaded.model))
+    if adapter is not None and found is not adapter:
+        raise ConfigError(
+            f"model.adapter: {adapter.__name__} serves the model types {', '.join(adapter.model_types)}, and this model is of "
+            f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
+        )
 
 
 def _root(config: RunConfig) -> Path | None:

@@ -36,8 +36,19 @@ def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
         kind = "measurement" if key.startswith("measure.") else "module"
         raise ConfigError(f"{key}={entry!r} is no {kind}: its yaml gives `_target_: package.Class` and the arguments.")
-    target = entry["_target_"]
-    where = f"{key}._target_={target}"
+    return named_class(f"{key}._target_", entry["_target_"], base)
+
+
+def named_class(key: str, target: str, base: type[T]) -> type[T]:
+    """The class that the option `key` names; see `target_class`. Files in the present folder are found too, after all others.
+
+    Raises:
+        ConfigError: nothing there, no class, or a class that is no `base`. Nothing was called then.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    where = f"{key}={target}"
     module, _, name = target.rpartition(".")
     if not all(part.isidentifier() for part in target.split(".")) or not module:
         raise ConfigError(f"{where} is no name of a class: write package.module.Class.")

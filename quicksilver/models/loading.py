@@ -235,8 +235,15 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
                 ignore_mismatched_sizes=True,  # refused below, with the tensor's name
                 **local,
             )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"model={config.name} does not fit into the memory of {device_map}: {_first_line(error)} Use model.dtype=bfloat16, or "
+                "model.device_map=auto or cpu."
+            ) from error
         except Exception as error:
-            raise ConfigError(f"model={config.name}: {files.folder} cannot be loaded: {_first_line(error)} {_REPAIR}") from error
+            eager = "attention implementation" in str(error) and config.attn_implementation != "eager"
+            remedy = "Use model.attn_implementation=eager." if eager else _REPAIR
+            raise ConfigError(f"model={config.name}: {files.folder} cannot be loaded: {_first_line(error)} {remedy}") from error
     model, info = loaded
     wrong = [*_loaded_wrongly(info), *_not_floats(files.folder)]
     if wrong:

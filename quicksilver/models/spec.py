@@ -27,6 +27,8 @@ class ModelConfig:
         dtype: float32 | bfloat16 | float16, of the weights and of the arithmetic.
         device_map: `cpu`, `cuda:0` …, or `auto`: a GPU if there is one, several if the model needs them.
         attn_implementation: what transformers calls its attention: `sdpa` or `eager`.
+        adapter: `my_family.MyArchitecture`, the class of a file of one's own that knows a family the package does not
+            (docs/adding-a-family.md); null: the package's.
     """
 
     name: str = MISSING
@@ -35,3 +37,4 @@ class ModelConfig:
     dtype: str = "float32"
     device_map: str = "cpu"
     attn_implementation: str = "sdpa"
+    adapter: Optional[str] = None

@@ -41,6 +41,10 @@ class Architecture(ABC):
         self.base: Any = model.base_model  # torch types what a module has as Tensor | Module
         self.layers: list[nn.Module] = list(self._find_layers())
         self.n_layers = len(self.layers)
+        if not self.layers:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no decoder layer (num_hidden_layers=0): there is nothing to run."
+            )
         self.width: int = self.config.hidden_size
         self.n_heads: int = self.config.num_attention_heads
         self.n_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.n_heads
@@ -121,6 +125,10 @@ class Architecture(ABC):
         """Factor on q·k before the softmax (GPT-2's `scale_attn_weights` may be off)."""
         scaling = getattr(self.attention(layer), "scaling", None)
         return float(scaling) if scaling is not None else self.head_dim**-0.5
+
+    def score_cap(self, layer: int) -> float | None:
+        """Cap c of the scores before the softmax, c·tanh(score / c); None: not capped."""
+        return None
 
     def attention_window(self, layer: int) -> int | None:
         """Sliding-window size in tokens, None for full attention."""
@@ -301,8 +309,33 @@ class GPTNeoXArchitecture(Architecture):
         return self._rotated_qkv(layer, hidden, rotary)[0]
 
 
-def _families() -> list[type[Architecture]]:
-    return sorted(Architecture.__subclasses__(), key=lambda cls: cls.family)
+# Asked for, looked at, and why there is no adapter.
+_WHY_NOT = {
+    "gptj": "its attention makes the rotary factors itself, from position_ids, and knows no sdpa kernel: K/V of a halted token could not be "
+    "projected from outside",
+    "bloom": "its mask holds ALiBi distances between columns, which are wrong once tokens are left out",
+    "mpt": "its mask holds ALiBi distances between columns, which are wrong once tokens are left out",
+    "mixtral": "its layers choose among experts, and the ledgers count layers of matrix products that are all alike",
+    "qwen3_moe": "its layers choose among experts, and the ledgers count layers of matrix products that are all alike",
+    "mamba": "it keeps a recurrent state instead of K/V, so no token can be left out of a layer",
+    "gemma3": "it reads images too; its language model alone is Gemma3ForCausalLM (model type gemma3_text)",
+}
+
+
+def families() -> dict[str, type[Architecture]]:
+    """Adapters by model type: of all subclasses of `Architecture`, their subclasses included, each for the types that it names itself.
+
+    Where two name the same type, the one that was defined last is taken: a file of one's own comes after those of the package.
+    """
+    import quicksilver.runtime.families  # noqa: F401  defines some
+
+    found: dict[str, type[Architecture]] = {}
+    waiting = Architecture.__subclasses__()
+    while waiting:
+        cls = waiting.pop(0)
+        found |= dict.fromkeys(vars(cls).get("model_types", ()), cls)
+        waiting += cls.__subclasses__()
+    return found
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
@@ -311,13 +344,18 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     Raises:
         UnsupportedModelError: no family knows `config.model_type`, or the model is not a causal language model.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    for cls in _families():
-        if model_type in cls.model_types:
-            if model.get_output_embeddings() is None:
-                raise UnsupportedModelError(f"{type(model).__name__} has no output head; load it with AutoModelForCausalLM.")
-            return cls(model)
-    known = ", ".join(t for cls in _families() for t in cls.model_types)
+    known, name = families(), type(model).__name__
+    model_type = getattr(getattr(model, "config", None), "model_type", name)
+    held = getattr(model, "model", None)
+    if isinstance(held, PreTrainedModel) and held.get_output_embeddings() is not None:
+        raise UnsupportedModelError(
+            f"{name} holds a model: apply to that, apply(pipe.model, …), and call the {name} inside the context."
+        )
+    if model_type in known:
+        if model.get_output_embeddings() is None:
+            raise UnsupportedModelError(f"{name} has no output head; load it with AutoModelForCausalLM.")
+        return known[model_type](model)
+    why = f": {_WHY_NOT[model_type]}" if model_type in _WHY_NOT else ""
     raise UnsupportedModelError(
-        f"Model type {model_type!r} has no adapter. There are: {known}. How to add one: docs/adding-a-family.md."
+        f"Model type {model_type!r} has no adapter{why}. There are: {', '.join(sorted(known))}. How to add one: docs/adding-a-family.md."
     )

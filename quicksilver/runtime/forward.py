@@ -68,9 +68,11 @@ class Forward:
         if mask is None:
             return None
         if not (isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == self.seen + self.n):
-            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+            prepared = not isinstance(mask, torch.Tensor) or mask.ndim == 4
+            hint = " A static cache prepares such masks: use a DynamicCache (leave out cache_implementation)." if prepared else ""
             raise ConfigError(
-                f"attention_mask must be a (B, {self.seen + self.n}) padding mask over cached and new tokens; got {shape}."
+                f"attention_mask must be a (B, {self.seen + self.n}) padding mask over cached and new tokens; got {shape}.{hint}"
             )
         mask = mask.to(device).bool()
         return None if bool(mask.all()) else mask

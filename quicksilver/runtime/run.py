@@ -87,9 +87,9 @@ class Run:
     ) -> None:
         if execution not in EXECUTIONS:
             raise ConfigError(f"execution={execution!r} is not one of {', '.join(EXECUTIONS)}.")
+        self.arch = architecture_of(model)
         if model.training:
             raise ConfigError("The model is in training mode (dropout is on): call model.eval() first.")
-        self.arch = architecture_of(model)
         self.execution = execution
         check_modules(self.arch, modules, decision_layers)
         self.decision_layers = None if decision_layers is None else frozenset(decision_layers)

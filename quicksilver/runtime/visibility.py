@@ -162,6 +162,9 @@ class Visibility:
         groups = arch.n_heads // arch.n_kv_heads
         queries = queries.reshape(batch, arch.n_kv_heads, groups * n_queries, arch.head_dim)
         scores = (queries @ keys.transpose(-1, -2)).float() * arch.scaling(layer)
+        cap = arch.score_cap(layer)
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
         scores = scores.view(batch, arch.n_kv_heads, groups, n_queries, -1)
         visible = self.visible(layer, slots.gather(1, chosen), key_slots, attended.valid)
         weights = scores.masked_fill(~visible[:, None, None], torch.finfo(torch.float32).min).softmax(-1)

@@ -18,7 +18,7 @@ from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.identity import canonical
 from quicksilver.harness.parts import is_on
 from quicksilver.harness.record import load_record
-from quicksilver.harness.rekey import _SOURCES_OF_VERSION_1, rekey
+from quicksilver.harness.rekey import _MEASUREMENTS, _SOURCES_OF_VERSION_1, _identity_of_schema_1, rekey
 from quicksilver.harness.run import ensure, plan
 from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import QuickSilverError
@@ -74,7 +74,7 @@ def flat(config: dict) -> dict:
     """The config as it was when `measure` was flat."""
     measure = config["measure"]
     found = {"name": measure["name"], "batch_windows": measure["batch_windows"]}
-    for name, (_, switch, options) in command._MEASUREMENTS.items():
+    for name, (_, switch, options) in _MEASUREMENTS.items():
         on = name in measure and is_on(name, measure[name])
         found |= {switch: ("shuffle" if on else "none") if switch == "null_control" else on} if switch else {}
         if name in measure:
@@ -90,7 +90,7 @@ def to_schema_1(store: Store) -> dict[str, str]:
         data = load_record(store.path(new)).data
         of = data["identity"]
         content = {
-            "config": command._identity_of_schema_1(flat(data["config"])),
+            "config": _identity_of_schema_1(flat(data["config"])),
             "digests": of["digests"],
             "package": "0.1.0",
             "source": source,

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,28 @@ def test_a_file_of_one_s_own_is_imported_only_for_a_class_that_it_has(refused, t
     assert "is not imported" in refused("+modules.x._target_=someones_file.Mine")
     assert "is not imported" in refused("+modules.x._target_=someones_file.Other")
     assert not (tmp_path / "imported").exists()
+
+
+ADAPTER = """
+from quicksilver.runtime.architecture import GPT2Architecture
+
+class Mine(GPT2Architecture):
+    family = "mine"
+    model_types = ("attacks_own",)
+
+class Other:
+    model_types = ("gpt2",)
+"""
+
+
+def test_an_adapter_of_one_s_own_is_taken_for_its_model_types_alone(refused, tmp_path, monkeypatch):
+    (tmp_path / "attacks_family.py").write_text(ADAPTER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    assert "model.adapter=subprocess.Popen is not imported" in refused("model.adapter=subprocess.Popen")
+    assert "model.adapter=attacks_family.Other is not imported" in refused("model.adapter=attacks_family.Other")
+    said = refused("model.adapter=attacks_family.Mine")
+    assert "Mine serves the model types attacks_own, and this model is of gpt2, which GPT2Architecture serves" in said
 
 
 @pytest.mark.parametrize("word", ["+hydra.callbacks.x._target_=subprocess.Popen", "hydra.sweeper._target_=subprocess.Popen"])

@@ -11,7 +11,16 @@ import pytest
 import tiny
 import torch
 from tiny import Batch, HaltAll, Hashed
-from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, DynamicCache, GPT2Model, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    DynamicCache,
+    GPT2Model,
+    StaticCache,
+)
 
 import quicksilver
 from quicksilver import runtime
@@ -25,6 +34,7 @@ from quicksilver.runtime import (
     UnsupportedModelError,
     apply,
 )
+from quicksilver.runtime.architecture import LlamaArchitecture, architecture_of, families
 
 BATCH = Batch((tuple(range(1, 13)),))
 
@@ -43,6 +53,58 @@ def test_an_unknown_family_names_the_known_ones_and_the_page(kind: Any) -> None:
         assert family in message
     assert "docs/" in message
     assert ".md" in message
+
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=16, n_embd=16, num_hidden_layers=1, n_layer=1, num_attention_heads=2, n_head=2, intermediate_size=16,
+    num_key_value_heads=2, rotary_dim=4, num_local_experts=2, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "why"), [("gptj", "rotary factors itself"), ("bloom", "ALiBi"), ("mixtral", "experts")])
+def test_a_family_that_cannot_be_served_says_why(model_type: str, why: str) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL)).eval()
+    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' has no adapter: .*{why}.*There are: .*llama"):
+        apply(model, [])
+
+
+def test_a_gemma_whose_scores_are_capped_is_not_run_without_the_cap() -> None:
+    model = tiny.build("gemma2")
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(UnsupportedModelError, match=r"'sdpa' leaves out the cap.*attn_implementation='eager'"):
+        apply(model, [])
+
+
+def test_a_subclass_of_a_family_is_found_by_its_own_model_types() -> None:
+    """A file of one's own needs a few lines where a family is near another; the family it comes from stays what it is."""
+
+    class Mine(LlamaArchitecture):
+        family = "mine"
+        model_types = ("mine",)
+
+    class Plain(Mine):
+        """Names no model type: it serves none."""
+
+    model = tiny.build("llama")
+    assert type(architecture_of(model)) is LlamaArchitecture
+    model.config.model_type = "mine"
+    assert type(architecture_of(model)) is Mine
+    assert Plain not in families().values()
+    assert LlamaArchitecture in families()["olmo2"].__mro__
+
+
+def test_a_pipeline_says_what_to_apply_to() -> None:
+    class TextPipeline:
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+    with pytest.raises(UnsupportedModelError, match=r"TextPipeline holds a model: apply to that, apply\(pipe\.model, …\)"):
+        apply(TextPipeline(tiny.load("gpt2")), [])  # type: ignore[arg-type]
+
+
+def test_a_model_without_layers_says_so() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no decoder layer \(num_hidden_layers=0\)"):
+        apply(tiny.build("llama", num_hidden_layers=0), [])
 
 
 def test_a_model_without_a_head_says_which_class_to_load() -> None:
@@ -150,10 +212,11 @@ def test_a_static_cache_is_refused(execution: str) -> None:
         model(BATCH.ids, past_key_values=cache)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed", "gemma3"])
 @torch.no_grad()
-def test_generate_with_a_static_cache_is_refused() -> None:
-    model = tiny.load("llama")
-    with pytest.raises(QuickSilverError), apply(model, [Hashed()]):
+def test_generate_with_a_static_cache_is_refused(name: str) -> None:
+    model = tiny.load(name)
+    with pytest.raises(QuickSilverError, match=r"[sS]tatic.*DynamicCache"), apply(model, [Hashed()]):
         model.generate(BATCH.ids, attention_mask=BATCH.mask, max_new_tokens=3, cache_implementation="static")
 
 

@@ -73,8 +73,11 @@ def test_every_token_may_go_even_the_first(name: str, data: st.DataObject) -> No
     batch = data.draw(tiny.batches(high=8))
     policy = data.draw(tiny.hashed(protect=0).map(lambda m: Hashed(0.7, 0.5, m.missing_kv, m.resume_layers, 0, m.seed)))
     chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    compact = tiny.forward(model, batch, [policy], chunks=chunks)
-    masked = tiny.forward(model, batch, [policy], chunks=chunks, execution="masked")
+    with tiny.unless_blind(model) as blind:
+        compact = tiny.forward(model, batch, [policy], chunks=chunks)
+        masked = tiny.forward(model, batch, [policy], chunks=chunks, execution="masked")
+    if blind:
+        return
     assert compact.logits.isfinite().all()
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
 
@@ -318,7 +321,7 @@ def test_attention_received_is_the_models_own(
     model = tiny.build("gpt2", **changes[name]) if name in changes else tiny.load(name, attention)
     model.set_attn_implementation("eager")
     attentions = model(**batch.inputs(), use_cache=False, output_attentions=True).attentions  # L of (B, H, N, N)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("eager" if name in tiny.EAGER_ONLY else attention)
     module = Attention(last_queries, reduce)
     tiny.forward(model, batch, [module])
     for layer in range(tiny.LAYERS - 1):

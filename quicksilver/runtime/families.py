@@ -1,0 +1,98 @@
+"""Families near Llama's: norms behind the sublayers instead of before them, fused projections, caps on scores.
+
+`architecture_of` finds them by their `model_types`, like every subclass of `Architecture`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_leading_rotary
+
+from quicksilver.runtime.architecture import LlamaArchitecture, Rotary
+from quicksilver.runtime.errors import UnsupportedModelError
+
+
+class Olmo2Architecture(LlamaArchitecture):
+    """OLMo 2: no norm before attention but behind it; q and k are normed over all heads together."""
+
+    family = "olmo2"
+    model_types = ("olmo2",)
+
+    def input_norm(self, layer: int) -> nn.Module:
+        return nn.Identity()
+
+    def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.float()
+
+    def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = self.attention(layer)
+        keys = self._heads(attention.k_norm(attention.k_proj(hidden)), self.n_kv_heads)
+        return self._rotate(layer, keys, rotary), self._heads(attention.v_proj(hidden), self.n_kv_heads)
+
+    def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        attention = self.attention(layer)
+        return self._rotate(layer, self._heads(attention.q_norm(attention.q_proj(hidden)), self.n_heads), rotary)
+
+
+class Phi3Architecture(LlamaArchitecture):
+    """Phi-3 and Phi-4: q, k and v in one projection, in that order; rotary on the first part of each head where it is partial."""
+
+    family = "phi3"
+    model_types = ("phi3",)
+
+    def _rows(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of the fused projection's weight, which is (out, in)."""
+        return functional.linear(self.input_norm(layer)(hidden), self.attention(layer).qkv_proj.weight[start:stop])
+
+    def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        return states if rotary is None else apply_leading_rotary(states, states, *rotary)[0]
+
+    def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        first, each = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        keys, values = self._rows(layer, hidden, first, first + 2 * each).split(each, dim=-1)
+        return self._rotate(layer, self._heads(keys, self.n_kv_heads), rotary), self._heads(values, self.n_kv_heads)
+
+    def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        return self._rotate(layer, self._heads(self._rows(layer, hidden, 0, self.n_heads * self.head_dim), self.n_heads), rotary)
+
+    def attention_window(self, layer: int) -> int | None:
+        return self.config.sliding_window
+
+
+class GemmaArchitecture(LlamaArchitecture):
+    """Gemma 2 and 3: norms before and behind each sublayer, gains counted from one, sliding and full layers in turn.
+
+    Gemma 2 caps the scores of attention and the logits by tanh (arXiv 2408.00118); Gemma 3 norms q and k, and has rotary factors for
+    sliding and others for full layers, which each layer is handed by the model.
+
+    Raises:
+        UnsupportedModelError: attention that looks ahead (embedding models), or a cap that sdpa would leave out.
+    """
+
+    family = "gemma"
+    model_types = ("gemma2", "gemma3_text")
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if getattr(self.config, "use_bidirectional_attention", None):
+            raise UnsupportedModelError(
+                "This Gemma attends to what follows (use_bidirectional_attention): it is no causal model."
+            )
+        if self.score_cap(0) is not None and self.attention_implementation != "eager":
+            raise UnsupportedModelError(
+                f"attn_implementation={self.attention_implementation!r} leaves out the cap that this Gemma puts on the scores of its "
+                "attention: load it with attn_implementation='eager' (model.attn_implementation=eager)."
+            )
+
+    def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden.float(), (self.width,), eps=self.input_norm(layer).eps)  # type: ignore[arg-type]
+
+    def score_cap(self, layer: int) -> float | None:
+        return getattr(self.attention(layer), "attn_logit_softcapping", None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits, cap = super().logits(hidden), getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -187,7 +187,7 @@ class LlamaArchitecture(Architecture):
     """Pre-norm, rotary, grouped-query attention; Qwen3 norms q and k, SmolLM3 leaves rotary out of some layers."""
 
     family = "llama"
-    model_types = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
     def _find_layers(self) -> nn.ModuleList:
         return self.base.layers

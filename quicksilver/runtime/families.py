@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, NoReturn
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -19,7 +21,7 @@ class Olmo2Architecture(LlamaArchitecture):
     """OLMo 2: no norm before attention but behind it; q and k are normed over all heads together."""
 
     family = "olmo2"
-    model_types = ("olmo2",)
+    model_types: ClassVar[tuple[str, ...]] = ("olmo2",)
 
     def input_norm(self, layer: int) -> nn.Module:
         return nn.Identity()
@@ -28,24 +30,27 @@ class Olmo2Architecture(LlamaArchitecture):
         return hidden.float()
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self.attention(layer)
+        attention = self._layer(layer).self_attn
         keys = self._heads(attention.k_norm(attention.k_proj(hidden)), self.n_kv_heads)
         return self._rotate(layer, keys, rotary), self._heads(attention.v_proj(hidden), self.n_kv_heads)
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        attention = self.attention(layer)
+        attention = self._layer(layer).self_attn
         return self._rotate(layer, self._heads(attention.q_norm(attention.q_proj(hidden)), self.n_heads), rotary)
+
+    def residual_readers(self, layer: int) -> NoReturn:
+        _refuse_rotation(self.family)
 
 
 class Phi3Architecture(LlamaArchitecture):
     """Phi-3 and Phi-4: q, k and v in one projection, in that order; rotary on the first part of each head where it is partial."""
 
     family = "phi3"
-    model_types = ("phi3",)
+    model_types: ClassVar[tuple[str, ...]] = ("phi3",)
 
     def _rows(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of the fused projection's weight, which is (out, in)."""
-        return functional.linear(self.input_norm(layer)(hidden), self.attention(layer).qkv_proj.weight[start:stop])
+        return functional.linear(self.input_norm(layer)(hidden), self._layer(layer).self_attn.qkv_proj.weight[start:stop])
 
     def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return states if rotary is None else apply_leading_rotary(states, states, *rotary)[0]
@@ -61,6 +66,10 @@ class Phi3Architecture(LlamaArchitecture):
     def attention_window(self, layer: int) -> int | None:
         return self.config.sliding_window
 
+    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
+        block: Any = self._layer(layer)
+        return [(block.input_layernorm, [block.self_attn.qkv_proj]), (block.post_attention_layernorm, [block.mlp.gate_up_proj])]
+
 
 class GemmaArchitecture(LlamaArchitecture):
     """Gemma 2 and 3: norms before and behind each sublayer, gains counted from one, sliding and full layers in turn.
@@ -73,7 +82,7 @@ class GemmaArchitecture(LlamaArchitecture):
     """
 
     family = "gemma"
-    model_types = ("gemma2", "gemma3_text")
+    model_types: ClassVar[tuple[str, ...]] = ("gemma2", "gemma3_text")
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -90,9 +99,19 @@ class GemmaArchitecture(LlamaArchitecture):
     def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden.float(), (self.width,), eps=self.input_norm(layer).eps)  # type: ignore[arg-type]
 
+    def residual_readers(self, layer: int) -> NoReturn:
+        _refuse_rotation(self.family)
+
     def score_cap(self, layer: int) -> float | None:
         return getattr(self.attention(layer), "attn_logit_softcapping", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits, cap = super().logits(hidden), getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _refuse_rotation(family: str) -> NoReturn:
+    raise UnsupportedModelError(
+        f"The residual stream of {family} cannot be rotated: a norm stands between its sublayers and the stream. "
+        "Leave channel_sparsity out."
+    )

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from quicksilver.harness.config import compose
-from quicksilver.harness.run import Workplace
+from quicksilver.harness.workplace import Workplace
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules.calibration import calibrate
 from quicksilver.modules.thresholds import SHIPPED, Calibration

@@ -17,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from quicksilver.harness.choices import choices, config_dir
 from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.record import Record
-from quicksilver.harness.run import Progress, Workplace, calibrated_modules, ensure
+from quicksilver.harness.run import Progress, calibrated_modules, ensure
 from quicksilver.harness.stats import paired_records
 from quicksilver.harness.store import Store
+from quicksilver.harness.workplace import Workplace
 from quicksilver.runtime.errors import ConfigError
 
 LEDGERS = ("executed", "nominal", "paper")

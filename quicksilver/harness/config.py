@@ -82,6 +82,7 @@ class RunConfig:
     measure: dict[str, Any] = field(default_factory=dict)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     execution: str = "compact"
+    decision_layers: Optional[list[int]] = None
     seed: int = 0
     threads: Optional[int] = None
     results_dir: str = "results"
@@ -101,7 +102,7 @@ class RunConfig:
                 if when == "never" or (when == "alone" and self.modules):
                     del kept[name]
         # The seed draws nulls and probes; a dense run must be found again whatever the seed of the run that needs it.
-        return dataclasses.replace(self, modules={}, execution="compact", seed=0, measure=kept)
+        return dataclasses.replace(self, modules={}, execution="compact", decision_layers=None, seed=0, measure=kept)
 
     def identity(self) -> dict[str, Any]:
         """What of the config can change a result: the part that is hashed into the fingerprint.
@@ -135,6 +136,7 @@ class RunConfig:
             "protocol": protocol,
             "measure": measure,
             "execution": self.execution,
+            **({} if self.decision_layers is None else {"decision_layers": sorted(set(self.decision_layers))}),
             "seed": self.seed,
             "threads": self.threads,
         }
@@ -273,6 +275,10 @@ def check(config: RunConfig) -> None:
     _choice("execution", config.execution, EXECUTIONS)
     _choice("tracker.name", config.tracker.name, ("none", "wandb"))
     _choice("tracker.mode", config.tracker.mode, ("offline", "online", "disabled"))
+    if config.decision_layers is not None and (not config.decision_layers or min(config.decision_layers) < 0):
+        raise ConfigError(
+            f"decision_layers={config.decision_layers}: give one or more layers, counted from 0, or null for all of them."
+        )
     _at_least("dataset.windows", config.dataset.windows, 1)
     _at_least("dataset.calibration_windows", config.dataset.calibration_windows, 1)
     _at_least("dataset.documents", config.dataset.documents, 1)

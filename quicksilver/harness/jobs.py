@@ -16,7 +16,8 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
     from quicksilver.harness.record import Record
-    from quicksilver.harness.run import Planned, Progress, Workplace
+    from quicksilver.harness.run import Planned, Progress
+    from quicksilver.harness.workplace import Workplace
 
 NOT_YET = "not in this version"
 REFUSED = "refused under all: looks ahead"
@@ -118,7 +119,8 @@ def workplace(shared: RunConfig | None) -> Workplace:
     Raises:
         QuickSilverError: they cannot.
     """
-    from quicksilver.harness.run import Workplace, plan
+    from quicksilver.harness.run import plan
+    from quicksilver.harness.workplace import Workplace
 
     place = Workplace()
     if shared is not None:

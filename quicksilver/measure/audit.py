@@ -56,13 +56,17 @@ class Audit(Measurement):
 
         windows = bench.windows.ids[: bench.batch_windows]
         audited = audit(
-            bench.model, windows, bench.protocol, bench.modules, bench.execution, seed=bench.seed, n_probes=self.probes
-        )
+            bench.model, windows, bench.protocol, bench.modules, bench.execution, seed=bench.seed, n_probes=self.probes,
+            decision_layers=bench.decision_layers,
+        )  # fmt: skip
         masked = None
         if bench.execution == "compact" and audited.max_abs_logit_difference > ROUNDING * audited.max_abs_logit:
             # Two causes look alike here: a leak, or coarse codes that magnify the last digits of a sum, which follow the shapes. Under
             # `masked` no shape depends on a decision: what still moves is a leak.
-            exact = audit(bench.model, windows, bench.protocol, bench.modules, "masked", seed=bench.seed, n_probes=self.probes)
+            exact = audit(
+                bench.model, windows, bench.protocol, bench.modules, "masked", seed=bench.seed, n_probes=self.probes,
+                decision_layers=bench.decision_layers,
+            )  # fmt: skip
             masked = exact.max_abs_logit_difference
         return AuditResult(
             audited.max_abs_logit_difference, audited.max_abs_logit, len(audited.probes), list(audited.probes), masked

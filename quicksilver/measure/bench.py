@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.run import Execution
+from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import Trace
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Bench:
         frame: one row a window; a measurement may add columns to it.
         trace: every decision of the scoring pass.
         files: further files of the record, by name: each is given its path.
+        decision_layers: layers after which the modules are asked; None: after every layer.
         dense_logits: the dense model's logits of the windows, shared by what compares with them.
     """
 
@@ -54,11 +56,23 @@ class Bench:
     trace: Trace | None = None
     files: dict[str, Callable[[Path], object]] = field(default_factory=dict)
     dense_logits: DenseLogits | None = None
+    decision_layers: Sequence[int] | None = None
 
     @property
     def batch(self) -> torch.Tensor:
         """(B, N) long on the model's device: the first `batch_windows` windows, or as many as there are."""
         return self.windows.ids[: self.batch_windows].to(self.model.device)
+
+    def apply(
+        self,
+        model: PreTrainedModel | None = None,
+        modules: Sequence[RuntimeModule] | None = None,
+        execution: Execution | None = None,
+    ) -> AbstractContextManager[Run]:
+        """The modules of the run, applied as the run asks for it; or others, to another model. No modules are always compact."""
+        modules = self.modules if modules is None else modules
+        how: Execution = (execution or self.execution) if modules else "compact"
+        return apply(model or self.model, modules, execution=how, decision_layers=self.decision_layers if modules else None)
 
     def batches_done(self, done: int, of: int) -> None:
         """For `score`: windows done and windows in all."""

@@ -107,7 +107,6 @@ class Components(Measurement):
         from quicksilver.measure.breakdown import Subject, component_latency
         from quicksilver.measure.latency import shared_weight_copy
         from quicksilver.runtime.architecture import architecture_of
-        from quicksilver.runtime.run import apply
 
         model, batch, protocol = bench.model, bench.batch, bench.protocol
         plain, decided = shared_weight_copy(model), shared_weight_copy(model)
@@ -117,8 +116,8 @@ class Components(Measurement):
             subjects = {"dense": Subject(dense, lambda: forward(plain, batch, protocol, True))}
             besides: dict[str, Callable[[], object]] = {}
             if bench.modules:
-                run = stack.enter_context(apply(model, bench.modules, execution=bench.execution))
-                policy = stack.enter_context(apply(decided, asked, execution="decide"))
+                run = stack.enter_context(bench.apply())
+                policy = stack.enter_context(bench.apply(decided, asked, "decide"))
 
                 def ours() -> None:
                     run.reset()

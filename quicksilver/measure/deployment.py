@@ -108,7 +108,6 @@ class Deployment(Measurement):
 
         from quicksilver.measure.latency import shared_weight_copy
         from quicksilver.measure.serving import deployment, serve
-        from quicksilver.runtime.run import apply
 
         model, new = bench.model, self.new_tokens
         prompt = bench.windows.ids[:1, : self.prompt_tokens].to(model.device)
@@ -122,7 +121,7 @@ class Deployment(Measurement):
         with torch.no_grad(), ExitStack() as stack:
             ways = {"dense": lambda: serve(dense, prompt, new)}
             if bench.modules:
-                run = stack.enter_context(apply(model, bench.modules, execution=bench.execution))
+                run = stack.enter_context(bench.apply())
 
                 def ours() -> Served:
                     run.reset()

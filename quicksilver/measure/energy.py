@@ -96,7 +96,6 @@ class Energy(Measurement):
         from quicksilver.measure.bench import forward
         from quicksilver.measure.latency import shared_weight_copy
         from quicksilver.measure.meters import energy, meter_of
-        from quicksilver.runtime.run import apply
 
         assert self.country_iso_code is not None  # checked with the config
         model, batch, protocol = bench.model, bench.batch, bench.protocol
@@ -113,7 +112,7 @@ class Energy(Measurement):
         with torch.no_grad(), ExitStack() as stack:
             works = {"dense": synchronised(lambda: forward(dense, batch, protocol))}
             if bench.modules:
-                run = stack.enter_context(apply(model, bench.modules, execution=bench.execution))
+                run = stack.enter_context(bench.apply())
 
                 def ours() -> None:
                     run.reset()

@@ -32,9 +32,8 @@ class Flops(Measurement):
 
         from quicksilver.measure.bench import forward
         from quicksilver.measure.flop_counter import count_executed
-        from quicksilver.runtime.run import apply
 
         batch = bench.batch
-        with torch.no_grad(), apply(bench.model, bench.modules, execution=bench.execution) as run:
+        with torch.no_grad(), bench.apply() as run:
             interposed = count_executed(lambda: forward(bench.model, batch, bench.protocol))
             return FlopsResult(interposed, run.flops.executed)

@@ -56,8 +56,9 @@ def look_inside(
     *,
     execution: Execution = "compact",
     attribution: bool = False,
+    decision_layers: Sequence[int] | None = None,
 ) -> Inside:
-    """Signals of the text `ids` (N,) long.
+    """Signals of the text `ids` (N,) long; with `decision_layers`, the attention of a run is known behind these layers only.
 
     The components are those of the dense states of all layers, without the first token: its state is an attention sink, tens of times
     longer than all others in many models, and would be the only thing that the components show.
@@ -82,7 +83,7 @@ def look_inside(
         arrays["dense.gradient_x_state"] = (gradient * dense.states).sum(-1)
     if modules:
         with torch.no_grad():
-            run = _observe(model, arch, ids, modules, execution)
+            run = _observe(model, arch, ids, modules, execution, decision_layers)
         apart = run.states - dense.states
         arrays |= {f"run.{name}": value for name, value in _signals(arch, run, ids, basis).items()}
         arrays |= {f"run.{name}": value for name, value in _decisions(run.trace).items()}
@@ -127,11 +128,19 @@ class _Observed:
 
 
 def _observe(
-    model: PreTrainedModel, arch: Architecture, ids: torch.Tensor, modules: Sequence[RuntimeModule], execution: Execution
+    model: PreTrainedModel,
+    arch: Architecture,
+    ids: torch.Tensor,
+    modules: Sequence[RuntimeModule],
+    execution: Execution,
+    decision_layers: Sequence[int] | None = None,
 ) -> _Observed:
     """One forward of ids (N,), watched."""
     attention = _Attention(len(ids))
-    with _captured(arch) as captured, apply(model, [*modules, attention], execution=execution) as run:
+    with (
+        _captured(arch) as captured,
+        apply(model, [*modules, attention], execution=execution, decision_layers=decision_layers) as run,
+    ):
         logits = model(ids[None], use_cache=False).logits[0]
         trace = run.trace.passes[0]
     states = torch.stack([state[0].detach().float().to(logits.device) for state in captured])

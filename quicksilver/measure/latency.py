@@ -287,7 +287,6 @@ class Latency(Measurement):
         import torch
 
         from quicksilver.measure.bench import forward
-        from quicksilver.runtime.run import apply
 
         model, batch, protocol = bench.model, bench.batch, bench.protocol
         dense = shared_weight_copy(model)
@@ -295,7 +294,7 @@ class Latency(Measurement):
         rounds = (self.warmup + self.repeats) * len(parts)
         done = 0
         found: dict[str, object] = {}
-        with torch.no_grad(), apply(model, bench.modules, execution=bench.execution) as run:
+        with torch.no_grad(), bench.apply() as run:
             for prefix, prompt_only in parts.items():
 
                 def ours(prompt_only: bool = prompt_only) -> None:

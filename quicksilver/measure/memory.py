@@ -208,14 +208,13 @@ class Memory(Measurement):
         import torch
 
         from quicksilver.measure.bench import forward
-        from quicksilver.runtime.run import apply
 
         model, batch = bench.model, bench.batch
         peaks: dict[str, PeakMemory] = {}
         tensors: dict[str, int | None] = {}
         caches, saved = {}, []
         for name, active in (("dense", ()), ("run", bench.modules)):
-            with torch.no_grad(), apply(model, active, execution=bench.execution if active else "compact") as run:
+            with torch.no_grad(), bench.apply(modules=active) as run:
 
                 def one(run: Any = run) -> None:
                     run.reset()

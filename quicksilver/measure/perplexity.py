@@ -276,6 +276,7 @@ def score(
     execution: Execution = "compact",
     progress: Callable[[int, int], None] | None = None,
     dense: DenseLogits | None = None,
+    decision_layers: Sequence[int] | None = None,
 ) -> Scores:
     """Score windows of text under a protocol, with modules applied.
 
@@ -288,6 +289,7 @@ def score(
         execution: how decisions are carried out.
         progress: called after every batch with windows done and windows in all.
         dense: adds to every window how far its predictions are from the dense model's: one forward pass more for each batch.
+        decision_layers: layers after which modules are asked; None: after every layer.
 
     Raises:
         ConfigError: windows that do not fit the protocol or the model, a module that the protocol does not allow.
@@ -298,7 +300,7 @@ def score(
     rows: list[dict[str, Any]] = []
     billed = resident = 0
     # One context for all batches: a replayed trace is looked up by the pass's number since the context was entered.
-    with torch.no_grad(), apply(model, modules, execution=execution) as run:
+    with torch.no_grad(), apply(model, modules, execution=execution, decision_layers=decision_layers) as run:
         for start in range(0, len(windows), protocol.batch_size):
             batch = windows[start : start + protocol.batch_size].to(model.device)
             nll, finite, ledgers = [], [], []
@@ -388,13 +390,14 @@ def audit(
     seed: int = 0,
     *,
     n_probes: int = 3,
+    decision_layers: Sequence[int] | None = None,
 ) -> AuditProbes:
     """Replace the tokens after a few positions by random others: no logit up to there may move, decisions included.
 
     Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited.
 
     Args:
-        model, windows, protocol, modules, execution: as for `score`.
+        model, windows, protocol, modules, execution, decision_layers: as for `score`.
         seed: of the probe positions and of the replacing tokens.
         n_probes: positions to probe, fewer where a window has not as many.
 
@@ -415,7 +418,7 @@ def audit(
     probes = candidates[torch.randperm(len(candidates), generator=generator)[:n_probes]].sort().values.tolist()
 
     worst = scale = 0.0
-    with torch.no_grad(), apply(model, modules, execution=execution) as run:
+    with torch.no_grad(), apply(model, modules, execution=execution, decision_layers=decision_layers) as run:
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
             run.reset()  # a module that counts passes must see each of these as the first

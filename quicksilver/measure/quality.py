@@ -66,7 +66,7 @@ class Quality(Measurement):
             bench.dense_logits = DenseLogits(bench.model, bench.protocol)
         scores = score(
             bench.model, bench.windows.ids, bench.protocol, bench.windows.token_bytes, modules=bench.modules,
-            execution=bench.execution, progress=bench.batches_done, dense=bench.dense_logits,
+            execution=bench.execution, progress=bench.batches_done, dense=bench.dense_logits, decision_layers=bench.decision_layers,
         )  # fmt: skip
         bench.frame, bench.trace = scores.windows, scores.trace
         return QualityResult(**totals(scores))

@@ -79,7 +79,10 @@ class Signals(Measurement):
         found, looked = [], []
         for number, (name, ids) in enumerate(texts):
             bench.progress(number / len(texts))
-            inside = look_inside(bench.model, ids, bench.modules, execution=bench.execution, attribution=self.attribution)
+            inside = look_inside(
+                bench.model, ids, bench.modules, execution=bench.execution, attribution=self.attribution,
+                decision_layers=bench.decision_layers,
+            )  # fmt: skip
             found.append(LookedInto(name, token_texts(bench.tokenizer, ids.tolist()), ids.tolist(), list(inside.explained)))
             looked.append(inside)
         arrays = {f"{i}.{name}": array for i, one in enumerate(looked) for name, array in one.arrays.items()}

@@ -17,8 +17,8 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
-    from quicksilver.harness.run import Workplace
     from quicksilver.harness.store import Store
+    from quicksilver.harness.workplace import Workplace
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
 

@@ -10,7 +10,8 @@ from harness_world import make_text, make_world
 from quicksilver.harness.budget import Budget, Dial, dials, fit, freeze, frozen_overrides, load_dial
 from quicksilver.harness.config import compose
 from quicksilver.harness.parts import build_modules
-from quicksilver.harness.run import Workplace, ensure, is_done
+from quicksilver.harness.run import ensure, is_done
+from quicksilver.harness.workplace import Workplace
 from quicksilver.modules.thresholds import Calibration
 from quicksilver.runtime.errors import ConfigError
 

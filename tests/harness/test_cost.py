@@ -14,8 +14,9 @@ from harness_world import make_world
 
 from quicksilver.harness.config import compose
 from quicksilver.harness.parts import build_measurements, build_modules
-from quicksilver.harness.run import Workplace, measured_scalars
+from quicksilver.harness.run import measured_scalars
 from quicksilver.harness.terminal import summary
+from quicksilver.harness.workplace import Workplace
 from quicksilver.measure import meters
 from quicksilver.measure.bench import Bench
 from quicksilver.measure.perplexity import Protocol

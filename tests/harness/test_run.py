@@ -15,10 +15,11 @@ from harness_world import LAYERS, PROMPT, WINDOW, make_text, make_world
 from quicksilver.harness import run as harness
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import record_frame
-from quicksilver.harness.run import Workplace, ensure, is_done, plan
+from quicksilver.harness.run import ensure, is_done, plan
 from quicksilver.harness.stats import paired_records
 from quicksilver.harness.store import Store
 from quicksilver.harness.tracker import differences
+from quicksilver.harness.workplace import Workplace
 from quicksilver.modules.controls import Replay
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime import Trace
@@ -202,7 +203,7 @@ def test_a_finished_run_is_found_not_repeated_and_dense_runs_are_shared(words, m
     def refuse(*_):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(harness, "load", refuse)
+    monkeypatch.setattr("quicksilver.harness.workplace.load", refuse)
     assert [r.fingerprint for r in ensure(list(reversed(configs)))] == [r.fingerprint for r in reversed(first)]
 
 
@@ -418,3 +419,24 @@ def test_a_mirror_gets_the_record_s_numbers(words, monkeypatch):
     assert logged["init"]["id"] == record.fingerprint
     assert logged["artefact"] == (str(record.path), f"record-{record.fingerprint}", "record")
     assert logged["finished"]
+
+
+def test_modules_are_asked_behind_the_decision_layers_only(words):
+    every, few = (compose([*words, *THRESHOLD, *more]) for more in ([], ["decision_layers=[2,1]"]))
+    wherever, there = ensure([every, few])
+    assert "decision_layers" not in every.identity()
+    assert few.identity()["decision_layers"] == [1, 2]
+    assert wherever.dense_fingerprint == there.dense_fingerprint
+    after = [
+        set(torch.cat([one.halt_layer.flatten() for one in Trace.load(record.trace_path).passes]).tolist())
+        for record in (wherever, there)
+    ]
+    never = max(after[0])
+    assert after[0] - {never} > after[1] - {never}
+    assert after[1] <= {1, 2, never}
+
+
+@pytest.mark.parametrize("given", ["[]", "[-1]", "[99]"])
+def test_decision_layers_that_are_not_there_are_refused(words, given):
+    with pytest.raises(ConfigError, match="decision_layers="):
+        ensure([compose([*words, *THRESHOLD, f"decision_layers={given}"])])

@@ -7,7 +7,8 @@ from harness_world import make_world
 
 from quicksilver.harness.config import compose
 from quicksilver.harness.parts import build_modules
-from quicksilver.harness.run import Workplace, ensure
+from quicksilver.harness.run import ensure
+from quicksilver.harness.workplace import Workplace
 from quicksilver.runtime.errors import ConfigError
 
 WORDS = [

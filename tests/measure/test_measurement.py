@@ -11,7 +11,8 @@ import pytest
 from harness_world import make_world
 
 from quicksilver.harness.config import compose
-from quicksilver.harness.run import Workplace, ensure
+from quicksilver.harness.run import ensure
+from quicksilver.harness.workplace import Workplace
 from quicksilver.measure import Bench, Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
 

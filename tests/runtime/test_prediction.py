@@ -85,16 +85,20 @@ def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, e
     assert len(translator.asked) == 1
     assert translator.asked[0][1] == (7 if execution == "compact" else 14)
     assert int(run.trace.passes[0].halted_kv.max()) == 4
-    rotary = None
-    if name != "gpt2":
-        rotary = model.base_model.rotary_emb(frozen, torch.arange(BATCH.width)[None])
+    kinds = (
+        model.config.layer_types if name == "gemma3" else [None] * arch.n_layers
+    )  # Gemma 3 has rotary factors of each kind of layer
+    positions = torch.arange(BATCH.width)[None]
+    rotaries = [
+        None if name == "gpt2" else model.base_model.rotary_emb(frozen, positions, *filter(None, [kind])) for kind in kinds
+    ]
     for layer, store in enumerate(cache.layers):
         keys, values = (part[:, :, 1::2] for part in store.padded())
         if layer <= AT + 1:  # exact: the state that was frozen enters this layer
-            wanted = tuple(part[:, :, 1::2] for part in arch.project_kv(layer, states[layer], rotary))
+            wanted = tuple(part[:, :, 1::2] for part in arch.project_kv(layer, states[layer], rotaries[layer]))
         else:
             all_keys, all_values = translator.translate(frozen)[layer]
-            wanted = arch.rotate_keys(layer, all_keys, rotary)[:, :, 1::2], all_values[:, :, 1::2]
+            wanted = arch.rotate_keys(layer, all_keys, rotaries[layer])[:, :, 1::2], all_values[:, :, 1::2]
         torch.testing.assert_close((keys, values), wanted, atol=1e-5, rtol=1e-5)
 
 

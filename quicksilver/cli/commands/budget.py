@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from quicksilver.harness.budget import Fit
     from quicksilver.harness.config import RunConfig
     from quicksilver.harness.record import Record
-    from quicksilver.harness.run import Workplace
+    from quicksilver.harness.workplace import Workplace
 
 
 @dataclass
@@ -62,8 +62,8 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError("Say what to hold: quicksilver budget save=30, or cost=1 (make budget ARGS='save=30').")
     from quicksilver.harness import budget as budgets
     from quicksilver.harness.config import compose
-    from quicksilver.harness.run import Workplace
     from quicksilver.harness.terminal import progress_bar
+    from quicksilver.harness.workplace import Workplace
     from quicksilver.report.budget import Report, table
 
     dial, workplace = budgets.load_dial(asked.dial), Workplace()

@@ -73,7 +73,7 @@ def calibrate(config: RunConfig, options: Options) -> Path:
     """The file with the calibration of the config's model and calibration text, made if need be."""
     from tqdm import tqdm
 
-    from quicksilver.harness.run import Workplace
+    from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
     from quicksilver.modules.signals import AttentionReceived
 

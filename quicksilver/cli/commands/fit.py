@@ -82,7 +82,7 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
     from tqdm import tqdm
 
     from quicksilver.fitting.fit import fit_translators
-    from quicksilver.harness.run import Workplace
+    from quicksilver.harness.workplace import Workplace
     from quicksilver.runtime.architecture import architecture_of
 
     loaded = Workplace().model(config)

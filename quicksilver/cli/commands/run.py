@@ -56,7 +56,8 @@ def job(cfg: DictConfig) -> None:
     task = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     overrides = [str(word) for word in task] if isinstance(task, list) else []
     try:
-        from quicksilver.harness.run import Workplace, ensure, plan
+        from quicksilver.harness.run import ensure, plan
+        from quicksilver.harness.workplace import Workplace
 
         check_hydra(HydraConfig.get())
         config = run_config(cfg, overrides)

@@ -70,7 +70,7 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
     from quicksilver.atomic import write_atomically
     from quicksilver.cli.commands.fit import calibration_half
     from quicksilver.fitting.search import Judge, search
-    from quicksilver.harness.run import Workplace
+    from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.thresholds import model_digest
     from quicksilver.modules.translators import Translator
     from quicksilver.runtime.architecture import architecture_of

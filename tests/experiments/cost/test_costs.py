@@ -54,7 +54,7 @@ def entries(kind: str, *, measured: bool = True, run_j: float | str = 0.008, noi
         "seed": 0,
         "model": {"name": "reference-gpt2"},
         "dataset": {"name": "python-docs"},
-        "measure": {"name": "cost", "repeats": 5},
+        "measure": {"name": "cost", "components": {"repeats": 5}},
     }
     components: dict[str, Any] = {"of": "prompt", "dense": breakdown(DENSE_MS), "noise_floor_pct": noise}
     energy: dict[str, Any] = {

@@ -73,8 +73,10 @@ def test_a_setting_that_is_said_to_be_in_conf_is_there_with_its_number(subtests)
     assert len(settings) >= 16
     for claim, name, key in settings:
         with subtests.test(claim.id, key=key):
-            file, _, option = key.partition(".")
-            value = yaml.safe_load((config_dir() / f"{file}.yaml").read_text(encoding="utf-8"))[option]
+            file, *options = key.split(".")
+            value = yaml.safe_load((config_dir() / f"{file}.yaml").read_text(encoding="utf-8"))
+            for option in options:
+                value = value[option]
             assert float(str(value).removeprefix("p")) == claim.values[name]
 
 

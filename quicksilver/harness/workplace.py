@@ -1,0 +1,185 @@
+"""What the runs of a process share: texts, digests, one loaded model, and what each record is of."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from quicksilver.data.spec import DatasetConfig, Part
+from quicksilver.data.text import Text, read_text
+from quicksilver.harness.config import RunConfig
+from quicksilver.harness.identity import Identity, foreign_sources
+from quicksilver.harness.parts import build_modules, is_on, measurement_class, module_class
+from quicksilver.harness.store import Store
+from quicksilver.harness.targets import named_class
+from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
+from quicksilver.models.spec import ModelConfig
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.data.windows import Windows
+    from quicksilver.runtime.architecture import Architecture
+
+_DIGESTS = "cache/digests.json"
+
+
+class Workplace:
+    """What runs share: texts, digests and one loaded model. Believes that files do not change while it lives."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, Text] = {}
+        self._files: dict[str, tuple[ModelFiles, str]] = {}
+        self._loaded: tuple[str, Loaded] | None = None
+        self._windows: dict[tuple[str, ...], Windows] = {}
+        self._identities: dict[str, Identity] = {}
+
+    def text(self, config: RunConfig, part: Part) -> Text:
+        """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
+        part = cast(Part, config.dataset.part) if part == "test" else part
+        key = _key(config.dataset, config.data.root, part)
+        if key not in self._texts:
+            cache = Path(config.results_dir) / "cache" / "text"
+            self._texts[key] = read_text(config.dataset, part, root=_root(config), cache=cache)
+        return self._texts[key]
+
+    def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
+        """A model's files and their digest."""
+        key = _key(config.model, config.data.root)
+        if key not in self._files:
+            files = locate(config.model, _root(config))
+            store = Store(config.results_dir)
+            remembered = _read_digests(store)
+            known = len(remembered)
+            digest = weights_digest(files.folder, remembered)
+            if len(remembered) > known:
+                store.write_cache(_DIGESTS, remembered)
+            self._files[key] = (files, digest)
+        return self._files[key]
+
+    def model(self, config: RunConfig) -> Loaded:
+        """The model of a config; the one before it is let go first."""
+        key = _key(config.model, config.data.root)
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = None
+            adapter = _adapter(config)
+            loaded = load(config.model, self.files(config)[0])
+            _check_adapter(adapter, loaded)
+            self._loaded = (key, loaded)
+        return self._loaded[1]
+
+    def windows(self, config: RunConfig, part: Part) -> Windows:
+        """Windows of `text`, as many as the config scores or calibrates on."""
+        from quicksilver.data.windows import encode
+
+        text = self.text(config, part)
+        limit = config.dataset.windows if part == "test" else config.dataset.calibration_windows
+        key = (self.files(config)[1], text.digest, str(config.protocol.window_tokens), str(limit))
+        if key not in self._windows:
+            try:
+                self._windows[key] = encode(text.text, self.model(config).tokenizer, config.protocol.window_tokens, limit)
+            except ConfigError as error:
+                raise ConfigError(f"dataset={config.dataset.name}, {part} part ({text.source}): {error}") from error
+        return self._windows[key]
+
+    def fingerprint(self, config: RunConfig) -> str:
+        return self.identity(config).fingerprint
+
+    def identity(self, config: RunConfig) -> Identity:
+        """What the record of a config is of."""
+        key = _key(config)
+        if key not in self._identities:
+            self._identities[key] = self._identity(config)
+        return self._identities[key]
+
+    def _identity(self, config: RunConfig) -> Identity:
+        from quicksilver.modules.translators import files_behind
+
+        modules = build_modules(config.modules)
+        digests = {"text": self.text(config, "test").digest, "weights": self.files(config)[1]}
+        if any(asks_for_calibration(module) for module in modules):
+            digests["calibration_text"] = self.text(config, "calibration").digest
+            if config.dataset.part == "test" and digests["calibration_text"] == digests["text"]:
+                raise ConfigError(
+                    f"dataset={config.dataset.name}: thresholds would be calibrated on the text that is scored "
+                    f"({self.text(config, 'calibration').source}). Give another text as dataset.files.calibration, or numbers for the "
+                    "thresholds; dataset.part=calibration scores the calibrating part on purpose."
+                )
+        for name, entry in config.modules.items():
+            path = entry.get("calibration")
+            if path is not None and not isinstance(path, str):
+                raise ConfigError(f"modules.{name}.calibration={path!r} is no calibration: give the path of a calibration file.")
+            if path is not None:
+                digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
+                _check_calibration(name, path)
+            for path in files_behind(entry, self.files(config)[0].folder):
+                digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
+        classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
+        classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
+        adapter = _adapter(config)
+        return Identity(config.identity(), digests, foreign_sources([*classes, *([adapter] if adapter else [])]))
+
+
+def _adapter(config: RunConfig) -> type[Architecture] | None:
+    """The class of `model.adapter`, imported: from then on the runtime finds it by its model types."""
+    from quicksilver.runtime.architecture import Architecture
+
+    return named_class("model.adapter", config.model.adapter, Architecture) if config.model.adapter else None  # type: ignore[type-abstract]
+
+
+def _check_adapter(adapter: type[Architecture] | None, loaded: Loaded) -> None:
+    from quicksilver.runtime.architecture import architecture_of
+
+    found = type(architecture_of(loaded.model))
+    if adapter is not None and found is not adapter:
+        raise ConfigError(
+            f"model.adapter: {adapter.__name__} serves the model types {', '.join(adapter.model_types)}, and this model is of "
+            f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
+        )
+
+
+def _root(config: RunConfig) -> Path | None:
+    return Path(config.data.root).expanduser() if config.data.root else None
+
+
+def _key(config: ModelConfig | DatasetConfig | RunConfig, *more: str | None) -> str:
+    return json.dumps([dataclasses.asdict(config), *more], sort_keys=True)
+
+
+def _read_digests(store: Store) -> dict[str, str]:
+    try:
+        kept = json.loads((store.root / _DIGESTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # a cache: without it the files are read again
+    if not isinstance(kept, dict):
+        return {}
+    return {path: digest for path, digest in kept.items() if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)}
+
+
+def _file_digest(name: str, path: str, option: str) -> str:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check_calibration(name: str, path: str) -> None:
+    """Refuse a damaged file before anything runs; raises ConfigError."""
+    from quicksilver.modules.thresholds import Calibration
+
+    try:
+        Calibration.load(path)
+    except ConfigError as error:
+        raise ConfigError(f"modules.{name}.calibration: {error}") from error
+
+
+def asks_for_calibration(module: Any) -> bool:
+    from quicksilver.modules.thresholds import Calibrated, Fitted
+
+    return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
+        isinstance(module, Fitted) and not module.fitted
+    )

@@ -63,3 +63,33 @@ def make_world(folder: Path, *, layers: int = LAYERS, window: int = WINDOW, prom
         "measure.audit.probes=1",
         "threads=1",
     ]
+
+
+TREEBANK_WORDS = {"DT": ["the", "a"], "NN": ["dog", "cat", "can't"], "VBD": ["saw", "heard"], "IN": ["in", "by"], "CC": ["and"]}
+_UPOS = {"DT": "DET", "NN": "NOUN", "VBD": "VERB", "IN": "ADP", "CC": "CCONJ", ".": "PUNCT"}
+
+
+def make_treebank(folder: Path, *, sentences: int = 60, seed: int = 0, space: str = " ") -> Path:
+    """A folder like GUM's: two documents, one of them for calibration, of sentences "the dog saw a cat in the dog." with their trees.
+
+    Without `space`, neighbouring words are neighbouring tokens of a byte tokenizer.
+    """
+    draw = random.Random(seed)
+    for sub in ("dep", "const"):
+        (folder / sub).mkdir(parents=True, exist_ok=True)
+    (folder / "splits.md").write_text("# Splits\n\n## dev\n\n  * one\n\n## test\n\n  * two\n")
+    for document in ("one", "two"):
+        blocks, trees = [f"# newdoc id = {document}"], []
+        for number in range(sentences):
+            tags = ["DT", "NN", "VBD", "DT", "NN", *(["IN", "DT", "NN"] if draw.random() < 0.5 else [])]
+            words = [draw.choice(TREEBANK_WORDS[tag]) for tag in tags]
+            lines = [f"# sent_id = {document}-{number}", f"# text = {space.join(words)}."]
+            for i, (word, tag) in enumerate(zip([*words, "."], [*tags, "."], strict=True), 1):
+                lines.append(f"{i}\t{word}\t_\t{_UPOS[tag]}\t{tag}\t_\t_\t_\t_\t_")
+            blocks.append("\n".join(lines))
+            leaf = [f"({tag} {word})" for tag, word in zip(tags, words, strict=True)]
+            phrase = f" (PP {leaf[5]} (NP {leaf[6]} {leaf[7]}))" if len(leaf) > 5 else ""
+            trees.append(f"(ROOT (S (NP-SBJ {leaf[0]} {leaf[1]}) (VP {leaf[2]} (NP {leaf[3]} {leaf[4]}){phrase}) (. .)))")
+        (folder / "dep" / f"{document}.conllu").write_text(blocks[0] + "\n" + "\n\n".join(blocks[1:]) + "\n\n")
+        (folder / "const" / f"{document}.ptb").write_text("\n\n".join(trees))
+    return folder

@@ -10,7 +10,8 @@ from omegaconf import MISSING
 # OmegaConf 2.3 reads `Optional[int]` everywhere a config may come from; `int | None` it does not.
 # ruff: noqa: UP045
 
-READERS = ("pydoc", "text", "lines", "documents")
+READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos")
+ANNOTATED = {"treebank": "penn", "treebank-upos": "upos"}  # reader -> tag set
 FORMS = ("raw", "tokenised")
 Part = Literal["test", "calibration"]
 PARTS = ("test", "calibration")
@@ -42,7 +43,7 @@ class DatasetConfig:
 
     Args:
         reader: `pydoc` (pydoc_data.topics), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl
-            with `text`).
+            with `text`), `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language).
         form: `raw` or `tokenised` text, for the record: their perplexities do not compare.
         files, hub: where it is; files win where they exist.
         documents, calibration_documents: how many documents are scored, and how many after them calibrate (`documents` reader).

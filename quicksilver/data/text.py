@@ -12,8 +12,10 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
+from quicksilver.data.annotation.annotation import Annotation
+from quicksilver.data.annotation.treebank import read_treebank
 from quicksilver.data.python_docs import python_docs
-from quicksilver.data.spec import DatasetConfig, Part
+from quicksilver.data.spec import ANNOTATED, DatasetConfig, Part
 from quicksilver.models.hub import require_hub
 from quicksilver.runtime.errors import ConfigError
 
@@ -24,11 +26,13 @@ class Text:
 
     Attributes:
         source: where it was read, for the record.
+        annotation: its words, tags and constituents, where the dataset has them.
         digest: sha256 of its UTF-8 bytes.
     """
 
     text: str
     source: str
+    annotation: Annotation | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -54,6 +58,9 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
         return Text(python_docs(part), "pydoc_data.topics")
     path = _local_path(config, part, root)
     if path is not None and path.exists():
+        if config.reader in ANNOTATED:
+            text, annotation = read_treebank(path, part, ANNOTATED[config.reader])
+            return Text(text, str(path), annotation)
         return Text(_read_file(config, part, path), str(path))
     if config.hub.id is None:
         raise ConfigError(_missing_file(config, part, path, root))

@@ -6,8 +6,11 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from quicksilver.data.annotation.alignment import AnnotatedTokens, align
+from quicksilver.data.annotation.annotation import Annotation
 from quicksilver.measure.perplexity import windows_of
 from quicksilver.measure.token_bytes import token_byte_lengths
 from quicksilver.runtime.errors import ConfigError
@@ -23,6 +26,7 @@ class Windows:
         tokens: tokens of the whole text.
         token_bytes: (V,) long, bytes behind each token; None where a tokenizer loses bytes.
         why_no_bytes: then, why.
+        annotated: the words that the tokens of the windows belong to, where the text has annotation.
     """
 
     ids: torch.Tensor
@@ -30,6 +34,7 @@ class Windows:
     tokens: int
     token_bytes: torch.Tensor | None
     why_no_bytes: str | None
+    annotated: AnnotatedTokens | None = None
 
     @property
     def token_digest(self) -> str:
@@ -37,18 +42,40 @@ class Windows:
         return hashlib.sha256(self.ids.contiguous().numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def encode(text: str, tokenizer: Any, window_tokens: int, limit: int | None = None) -> Windows:
+def encode(
+    text: str, tokenizer: Any, window_tokens: int, limit: int | None = None, annotation: Annotation | None = None
+) -> Windows:
     """Tokenise without special tokens and cut into windows; at most `limit`, spread evenly so that the whole text is represented.
 
     Raises:
-        ConfigError: the text is shorter than one window.
+        ConfigError: the text is shorter than one window; annotation that does not align with it.
     """
-    # verbose=False: transformers warns that the text is longer than the model's context. It is cut right below.
-    ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    encoded = _encoded(text, tokenizer, offsets=annotation is not None)
+    ids = encoded["input_ids"]
     every = windows_of(ids, window_tokens)
-    taken = every if limit is None or limit >= len(every) else every[torch.linspace(0, len(every) - 1, limit).long()]
+    rows = torch.arange(len(every))
+    rows = rows if limit is None or limit >= len(every) else torch.linspace(0, len(every) - 1, limit).long()
+    taken = every[rows]
     try:
         token_bytes, why = token_byte_lengths(tokenizer), None
     except ConfigError as error:
         token_bytes, why = None, str(error)
-    return Windows(taken, len(every), len(ids), token_bytes, why)
+    annotated = None
+    if annotation is not None:
+        places = rows.numpy()[:, None] * window_tokens + np.arange(window_tokens)
+        annotated = align(annotation, np.array(ids), np.array(encoded["offset_mapping"]), places)
+    return Windows(taken, len(every), len(ids), token_bytes, why, annotated)
+
+
+def _encoded(text: str, tokenizer: Any, *, offsets: bool) -> Any:
+    # verbose=False: transformers warns that the text is longer than the model's context. It is cut by the caller.
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    if not offsets:
+        return tokenizer(text, **options)
+    try:
+        return tokenizer(text, return_offsets_mapping=True, **options)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, so words cannot be aligned with it: load the "
+            "fast tokenizer."
+        ) from error

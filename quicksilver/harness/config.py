@@ -23,7 +23,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from quicksilver.data.spec import FORMS, PARTS, READERS, DatasetConfig
+from quicksilver.data.spec import ANNOTATED, FORMS, PARTS, READERS, DatasetConfig
 from quicksilver.harness.choices import GROUPS, choices, config_dir
 from quicksilver.harness.explain import explain, explain_value, suggest
 from quicksilver.harness.hydra_section import check_hydra, check_selected
@@ -310,7 +310,8 @@ def _check_measurements(config: RunConfig) -> None:
             "measure.quality is what every record has, and the first of its measurements: it cannot be switched off."
         )
     protocol = config.protocol
-    setting = Setting(protocol.name, protocol.window_tokens, protocol.prompt_tokens, config.execution)
+    annotated = config.dataset.reader in ANNOTATED
+    setting = Setting(protocol.name, protocol.window_tokens, protocol.prompt_tokens, config.execution, annotated)
     timed = [name for name, measurement in measurements.items() if measurement.timed]
     if timed and config.execution == "masked":
         off = " ".join(f"measure.{name}.enabled=false" for name in timed)

@@ -77,10 +77,12 @@ class Workplace:
 
         text = self.text(config, part)
         limit = config.dataset.windows if part == "test" else config.dataset.calibration_windows
-        key = (self.files(config)[1], text.digest, str(config.protocol.window_tokens), str(limit))
+        annotated = text.annotation.digest if text.annotation is not None else ""
+        key = (self.files(config)[1], text.digest, annotated, str(config.protocol.window_tokens), str(limit))
         if key not in self._windows:
             try:
-                self._windows[key] = encode(text.text, self.model(config).tokenizer, config.protocol.window_tokens, limit)
+                tokenizer, size = self.model(config).tokenizer, config.protocol.window_tokens
+                self._windows[key] = encode(text.text, tokenizer, size, limit, text.annotation)
             except ConfigError as error:
                 raise ConfigError(f"dataset={config.dataset.name}, {part} part ({text.source}): {error}") from error
         return self._windows[key]
@@ -99,7 +101,10 @@ class Workplace:
         from quicksilver.modules.translators import files_behind
 
         modules = build_modules(config.modules)
-        digests = {"text": self.text(config, "test").digest, "weights": self.files(config)[1]}
+        text = self.text(config, "test")
+        digests = {"text": text.digest, "weights": self.files(config)[1]}
+        if text.annotation is not None:
+            digests["annotation"] = text.annotation.digest
         if any(asks_for_calibration(module) for module in modules):
             digests["calibration_text"] = self.text(config, "calibration").digest
             if config.dataset.part == "test" and digests["calibration_text"] == digests["text"]:

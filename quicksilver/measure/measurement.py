@@ -55,12 +55,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Setting:
-    """What of a run's configuration a measurement may depend on, before anything is loaded."""
+    """What of a run's configuration a measurement may depend on, before anything is loaded. `annotated`: the dataset has gold tags."""
 
     protocol: str
     window_tokens: int
     prompt_tokens: int
     execution: str
+    annotated: bool = False
 
 
 @dataclass

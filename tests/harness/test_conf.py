@@ -21,7 +21,12 @@ from quicksilver.runtime import RuntimeModule
 from quicksilver.runtime.errors import ConfigError
 
 # What no config can know is left open and asked for.
-OPEN = {("model", "folder"): ["model.name=x", "model.path=/x"], ("dataset", "file"): ["dataset.files.test=/x"]}
+OPEN = {
+    ("model", "folder"): ["model.name=x", "model.path=/x"],
+    ("dataset", "file"): ["dataset.files.test=/x"],
+    ("dataset", "ud"): ["dataset.files.test=/x"],
+    ("measure", "words"): ["dataset=gum"],  # the default text has no annotation
+}
 
 
 @pytest.mark.parametrize("group", [group for group in GROUPS if group != "modules"])

@@ -1,0 +1,177 @@
+"""Shares of clustered observations, what chance alone gives within strata, and how much a model with covariates explains.
+
+Chance is exact: values dealt anew among the observations of a stratum have a hypergeometric mean and variance, so nothing is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Z = 1.959963984540054  # 95%
+_ROUNDS = 40
+_RIDGE = 1e-6  # per observation: keeps classes that are perfectly told from each other finite
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share, 0 to 1, with the ends of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class AgainstNull:
+    """A share beside what chance within strata gives, 0 to 1.
+
+    Attributes:
+        expected: mean under the null; low, high: where 95% of deals to chance lie.
+        excess: the share minus `expected`, with the ends of its 95% interval by cluster.
+    """
+
+    expected: float
+    low: float
+    high: float
+    excess: float
+    excess_low: float
+    excess_high: float
+
+
+def wilson(hits: NDArray[np.bool_] | Floats, clusters: NDArray[np.int64]) -> Share:
+    """Share of hits (n,) with Wilson's interval at the number of independent observations that the clusters (n,) leave (design effect).
+
+    Raises:
+        ValueError: no observation.
+    """
+    n = len(hits)
+    if n == 0:
+        raise ValueError("a share needs an observation")
+    p = float(np.mean(hits))
+    sums = _by_cluster(np.asarray(hits, dtype=float) - p, clusters)
+    count = len(sums)
+    binomial = p * (1 - p) / n
+    robust = float((sums**2).sum()) / n**2 * count / max(1, count - 1)
+    # Where all agree, or there is one cluster, the data do not say how alike a cluster's members are: a cluster counts as one.
+    effective = float(count) if binomial == 0 or count == 1 else n / max(1.0, robust / binomial)
+    middle = (p + Z**2 / (2 * effective)) / (1 + Z**2 / effective)
+    half = Z * np.sqrt(p * (1 - p) / effective + Z**2 / (4 * effective**2)) / (1 + Z**2 / effective)
+    return Share(p, float(min(p, max(0.0, middle - half))), float(max(p, min(1.0, middle + half))))
+
+
+def _by_cluster(values: Floats, clusters: NDArray[np.int64]) -> Floats:
+    _, number = np.unique(clusters, return_inverse=True)
+    return np.bincount(number, weights=values).astype(np.float64)
+
+
+def crossed(*strata: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Strata (n,) that agree in all of the given ones."""
+    whole = np.zeros(len(strata[0]), dtype=np.int64)
+    for one in strata:
+        _, number = np.unique(one, return_inverse=True)
+        whole = whole * (number.max(initial=0) + 1) + number
+    return whole
+
+
+def quantile_bins(values: Floats, bins: int) -> NDArray[np.int64]:
+    """The bin of every value (n,), of about equally many values each; equal values share one."""
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, bins + 1)[1:-1]))
+    return np.searchsorted(edges, values, side="right")
+
+
+def expected(values: Floats, member: NDArray[np.bool_], strata: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Mean of the members' values, and its standard deviation, when the values are dealt anew within each stratum.
+
+    Args:
+        values: (n,) or (n, K).
+        member: (n,) whose mean it is; strata: (n,).
+
+    Returns:
+        Two arrays (K,), or numbers as () arrays.
+    """
+    _, number = np.unique(strata, return_inverse=True)
+    size = np.bincount(number)
+    inside = np.bincount(number, weights=member)
+    columns = np.asarray(values, dtype=float).reshape(len(values), -1)
+    mean = np.stack([np.bincount(number, weights=one) for one in columns.T], axis=1) / size[:, None]
+    square = np.stack([np.bincount(number, weights=one**2) for one in columns.T], axis=1) / size[:, None]
+    spread = np.maximum(square - mean**2, 0.0)
+    total = inside.sum()
+    average = (inside[:, None] * mean).sum(0) / total
+    rest = np.where(size > 1, (size - inside) / np.maximum(1, size - 1), 0.0)
+    deviation = np.sqrt((inside[:, None] * rest[:, None] * spread).sum(0)) / total
+    shape = np.shape(values)[1:]
+    return average.reshape(shape), deviation.reshape(shape)
+
+
+def against_null(
+    values: Floats, member: NDArray[np.bool_], strata: NDArray[np.int64], clusters: NDArray[np.int64]
+) -> AgainstNull:
+    """The members' mean of values (n,) beside that of chance within `strata` (n,)."""
+    values = np.asarray(values, dtype=float)
+    average, deviation = (float(one) for one in expected(values, member, strata))
+    _, number = np.unique(strata, return_inverse=True)
+    stratum_mean = (np.bincount(number, weights=values) / np.bincount(number))[number]
+    beyond = (values - stratum_mean)[member]
+    excess = float(beyond.mean())
+    sums = _by_cluster(beyond - excess, clusters[member])
+    error = float(np.sqrt((sums**2).sum() * len(sums) / max(1, len(sums) - 1))) / len(beyond)
+    half = Z * error
+    return AgainstNull(average, average - Z * deviation, average + Z * deviation, excess, excess - half, excess + half)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------------------
+
+
+def indicators(labels: NDArray) -> Floats:
+    """(n, K-1): one column for each distinct label but the first."""
+    _, number = np.unique(labels, return_inverse=True)
+    return np.eye(number.max() + 1)[number][:, 1:]
+
+
+def design(columns: Sequence[Floats]) -> Floats:
+    """Columns (n,) or (n, k) side by side, standardised, behind a column of ones; what does not vary is left out."""
+    wide = np.concatenate([np.asarray(one, dtype=float).reshape(len(one), -1) for one in columns], axis=1)
+    spread = wide.std(0)
+    wide = (wide - wide.mean(0))[:, spread > 0] / spread[spread > 0]
+    return np.concatenate([np.ones((len(wide), 1)), wide], axis=1)
+
+
+def r_squared(values: Floats, columns: Sequence[Floats]) -> float:
+    """Share of the variance of values (n,) that a linear model of the columns explains."""
+    x = design(columns)
+    coefficients = np.linalg.solve(x.T @ x + _RIDGE * len(x) * np.eye(x.shape[1]), x.T @ values)
+    left = values - x @ coefficients
+    return 1 - float((left**2).sum() / ((values - values.mean()) ** 2).sum())
+
+
+def deviance_explained(hits: NDArray[np.bool_], columns: Sequence[Floats]) -> float:
+    """Share of the deviance of hits (n,) that a logistic model of the columns explains (McFadden)."""
+    y = np.asarray(hits, dtype=float)
+    x = design(columns)
+    coefficients = np.zeros(x.shape[1])
+    coefficients[0] = np.log(y.mean() / (1 - y.mean()))
+    penalty = _RIDGE * len(y) * np.eye(x.shape[1])
+    for _ in range(_ROUNDS):
+        p = _logistic(x @ coefficients)
+        gradient = x.T @ (y - p) - penalty @ coefficients
+        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + penalty, gradient)
+        coefficients += step * min(1.0, 5.0 / max(1e-12, float(np.abs(step).max())))
+        if np.abs(step).max() < 1e-8:
+            break
+    return 1 - _log_loss(y, _logistic(x @ coefficients)) / _log_loss(y, np.full(len(y), y.mean()))
+
+
+def _logistic(values: Floats) -> Floats:
+    return 1 / (1 + np.exp(-np.clip(values, -30, 30)))
+
+
+def _log_loss(y: Floats, p: Floats) -> float:
+    p = np.clip(p, 1e-12, 1 - 1e-12)
+    return -float((y * np.log(p) + (1 - y) * np.log1p(-p)).sum())

@@ -1,8 +1,8 @@
-"""Table quicksilver: stopped tokens whose K/V are predicted, each part of the technique taken away in turn.
+"""Table quicksilver: stopped tokens whose K/V are predicted, on two models and two texts, and each part of the technique taken away.
 
-The first two rows are the model's own schedules at 40% and 50% of the prompt's work, chosen on calibration text (docs/predicted-kv.md). The
-rows below take one part away and leave the rest as it is, so their budgets differ and stand beside their cost. More windows than Table 11
-has: differences of a percent need them.
+The first rows of a panel are the model's own schedules at 40% and 50% of the prompt's work, chosen on calibration text
+(docs/predicted-kv.md). The rows below take one part away and leave the rest as it is, so their budgets differ and stand beside their cost.
+More windows than Table 11 has: differences of a percent need them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import Panel, Table
 
-PANEL = "continuation"
 OURS, WITHOUT, FORMATS = "The model's own schedules", "At 40%, one part taken away", "Number formats"
+SCHEDULES = (("40", "40% of the prompt's work", "quicksilver", ()), ("50", "50%", "quicksilver_50", ()))
 # section -> key, what is printed, modules, overrides
 ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
-    OURS: (("40", "40% of the prompt's work", "quicksilver", ()), ("50", "50%", "quicksilver_50", ())),
+    OURS: SCHEDULES,
     WITHOUT: (
-        (
-            "drop_all",
-            "nothing predicted: the second stage is dropped too",
-            "quicksilver",
-            ("modules.quicksilver.missing_kv=drop",),
-        ),
+        ("drop_all", "nothing predicted: the second stage is dropped too", "quicksilver", ("modules.quicksilver.missing_kv=drop",)),
         ("project", "projected, not predicted (SwiftKV, untrained)", "quicksilver", ("modules.quicksilver.missing_kv=project",)),
         ("oldest", "nothing but the oldest dropped, at the same work", "halting_attention", ("modules.halting.signal=position",)),
     ),
@@ -34,23 +29,39 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
         ("40.bfloat16", "40%, in bfloat16", "quicksilver,bfloat16", ()),
         ("50.bfloat16", "50%, in bfloat16", "quicksilver_50,bfloat16", ()),
     ),
-}
+}  # fmt: skip
+OLDEST = ("oldest", "oldest dropped, 40%", "halting_attention", ("modules.halting.signal=position",))
 ALWAYS = ("protocol=continuation", "dataset.windows=128")
+# panel -> title, rows, what its runs have besides
+PANELS = {
+    "continuation": ("The model and text that were asked for", ROWS, ()),
+    "wikitext103": (
+        "The same on WikiText-103 test", {OURS: SCHEDULES, "For comparison": (OLDEST,)}, ("dataset=wikitext103", "measure=quick")
+    ),
+    "llama": ("reference-llama", {OURS: SCHEDULES, "For comparison": (OLDEST,)}, ("model=reference-llama", "measure=quick")),
+    "llama.wikitext103": (
+        "reference-llama on WikiText-103 test", {OURS: SCHEDULES}, ("model=reference-llama", "dataset=wikitext103", "measure=quick")
+    ),
+}  # fmt: skip
 
 
 def rows() -> list[Row]:
-    """Dense, and every row of `ROWS`."""
-    found = [Row(PANEL, "", "dense", "Dense", (*ALWAYS, "modules=[]"))]
-    for section, members in ROWS.items():
-        for key, technique, modules, overrides in members:
-            needs = tuple(modules.split(","))
-            found.append(Row(PANEL, section, key, technique, (*ALWAYS, f"modules=[{modules}]", *overrides), needs))
+    """Dense and its rows, panel by panel."""
+    found = []
+    for panel, (_, sections, besides) in PANELS.items():
+        found.append(Row(panel, "", "dense", "Dense", (*ALWAYS, *besides, "modules=[]")))
+        for section, members in sections.items():
+            for key, technique, modules, overrides in members:
+                needs = tuple(modules.split(","))
+                found.append(Row(panel, section, key, technique, (*ALWAYS, *besides, f"modules=[{modules}]", *overrides), needs))
     return found
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
-    """One panel."""
+    """A panel a model and text."""
     frame = comparison.frame(outcomes)
-    title = "Protocol continuation: anything goes inside the prompt, the tokens after it are scored"
-    panel = Panel(PANEL, title, comparison.columns(prompt=True), provenance.notes(outcomes))
-    return Table(name, "Predicted instead of dropped", frame, (panel,), comparison.legend(frame))
+    panels = tuple(
+        Panel(key, title, comparison.columns(prompt=True), provenance.notes([one for one in outcomes if one.row.panel == key]))
+        for key, (title, _, _) in PANELS.items()
+    )
+    return Table(name, "Predicted instead of dropped, under protocol continuation", frame, panels, comparison.legend(frame))

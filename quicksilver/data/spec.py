@@ -10,8 +10,10 @@ from omegaconf import MISSING
 # OmegaConf 2.3 reads `Optional[int]` everywhere a config may come from; `int | None` it does not.
 # ruff: noqa: UP045
 
-READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos")
+READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos", "far-copy", "far-recall")
 ANNOTATED = {"treebank": "penn", "treebank-upos": "upos"}  # reader -> tag set
+MADE_HERE = ("pydoc", "far-copy", "far-recall")  # readers of texts that need no file
+FarContext = Literal["copy", "recall"]
 FORMS = ("raw", "tokenised")
 Part = Literal["test", "calibration"]
 PARTS = ("test", "calibration")
@@ -43,7 +45,8 @@ class DatasetConfig:
 
     Args:
         reader: `pydoc` (pydoc_data.topics), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl
-            with `text`), `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language).
+            with `text`), `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language),
+            `far-copy`, `far-recall` (texts of their own, made by seed; data/far_context.py).
         form: `raw` or `tokenised` text, for the record: their perplexities do not compare.
         files, hub: where it is; files win where they exist.
         documents, calibration_documents: how many documents are scored, and how many after them calibrate (`documents` reader).

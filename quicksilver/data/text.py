@@ -14,6 +14,7 @@ from pathlib import Path
 
 from quicksilver.data.annotation.annotation import Annotation
 from quicksilver.data.annotation.treebank import read_treebank
+from quicksilver.data.far_context import far_context
 from quicksilver.data.python_docs import python_docs
 from quicksilver.data.spec import ANNOTATED, DatasetConfig, Part
 from quicksilver.models.hub import require_hub
@@ -56,6 +57,9 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
                 "dataset.files and dataset.hub have no effect on python-docs, which CPython carries: use dataset=file."
             )
         return Text(python_docs(part), "pydoc_data.topics")
+    if config.reader.startswith("far-"):
+        kind = config.reader.removeprefix("far-")
+        return Text(far_context(kind, part), f"far context by seed: {kind}")
     path = _local_path(config, part, root)
     if path is not None and path.exists():
         if config.reader in ANNOTATED:

@@ -23,7 +23,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from quicksilver.data.spec import ANNOTATED, FORMS, PARTS, READERS, DatasetConfig
+from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, DatasetConfig
 from quicksilver.harness.choices import GROUPS, choices, config_dir
 from quicksilver.harness.explain import explain, explain_value, suggest
 from quicksilver.harness.hydra_section import check_hydra, check_selected
@@ -285,7 +285,7 @@ def check(config: RunConfig) -> None:
     _at_least("dataset.calibration_documents", config.dataset.calibration_documents, 1)
     _within("threads", config.threads, 1, MOST_THREADS)
     _within("seed", config.seed, 0, GREATEST_SEED)
-    if config.dataset.reader != "pydoc" and config.dataset.files.test is None and config.dataset.hub.id is None:
+    if config.dataset.reader not in MADE_HERE and config.dataset.files.test is None and config.dataset.hub.id is None:
         raise ConfigError(
             f"dataset.files.test has no value: dataset={config.dataset.name} needs dataset.files.test=/path/of/a/text."
         )

@@ -1,0 +1,70 @@
+"""Table front: what the paper's mechanisms, two number formats and this package's own schedule do to a prompt, in a few rows.
+
+Paper's mechanisms as in Table 11, with more windows; README's first screen shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quicksilver.report import comparison, provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import NO_VALUE, number, signed, speedup_cell, versus_null_cell
+from quicksilver.report.table import Column, Lines, Panel, Table
+
+from .techniques import steps
+
+PANEL = "continuation"
+ALWAYS = ("protocol=continuation", "dataset.windows=128")
+PAPER = {
+    "isolated.halting": "Token halting",
+    "isolated.kv_skipping": "KV skipping",
+    "isolated.fusion": "Token fusion",
+    "cumulative.quantization": "All four of the paper",
+}
+OURS = {"bfloat16": ("bfloat16 alone", "bfloat16"), "40": ("Predicted, 40% (ours)", "quicksilver")}
+
+
+def rows() -> list[Row]:
+    """Dense, the paper's mechanisms, and what is ours."""
+    found = [Row(PANEL, "", "dense", "Dense", (*ALWAYS, "modules=[]"))]
+    for _, key, _, needs, overrides in steps():
+        if key in PAPER:
+            found.append(Row(PANEL, "", key, PAPER[key], (*ALWAYS, *overrides), needs))
+    for key, (technique, module) in OURS.items():
+        found.append(Row(PANEL, "", key, technique, (*ALWAYS, f"modules=[{module}]"), (module,)))
+    return found
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Five columns, dense left out: everything is against it."""
+    shown = [one for one in outcomes if one.row.key != "dense"]
+    columns = (
+        Column("", "technique", lambda row: (row["technique"],), align="left"),
+        Column("saved of the prompt, %", "time", lambda row: speedup_cell(row, "prompt_speedup_pct")[:1]),
+        Column("saved of the prompt, %", "FLOPs", lambda row: (signed(number(row, "prompt_executed_flops_saved_pct")),)),
+        Column("", "Δ perplexity", _percent),
+        Column("", "beats chance", _beats_chance),
+    )
+    legend = (
+        "Saved: measured time and executed operations of a prompt of 448 tokens, signals included, in percent of dense inference; negative: "
+        "it costs more. within: no more than the same model differs from itself. Decoding after the prompt is not faster.",
+        "Δ perplexity of the 64 tokens after the prompt, in percent, with its 95% interval. Beats chance: better than the same decisions dealt "
+        "to random tokens.",
+    )
+    panel = Panel(PANEL, "Protocol continuation", columns, provenance.notes(outcomes))
+    title = "What it saves, and what it costs"
+    return Table(name, title, comparison.frame(shown), (panel,), legend)
+
+
+def _percent(row: Mapping[str, Any]) -> Lines:
+    values = [number(row, f"delta_ppl_pct{end}") for end in ("", "_low", "_high")]
+    if values[0] is None:
+        return (NO_VALUE,)
+    middle, low, high = (signed(value) for value in values)
+    return (f"{middle}% [{low}, {high}]",)
+
+
+def _beats_chance(row: Mapping[str, Any]) -> Lines:
+    return ({"better": "yes", "worse": "worse", "no diff.": "no"}.get(versus_null_cell(row)[0], NO_VALUE),)

@@ -33,7 +33,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
 OLDEST = ("oldest", "oldest dropped, 40%", "halting_attention", ("modules.halting.signal=position",))
 ALWAYS = ("protocol=continuation", "dataset.windows=128")
 # panel -> title, rows, what its runs have besides
-PANELS = {
+PANELS: dict[str, tuple[str, dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]], tuple[str, ...]]] = {
     "continuation": ("The model and text that were asked for", ROWS, ()),
     "wikitext103": (
         "The same on WikiText-103 test", {OURS: SCHEDULES, "For comparison": (OLDEST,)}, ("dataset=wikitext103", "measure=quick")

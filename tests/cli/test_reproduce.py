@@ -22,7 +22,7 @@ from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.committed import Committed, committed, distance
 from quicksilver.report.readme import fill_readme
 from quicksilver.report.reproduction import UNUSABLE
-from quicksilver.report.written import Written
+from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, Written
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -293,6 +293,29 @@ def test_the_readme_takes_written_tables_and_figures(tmp_path):
         table, figure = readme.read_text().split("<!-- table11:end -->\n")
         assert table == "before\n<!-- table11:begin -->\n### Title\n\n**How to read it**\n\n- a\n"
         assert figure.splitlines()[1].endswith(f"]({results}/figures/figure08_15.png)")
+
+
+def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path):
+    readme, tables = tmp_path / "README.md", tmp_path / "results" / "tables"
+    readme.write_text(
+        "<!-- table_front.rows:begin -->\nold\n<!-- table_front.rows:end -->\n<!-- claims:begin -->\n<!-- claims:end -->\n"
+    )
+    tables.mkdir(parents=True)
+    panel = PrintedPanel(
+        "p", "Panel", (Heading("", "what"),), (Section("", (PrintedRow(0, (("a",),)),)),), ("Model: m.", "Text: t.")
+    )
+    written = Written("table", "table_front", "Title", ("x",), ((1,),), (panel, panel), ("legend",))
+    (tables / "table_front.json").write_bytes(written.json())
+    with pytest.raises(ConfigError, match="make claims"):
+        fill_readme(readme, tmp_path / "results")
+    (tables.parent / "claims.json").write_bytes(Written("table", "claims", "3 reproduced", (), ()).json())
+    for _ in range(2):
+        fill_readme(readme, tmp_path / "results")
+        content = readme.read_text()
+        assert content.count("| a |") == 1
+        assert "Model: m. Text: t." in content
+        assert "legend" not in content
+        assert "[3 reproduced]" in content
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 
 from quicksilver.data.annotation.alignment import AnnotatedTokens, align
 from quicksilver.data.annotation.annotation import Annotation
-from quicksilver.measure.perplexity import windows_of
-from quicksilver.measure.token_bytes import token_byte_lengths
+from quicksilver.data.token_bytes import token_byte_lengths
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -79,3 +79,30 @@ def _encoded(text: str, tokenizer: Any, *, offsets: bool) -> Any:
             f"{type(tokenizer).__name__} does not say which characters a token stands for, so words cannot be aligned with it: load the "
             "fast tokenizer."
         ) from error
+
+
+def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int, limit: int | None = None) -> torch.Tensor:
+    """Cut a token stream into disjoint windows, in order; what is left over at its end is not used.
+
+    Args:
+        ids: (T,) token ids of the whole text.
+        window_tokens: length of a window.
+        limit: at most this many windows; None: all there are.
+
+    Returns:
+        (W, window_tokens) long.
+
+    Raises:
+        ConfigError: the text is shorter than one window, or `limit` is below 1.
+    """
+    ids = torch.as_tensor(ids, dtype=torch.long)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"a limit of {limit} windows leaves nothing to score: at least 1, or none for all.")
+    count = len(ids) // window_tokens
+    if count == 0:
+        raise ConfigError(
+            f"the text has {len(ids)} tokens and one window needs {window_tokens}: "
+            "give a longer text, or a smaller protocol.window_tokens."
+        )
+    count = count if limit is None else min(count, limit)
+    return ids[: count * window_tokens].view(count, window_tokens)

@@ -1,6 +1,6 @@
 """What a run is worth and what it cost: quality, FLOPs, wall clock, energy and memory, each in a pass of its own.
 
-Floor: above runtime and modules, below data, harness and report (docs/design.md §7). Names are imported when asked for: a stopwatch needs torch
+Floor: above runtime, modules and data, below harness and report (docs/design.md §7). Names are imported when asked for: a stopwatch needs torch
 alone, perplexity needs pandas as well.
 """
 
@@ -15,12 +15,11 @@ _HOMES = {
     "PeakMemory": "memory", "peak_memory": "memory", "peak_tensor_bytes": "memory",
     "attention_pairs": "flop_counter", "count_by_operator": "flop_counter", "count_executed": "flop_counter",
     "AuditProbes": "perplexity", "Protocol": "perplexity", "Scores": "perplexity",
-    "check_allowed": "perplexity", "check_windows": "perplexity", "score": "perplexity", "windows_of": "perplexity",
+    "check_allowed": "perplexity", "check_windows": "perplexity", "score": "perplexity",
     "DenseLogits": "fidelity", "divergence": "fidelity",
     "Breakdown": "breakdown", "Subject": "breakdown", "component_latency": "breakdown",
     "Requests": "serving", "Served": "serving", "serve": "serving",
     "CodeCarbonMeter": "meters",
-    "token_byte_lengths": "token_bytes",
 }  # fmt: skip
 
 __all__ = sorted(_HOMES)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from quicksilver.measure import Protocol, check_allowed, score, windows_of
+from quicksilver.data.windows import windows_of
+from quicksilver.measure import Protocol, check_allowed, score
 from quicksilver.measure import perplexity as module_under_test
 from quicksilver.measure.perplexity import audit
 from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState

@@ -1,30 +1,121 @@
-"""Hand-made records, published through the real store, for tests of what is made of records. Nothing here is a test."""
+"""Hand-made records, whole and published through the real store, for tests of what is made of records. Nothing here is a test."""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from quicksilver.harness.description import DataEntry, DenseTotals, EnvironmentEntry, ModelEntry, PackageEntry, ProtocolEntry
+from quicksilver.harness.identity import Identity
 from quicksilver.harness.record import SCHEMA_VERSION, WINDOWS, Record
 from quicksilver.harness.store import Store
+from quicksilver.measure.audit import AuditResult
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.measurement import Quartiles, Result, Spread
+from quicksilver.measure.null import NullResult
+from quicksilver.measure.quality import QualityResult
+from quicksilver.measure.typed import encoded
 
 WINDOW_COUNT = 16
 DENSE_FLOPS = 2_000_000_000_000
 DENSE_MS = 1000.0
 TOKENS = {"all": 511, "continuation": 64}
+TEXT_DIGEST, TOKEN_DIGEST, WEIGHTS_DIGEST = "0123abcd" * 8, "9876fedc" * 8, "a1b2c3d4" * 8
+LEDGERS = {"executed": 1.0, "nominal": 1.0, "paper": 0.5, "signal": 0.0}  # share of DENSE_FLOPS
+PROMPT_SHARE = 0.8
+
+
+def identity(name: str) -> Identity:
+    return Identity({"name": name}, {"text": TEXT_DIGEST, "weights": WEIGHTS_DIGEST})
 
 
 def fingerprint(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()[:20]
+    return identity(name).fingerprint
 
 
 def dense_nats(protocol: str) -> np.ndarray:
     """(W,) nats of each window: about 3.4 a token, some windows harder than others."""
     return TOKENS[protocol] * (3.4 + 0.2 * np.random.default_rng(0).standard_normal(WINDOW_COUNT))
+
+
+def described(name: str, protocol: str = "all", dense_name: str | None = None) -> dict[str, Any]:
+    """The entries of record.json that are not measured; `dense_name` is that of the dense record, None: it is one."""
+    prompt = TOKENS["continuation"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": fingerprint(name),
+        "dense_fingerprint": None if dense_name is None else fingerprint(dense_name),
+        "label": f"reference-gpt2 | python-docs | {name}",
+        "modules": [] if dense_name is None else ["halting"],
+        "execution": "compact",
+        "protocol": encoded(ProtocolEntry(protocol, 512, 512 - prompt, 8)),  # type: ignore[arg-type]
+        "lookahead": False,
+        "model": encoded(
+            ModelEntry(
+                *("reference-gpt2", "embedded:reference-gpt2", None, "gpt2", 16, 9_000_000, WEIGHTS_DIGEST),
+                "float32",
+                "cpu",
+                "sdpa",
+            )
+        ),
+        "data": encoded(
+            DataEntry(
+                *("python-docs", "pydoc_data.topics", "test", "raw", TEXT_DIGEST, TOKEN_DIGEST),
+                *(WINDOW_COUNT, WINDOW_COUNT, 512 * WINDOW_COUNT, 2000 * WINDOW_COUNT, None),
+            )
+        ),
+        "calibration": None,
+        "thresholds": {},
+        "kernels": {},
+        "config": {
+            "seed": 0,
+            "model": {"name": "reference-gpt2"},
+            "dataset": {"name": "python-docs"},
+            "measure": {"name": "default"},
+        },
+        "identity": identity(name).to_json(),
+        "package": encoded(PackageEntry("0.1.0", 1)),
+        "environment": encoded(
+            EnvironmentEntry("3.12", "2.13.0", "5.23.0", "an operating system", "A Processor", 2, 2, 8 * 2**30, 0.1, None)
+        ),
+        "started": "2026-01-01T10:00:00.000+00:00",
+        "finished": "2026-01-01T10:00:09.000+00:00",
+        "seconds": 9.0,
+        "batch_windows": 4,
+    }
+
+
+def quality(windows: pd.DataFrame, protocol: str = "all", share: float = 1.0) -> QualityResult:
+    """Of a frame with `tokens` and `nll_nats`; every ledger is `share` of the dense one."""
+    nats, tokens = float(windows["nll_nats"].sum()), int(windows["tokens"].sum())
+    flops = {f"{ledger}_flops": round(DENSE_FLOPS * part * share) for ledger, part in LEDGERS.items()}
+    if protocol == "continuation":
+        flops |= {f"prompt_{name}": round(PROMPT_SHARE * count) for name, count in flops.items()}
+    return QualityResult(
+        float(np.exp(nats / tokens)), 1.25, nats, tokens, 4 * tokens, kv_bytes_billed=0, kv_bytes_resident=0, **flops
+    )
+
+
+def ratio(middle: float, around: float = 0.01) -> Quartiles:
+    return Quartiles(middle, middle - around, middle + around)
+
+
+def latency(faster: float, noise_pct: float, *, prompt: bool = False) -> LatencyResult:
+    """A run that takes `faster` less of the dense time, of the batch and, with `prompt`, of its prompt."""
+    run, dense, alike = Spread(DENSE_MS * (1 - faster), 2.0), Spread(DENSE_MS, 2.0), ratio(1 - faster)
+    return LatencyResult(
+        run, dense, alike, noise_pct, {"before": 0.1, "after": 0.1}, [], *((run, dense, alike, noise_pct) if prompt else ())
+    )
+
+
+def put(content: dict[str, Any], name: str, result: Result) -> None:
+    """Add what a measurement found to the entries of record.json."""
+    section = name if result.section is None else result.section
+    content |= {section: result.to_json()} if section else result.to_json()
 
 
 def make(
@@ -37,65 +128,56 @@ def make(
     saved: float = 0.0,
     faster: float = 0.0,
     noise_pct: float = 1.0,
+    prompt_timed: bool = False,
+    without: Sequence[str] = (),
+    measured: Mapping[str, Result] | None = None,
     **changes: Any,
 ) -> Record:
-    """A record in `results`; the dense one of `protocol` when `per_token` is None.
+    """A whole record in `results`; the dense one of `protocol` when `per_token` is None.
 
     Args:
         per_token, null_per_token: nats a token that the run, and its null, add to the dense ones, with a little noise by window.
         saved: share of the FLOPs that is saved in every ledger.
-        faster: share of the time that is saved.
-        changes: further entries of record.json.
+        faster: share of the time that is saved; `prompt_timed`: of the prompt as well.
+        without: measurements that were not made, of `latency` and `audit`.
+        measured: what further ones found, by name.
+        changes: other entries of record.json.
     """
     dense = per_token is None
     tokens, nats = TOKENS[protocol], dense_nats(protocol)
     noise = np.random.default_rng(1).standard_normal((2, WINDOW_COUNT)) * 0.001 * tokens
-    windows = pd.DataFrame({"window": range(WINDOW_COUNT), "tokens": tokens})
-    windows["nll_nats"] = nats if per_token is None else nats + per_token * tokens + noise[0]
+    windows = pd.DataFrame({"window": range(WINDOW_COUNT), "tokens": tokens, "nll_nats": nats})
+    base = quality(windows, protocol)
+    if per_token is not None:
+        windows["nll_nats"] = nats + per_token * tokens + noise[0]
     if null_per_token is not None:
         windows["null_nll_nats"] = nats + null_per_token * tokens + noise[1]
-    flops = {"executed": 1.0, "nominal": 1.0, "paper": 0.5} | (
-        {"prompt_executed": 0.8, "prompt_paper": 0.4} if protocol == "continuation" else {}
-    )
-    for ledger, share in flops.items():
-        windows[f"{ledger}_flops"] = DENSE_FLOPS * share * (1 - saved) / WINDOW_COUNT
-    data = {
-        "schema_version": SCHEMA_VERSION,
-        "fingerprint": fingerprint(name),
-        "dense_fingerprint": None if dense else fingerprint(f"dense {protocol}"),
-        "identity": {},
-        "config": {"seed": 0, "model": {"name": "reference-gpt2"}, "dataset": {"name": "python-docs"}},
-        "execution": "compact",
-        "lookahead": False,
-        "protocol": {"name": protocol, "window_tokens": 512, "prompt_tokens": 448, "batch_size": 8},
-        "model": {
-            **{"name": "reference-gpt2", "parameters": 9_000_000, "dtype": "float32", "device": "cpu"},
-            "weights_digest": "a1b2c3d4" * 8,
-        },
-        "data": {
-            **{"name": "python-docs", "form": "raw", "windows": WINDOW_COUNT},
-            **{"digest": "0123abcd" * 8, "token_digest": "9876fedc" * 8},
-        },
-        "environment": {"cpu": "A Processor", "gpu": None, "threads": 2, "torch": "2.13.0", "transformers": "5.23.0"},
-        "tokens": tokens * WINDOW_COUNT,
-        "ppl": ppl(windows["nll_nats"], tokens),
-        "bits_per_byte": 1.25,
-        "null": None if null_per_token is None else {"kind": "shuffle", "ppl": ppl(windows["null_nll_nats"], tokens)},
-        "audit": {"max_abs_logit_difference": 0.0, "probes": 4},
-        "latency_ms": {"median": DENSE_MS * (1 - faster)},
-        "latency_ratio": {"median": 1 - faster, "low": 0.99 - faster, "high": 1.01 - faster},
-        "noise_floor_pct": noise_pct,
-        "batch_windows": 4,
+    found = quality(windows, protocol, 1 - saved)
+    for ledger, count in encoded(found).items():
+        if ledger.endswith("_flops"):
+            windows[ledger] = count / WINDOW_COUNT
+    content = described(name, protocol, None if dense else f"dense {protocol}")
+    results_of: dict[str, Result] = {
+        "quality": found,
+        "audit": AuditResult(0.0, 10.0, 4, [1, 2, 3, 4]),
+        "latency": latency(faster, noise_pct, prompt=prompt_timed),
     }
-    for ledger, share in flops.items():
-        data[f"{ledger}_flops"] = int(DENSE_FLOPS * share * (1 - saved))
-        if not dense:
-            data[f"dense_{ledger}_flops"] = int(DENSE_FLOPS * share)
+    if null_per_token is not None:
+        null = float(windows["null_nll_nats"].sum())
+        results_of["null"] = NullResult(
+            "shuffle", float(np.exp(null / found.tokens)), null, found.executed_flops, found.nominal_flops
+        )
+    for measurement, result in (results_of | dict(measured or {})).items():
+        if measurement not in without:
+            put(content, measurement, result)
+    if not dense:
+        content |= {f"dense_{key}": value for key, value in encoded(DenseTotals.of(base)).items()}
+    return publish(results, content | changes, windows)
+
+
+def publish(results: Path, content: Mapping[str, Any], windows: pd.DataFrame) -> Record:
+    """A record of these entries and windows, through the store."""
     store = Store(results)
-    with store.draft(data["fingerprint"]) as draft:
+    with store.draft(content["fingerprint"]) as draft:
         draft.write(WINDOWS, lambda path: windows.to_parquet(path, index=False))
-        return store.publish(draft, data | changes)
-
-
-def ppl(nats: pd.Series, tokens: int) -> float:
-    return float(np.exp(nats.sum() / (tokens * WINDOW_COUNT)))
+        return store.publish(draft, content)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.verdicts import Estimate
@@ -31,10 +32,11 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 def saved_ms(panel: Mapping[str, Outcome]) -> Estimate | None:
     """Milliseconds of a batch that quantization saves."""
     record = panel["isolated.quantization"].record
-    if record is None or not record.get("latency_ms"):
+    latency = None if record is None else record.found("latency", LatencyResult)
+    if latency is None:
         return None
-    dense, ratio = record["dense_latency_ms"]["median"], record["latency_ratio"]
-    return Estimate(*(dense * (1 - ratio[end]) for end in ("median", "high", "low")))
+    dense, ratio = latency.dense_latency_ms.median, latency.latency_ratio
+    return Estimate(*(dense * (1 - end) for end in (ratio.median, ratio.high, ratio.low)))
 
 
 def _alone(mechanism: str) -> tuple[AnsweredBy, ...]:

@@ -11,6 +11,8 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
+from quicksilver.measure.components import KERNELS, ComponentsResult
+from quicksilver.measure.energy import EnergyResult
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import NO_VALUE, number, signed, time_difference_cell
@@ -54,13 +56,24 @@ def by_key(outcomes: Sequence[Outcome]) -> dict[str, Record]:
     return {outcome.row.key: outcome.record for outcome in outcomes if outcome.record is not None}
 
 
+def components(record: Record) -> ComponentsResult:
+    """The batch taken apart."""
+    return record.measured("components", ComponentsResult)
+
+
+def energy(record: Record) -> EnergyResult:
+    """Joules."""
+    return record.measured("energy", EnergyResult)
+
+
 # --- time -----------------------------------------------------------------------------------------------------------------------
 
 
 def component_ms(record: Record, who: str, component: str) -> tuple[float, float] | None:
     """Median and interquartile range of a component of `who` (dense or run); None where it does not occur."""
-    found = record["components"].get(who, {}).get("components", {}).get(component)
-    return None if found is None else (found["median_ms"], found["iqr_ms"])
+    breakdown = components(record).dense if who == "dense" else components(record).run
+    found = None if breakdown is None else breakdown.components.get(component)
+    return None if found is None else (found.median_ms, found.iqr_ms)
 
 
 def component_saved(record: Record, component: str) -> tuple[float, float] | None:
@@ -70,13 +83,11 @@ def component_saved(record: Record, component: str) -> tuple[float, float] | Non
     if dense is None or run is None or not dense[0]:
         return None
     spread = 100 * (dense[1] + run[1]) / 2 / dense[0]
-    return 100 * (1 - run[0] / dense[0]), max(record["components"]["noise_floor_pct"], spread)
+    return 100 * (1 - run[0] / dense[0]), max(components(record).noise_floor_pct, spread)
 
 
 def kernel_saved_pct(record: Record) -> float | None:
     """Percent gone of the time that the model's own parts take, whatever happens around them."""
-    from quicksilver.measure.components import KERNELS
-
     total = {}
     for who in ("dense", "run"):
         parts = [component_ms(record, who, component) for component in KERNELS]
@@ -89,36 +100,36 @@ def kernel_saved_pct(record: Record) -> float | None:
 
 def method(record: Record) -> str:
     """RAPL, NVML …, or `estimate` where there was no counter: one word beside every number."""
-    energy = record["energy"]
-    return energy["method"] if energy["measured"] else "estimate"
+    found = energy(record)
+    return found.method if found.measured else "estimate"
 
 
 def j_per_token(record: Record, who: str) -> float | None:
-    """Net joules per token of `who` (dense or run); None: below the resolution."""
-    value = record["energy"][who]["net_j_per_token"]
-    return None if isinstance(value, str) else value
+    """Net joules per token of `who` (dense or run); None: below the resolution, or there is no such run."""
+    found = energy(record).dense if who == "dense" else energy(record).run
+    return None if found is None or isinstance(found.net_j_per_token, str) else found.net_j_per_token
 
 
 def joules_saved(record: Record) -> tuple[float, float] | None:
     """Percent of dense net joules that are gone, and the resolution of that in percent; None: no net joules of one of the two."""
-    dense, run = j_per_token(record, "dense"), j_per_token(record, "run") if "run" in record["energy"] else None
+    dense, run = j_per_token(record, "dense"), j_per_token(record, "run")
     if dense is None or run is None:
         return None
-    resolution = sum(record["energy"][who]["resolution_j_per_token"] for who in ("dense", "run"))
+    found = energy(record)
+    resolution = found.dense.resolution_j_per_token + found.ours.resolution_j_per_token
     return 100 * (1 - run / dense), 100 * resolution / dense
 
 
 def energy_note(outcomes: Sequence[Outcome]) -> str:
     """How joules were measured, and what a gram is made of."""
-    records = [outcome.record for outcome in outcomes if outcome.record is not None and outcome.record.get("energy")]
-    if not records:
+    found = next((one for outcome in outcomes if outcome.record and (one := outcome.record.found("energy", EnergyResult))), None)
+    if found is None:
         return "Energy: not measured."
-    how = dict.fromkeys(
-        f"{energy['method']} ({'a counter' if energy['measured'] else 'an estimate: it follows the clock and knows nothing more'}); "
-        f"{energy['rest_w']:.3g} W at rest subtracted; {energy['grid_kg_per_kwh']:.3g} kg CO₂ per kWh ({energy['country_iso_code']})"
-        for energy in (record["energy"] for record in records[:1])
+    how = (
+        f"{found.method} ({'a counter' if found.measured else 'an estimate: it follows the clock and knows nothing more'}); "
+        f"{found.rest_w:.3g} W at rest subtracted; {found.grid_kg_per_kwh:.3g} kg CO₂ per kWh ({found.country_iso_code})"
     )
-    return f"Energy: {'; '.join(how)}. Joules per token processed come first; grams are joules times the grid factor."
+    return f"Energy: {how}. Joules per token processed come first; grams are joules times the grid factor."
 
 
 def joules(value: float) -> str:
@@ -165,25 +176,22 @@ _BESIDE = (
 
 
 def _stages(record: Record) -> dict[str, Any]:
-    components = record["components"]
-    policy, wall = components["decide_ratio"], components["run_ratio"]
-    saved = {
-        name: 100 * (1 - record[f"prompt_{name}_flops"] / record[f"dense_prompt_{name}_flops"])
-        for name in ("nominal", "executed")
-    }
+    found = components(record)
+    policy, wall, executed = found.decide_ratio, found.run_ratio, record.flops_saved_pct("prompt_executed")
+    assert policy is not None and wall is not None and executed is not None  # noqa: PT018  (of a run with modules, under `continuation`)
     joules_and_resolution = joules_saved(record)
     row = {
-        "nominal_saved_pct": saved["nominal"],
-        "executed_saved_pct": saved["executed"],
+        "nominal_saved_pct": record.flops_saved_pct("prompt_nominal"),
+        "executed_saved_pct": executed,
         "kernel_saved_pct": kernel_saved_pct(record),
-        "wall_saved_pct": 100 * (1 - wall["median"]),
-        "wall_saved_pct_low": 100 * (1 - wall["high"]),
-        "wall_saved_pct_high": 100 * (1 - wall["low"]),
-        "policy_pct": 100 * (policy["median"] - 1),
-        "policy_pct_low": 100 * (policy["low"] - 1),
-        "policy_pct_high": 100 * (policy["high"] - 1),
-        "noise_floor_pct": components["noise_floor_pct"],
-        "realization": realization(100 * (1 - wall["median"]), saved["executed"], components["noise_floor_pct"]),
+        "wall_saved_pct": 100 * (1 - wall.median),
+        "wall_saved_pct_low": 100 * (1 - wall.high),
+        "wall_saved_pct_high": 100 * (1 - wall.low),
+        "policy_pct": 100 * (policy.median - 1),
+        "policy_pct_low": 100 * (policy.low - 1),
+        "policy_pct_high": 100 * (policy.high - 1),
+        "noise_floor_pct": found.noise_floor_pct,
+        "realization": realization(100 * (1 - wall.median), executed, found.noise_floor_pct),
         "method": method(record),
         "record": record.fingerprint,
     }

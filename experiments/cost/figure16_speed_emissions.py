@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
+from quicksilver.measure.latency import LatencyResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -78,18 +79,18 @@ def _step(outcome: Outcome) -> dict[str, Any]:
     record = outcome.record
     if record is None:
         return row
-    who = "dense" if record.dense_fingerprint is None else "run"
-    found = record["energy"][who]
+    found = costs.energy(record).ours
     row |= {
         "method": costs.method(record),
-        "net_j_per_token": found["net_j_per_token"],
-        "gross_j_per_token": found["gross_j_per_token"],
+        "net_j_per_token": found.net_j_per_token,
+        "gross_j_per_token": found.gross_j_per_token,
     }
-    row |= {"net_gco2_per_token": found["net_gco2_per_token"], "resolution_j_per_token": found["resolution_j_per_token"]}
-    if who == "run":
-        ratio = record["latency_ratio"]
-        row |= {"speedup_pct": 100 * (1 - ratio["median"]), "speedup_pct_low": 100 * (1 - ratio["high"])}
-        row |= {"speedup_pct_high": 100 * (1 - ratio["low"]), "noise_floor_pct": record["noise_floor_pct"]}
+    row |= {"net_gco2_per_token": found.net_gco2_per_token, "resolution_j_per_token": found.resolution_j_per_token}
+    if record.dense_fingerprint is not None:
+        latency = record.measured("latency", LatencyResult)
+        ratio = latency.latency_ratio
+        row |= {"speedup_pct": 100 * (1 - ratio.median), "speedup_pct_low": 100 * (1 - ratio.high)}
+        row |= {"speedup_pct_high": 100 * (1 - ratio.low), "noise_floor_pct": latency.noise_floor_pct}
         saved = costs.joules_saved(record)
         if saved is not None:
             row |= {"energy_pct": 100 - saved[0], "energy_resolution_pct": saved[1]}
@@ -183,15 +184,17 @@ def _of(key: str, quantity: str) -> Callable[[Mapping[str, Outcome]], Estimate |
         if record is None:
             return None
         if quantity == "speedup_pct":
-            ratio = record["latency_ratio"]
-            low, middle, high = (100 * (1 - ratio[end]) for end in ("high", "median", "low"))
-            return Estimate(middle, low, high, record["noise_floor_pct"])
-        if not record["energy"]["measured"]:
-            raise ConfigError(f"energy was not measured, but estimated from the clock ({record['energy']['method']})")
+            latency = record.measured("latency", LatencyResult)
+            ratio = latency.latency_ratio
+            middle, low, high = (100 * (1 - end) for end in (ratio.median, ratio.high, ratio.low))
+            return Estimate(middle, low, high, latency.noise_floor_pct)
+        energy = costs.energy(record)
+        if not energy.measured:
+            raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
         saved = costs.joules_saved(record)
         if quantity.endswith("saved_pct"):
             return None if saved is None else Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
-        grams = record["energy"]["dense" if quantity == "dense_g_per_token" else "run"]["net_gco2_per_token"]
+        grams = (energy.dense if quantity == "dense_g_per_token" else energy.ours).net_gco2_per_token
         return None if isinstance(grams, str) else Estimate(grams, grams, grams)
 
     return of

@@ -66,7 +66,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 def layers(record: Record, key: str) -> pd.DataFrame:
     """Milliseconds by group and layer (from 1) of a record."""
-    found = record["components"]["dense" if record.dense_fingerprint is None else "run"]["layers_ms"]
+    found = costs.components(record).ours.layers_ms
     n_layers = len(next(iter(found.values())))
     return pd.DataFrame(
         [

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from quicksilver.harness.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import NO_VALUE, number, signed, time_difference_cell
@@ -63,8 +64,8 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     ]
     residual: dict[str, Any] = {"panel": costs.PANEL, "section": "All of it", "key": "residual", "technique": "Sum off by %"}
     for run, record in records.items():
-        residual[f"{run}_residual_pct"] = record["components"]["run"]["residual_pct"]
-        residual.setdefault("dense_residual_pct", record["components"]["dense"]["residual_pct"])
+        residual[f"{run}_residual_pct"] = costs.components(record).ours.residual_pct
+        residual.setdefault("dense_residual_pct", costs.components(record).dense.residual_pct)
     return pd.DataFrame([*found, residual])
 
 
@@ -73,7 +74,7 @@ def _paper(component: str) -> dict[str, float]:
     return {} if entry is None else {f"reported_{quantity}": value for quantity, value in entry.values.items()}
 
 
-def _component(component: str, section: str, records: Mapping[str, Any]) -> dict[str, Any]:
+def _component(component: str, section: str, records: Mapping[str, Record]) -> dict[str, Any]:
     row: dict[str, Any] = {"panel": costs.PANEL, "section": section, "key": component, "technique": costs.COMPONENTS[component]}
     row |= _paper(component)
     for run, record in records.items():
@@ -87,21 +88,18 @@ def _component(component: str, section: str, records: Mapping[str, Any]) -> dict
     return row
 
 
-def _whole(key: str, technique: str, records: Mapping[str, Any]) -> dict[str, Any]:
+def _whole(key: str, technique: str, records: Mapping[str, Record]) -> dict[str, Any]:
     row: dict[str, Any] = {"panel": costs.PANEL, "section": "All of it", "key": key, "technique": technique}
     row |= _paper(key)
-    entry = "headline_ms" if key == TOTAL else "sum_ms"
     for run, record in records.items():
-        components = record["components"]
-        row.setdefault("dense_ms", components["dense"][entry])
-        row[f"{run}_ms"] = components["run"][entry]
-        row[f"{run}_saved_pct"] = 100 * (1 - components["run_ratio"]["median"]) if key == TOTAL else _sum_saved(components)
-        row[f"{run}_noise_pct"] = components["noise_floor_pct"]
+        found = costs.components(record)
+        dense, mine = found.dense, found.ours
+        row.setdefault("dense_ms", dense.headline_ms if key == TOTAL else dense.sum_ms)
+        row[f"{run}_ms"] = mine.headline_ms if key == TOTAL else mine.sum_ms
+        ratio = found.run_ratio.median if key == TOTAL and found.run_ratio is not None else mine.sum_ms / dense.sum_ms
+        row[f"{run}_saved_pct"] = 100 * (1 - ratio)
+        row[f"{run}_noise_pct"] = found.noise_floor_pct
     return row
-
-
-def _sum_saved(components: Mapping[str, Any]) -> float:
-    return 100 * (1 - components["run"]["sum_ms"] / components["dense"]["sum_ms"])
 
 
 def _ms(key: str, spread: str | None = None) -> Callable[[Mapping[str, Any]], Lines]:
@@ -122,7 +120,7 @@ def _saved(run: str) -> Callable[[Mapping[str, Any]], Lines]:
 
 
 def _legend(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    rounds = {record["config"]["measure"]["components"]["repeats"] for record in costs.by_key(outcomes).values()}
+    rounds = {record.config["measure"]["components"]["repeats"] for record in costs.by_key(outcomes).values()}
     return (
         f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
         "belongs to one component, the innermost.",
@@ -143,13 +141,15 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
             return None
         if quantity == "speedup_pct":
             if component == TOTAL:
-                ratio, floor = record["components"]["run_ratio"], record["components"]["noise_floor_pct"]
-                return Estimate(100 * (1 - ratio["median"]), 100 * (1 - ratio["high"]), 100 * (1 - ratio["low"]), floor)
+                ratio = costs.components(record).run_ratio
+                assert ratio is not None  # of a run with modules
+                middle, low, high = (100 * (1 - end) for end in (ratio.median, ratio.high, ratio.low))
+                return Estimate(middle, low, high, costs.components(record).noise_floor_pct)
             saved = costs.component_saved(record, component)
             return None if saved is None else Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
         who = "dense" if quantity == "dense_ms" else "run"
         if component == TOTAL:
-            ms = record["components"][who]["headline_ms"]
+            ms = (costs.components(record).dense if who == "dense" else costs.components(record).ours).headline_ms
             return Estimate(ms, ms, ms)
         measured = costs.component_ms(record, who, component)
         return None if measured is None else Estimate(measured[0], measured[0] - measured[1] / 2, measured[0] + measured[1] / 2)

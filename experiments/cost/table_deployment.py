@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import NO_VALUE, number, time_difference_cell
@@ -38,9 +39,9 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("", "in budget %", lambda row: _ms(row, "within_budget_pct"), expendable=1),
     )
     requests = {
-        (found["prompt_tokens"], found["new_tokens"], found["budget_ms"])
+        (found.prompt_tokens, found.new_tokens, found.budget_ms)
         for record in costs.by_key(outcomes).values()
-        if (found := record.get("deployment"))
+        if (found := record.found("deployment", DeploymentResult))
     }
     said = "; ".join(
         f"a prompt of {prompt} tokens, {new} new ones, {budget:g} ms a token" for prompt, new, budget in sorted(requests)
@@ -62,15 +63,15 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     }
     if outcome.record is None:
         return row
-    found = outcome.record["deployment"]
-    mine = found.get("run", found["dense"])
-    row |= {"first_token_ms": mine["first_token_ms"]["median"], "first_token_iqr_ms": mine["first_token_ms"]["iqr"]}
-    row |= {f"{percentile}_ms": ms for percentile, ms in mine["per_token_ms"].items()}
-    row |= {key: mine[key] for key in ("tokens_per_s", "within_budget_pct", "tokens_timed")}
-    if "run" in found:
-        ratio = found["per_token_ratio"]
-        row |= {"saved_pct": 100 * (1 - ratio["median"]), "saved_pct_low": 100 * (1 - ratio["high"])}
-        row |= {"saved_pct_high": 100 * (1 - ratio["low"]), "noise_floor_pct": found["noise_floor_pct"]}
+    found = outcome.record.measured("deployment", DeploymentResult)
+    mine = found.ours
+    row |= {"first_token_ms": mine.first_token_ms.median, "first_token_iqr_ms": mine.first_token_ms.iqr}
+    row |= {f"{percentile}_ms": ms for percentile, ms in vars(mine.per_token_ms).items()}
+    row |= {key: getattr(mine, key) for key in ("tokens_per_s", "within_budget_pct", "tokens_timed")}
+    ratio = found.per_token_ratio
+    if ratio is not None:
+        row |= {"saved_pct": 100 * (1 - ratio.median), "saved_pct_low": 100 * (1 - ratio.high)}
+        row |= {"saved_pct_high": 100 * (1 - ratio.low), "noise_floor_pct": found.noise_floor_pct}
     return row | {"record": outcome.record.fingerprint}
 
 
@@ -86,8 +87,8 @@ def _per_token(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     record = outcomes[costs.JOINT].record
     if record is None:
         return None
-    ms = record["deployment"]["run"]["per_token_ms"]
-    return Estimate(ms["p50"], ms["p50"], ms["p95"])
+    ms = record.measured("deployment", DeploymentResult).ours.per_token_ms
+    return Estimate(ms.p50, ms.p50, ms.p95)
 
 
 ANSWERS = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from quicksilver.measure.memory import MemoryResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import NO_VALUE, amount, number, signed
@@ -55,18 +56,19 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     record = outcome.record
     if record is None:
         return row
-    layers = record["kv_bytes_by_layer"]
-    dense = sum(layers["dense"])
-    tensors, dense_tensors = record.get("peak_tensor_bytes"), record.get("dense_peak_tensor_bytes")
-    if tensors is None:  # on a GPU
-        tensors, dense_tensors = record["peak_memory_bytes"], record["dense_peak_memory_bytes"]
-    row |= {"kv_billed_bytes": sum(layers["billed"]), "kv_resident_bytes": sum(layers["resident"]), "kv_dense_bytes": dense}
+    found = record.measured("memory", MemoryResult)
+    layers = found.kv_bytes_by_layer
+    dense = sum(layers.dense)
+    tensors, dense_tensors = found.peak_tensor_bytes, found.dense_peak_tensor_bytes
+    if tensors is None or dense_tensors is None:  # on a GPU
+        tensors, dense_tensors = found.peak_memory_bytes, found.dense_peak_memory_bytes
+    row |= {"kv_billed_bytes": sum(layers.billed), "kv_resident_bytes": sum(layers.resident), "kv_dense_bytes": dense}
     row |= {"peak_tensor_bytes": tensors, "dense_peak_tensor_bytes": dense_tensors}
-    row |= {"peak_memory_bytes": record["peak_memory_bytes"], "peak_memory_method": record["peak_memory_method"]}
+    row |= {"peak_memory_bytes": found.peak_memory_bytes, "peak_memory_method": found.peak_memory_method}
     if record.dense_fingerprint is not None and dense:
-        row["kv_saved_pct"] = 100 * (1 - sum(layers["resident"]) / dense)
-        row["paper_saved_pct"] = 100 * sum(layers["paper_saved"]) / dense
-        row["kv_last_layer_saved_pct"] = 100 * (1 - layers["resident"][-1] / layers["dense"][-1])
+        row["kv_saved_pct"] = 100 * (1 - sum(layers.resident) / dense)
+        row["paper_saved_pct"] = 100 * sum(layers.paper_saved) / dense
+        row["kv_last_layer_saved_pct"] = 100 * (1 - layers.resident[-1] / layers.dense[-1])
         row["peak_tensor_saved_pct"] = 100 * (1 - tensors / dense_tensors)
     return row | {"record": record.fingerprint}
 

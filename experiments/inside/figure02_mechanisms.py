@@ -45,7 +45,7 @@ def rows() -> list[Row]:
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Two by two; the token axes are the same sentence."""
     records = {key: sentences.measured(outcomes, key)[1] for key in PANELS}
-    tokens = sentences.labels(records["fusing"]["texts"][TEXT]["tokens"])
+    tokens = sentences.labels(records["fusing"].texts[TEXT].tokens)
     with style():
         drawing, axes = panels(2, 2, size=(11, 7.4))
         frames = [
@@ -94,7 +94,7 @@ def _halting(axes: Axes, record: Record) -> pd.DataFrame:
                     markersize=4.5,
                     markeredgecolor="white",
                 )
-    axes.set(xlabel="layer", ylabel="relative drift (ratio)", yscale="log", xlim=(1.5, record["model"]["layers"] + 0.5))
+    axes.set(xlabel="layer", ylabel="relative drift (ratio)", yscale="log", xlim=(1.5, record.model.layers + 0.5))
     axes.set_yticks([0.1, 0.2, 0.5], ["0.1", "0.2", "0.5"])
     axes.minorticks_off()
     counts = frame.groupby("kind")["slot"].nunique()
@@ -164,7 +164,7 @@ def correlation(panel: Mapping[str, Outcome]) -> Estimate | None:
     record = panel["quantization"].record
     if record is None:
         return None
-    texts = range(sentences.WINDOW, len(record["texts"]))
+    texts = range(sentences.WINDOW, len(record.texts))
     entropy, error = np.concatenate([_entropy_and_error(record.signals(text)) for text in texts]).T
     return Estimate(*map(float, bootstrap(_pearson, entropy, error)))
 

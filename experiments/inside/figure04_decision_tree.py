@@ -48,7 +48,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "intervals over windows. A token is stable when its drift and its entropy are below their thresholds at some layer, and merged when it is "
         "among the share of its prompt that lies closest to a neighbour at the layer where fusion acts.",
         f"Right: the same tokens by layer. From layer {resumed} on halted tokens take part again (resume_layers)."
-        if resumed <= record["model"]["layers"]
+        if resumed <= record.model.layers
         else "Right: the same tokens by layer.",
         f"Computed tokens decay by {alpha.value:.3f} [{alpha.low:.3f} {alpha.high:.3f}] a layer up to layer {resumed - 1}, were it exponential "
         f"(R² {quality:.2f}); the paper says 0.05 to 0.1 (K).",
@@ -180,7 +180,7 @@ def _share(panel: Mapping[str, Outcome], column: str, beyond: float, of: str = "
         return None
     layers = trace_counts.by_layer(record)
     deep = (
-        layers[(layers["part"] == "prompt") & (layers["layer"] > beyond * record["model"]["layers"])]
+        layers[(layers["part"] == "prompt") & (layers["layer"] > beyond * record.model.layers)]
         .groupby("window")
         .sum(numeric_only=True)
     )

@@ -39,7 +39,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     _, record = sentences.measured(outcomes, "all four")
     signals = record.signals(TEXT)
     shown = chosen(signals)
-    names = sentences.labels(record["texts"][TEXT]["tokens"])
+    names = sentences.labels(record.texts[TEXT].tokens)
     columns = ["layer", "slot", "token", "pca_0", "pca_1", "state_norm", "dense_pca_0", "dense_pca_1", "dense_state_norm"]
     frame = signals[columns].merge(
         pd.DataFrame([(one.slot, one.role, one.until) for one in shown], columns=["slot", "role", "until"]), on="slot", how="left"
@@ -71,7 +71,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 ha="right",
                 va="bottom",
             )
-        explained = [100 * share for share in record["texts"][TEXT]["pca_explained"]]
+        explained = [100 * share for share in record.texts[TEXT].pca_explained]
         left.set(
             xlabel=f"first component ({explained[0]:.0f}% of the variance)", ylabel=f"second component ({explained[1]:.0f}%)"
         )

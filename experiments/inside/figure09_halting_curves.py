@@ -30,8 +30,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """A panel a kind; curves end where the token halts, and go on faintly as the dense model's."""
     _, record = sentences.measured(outcomes, "overridden")
     frame = curves(record)
-    tau = record["thresholds"]["halting"]["tau_drift"]
-    n_layers = record["model"]["layers"]
+    tau = record.thresholds["halting"]["tau_drift"]
+    n_layers = record.model.layers
     with style():
         drawing, axes = panels(1, 3, size=(10, 3.5), sharey=True)
         for panel, (kind, title), colour, marker in zip(
@@ -84,7 +84,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             panel.minorticks_off()
         axes[0, 0].set_ylabel("drift relative to the state (ratio)")
         _legend(axes[0, 2])
-    entry = record["config"]["modules"]["halting"]
+    entry = record.config["modules"]["halting"]
     words = f"Told to halt: {', '.join(entry['forced_ids'])}; told not to: {', '.join(entry['full_ids'])}."
     caption = sentences.caption(
         outcomes,
@@ -104,11 +104,11 @@ def curves(record: Record) -> pd.DataFrame:
     signals = record.signals(TEXT)
     frame = signals.loc[signals["layer"] > 1, ["layer", "slot", "token", "drift_relative", "dense_drift_relative"]].copy()
     halts = sentences.halted_after(sentences.layers(signals, "active"))
-    entry = record["config"]["modules"]["halting"]
+    entry = record.config["modules"]["halting"]
     word = frame["token"].str.strip()
     frame["halts_after_layer"] = frame["slot"].map(halts)
     frame["told"] = word.isin([*entry["forced_ids"], *entry["full_ids"]])
-    natural = np.where(frame["halts_after_layer"] < record["model"]["layers"], "natural", "full")
+    natural = np.where(frame["halts_after_layer"] < record.model.layers, "natural", "full")
     frame["kind"] = np.where(word.isin(entry["forced_ids"]), "forced", natural)
     return frame
 

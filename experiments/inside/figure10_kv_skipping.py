@@ -35,8 +35,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         main, side = axes[0]
         kv_entries.draw_entries(main, sentences.layers(frame, "entry"))
         main.set_xticks(
-            range(len(record["texts"][TEXT]["tokens"])),
-            sentences.labels(record["texts"][TEXT]["tokens"]),
+            range(len(record.texts[TEXT].tokens)),
+            sentences.labels(record.texts[TEXT].tokens),
             rotation=90,
             fontsize=6.5,
         )

@@ -29,7 +29,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         drawing, axes = panels(size=(6.2, 0.135 * n_tokens + 0.9))
         panel = axes[0, 0]
         sentences.draw_held(panel, states, extent=(0.5, n_layers + 0.5, n_tokens - 0.5, -0.5))
-        panel.set_yticks(range(n_tokens), sentences.labels(record["texts"][TEXT]["tokens"]), fontsize=6.5)
+        panel.set_yticks(range(n_tokens), sentences.labels(record.texts[TEXT].tokens), fontsize=6.5)
         panel.set_xticks(range(1, n_layers + 1))
         for edge in range(1, n_tokens):
             panel.axhline(edge - 0.5, color="white", linewidth=0.5, linestyle="-", marker="")

@@ -26,7 +26,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Left every token of the sentence, right how the windows' tokens are shared among the widths."""
     _, record = sentences.measured(outcomes, "quantization")
     decided, low, high = decision(record)
-    frame = pd.concat([assigned(record, text, decided) for text in range(len(record["texts"]))], ignore_index=True)
+    frame = pd.concat([assigned(record, text, decided) for text in range(len(record.texts))], ignore_index=True)
     sentence, windows = frame[frame["text"] == TEXT], frame[frame["text"] >= sentences.WINDOW]
     with style():
         drawing, axes = panels(1, 2, size=(10, 3.6), width_ratios=[3, 1])
@@ -52,8 +52,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 def decision(record: Record) -> tuple[int, float, float]:
     """The layer, from 1, after which widths are decided, and the two thresholds there in nats."""
-    entry, tau = record["config"]["modules"]["adaptive_quantization"], record["thresholds"]["adaptive_quantization"]
-    layer = sentences.layer_after(entry["depth"], record["model"]["layers"])
+    entry, tau = record.config["modules"]["adaptive_quantization"], record.thresholds["adaptive_quantization"]
+    layer = sentences.layer_after(entry["depth"], record.model.layers)
     return layer, tau["tau_low"][layer - 1], tau["tau_high"][layer - 1]
 
 

@@ -24,13 +24,13 @@ def rows() -> list[Row]:
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Histograms of the dense model's entropies; widths of the first window, layer by token."""
     _, record = sentences.measured(outcomes, "quantization")
-    windows = range(sentences.WINDOW, len(record["texts"]))
+    windows = range(sentences.WINDOW, len(record.texts))
     columns = ["layer", "slot", "bits", "active", "carrier", "dense_entropy_nats"]
     frame = pd.concat([record.signals(text)[columns].assign(text=text) for text in windows], ignore_index=True)
     frame["held"] = sentences.held(frame)
-    n_layers = record["model"]["layers"]
+    n_layers = record.model.layers
     chosen = [sentences.layer_after(depth, n_layers) for depth in DEPTHS]
-    tau = record["thresholds"]["adaptive_quantization"]
+    tau = record.thresholds["adaptive_quantization"]
     with style():
         drawing, axes = panels(1, 3, size=(11, 3.4), width_ratios=[1, 0.8, 1.7])
         left, middle, right = axes[0]

@@ -38,7 +38,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """The timeline, and as a GIF its growth."""
     _, record = sentences.measured(outcomes, "halting")
     window = sentences.window(record)
-    frame = scores(record.signals(TEXT), record["thresholds"]["halting"])
+    frame = scores(record.signals(TEXT), record.thresholds["halting"])
     with style():
         drawing, axes = panels(size=(10, 4.2))
         animation = _animate(drawing, axes[0, 0], _draw(drawing, axes[0, 0], frame, window))

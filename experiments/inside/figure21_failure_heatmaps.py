@@ -124,7 +124,7 @@ def _findings(frame: pd.DataFrame) -> tuple[str, ...]:
 def _harm(record: Record) -> str:
     """Where the loss of the run's windows comes from: from states that were halted, or from those that attend to them."""
     pieces = []
-    for text in range(sentences.WINDOW, len(record["texts"])):
+    for text in range(sentences.WINDOW, len(record.texts)):
         signals = record.signals(text)
         first = signals[signals["layer"] == 0].set_index("slot")
         halted = ~sentences.layers(signals, "active").astype(bool).all()

@@ -29,12 +29,12 @@ def rows() -> list[Row]:
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Bars for the sentence, survival curves for the windows."""
     _, record = sentences.measured(outcomes, "halting")
-    texts = range(len(record["texts"]))
+    texts = range(len(record.texts))
     frame = pd.concat(
         [depths(record, text) for text in texts if text in (sentences.FOX, *texts[sentences.WINDOW :])], ignore_index=True
     )
     sentence, windows = frame[frame["text"] == sentences.FOX], frame[frame["text"] >= sentences.WINDOW]
-    n_layers = record["model"]["layers"]
+    n_layers = record.model.layers
     with style():
         drawing, axes = panels(1, 2, size=(9, 3.4), width_ratios=[1.15, 1])
         left, right = axes[0]
@@ -81,7 +81,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 def depths(record: Record, text: int) -> pd.DataFrame:
     """Per token of a text: `class` of its word and `halts_after_layer`, the number of layers if it never halts."""
     signals = record.signals(text)
-    tokens = record["texts"][text]["tokens"]
+    tokens = record.texts[text].tokens
     halts = sentences.halted_after(sentences.layers(signals, "active"))
     return pd.DataFrame(
         {"text": text, "slot": halts.index, "token": tokens, "class": word_classes(tokens), "halts_after_layer": halts.to_numpy()}

@@ -128,7 +128,7 @@ def held_legend(present: Iterable[str]) -> list[Patch]:
 
 def window(record: Record) -> tuple[int, int]:
     """First and last layer, from 1, after which a token may halt in that run."""
-    entry, n_layers = record["config"]["modules"]["halting"], record["model"]["layers"]
+    entry, n_layers = record.config["modules"]["halting"], record.model.layers
     low, high = (layer_after(fraction, n_layers) for fraction in entry["window"])
     return low, min(high, n_layers - 1 - entry["resume_layers"])
 
@@ -148,16 +148,16 @@ def caption(outcomes: Sequence[Outcome], text: int | None, *sentences: str) -> t
 
 
 def _shown(record: Record, text: int) -> str:
-    tokens = record["texts"][text]["tokens"]
+    tokens = record.texts[text].tokens
     if text >= WINDOW:
-        return f"Shown: {record['texts'][text]['name']} of the run's text, {len(tokens)} tokens from its beginning."
+        return f"Shown: {record.texts[text].name} of the run's text, {len(tokens)} tokens from its beginning."
     return (
         f"Shown: {_PLACES[text]}, “{''.join(tokens).strip()}”, {len(tokens)} tokens of this model, given as a prompt of its own."
     )
 
 
 def _thresholds(record: Record) -> tuple[str, ...]:
-    modules = record["config"]["modules"]
+    modules = record.config["modules"]
     percentiles = [
         f"{name}.{key}={value}"
         for name, entry in modules.items()
@@ -166,7 +166,8 @@ def _thresholds(record: Record) -> tuple[str, ...]:
     ]
     if not percentiles:
         return ()
-    windows = record["calibration"]["windows"]
+    assert record.calibration is not None  # of percentiles
+    windows = record.calibration.windows
     return (
         f"Thresholds: {', '.join(percentiles)}, percentiles in each layer of {windows} windows of the dataset's calibrating part, for sentences "
         "too; the tables use others.",
@@ -178,11 +179,8 @@ def _cost(outcome: Outcome) -> str:
     assert outcome.dense is not None
     change = paired_records(outcome.record, outcome.dense)
     low, high = signed(change.relative_pct_low), signed(change.relative_pct_high)
-    prefix = "prompt_" if "prompt_nominal_flops" in outcome.record.data else ""
-    saved = [
-        f"{100 * (1 - outcome.record[f'{prefix}{ledger}_flops'] / outcome.record[f'dense_{prefix}{ledger}_flops']):.0f}%"
-        for ledger in ("nominal", "paper")
-    ]
+    prefix = "prompt_" if outcome.record.flops("prompt_nominal") is not None else ""
+    saved = [f"{outcome.record.flops_saved_pct(f'{prefix}{ledger}'):.0f}%" for ledger in ("nominal", "paper")]
     return (
         f"{outcome.row.technique} so set changes the perplexity of the run's text by {signed(change.relative_pct)}% [{low} {high}] and saves "
         f"{saved[0]} of the {'prompts’ ' if prefix else ''}FLOPs in the nominal and {saved[1]} in the paper's ledger."

@@ -41,11 +41,11 @@ def walk(record: Record) -> pd.DataFrame:
     """Per token: after which layer it halts (`halts_after_layer`, empty if never) with the drift and entropy there; in how many layers it has
     no K/V entry; which token carries it from which layer on; its width and the entropy that decided it; the paper's words."""
     signals = record.signals(TEXT)
-    tokens, n_layers = record["texts"][TEXT]["tokens"], record["model"]["layers"]
+    tokens, n_layers = record.texts[TEXT].tokens, record.model.layers
     by_layer = {
         name: sentences.layers(signals, name) for name in ("active", "kv", "carrier", "bits", "drift_relative", "entropy_nats")
     }
-    decided = sentences.layer_after(record["config"]["modules"]["adaptive_quantization"]["depth"], n_layers)
+    decided = sentences.layer_after(record.config["modules"]["adaptive_quantization"]["depth"], n_layers)
     claims = _claims()
     found = []
     for slot, token in enumerate(tokens):

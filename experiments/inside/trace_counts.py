@@ -67,7 +67,7 @@ def _passes(record: Record) -> Iterator[tuple[int, str, PassTrace]]:
     """(first window, part, pass); a pass with nothing cached begins the next batch of windows."""
     if record.trace_path is None:
         raise ConfigError(f"{record.path} has no trace: nothing was decided in it.")
-    whole = record["protocol"]["name"] == "all"
+    whole = record.protocol.name == "all"
     first, batch = 0, 0
     for one in Trace.load(record.trace_path).passes:
         begins = one.first_column == 0
@@ -104,6 +104,6 @@ def first_resumed_layer(record: Record) -> int:
     """The first layer (from 1) that halted tokens take part in again; one beyond the last where they never do."""
     import torch  # seconds, which who only asks for the rows must not wait for
 
-    last = record["model"]["layers"]
+    last = record.model.layers
     firsts = [int(torch.where(one.halt_layer < last - 1, one.resume_layer, last).min()) for _, _, one in _passes(record)]
     return min(firsts) + 1

@@ -115,11 +115,12 @@ def _versus_int8(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]
     def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
         """Time of the prompt over that of dynamic int8, both over dense; the ends of both intervals are set against each other."""
         records = outcomes[key].record, outcomes[methods.QUANTISED].record
-        if any(record is None or not record.get("prompt_latency_ratio") for record in records):
+        ours, theirs = (None if record is None else methods.prompt_timing(record) for record in records)
+        if ours is None or theirs is None:
             return None
-        ours, theirs = (record["prompt_latency_ratio"] for record in records if record is not None)
-        floor = max(record["prompt_noise_floor_pct"] for record in records if record is not None) / 100
-        return Estimate(ours["median"] / theirs["median"], ours["low"] / theirs["high"], ours["high"] / theirs["low"], floor)
+        a, b = ours.ratio, theirs.ratio
+        floor = max(ours.noise_floor_pct, theirs.noise_floor_pct) / 100
+        return Estimate(a.median / b.median, a.low / b.high, a.high / b.low, floor)
 
     return of
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import pandas as pd
 
+from quicksilver.harness.record import Record
+from quicksilver.measure.deployment import DeploymentResult
+from quicksilver.measure.latency import LatencyResult, Timing
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import NO_VALUE, interval_cell, number, signed, speedup_cell
@@ -107,18 +110,25 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 _MORE = ("prompt_time_ratio", "token_ratio", "token_ratio_low", "token_ratio_high", "token_noise_pct", "same_first_tokens")
 
 
+def prompt_timing(record: Record) -> Timing | None:
+    """Times of the prompt; None: it was not timed."""
+    latency = record.found("latency", LatencyResult)
+    return None if latency is None else latency.timing(prompt=True)
+
+
 def _more(outcome: Outcome) -> dict[str, Any]:
     record = outcome.record
     if record is None:
         return {}
     row: dict[str, Any] = {}
-    if record.get("prompt_latency_ratio"):
-        row["prompt_time_ratio"] = 1.0 if outcome.row.key == "dense" else record["prompt_latency_ratio"]["median"]
-    served = record.get("deployment") or {}
-    if served.get("per_token_ratio"):
-        ratio = served["per_token_ratio"]
-        row |= {"token_ratio": ratio["median"], "token_ratio_low": ratio["low"], "token_ratio_high": ratio["high"]}
-        row |= {"token_noise_pct": served["noise_floor_pct"], "same_first_tokens": served.get("same_first_tokens")}
+    timing = prompt_timing(record)
+    if timing is not None:
+        row["prompt_time_ratio"] = 1.0 if outcome.row.key == "dense" else timing.ratio.median
+    served = record.found("deployment", DeploymentResult)
+    if served is not None and served.per_token_ratio is not None:
+        ratio = served.per_token_ratio
+        row |= {"token_ratio": ratio.median, "token_ratio_low": ratio.low, "token_ratio_high": ratio.high}
+        row |= {"token_noise_pct": served.noise_floor_pct, "same_first_tokens": served.same_first_tokens}
     return row
 
 

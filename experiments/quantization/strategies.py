@@ -113,7 +113,7 @@ def _thresholds(outcome: Outcome) -> str:
     """`1.0, 2.3` as the record's configuration has them, `0.25, 0.65; of log V`; empty where entropy decides nothing."""
     if outcome.record is None:
         return ""
-    module = outcome.record["config"]["modules"].get(MODULE)
+    module = outcome.record.config["modules"].get(MODULE)
     if module is None or module["bits"] is not None:
         return ""
     low, high, widths = module["tau_low"], module["tau_high"], module["widths"]

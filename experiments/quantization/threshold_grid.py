@@ -42,7 +42,7 @@ def utilities(outcomes: Sequence[Outcome], rows: pd.DataFrame) -> pd.DataFrame:
     """
     base = sweeps.base_record(outcomes, SWEEP)
     saved = [
-        1 - one.record["prompt_paper_flops"] / base["prompt_paper_flops"]
+        1 - (one.record.flops("prompt_paper") or math.nan) / (base.flops("prompt_paper") or math.nan)
         if one.record is not None and base is not None and one.row.panel == SWEEP.experiment
         else math.nan
         for one in outcomes

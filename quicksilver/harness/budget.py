@@ -133,10 +133,10 @@ class Budget:
         if self.kind == "cost":
             paired = paired_records(record, dense)
             return paired.relative_pct_high if self.sure else paired.relative_pct
-        key = f"{self.ledger}_flops"
-        if key not in record.data:
-            raise ConfigError(f"protocol={record['protocol']['name']} has no {self.ledger} FLOPs: give another ledger.")
-        return 100 * (1 - record[key] / dense[key])
+        count, whole = record.flops(self.ledger), dense.flops(self.ledger)
+        if count is None or whole is None:
+            raise ConfigError(f"protocol={record.protocol.name} has no {self.ledger} FLOPs: give another ledger.")
+        return 100 * (1 - count / whole)
 
     def met(self, reached: float) -> bool:
         """Whether that is within the budget."""

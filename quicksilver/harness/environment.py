@@ -1,31 +1,32 @@
-"""The machine and the libraries that a record was made on."""
+"""The machine and the libraries of a run, as its record says them."""
 
 from __future__ import annotations
 
 import os
 import platform
 from pathlib import Path
-from typing import Any
+
+from quicksilver.harness.description import EnvironmentEntry
 
 
-def environment() -> dict[str, Any]:
+def environment() -> EnvironmentEntry:
     """The machine and the libraries, for the record."""
     import psutil
     import torch
     import transformers
 
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": platform.platform(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "load_average": os.getloadavg()[0],
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+    return EnvironmentEntry(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+        cpu=_cpu_name(),
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        memory_bytes=psutil.virtual_memory().total,
+        load_average=os.getloadavg()[0],
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    )
 
 
 def _cpu_name() -> str:

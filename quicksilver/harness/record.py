@@ -6,22 +6,31 @@ results/runs/<fingerprint>/
     trace.safetensors   every decision (absent in a dense record)
     signals.safetensors what happened to each token of a few texts, layer by layer (with measure.signals)
     events.jsonl        what happened when
+
+A record is believed only as far as it can be checked: record.json carries a checksum of itself and digests of the other files, what is
+read is typed and finite, and totals that contradict each other are refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from quicksilver.harness.description import DenseTotals, Description
+from quicksilver.harness.identity import Identity
 from quicksilver.measure.measurement import Result
-from quicksilver.measure.typed import Mistyped
+from quicksilver.measure.quality import QualityResult
+from quicksilver.measure.signals import LookedInto, SignalsResult
+from quicksilver.measure.typed import Mistyped, decoded
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # a second to import, which no refusal should wait for
@@ -29,34 +38,32 @@ if TYPE_CHECKING:  # a second to import, which no refusal should wait for
 
 R = TypeVar("R", bound=Result)
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
 SIGNALS = "signals.safetensors"
+CHECKSUM = "checksum"
+# A run may execute more than dense inference (signals, drafts that are thrown away), but no mechanism here does so twenty times over, and
+# none leaves out all but a thousandth: embedding and output head alone are more.
+_MOST_TIMES_DENSE, _LEAST_OF_DENSE = 20.0, 1e-3
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, kw_only=True)
+class Record(Description):
     """One finished run, read only.
 
-    `record["ppl"]`, `record["latency_ms"]["median"]`, `record.get("null")`: the entries of record.json.
+    What describes the run is an attribute (`record.model.layers`), and so is what every run measures (`record.quality.ppl`) and what it is
+    compared with (`record.dense`). Further measurements are asked for by name and class: `record.measured("energy", EnergyResult)`.
+
+    Attributes:
+        path: the directory.
+        content: record.json as json has it, for what shows all of it; whoever wants a value reads an attribute.
     """
 
     path: Path
-    data: Mapping[str, Any]
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.data:
-            raise ConfigError(
-                f"{self.path / RECORD} has no entry {key!r}: it was not measured in this run "
-                f"(measure={self.config_name('measure')})."
-            )
-        return self.data[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.data.get(key, default)
+    content: Mapping[str, Any]
 
     def measured(self, name: str, result: type[R]) -> R:
-        """What a measurement found, typed.
+        """What a measurement found.
 
         Args:
             name: of the measurement in the config.
@@ -65,29 +72,76 @@ class Record:
         Raises:
             ConfigError: it was not measured in this run, or what is there is not what the class says.
         """
+        found = self.found(name, result)
+        if found is None:
+            raise ConfigError(
+                f"{self.path / RECORD} has no {name!r}: it was not measured in this run (measure={self.config['measure']['name']})."
+            )
+        return found
+
+    def found(self, name: str, result: type[R]) -> R | None:
+        """`measured`, or None where it was not measured in this run.
+
+        Raises:
+            ConfigError: what is there is not what the class says.
+        """
         section = name if result.section is None else result.section
-        content = self.data if section == "" else self[section]
+        content = self.content if section == "" else self.content.get(section)
+        if content is None or (section == "" and not _required(result) & content.keys()):
+            return None
         try:
             return result.from_json(content)
         except Mistyped as error:
             raise _corrupt(self.path, f"{RECORD}, {section or name}: {error}") from error
 
-    def config_name(self, group: str) -> str:
-        return self.data["config"][group]["name"]
+    @cached_property
+    def quality(self) -> QualityResult:
+        """What every run measures: perplexity and the ledgers."""
+        return self.measured("quality", QualityResult)
+
+    @cached_property
+    def dense(self) -> DenseTotals | None:
+        """Totals of the dense run that this one is compared with; None: this is a dense record."""
+        if self.dense_fingerprint is None:
+            return None
+        totals = {key.removeprefix("dense_"): value for key, value in self.content.items() if key.startswith("dense_")}
+        try:
+            return decoded(DenseTotals, totals, "dense")
+        except Mistyped as error:
+            raise _corrupt(self.path, f"{RECORD}: {error}") from error
+
+    def flops(self, ledger: str) -> int | None:
+        """Operations in a ledger: `executed`, `nominal`, `paper` or `signal`, each with `prompt_` before it under `continuation`; None: the
+        protocol has no prompt."""
+        count: int | None = getattr(self.quality, f"{ledger}_flops")
+        return count
+
+    def flops_saved_pct(self, ledger: str) -> float | None:
+        """Percent of the dense run's operations that are gone; None in a dense record, and of a prompt where the protocol has none."""
+        count, dense = self.flops(ledger), None if self.dense is None else getattr(self.dense, f"{ledger}_flops")
+        return 100 * (1 - count / dense) if count is not None and dense else None
 
     @property
-    def fingerprint(self) -> str:
-        return self.data["fingerprint"]
+    def timing_warnings(self) -> list[str]:
+        """Why times of this run may be worth less than they look, from every measurement that reads a clock."""
+        sections = (self.content, *(one for one in self.content.values() if isinstance(one, Mapping)))
+        lists = (entry for section in sections for key, entry in section.items() if str(key).endswith("timing_warnings"))
+        return list(dict.fromkeys(str(warning) for entry in lists if isinstance(entry, list) for warning in entry))
 
-    @property
-    def dense_fingerprint(self) -> str | None:
-        """The record every difference of this one is against; None: this is a dense record."""
-        return self.data["dense_fingerprint"]
+    @cached_property
+    def texts(self) -> list[LookedInto]:
+        """The texts that the run looked into; empty: it looked into none."""
+        found = self.found("signals", SignalsResult)
+        return [] if found is None else found.texts
 
-    @property
+    @cached_property
     def trace_path(self) -> Path | None:
-        path = self.path / TRACE
-        return path if path.is_file() else None
+        """Where the decisions are; None in a dense record.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        return self._checked(TRACE) if TRACE in self.files else None
 
     @property
     def events_path(self) -> Path:
@@ -98,18 +152,28 @@ class Record:
         """windows.parquet.
 
         Raises:
-            ConfigError: the file is damaged.
+            ConfigError: the file is damaged, or its sums are not those of record.json.
         """
         import pandas as pd
 
-        path = self.path / WINDOWS
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != self.data["files"][WINDOWS]["sha256"]:
-            raise _corrupt(self.path, f"{WINDOWS} is not the file that was recorded")
-        return pd.read_parquet(path)
+        frame = pd.read_parquet(self._checked(WINDOWS))
+        for column, total in (
+            ("tokens", self.quality.tokens),
+            ("nll_nats", self.quality.nll_nats),
+            ("executed_flops", self.flops("executed")),
+        ):
+            if column not in frame or not math.isclose(float(frame[column].sum()), float(total or 0), rel_tol=1e-6):
+                raise _corrupt(self.path, f"{column} of {WINDOWS} does not add up to {total} in {RECORD}")
+        return frame
+
+    def _checked(self, name: str) -> Path:
+        path = self.path / name
+        if name not in self.files or hashlib.sha256(path.read_bytes()).hexdigest() != self.files[name].sha256:
+            raise _corrupt(self.path, f"{name} is not the file that was recorded")
+        return path
 
     def signals(self, text: int = 0) -> pd.DataFrame:
-        """What happened inside one of the record's texts (`record["texts"]`): a row a layer and token.
+        """What happened inside one of the record's texts (`record.texts`): a row a layer and token.
 
         Columns: `layer` (0: before the first), `slot`, `token`, then the signals of `measure.inside.Inside`: those of the run under their
         own names, those of the dense model as `dense_…`, the components as `pca_0` …; of a dense record, its own. `active` and `kv` are
@@ -121,17 +185,18 @@ class Record:
         import pandas as pd
         from safetensors.numpy import load_file
 
-        texts = self.get("texts") or []
+        texts = self.texts
         if not texts:
             raise ConfigError(f"{self.path} has no signals: make the run with measure=signals.")
         if not 0 <= text < len(texts):
             raise ConfigError(f"{self.path} looked into {len(texts)} texts; there is no text {text}.")
-        path = self.path / SIGNALS
-        if hashlib.sha256(path.read_bytes()).hexdigest() != self.data["files"][SIGNALS]["sha256"]:
-            raise _corrupt(self.path, f"{SIGNALS} is not the file that was recorded")
         prefix = f"{text}."
-        arrays = {name.removeprefix(prefix): array for name, array in load_file(path).items() if name.startswith(prefix)}
-        tokens = texts[text]["tokens"]
+        arrays = {
+            name.removeprefix(prefix): array
+            for name, array in load_file(self._checked(SIGNALS)).items()
+            if name.startswith(prefix)
+        }
+        tokens = texts[text].tokens
         rows = next(len(array) for array in arrays.values() if array.ndim == 2)
         columns: dict[str, Any] = {
             "layer": np.repeat(np.arange(rows), len(tokens)),
@@ -154,37 +219,112 @@ def load_record(folder: Path | str) -> Record:
     """Read one record directory.
 
     Raises:
-        ConfigError: it is not a whole record of this schema; the message names the path and the remedy. Nothing is changed on
-            disk.
+        ConfigError: it is not a whole record of this schema, or what it says cannot be so; the message names the path and the remedy.
+            Nothing is changed on disk.
     """
     folder = Path(folder)
     try:
-        data = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        content = json.loads((folder / RECORD).read_text(encoding="utf-8"), parse_constant=_not_finite, parse_float=_finite)
     except FileNotFoundError:
         raise _corrupt(folder, f"it has no {RECORD}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise _corrupt(folder, f"{RECORD} is damaged: {error}") from error
     except OSError as error:
         raise ConfigError(f"{folder / RECORD} cannot be read: {error.strerror}.") from error
-    if not isinstance(data, dict) or "schema_version" not in data:
+    if not isinstance(content, dict) or "schema_version" not in content:
         raise _corrupt(folder, f"{RECORD} has no schema_version")
-    if data["schema_version"] != SCHEMA_VERSION:
-        older = isinstance(data["schema_version"], int) and data["schema_version"] < SCHEMA_VERSION
+    if content["schema_version"] != SCHEMA_VERSION:
+        older = isinstance(content["schema_version"], int) and content["schema_version"] < SCHEMA_VERSION
         update = f"Bring it up to date with `quicksilver rekey results_dir={folder.parents[1]}`. " if older else ""
         raise ConfigError(
-            f"{folder} is a record of schema {data['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
+            f"{folder} is a record of schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
             f"{update}Move that folder away to have the run made again, or read it with the version that wrote it."
         )
-    missing = [key for key in ("fingerprint", "dense_fingerprint", "identity", "config", "files") if key not in data]
-    if missing:
-        raise _corrupt(folder, f"{RECORD} has no {missing[0]}")
-    if data["fingerprint"] != folder.name:
-        raise _corrupt(folder, f"{RECORD} belongs to the run {data['fingerprint']}")
-    for name, described in data["files"].items():
+    record = record_of(folder, content)
+    if record.fingerprint != folder.name:
+        raise _corrupt(folder, f"{RECORD} belongs to the run {record.fingerprint}")
+    return record
+
+
+def record_of(folder: Path, content: Mapping[str, Any]) -> Record:
+    """The record that `folder` is with this content of record.json.
+
+    Raises:
+        ConfigError: the content was changed after it was written, is not what its types say, contradicts itself, or a file is missing or
+            cut short.
+    """
+    if content.get(CHECKSUM) != checksum(content):
+        raise _corrupt(folder, f"{RECORD} is not as it was written: its checksum is another")
+    try:
+        record = Record(**vars(decoded(Description, content)), path=folder, content=content)
+    except Mistyped as error:
+        raise _corrupt(folder, f"{RECORD}: {error}") from error
+    for name, described in record.files.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != described["bytes"]:
+        if not path.is_file() or path.stat().st_size != described.bytes:
             raise _corrupt(folder, f"{name} is {'cut short or changed' if path.is_file() else 'missing'}")
-    return Record(folder, data)
+    why = _contradiction(record)
+    if why is not None:
+        raise _corrupt(folder, f"{RECORD}: {why}")
+    return record
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """sha256 of record.json's entries, its checksum left out, in one spelling."""
+    entries = {key: entry for key, entry in content.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _contradiction(record: Record) -> str | None:
+    """Why its numbers cannot all be true; None: nothing speaks against them."""
+    identity, quality, dense = record.identity, record.quality, record.dense
+    if Identity(**vars(identity)).fingerprint != record.fingerprint:
+        return "identity is not that of its fingerprint"
+    for what, ours, digest in (("weights", record.model.weights_digest, "weights"), ("text", record.data.digest, "text")):
+        if identity.digests.get(digest) != ours:
+            return f"the digest of its {what} is not the one in its identity"
+    if quality.tokens < 1 or record.data.windows < 1:
+        return f"it scored {quality.tokens} tokens in {record.data.windows} windows"
+    for name, ppl, nats in (
+        ("ppl", quality.ppl, quality.nll_nats),
+        *([("dense_ppl", dense.ppl, dense.nll_nats)] if dense else []),
+    ):
+        # `exp` of more than 700 nats a token is no float.
+        if nats < 0 or nats / quality.tokens > 700 or not math.isclose(ppl, math.exp(nats / quality.tokens), rel_tol=1e-6):
+            return f"{name} is {ppl:g}, which {nats:g} nats over {quality.tokens} tokens do not give"
+    for name in DenseTotals.__dataclass_fields__:
+        if not name.endswith("_flops"):
+            continue
+        count, whole = getattr(quality, name), None if dense is None else getattr(dense, name)
+        if (count or 0) < 0 or (whole or 0) < 0:
+            return f"{name} is {count}"
+        if name.endswith("executed_flops") and whole and not _LEAST_OF_DENSE < count / whole < _MOST_TIMES_DENSE:
+            return f"{name} is {count}, of {whole} of the dense run"
+    if quality.executed_flops < 1:
+        return f"executed_flops is {quality.executed_flops}"
+    if quality.kv_bytes_billed < 0 or quality.kv_bytes_resident < 0:
+        return "bytes of the KV cache are negative"
+    return None
+
+
+def _required(result: type[Result]) -> set[str]:
+    """Names of the fields that a result always has."""
+    return {
+        field.name
+        for field in dataclasses.fields(result)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+
+def _not_finite(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
 
 
 def check_files(record: Record) -> None:
@@ -193,9 +333,8 @@ def check_files(record: Record) -> None:
     Raises:
         ConfigError: one is not the file that was recorded.
     """
-    for name, described in record.data["files"].items():
-        if hashlib.sha256((record.path / name).read_bytes()).hexdigest() != described["sha256"]:
-            raise _corrupt(record.path, f"{name} is not the file that was recorded")
+    for name in record.files:
+        record._checked(name)
 
 
 def _corrupt(folder: Path, why: str) -> ConfigError:
@@ -216,7 +355,10 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
 
     runs = Path(results_dir) / "runs"
     folders = sorted(p for p in runs.iterdir() if p.is_dir() and not p.name.startswith(".")) if runs.is_dir() else []
-    rows = [dict(_flatten({k: v for k, v in load_record(folder).data.items() if k != "identity"})) for folder in folders]
+    rows = [
+        dict(_flatten({k: v for k, v in load_record(folder).content.items() if k not in ("identity", CHECKSUM)}))
+        for folder in folders
+    ]
     if not rows:
         return pd.DataFrame(index=pd.Index([], name="fingerprint"))
     return pd.DataFrame(rows).sort_values("started", kind="stable").set_index("fingerprint")

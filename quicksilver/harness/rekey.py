@@ -24,7 +24,7 @@ from quicksilver import numerics
 from quicksilver.harness.config import RunConfig
 from quicksilver.harness.identity import Identity, canonical, foreign_sources
 from quicksilver.harness.parts import module_class
-from quicksilver.harness.record import RECORD, SCHEMA_VERSION, load_record
+from quicksilver.harness.record import CHECKSUM, RECORD, SCHEMA_VERSION, checksum, load_record, record_of
 from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import ConfigError
 
@@ -85,6 +85,10 @@ def rekey(results_dir: Path | str) -> Rekeyed:
 
 
 def _move(store: Store, old: Path, new: Path, data: Mapping[str, Any]) -> None:
+    try:
+        record_of(old, data)
+    except ConfigError as error:
+        raise _Left(str(error)) from error
     store.write_json(str((old / RECORD).relative_to(store.root)), data)
     with store.writing():
         os.rename(old, new)
@@ -98,6 +102,10 @@ def _with_new_identity(data: Mapping[str, Any], records: Mapping[str, Mapping[st
             data = _from_schema_1(data, records)
         if data["schema_version"] == 2:
             data = _from_schema_2(data)
+        if data["schema_version"] == 3:
+            data = _from_schema_3(data)
+        elif data.get(CHECKSUM) != checksum(data):
+            raise _Left(f"{RECORD} is not as it was written: its checksum is another")
         if data["schema_version"] != SCHEMA_VERSION:
             raise _Left(f"it is a record of schema {data['schema_version']}")
         of = data["identity"]
@@ -112,7 +120,8 @@ def _with_new_identity(data: Mapping[str, Any], records: Mapping[str, Mapping[st
     except (KeyError, TypeError, AttributeError) as error:
         raise _Left(f"{RECORD} is not what this version reads: {error}") from error
     named = {"fingerprint": identity.fingerprint, "dense_fingerprint": dense, "identity": identity.to_json()}
-    return {**data, **named}
+    content = {**data, **named}
+    return {**content, CHECKSUM: checksum(content)}
 
 
 def _config(content: Mapping[str, Any]) -> RunConfig:
@@ -232,3 +241,9 @@ def _from_schema_2(data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value for key, value in moved.items() if not (key == "null" and value is None) and not (key == "texts" and not value)
     }
+
+
+def _from_schema_3(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Schema 3 had no checksum."""
+    content = {**data, "schema_version": 4}
+    return {**content, CHECKSUM: checksum(content)}

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quicksilver import __version__, numerics
 from quicksilver.harness.config import RunConfig
+from quicksilver.harness.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
 from quicksilver.harness.environment import environment
 from quicksilver.harness.parts import build_measurements, build_modules
 from quicksilver.harness.record import SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.harness.store import Draft, Store
 from quicksilver.harness.tracker import check_tracker, mirror
 from quicksilver.harness.workplace import Workplace, asks_for_calibration
+from quicksilver.measure.typed import encoded
 from quicksilver.models.loading import Loaded
 
 if TYPE_CHECKING:
@@ -190,7 +192,7 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
         report("calibration", _LOADING)
         modules, calibration = calibrated_modules(config, workplace, store)
         if calibration is not None:
-            draft.event("calibrated", signals=calibration["signals"])
+            draft.event("calibrated", signals=calibration.signals)
         bench = Bench(
             loaded.model, windows, _protocol(config), modules, cast("Execution", config.execution), config.seed,
             config.measure["batch_windows"], loaded.tokenizer, decision_layers=config.decision_layers,
@@ -247,16 +249,12 @@ def measured_scalars(
 def _put_dense_beside(scalars: dict[str, Any], bench: Bench, dense: Record) -> None:
     """Copy what every table compares with, so that a record can be read alone. Times are not copied: dense was timed in the
     same run."""
-    names = ("ppl", "bits_per_byte", "nll_nats")
-    flops = [name for name in dense.data if name.endswith("_flops") and isinstance(dense[name], int)]
-    for name in (*names, *flops):
-        scalars[f"dense_{name}"] = dense[name]
-    scalars["dense_kv_bytes"] = dense["kv_bytes_resident"]
+    scalars |= {f"dense_{name}": value for name, value in encoded(DenseTotals.of(dense.quality)).items()}
     nats = dense.windows.set_index("window")["nll_nats"]
     bench.frame = bench.frame.assign(dense_nll_nats=bench.frame["window"].map(nats))
 
 
-def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) -> tuple[list[Any], dict[str, Any] | None]:
+def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) -> tuple[list[Any], CalibrationEntry | None]:
     """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
     from quicksilver.modules.calibration import calibrate_modules
 
@@ -271,13 +269,8 @@ def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) ->
             modules, folder, workplace.model(config).model, windows.ids, batch_size=config.protocol.batch_size, source=source
         )
     assert calibration is not None  # asked for
-    return modules, {
-        "text_source": text.source,
-        "text_digest": text.digest,
-        "windows": len(windows.ids),
-        "signals": sorted(calibration.percentiles),
-        "provenance": calibration.provenance,
-    }
+    signals = sorted(calibration.percentiles)
+    return modules, CalibrationEntry(text.source, text.digest, len(windows.ids), signals, calibration.provenance)
 
 
 def _describe(
@@ -286,7 +279,7 @@ def _describe(
     loaded: Loaded,
     windows: Windows,
     modules: Sequence[Any],
-    calibration: dict[str, Any] | None,
+    calibration: CalibrationEntry | None,
 ) -> dict[str, Any]:
     """Everything in record.json that is not a measurement."""
     from quicksilver.modules.thresholds import thresholds_of
@@ -302,32 +295,36 @@ def _describe(
         "execution": config.execution,
         "protocol": dataclasses.asdict(config.protocol),
         "lookahead": any(module.lookahead and not module.causal for module in modules),
-        "model": {
-            "name": config.model.name,
-            "source": loaded.files.source,
-            "commit": loaded.files.commit,
-            "family": model.config.model_type,
-            "layers": model.config.num_hidden_layers,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_digest": workplace.files(config)[1],
-            "dtype": config.model.dtype,
-            "device": str(model.device),
-            "attn_implementation": config.model.attn_implementation,
-        },
-        "data": {
-            "name": config.dataset.name,
-            "source": text.source,
-            "part": config.dataset.part,
-            "form": config.dataset.form,
-            "digest": text.digest,
-            "token_digest": windows.token_digest,
-            "windows": len(windows.ids),
-            "windows_available": windows.available,
-            "text_tokens": windows.tokens,
-            "text_bytes": len(text.text.encode()),
-            "no_bytes_because": windows.why_no_bytes,
-        },
-        "calibration": calibration,
+        "model": encoded(
+            ModelEntry(
+                name=config.model.name,
+                source=loaded.files.source,
+                commit=loaded.files.commit,
+                family=model.config.model_type,
+                layers=model.config.num_hidden_layers,
+                parameters=sum(p.numel() for p in model.parameters()),
+                weights_digest=workplace.files(config)[1],
+                dtype=config.model.dtype,
+                device=str(model.device),
+                attn_implementation=config.model.attn_implementation,
+            )
+        ),
+        "data": encoded(
+            DataEntry(
+                name=config.dataset.name,
+                source=text.source,
+                part=config.dataset.part,
+                form=config.dataset.form,
+                digest=text.digest,
+                token_digest=windows.token_digest,
+                windows=len(windows.ids),
+                windows_available=windows.available,
+                text_tokens=windows.tokens,
+                text_bytes=len(text.text.encode()),
+                no_bytes_because=windows.why_no_bytes,
+            )
+        ),
+        "calibration": None if calibration is None else encoded(calibration),
         "thresholds": {name: thresholds_of(module) for name, module in zip(sorted(config.modules), modules, strict=True)},
         # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
         "kernels": {
@@ -336,5 +333,5 @@ def _describe(
         "config": dataclasses.asdict(config),
         "identity": workplace.identity(config).to_json(),
         "package": {"version": __version__, "numerics_version": numerics.VERSION},
-        "environment": environment(),
+        "environment": encoded(environment()),
     }

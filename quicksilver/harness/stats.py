@@ -171,7 +171,7 @@ def paired_records(
     Raises:
         ConfigError: records of different text or protocol, a column that one of them does not have.
     """
-    if record["data"]["token_digest"] != baseline["data"]["token_digest"] or record["protocol"] != baseline["protocol"]:
+    if record.data.token_digest != baseline.data.token_digest or record.protocol != baseline.protocol:
         raise ConfigError(
             f"{record.path} and {baseline.path} scored different text or under different protocols: their windows do not pair."
         )

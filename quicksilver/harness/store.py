@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from quicksilver.harness.record import EVENTS, RECORD, Record, load_record
+from quicksilver.harness.record import CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _OWNER = "owner.lock"
@@ -130,9 +130,9 @@ class Store:
         """
         with self.writing():
             names = sorted(p.name for p in draft.folder.iterdir() if p.name != _OWNER)
-            files = {name: _describe(draft.folder / name) for name in names}
+            content = {**data, "files": {name: _describe(draft.folder / name) for name in names}}
             (draft.folder / RECORD).write_text(
-                json.dumps({**data, "files": files}, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+                json.dumps({**content, CHECKSUM: checksum(content)}, indent=1, allow_nan=False) + "\n", encoding="utf-8"
             )
             for name in (*names, RECORD):
                 _to_disk(draft.folder / name)

@@ -12,6 +12,13 @@ from quicksilver.harness.config import RunConfig
 from quicksilver.harness.record import Record
 from quicksilver.harness.run import Progress
 from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity
+from quicksilver.measure.audit import AuditResult
+from quicksilver.measure.components import ComponentsResult
+from quicksilver.measure.deployment import DeploymentResult
+from quicksilver.measure.energy import EnergyResult
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.measurement import Result
+from quicksilver.measure.null import NullResult
 
 
 def relative_cost(config: RunConfig) -> float:
@@ -66,80 +73,38 @@ def progress_bar(costs: Sequence[float] = ()) -> Iterator[Callable[[Progress], N
 
 def summary(record: Record) -> str:
     """What a person wants to know of one record; everything else is in its folder."""
-    data, protocol = record["data"], record["protocol"]
+    data, quality = record.data, record.quality
     lines = [
-        f"{record['label']}  ({record['execution']}, {record['model']['dtype']}{', LOOKS AHEAD' if record['lookahead'] else ''})",
-        f"  text         {data['windows']} windows of {protocol['window_tokens']} tokens, {record['tokens']} scored, "
-        f"{data['form']} text",
-        f"  perplexity   {record['ppl']:.4g} per token{_per_byte(record)}",
+        f"{record.label}  ({record.execution}, {record.model.dtype}{', LOOKS AHEAD' if record.lookahead else ''})",
+        f"  text         {data.windows} windows of {record.protocol.window_tokens} tokens, {quality.tokens} scored, {data.form} text",
+        f"  perplexity   {quality.line()}",
     ]
-    if record.dense_fingerprint is not None:
+    if record.dense is not None:
         lines += _against_dense(record)
-    audit = record["audit"]
-    lines.append(
-        f"  audit        logits moved by {audit['max_abs_logit_difference']:.2g} of {audit['max_abs_logit']:.3g} at "
-        f"{audit['probes']} probes"
-        + (
-            f" ({masked:.2g} under masked execution, free of rounding)"
-            if (masked := audit.get("masked_max_abs_logit_difference")) is not None
-            else ""
-        )
-    )
-    lines += _costs(record)
+    for name, result in {
+        "audit": AuditResult, "components": ComponentsResult, "energy": EnergyResult, "deployment": DeploymentResult
+    }.items():  # fmt: skip
+        found: Result | None = record.found(name, result)
+        if found is not None:
+            lines.append(f"  {name:<12} {found.line()}")
+    lines += [f"  care         {warning}" for warning in record.timing_warnings]
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)
-
-
-def _costs(record: Record) -> list[str]:
-    """What was asked for beside the usual passes, and why times may be worth less than they look."""
-    lines = []
-    who = "dense" if record.dense_fingerprint is None else "run"
-    if record.get("components"):
-        found = record["components"][who]
-        dearest = sorted(found["components"].items(), key=lambda part: -part[1]["median_ms"])[:3]
-        parts = ", ".join(f"{name} {part['median_ms']:.1f} ms" for name, part in dearest)
-        lines.append(f"  components   {parts} of {found['headline_ms']:.1f} ms; sum off by {found['residual_pct']:+.1f}%")
-    if record.get("energy"):
-        energy = record["energy"]
-        net = energy[who]["net_j_per_token"]
-        said = (
-            net if isinstance(net, str) else f"{1e3 * net:.3g} mJ a token, {1e6 * energy[who]['net_gco2_per_token']:.3g} µg CO₂"
-        )
-        lines.append(
-            f"  energy       {said} ({energy['method']}; {energy['grid_kg_per_kwh']:.3g} kg/kWh, {energy['country_iso_code']})"
-        )
-    if record.get("deployment"):
-        served = record["deployment"][who]
-        lines.append(
-            f"  deployment   {served['first_token_ms']['median']:.1f} ms to the first token, {served['per_token_ms']['p50']:.1f} ms a token "
-            f"(p95 {served['per_token_ms']['p95']:.1f}), {served['within_budget_pct']:.0f}% within {record['deployment']['budget_ms']:g} ms"
-        )
-    warnings = dict.fromkeys(w for key, found in record.data.items() if key.endswith("timing_warnings") for w in found)
-    return [*lines, *(f"  care         {warning}" for warning in warnings)]
-
-
-def _per_byte(record: Record) -> str:
-    return "" if record["bits_per_byte"] is None else f", {record['bits_per_byte']:.4g} bits per byte"
 
 
 def _against_dense(record: Record) -> list[str]:
     frame = record.windows
     lines = [_difference("against dense", frame["nll_nats"], record)]
-    if record.get("null") is not None:
+    if record.found("null", NullResult) is not None:
         lines.append(_difference("its null", frame["null_nll_nats"], record))
-    prefix = "prompt_" if record["protocol"]["name"] == "continuation" else ""
-    saved = {
-        name: 100 * (1 - record[f"{prefix}{name}_flops"] / record[f"dense_{prefix}{name}_flops"])
-        for name in ("executed", "nominal", "paper")
-    }
-    of = " of the prompt's" if prefix else ""
-    lines.append(f"  FLOPs saved  {', '.join(f'{name} {value:.1f}%' for name, value in saved.items())}{of}")
-    if record.get(f"{prefix}latency_ms") is not None:
-        ratio = record[f"{prefix}latency_ratio"]
-        lines.append(
-            f"  time saved   {100 * (1 - ratio['median']):.1f}%{of} (quartiles {100 * (1 - ratio['high']):.1f} to "
-            f"{100 * (1 - ratio['low']):.1f}; noise {record[f'{prefix}noise_floor_pct']:.1f}%)"
-        )
+    prompt = record.protocol.name == "continuation"
+    ledgers = {name: record.flops_saved_pct(f"prompt_{name}" if prompt else name) for name in ("executed", "nominal", "paper")}
+    said = ", ".join(f"{name} {value:.1f}%" for name, value in ledgers.items() if value is not None)
+    of = " of the prompt's" if prompt else ""
+    lines.append(f"  FLOPs saved  {said}{of}")
+    latency = record.found("latency", LatencyResult)
+    if latency is not None:
+        lines.append(f"  latency      {latency.line()}")
     return lines
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from quicksilver.harness.record import Record
+from quicksilver.harness.record import CHECKSUM, Record
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ def mirror(
     """
     if config.name == "none":
         return
-    same = f"{record['model']['name']} | {record['data']['name']} | {record['protocol']['name']}"
-    about: dict[str, Any] = {"group": group or same, "config": dict(record["config"])}
+    same = f"{record.model.name} | {record.data.name} | {record.protocol.name}"
+    about: dict[str, Any] = {"group": group or same, "config": dict(record.config)}
     if tags:
         about["tags"] = list(tags)
     try:
-        with start(config, results_dir, id=record.fingerprint, name=record["label"], **about) as run:
+        with start(config, results_dir, id=record.fingerprint, name=record.label, **about) as run:
             run.log(scalars(record) | differences(record) | dict(more or {}))
             run.log_artifact(str(record.path), name=f"record-{record.fingerprint}", type="record")
     except QuickSilverError as error:
@@ -81,12 +82,12 @@ def start(tracker: TrackerConfig, results_dir: Path, **about: Any) -> Iterator[A
 def differences(record: Record) -> dict[str, float]:
     """What a record has against its dense run, in percent: perplexity added (`delta_ppl_pct`), FLOPs saved
     (`executed_flops_saved_pct`, `prompt_executed_flops_saved_pct` …). A dense record has none."""
-    dense_ppl = record.get("dense_ppl")
-    found = {} if dense_ppl is None else {"delta_ppl_pct": 100 * (record["ppl"] / dense_ppl - 1)}
-    for key in record.data:
-        dense = record.get(f"dense_{key}")
-        if key.endswith("_flops") and isinstance(dense, int) and dense:
-            found[f"{key}_saved_pct"] = 100 * (1 - record[key] / dense)
+    if record.dense is None:
+        return {}
+    found = {"delta_ppl_pct": 100 * (record.quality.ppl / record.dense.ppl - 1)}
+    for name in (field.name for field in dataclasses.fields(record.dense)):
+        if name.endswith("_flops") and (saved := record.flops_saved_pct(name.removesuffix("_flops"))) is not None:
+            found[f"{name}_saved_pct"] = saved
     return found
 
 
@@ -101,5 +102,5 @@ def scalars(record: Record) -> dict[str, Any]:
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 flat[f"{prefix}{key}"] = value
 
-    add({k: v for k, v in record.data.items() if k not in ("config", "identity", "environment", "files")}, "")
+    add({k: v for k, v in record.content.items() if k not in ("config", "identity", "environment", "files", CHECKSUM)}, "")
     return flat

@@ -26,11 +26,9 @@ def window_tokens(record: Record, window: int) -> list[str]:
     Raises:
         ConfigError: text or tokenizer cannot be had, or they are not those of the record.
     """
-    config = record["config"]
+    config = record.config
     model, dataset = (OmegaConf.to_yaml(OmegaConf.create(config[group])) for group in ("model", "dataset"))
-    ids, tokenizer = _windows(
-        model, dataset, config["data"]["root"], record["protocol"]["window_tokens"], record["data"]["token_digest"]
-    )
+    ids, tokenizer = _windows(model, dataset, config["data"]["root"], record.protocol.window_tokens, record.data.token_digest)
     return [tokenizer.decode([number]) for number in ids[window].tolist()]
 
 

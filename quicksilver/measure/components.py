@@ -74,8 +74,13 @@ class ComponentsResult(Result):
     decide_ratio: Quartiles | None = None
     timing_warnings: list[str] = field(default_factory=list)
 
+    @property
+    def ours(self) -> BreakdownResult:
+        """Of the run; in a dense run, of the dense model."""
+        return self.run or self.dense
+
     def line(self) -> str:
-        found = self.run or self.dense
+        found = self.ours
         dearest = sorted(found.components.items(), key=lambda part: -part[1].median_ms)[:3]
         parts = ", ".join(f"{name} {part.median_ms:.1f} ms" for name, part in dearest)
         return f"{parts} of {found.headline_ms:.1f} ms; sum off by {found.residual_pct:+.1f}%"

@@ -62,8 +62,13 @@ class DeploymentResult(Result):
     same_first_tokens: int | None = None
     timing_warnings: list[str] = field(default_factory=list)
 
+    @property
+    def ours(self) -> ServingResult:
+        """Of the run; in a dense run, of the dense model."""
+        return self.run or self.dense
+
     def line(self) -> str:
-        served = self.run or self.dense
+        served = self.ours
         return (
             f"{served.first_token_ms.median:.1f} ms to the first token, {served.per_token_ms.p50:.1f} ms a token "
             f"(p95 {served.per_token_ms.p95:.1f}), {served.within_budget_pct:.0f}% within {self.budget_ms:g} ms"

@@ -59,8 +59,13 @@ class EnergyResult(Result):
     country_iso_code: str
     run: TokenEnergy | None = None
 
+    @property
+    def ours(self) -> TokenEnergy:
+        """Of the run; in a dense run, of the dense model."""
+        return self.run or self.dense
+
     def line(self) -> str:
-        one = self.run or self.dense
+        one = self.ours
         net, grams = one.net_j_per_token, one.net_gco2_per_token
         said = net if isinstance(net, str) or isinstance(grams, str) else f"{1e3 * net:.3g} mJ a token, {1e6 * grams:.3g} µg CO₂"
         return f"{said} ({self.method}; {self.grid_kg_per_kwh:.3g} kg/kWh, {self.country_iso_code})"

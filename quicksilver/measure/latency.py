@@ -230,6 +230,16 @@ def alternate(
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Milliseconds of the run and of the dense model, their ratio round by round, and the noise floor (A/A) of that in percent."""
+
+    run_ms: Spread
+    dense_ms: Spread
+    ratio: Quartiles
+    noise_floor_pct: float
+
+
+@dataclass(frozen=True)
 class LatencyResult(Result):
     """Wall clock of one batch, run and dense in turns; `prompt_…` of its prompt alone, under `continuation`.
 
@@ -254,6 +264,18 @@ class LatencyResult(Result):
     prompt_noise_floor_pct: float | None = None
     prompt_load_average: dict[str, float] | None = None
     prompt_timing_warnings: list[str] | None = None
+
+    def timing(self, *, prompt: bool = False) -> Timing | None:
+        """Of the batch, or of its prompt alone; None: the protocol has no prompt."""
+        if not prompt:
+            return Timing(self.latency_ms, self.dense_latency_ms, self.latency_ratio, self.noise_floor_pct)
+        run_ms, dense_ms = self.prompt_latency_ms, self.dense_prompt_latency_ms
+        ratio, noise = self.prompt_latency_ratio, self.prompt_noise_floor_pct
+        return (
+            None
+            if run_ms is None or dense_ms is None or ratio is None or noise is None
+            else Timing(run_ms, dense_ms, ratio, noise)
+        )
 
     def line(self) -> str:
         ratio, noise = self.prompt_latency_ratio, self.prompt_noise_floor_pct

@@ -13,7 +13,6 @@ from quicksilver.harness.record import Record
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import interval_cell, number, signed, versus_null_cell
-from quicksilver.report.comparison import saved_pct
 from quicksilver.report.table import Column, Lines, Panel, Table
 
 LEGEND = (
@@ -61,7 +60,7 @@ def frame(reports: Sequence[Report]) -> pd.DataFrame:
     rows.insert(7, "reached_pct", reached)
     rows.insert(8, "kept", [_kept(one, out) for one, out in zip(asked, there, strict=True)])
     rows["prompt_nominal_flops_saved_pct"] = [
-        saved_pct(out.record, "prompt_nominal_flops") if out.record else None for out in there
+        out.record.flops_saved_pct("prompt_nominal") if out.record else None for out in there
     ]
     return rows
 

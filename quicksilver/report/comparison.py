@@ -13,6 +13,9 @@ import pandas as pd
 
 from quicksilver.harness.record import Record
 from quicksilver.harness.stats import PairedInterval, paired_records
+from quicksilver.measure.audit import AuditResult
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.null import NullResult
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.cells import amount, audit_cell, interval_cell, number, signed, speedup_cell, versus_null_cell
 from quicksilver.report.claims.reported import reported
@@ -56,40 +59,40 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
     row: dict[str, Any] = {
         "record": record.fingerprint,
         "dense_record": dense.fingerprint,
-        "lookahead": bool(record["lookahead"]),
-        "execution": record["execution"],
-        "tokens": record["tokens"],
-        "windows": record["data"]["windows"],
-        "ppl": record["ppl"],
-        "bits_per_byte": record.get("bits_per_byte"),
-        "dense_ppl": dense["ppl"],
-        "audit_max_abs_logit_difference": (record.get("audit") or {}).get("max_abs_logit_difference"),
-        "audit_masked_max_abs_logit_difference": (record.get("audit") or {}).get("masked_max_abs_logit_difference"),
+        "lookahead": bool(record.lookahead),
+        "execution": record.execution,
+        "tokens": record.quality.tokens,
+        "windows": record.data.windows,
+        "ppl": record.quality.ppl,
+        "bits_per_byte": record.quality.bits_per_byte,
+        "dense_ppl": dense.quality.ppl,
     }
+    audit = record.found("audit", AuditResult)
+    if audit is not None:
+        row["audit_max_abs_logit_difference"] = audit.max_abs_logit_difference
+        row["audit_masked_max_abs_logit_difference"] = audit.masked_max_abs_logit_difference
     if record.fingerprint != dense.fingerprint:
         row |= interval("delta_ppl", paired_records(record, dense))
-        if record.get("null"):
-            row["null_ppl"] = record["null"]["ppl"]
-            row["null_kind"] = record["null"]["kind"]
+        null = record.found("null", NullResult)
+        if null is not None:
+            row["null_ppl"], row["null_kind"] = null.ppl, null.kind
             row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
             row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
     for ledger in LEDGERS:
-        row[f"{ledger}_flops"] = record.get(f"{ledger}_flops")
-        row[f"{ledger}_flops_saved_pct"] = saved_pct(record, f"{ledger}_flops")
-    row["kv_bytes_saved_pct"] = saved_pct(record, "kv_bytes_resident", "dense_kv_bytes")
+        row[f"{ledger}_flops"] = record.flops(ledger)
+        row[f"{ledger}_flops_saved_pct"] = record.flops_saved_pct(ledger)
+    row["kv_bytes_saved_pct"] = _kv_bytes_saved_pct(record)
     # A latency of masked execution says nothing: everything is computed there, then undone (docs/design.md §4).
-    if record["execution"] == "compact":
-        for phase in ("", "prompt_"):
-            if record.get(f"{phase}latency_ms"):
-                # Round by round against the dense model of the same run: both were timed under the same load of the machine.
-                ratio = record[f"{phase}latency_ratio"]
-                row[f"{phase}latency_ms"] = record[f"{phase}latency_ms"]["median"]
-                row[f"{phase}speedup_pct"] = 100 * (1 - ratio["median"])
-                row[f"{phase}speedup_pct_low"], row[f"{phase}speedup_pct_high"] = (
-                    100 * (1 - ratio["high"]),
-                    100 * (1 - ratio["low"]),
-                )
-                row[f"{phase}noise_floor_pct"] = record[f"{phase}noise_floor_pct"]
+    latency = record.found("latency", LatencyResult) if record.execution == "compact" else None
+    for phase in ("", "prompt_"):
+        timing = None if latency is None else latency.timing(prompt=bool(phase))
+        if timing is not None:
+            # Round by round against the dense model of the same run: both were timed under the same load of the machine.
+            row[f"{phase}latency_ms"] = timing.run_ms.median
+            row[f"{phase}speedup_pct"] = 100 * (1 - timing.ratio.median)
+            row[f"{phase}speedup_pct_low"] = 100 * (1 - timing.ratio.high)
+            row[f"{phase}speedup_pct_high"] = 100 * (1 - timing.ratio.low)
+            row[f"{phase}noise_floor_pct"] = timing.noise_floor_pct
     return {key: value for key, value in row.items() if value is not None}
 
 
@@ -105,10 +108,10 @@ def interval(name: str, paired: PairedInterval) -> dict[str, float]:
     }
 
 
-def saved_pct(record: Record, key: str, dense_key: str | None = None) -> float | None:
-    """Percent of dense inference that is gone; None where the run has no such quantity (no prompt under `all`, no cache)."""
-    value, dense = record.get(key), record.get(dense_key or f"dense_{key}")
-    return 100 * (1 - value / dense) if value is not None and dense else None
+def _kv_bytes_saved_pct(record: Record) -> float | None:
+    """Percent of the dense run's bytes that are gone; None where it keeps no cache."""
+    dense = record.dense.kv_bytes if record.dense is not None else 0
+    return 100 * (1 - record.quality.kv_bytes_resident / dense) if dense else None
 
 
 # --- as a table --------------------------------------------------------------------------------------------------------------
@@ -128,13 +131,13 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         if outcome.row.reported is not None:
             row |= {f"reported_{quantity}": value for quantity, value in reported()[outcome.row.reported].values.items()}
         if outcome.record is not None and outcome.dense is not None:
-            model, data = outcome.record["model"], outcome.record["data"]
+            model, data = outcome.record.model, outcome.record.data
             row |= {
-                "model": without_folders(model["name"]),
-                "weights_digest": model["weights_digest"][:SHORT],
-                "dtype": model["dtype"],
+                "model": without_folders(model.name),
+                "weights_digest": model.weights_digest[:SHORT],
+                "dtype": model.dtype,
             }
-            row |= {"data": data["name"], "token_digest": data["token_digest"][:SHORT]}
+            row |= {"data": data.name, "token_digest": data.token_digest[:SHORT]}
             row |= against_dense(outcome.record, outcome.dense)
         rows.append(row)
     return pd.DataFrame(rows, columns=COLUMNS)

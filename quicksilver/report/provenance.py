@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quicksilver.harness.record import Record
+from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.writing import without_folders
 
@@ -20,13 +21,13 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     lines = [
         f"Model: {_each(records, _model)}.",
         f"Text: {_each(records, _data)}.",
-        f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record['execution'])}.",
+        f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record.execution)}.",
         f"Machine: {_each(records, _machine)}.",
     ]
-    kernels = dict.fromkeys(how for record in records for how in record.get("kernels", {}).values())
+    kernels = dict.fromkeys(how for record in records for how in record.kernels.values())
     if kernels:
         lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
-    seeds = _each(records, lambda record: str(record["config"]["seed"]))
+    seeds = _each(records, lambda record: str(record.config["seed"]))
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window.")
     warnings = timing_warnings(records)
     if warnings:
@@ -40,8 +41,7 @@ def timing_warnings(records: Sequence[Record]) -> list[str]:
     """What was wrong with the machine or its clock while these records were timed, each warning once, with how many have one like it."""
     found: dict[str, list[str]] = {}
     for record in records:
-        said = [warning for key, warnings in record.data.items() if key.endswith("timing_warnings") for warning in warnings]
-        for warning in said:
+        for warning in record.timing_warnings:
             found.setdefault(warning.split(":")[-1].strip(), []).append(f"{record.fingerprint[:SHORT]}")
     return [f"{why} ({len(set(where))} of {len(records)} records)" for why, where in found.items()]
 
@@ -52,38 +52,39 @@ def _each(records: Sequence[Record], describe: Any) -> str:
 
 
 def _model(record: Record) -> str:
-    model = record["model"]
-    size = f"{model['parameters'] / 1e6:.1f} M parameters"
-    return f"{without_folders(model['name'])} ({size}, {model['dtype']}, weights {model['weights_digest'][:SHORT]})"
+    model = record.model
+    size = f"{model.parameters / 1e6:.1f} M parameters"
+    return f"{without_folders(model.name)} ({size}, {model.dtype}, weights {model.weights_digest[:SHORT]})"
 
 
 def _data(record: Record) -> str:
-    data = record["data"]
-    form = f"{data['form']}, the calibrating part" if data.get("part") == "calibration" else data["form"]
+    data = record.data
+    form = f"{data.form}, the calibrating part" if data.part == "calibration" else data.form
     return (
-        f"{data['name']} ({form}, digest {data['digest'][:SHORT]}), {data['windows']} windows of "
-        f"{record['protocol']['window_tokens']} tokens, {record['tokens']} tokens scored"
+        f"{data.name} ({form}, digest {data.digest[:SHORT]}), {data.windows} windows of "
+        f"{record.protocol.window_tokens} tokens, {record.quality.tokens} tokens scored"
     )
 
 
 def _protocol(record: Record) -> str:
-    protocol = record["protocol"]
-    if protocol["name"] == "continuation":
-        detail = f"prompt of {protocol['prompt_tokens']}, then {protocol['window_tokens'] - protocol['prompt_tokens']} scored"
+    protocol = record.protocol
+    if protocol.name == "continuation":
+        detail = f"prompt of {protocol.prompt_tokens}, then {protocol.window_tokens - protocol.prompt_tokens} scored"
     else:
         detail = "every position but the first scored, teacher-forced"
-    return f"{protocol['name']} ({detail}; batch {protocol['batch_size']})"
+    return f"{protocol.name} ({detail}; batch {protocol.batch_size})"
 
 
 def _machine(record: Record) -> str:
-    environment = record["environment"]
-    processor = environment["gpu"] if record["model"]["device"].startswith("cuda") else environment["cpu"]
-    threads = f"{environment['threads']} thread{'s' if environment['threads'] > 1 else ''}"
+    environment = record.environment
+    processor = environment.gpu if record.model.device.startswith("cuda") else environment.cpu
+    threads = f"{environment.threads} thread{'s' if environment.threads > 1 else ''}"
     timed = ""
-    if record.get("latency_ms"):
-        rounds = len(record["latency_ms"].get("samples", ()))
-        timed = f"; timed on {record['batch_windows']} windows at once" + (f", {rounds} rounds" if rounds else "")
-    return f"{processor}, {threads}, torch {environment['torch']}, transformers {environment['transformers']}{timed}"
+    latency = record.found("latency", LatencyResult)
+    if latency is not None:
+        rounds = len(latency.latency_ms.samples or ())
+        timed = f"; timed on {record.batch_windows} windows at once" + (f", {rounds} rounds" if rounds else "")
+    return f"{processor}, {threads}, torch {environment.torch}, transformers {environment.transformers}{timed}"
 
 
 def _record_names(outcomes: Sequence[Outcome]) -> list[str]:

@@ -22,7 +22,7 @@ from quicksilver.report.cells import NO_VALUE, interval_cell, number, signed
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.ledger import saved_pct as paired_saved_pct
 from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.comparison import interval, saved_pct
+from quicksilver.report.comparison import interval
 from quicksilver.report.table import Column, Lines, Panel, Table
 
 if TYPE_CHECKING:
@@ -110,8 +110,9 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
     for place, key in enumerate(axes, start=rows.columns.get_loc("technique") + 1):
         rows.insert(place, key, [found.get(key) for found in settings])
     for ledger in _PROMPT_LEDGERS:
-        key = f"prompt_{ledger}_flops"
-        rows[f"{key}_saved_pct"] = [saved_pct(one.record, key) if one.record is not None else None for one in outcomes]
+        rows[f"prompt_{ledger}_flops_saved_pct"] = [
+            one.record.flops_saved_pct(f"prompt_{ledger}") if one.record is not None else None for one in outcomes
+        ]
     if any(sweep.base for sweep in sweeps):
         against = [_against_base(one, outcomes, sweeps) for one in outcomes]
         rows = rows.join(pd.DataFrame(against, index=rows.index, columns=_BASE, dtype=float))

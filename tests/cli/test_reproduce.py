@@ -337,7 +337,7 @@ from quicksilver.report.figure import Figure, panels, style
 def rows():
     return [Row("", "", m, m, ("protocol=all", f"modules=[{m}]")) for m in ("halting", "adaptive_quantization")]
 def figure(outcomes, name):
-    frame = pd.DataFrame([{"key": o.row.key, "ppl": o.record["ppl"] if o.record else None} for o in outcomes])
+    frame = pd.DataFrame([{"key": o.row.key, "ppl": o.record.quality.ppl if o.record else None} for o in outcomes])
     with style():
         drawing, axes = panels()
         axes[0, 0].bar(frame["key"], frame["ppl"])

@@ -36,9 +36,9 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     folder = Path(out.splitlines()[-1].split()[-1])
     record = load_record(folder)
     assert "tiny | file | halting | continuation" in out
-    assert f"perplexity   {record['ppl']:.4g} per token, {record['bits_per_byte']:.4g} bits per byte" in out
-    assert f"{record['tokens']} scored" in out
-    assert f"executed {100 * (1 - record['prompt_executed_flops'] / record['dense_prompt_executed_flops']):.1f}%" in out
+    assert f"perplexity   {record.quality.ppl:.4g} per token, {record.quality.bits_per_byte:.4g} bits per byte" in out
+    assert f"{record.quality.tokens} scored" in out
+    assert f"executed {100 * (1 - record.quality.prompt_executed_flops / record.dense.prompt_executed_flops):.1f}%" in out
     assert "against dense" in out
     assert "its null" in out
     assert "of the prompt's" in out

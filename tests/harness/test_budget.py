@@ -51,8 +51,8 @@ def test_the_least_of_the_dial_that_saves_enough_is_taken(saving):
 
 
 def test_the_search_reads_the_calibrating_text_alone(saving):
-    assert {step.record["data"]["part"] for step in saving.steps} == {"calibration"}
-    assert {step.dense["data"]["part"] for step in saving.steps} == {"calibration"}
+    assert {step.record.data.part for step in saving.steps} == {"calibration"}
+    assert {step.dense.data.part for step in saving.steps} == {"calibration"}
 
 
 def test_a_search_that_was_made_is_found_again(saving, words, monkeypatch):
@@ -142,7 +142,7 @@ def test_a_calibration_of_ones_own_is_used_and_stays_in_the_config(percentile, w
     given = config.modules["halting"]["calibration"]
     (record,) = ensure([config], workplace=Workplace())
     assert config.modules["halting"]["calibration"] == given == str(tmp_path / "drift_save10_nominal.calibration.json")
-    assert record["calibration"] is None
+    assert record.calibration is None
     assert is_done(config)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fakes
 import pytest
@@ -19,6 +19,10 @@ from quicksilver.harness.terminal import summary
 from quicksilver.harness.workplace import Workplace
 from quicksilver.measure import meters
 from quicksilver.measure.bench import Bench
+from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
+from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
+from quicksilver.measure.energy import EnergyResult, TokenEnergy
+from quicksilver.measure.measurement import Spread
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import ConfigError
 
@@ -136,20 +140,14 @@ def test_a_prompt_that_outgrows_the_models_positions_is_refused(tmp_path: Path, 
 
 
 def test_the_summary_of_a_run_says_what_was_measured_and_what_to_take_care_of(tmp_path: Path) -> None:
-    entries: dict[str, Any] = {
-        "label": "a run", "calibration": None, "bits_per_byte": None, "timing_warnings": ["load average 9.0 before timing: something"],
-        "audit": {"max_abs_logit_difference": 0.0, "max_abs_logit": 9.0, "probes": 1},
-        "components": {"dense": {"components": {"mlp": {"median_ms": 3.0}, "norms": {"median_ms": 1.0}}, "headline_ms": 4.1, "residual_pct": -2.4}},
-        "energy": {
-            "dense": {"net_j_per_token": "below resolution", "net_gco2_per_token": "below resolution"}, "method": "RAPL",
-            "grid_kg_per_kwh": 0.056, "country_iso_code": "FRA",
-        },
-        "deployment": {
-            "dense": {"first_token_ms": {"median": 30.0}, "per_token_ms": {"p50": 5.0, "p95": 7.0}, "within_budget_pct": 100.0},
-            "budget_ms": 50.0,
-        },
+    net: Literal["below resolution"] = "below resolution"
+    measured = {
+        "components": ComponentsResult("window", 1.0, BreakdownResult({"mlp": Part(3.0, 0.1), "norms": Part(1.0, 0.1)}, {}, 4.1, 4.0, -2.4)),
+        "energy": EnergyResult(TokenEnergy(0.02, 2e-6, net, net, 1e-4, 3, 1000), "RAPL", True, 0.056, 5.0, 0.1, 2.0, 0.1, "FRA"),
+        "deployment": DeploymentResult(ServingResult(Spread(30.0, 1.0), Percentiles(5.0, 7.0, None), 60, 190.0, 100.0), 256, 64, 50.0, 3.0),
     }  # fmt: skip
-    text = summary(fakes.make(tmp_path, "dense all", **entries))
+    warnings = ["load average 9.0 before timing: something"]
+    text = summary(fakes.make(tmp_path, "dense all", measured=measured, timing_warnings=warnings))
     assert "mlp 3.0 ms, norms 1.0 ms of 4.1 ms; sum off by -2.4%" in text
     assert "below resolution (RAPL; 0.056 kg/kWh, FRA)" in text
     assert "30.0 ms to the first token, 5.0 ms a token (p95 7.0), 100% within 50 ms" in text

@@ -87,7 +87,7 @@ def to_schema_1(store: Store) -> dict[str, str]:
     names = {}
     source = _SOURCES_OF_VERSION_1[0]
     for new in folders(store):
-        data = load_record(store.path(new)).data
+        data = load_record(store.path(new)).content
         of = data["identity"]
         content = {
             "config": _identity_of_schema_1(flat(data["config"])),
@@ -101,7 +101,7 @@ def to_schema_1(store: Store) -> dict[str, str]:
     for old, new in names.items():
 
         def back(data, old=old):
-            del data["identity"]
+            del data["identity"], data["checksum"]
             data["schema_version"], data["fingerprint"] = 1, old
             data["dense_fingerprint"] = data["dense_fingerprint"] and olds[data["dense_fingerprint"]]
             data["package"] = {"version": "0.1.0", "source_digest": source}

@@ -20,6 +20,11 @@ from quicksilver.harness.stats import paired_records
 from quicksilver.harness.store import Store
 from quicksilver.harness.tracker import differences
 from quicksilver.harness.workplace import Workplace
+from quicksilver.measure.audit import AuditResult
+from quicksilver.measure.flops import FlopsResult
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.memory import MemoryResult
+from quicksilver.measure.null import NullResult
 from quicksilver.modules.controls import Replay
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime import Trace
@@ -62,28 +67,31 @@ def test_a_record_has_every_pass_and_they_agree(finished, protocol):
     frame = record.windows
     scored = WINDOW - (1 if protocol == "all" else PROMPT)
     assert list(frame["window"]) == list(range(10))
-    assert record["tokens"] == 10 * scored == frame["tokens"].sum()
-    assert record["bytes"] == frame["bytes"].sum() == 10 * scored  # one token a byte
-    assert record["nll_nats"] == pytest.approx(frame["nll_nats"].sum())
-    assert record["ppl"] == pytest.approx(np.exp(record["nll_nats"] / record["tokens"]))
-    assert record["bits_per_byte"] == pytest.approx(record["nll_nats"] / np.log(2) / record["bytes"])
+    assert record.quality.tokens == 10 * scored == frame["tokens"].sum()
+    assert record.quality.bytes == frame["bytes"].sum() == 10 * scored  # one token a byte
+    assert record.quality.nll_nats == pytest.approx(frame["nll_nats"].sum())
+    assert record.quality.ppl == pytest.approx(np.exp(record.quality.nll_nats / record.quality.tokens))
+    assert record.quality.bits_per_byte == pytest.approx(record.quality.nll_nats / np.log(2) / record.quality.bytes)
     for ledger in ("executed_flops", "nominal_flops", "paper_flops", "signal_flops"):
-        assert record[ledger] == frame[ledger].sum()
-        assert record[f"dense_{ledger}"] == dense[ledger]
-    assert record["nominal_flops"] < record["dense_nominal_flops"]
-    assert record["batch_flops"]["interposed"] == pytest.approx(record["batch_flops"]["analytic"], rel=0.01)
-    assert record["dense_ppl"] == dense["ppl"] != record["ppl"]
+        assert getattr(record.quality, ledger) == frame[ledger].sum()
+        assert getattr(record.dense, ledger) == getattr(dense.quality, ledger)
+    assert record.quality.nominal_flops < record.dense.nominal_flops
+    counted = record.measured("flops", FlopsResult)
+    assert counted.interposed == pytest.approx(counted.analytic, rel=0.01)
+    assert record.dense.ppl == dense.quality.ppl != record.quality.ppl
     assert list(frame["dense_nll_nats"]) == list(dense.windows["nll_nats"])
-    assert record["audit"]["max_abs_logit_difference"] < 1e-4 * max(1, record["audit"]["max_abs_logit"])
-    assert len(record["latency_ms"]["samples"]) == len(record["dense_latency_ms"]["samples"]) == 3
-    assert record["latency_ms"]["median"] > 0
-    assert record["noise_floor_pct"] >= 0
-    assert record["peak_memory_bytes"] > 0
-    assert ("prompt_executed_flops" in record.data) == ("prompt_latency_ms" in record.data) == (protocol == "continuation")
-    assert record["environment"]["torch"] == torch.__version__
-    assert record["environment"]["threads"] == 1
-    assert record["data"]["windows"] == 10
-    assert record["lookahead"] is False
+    audit, latency = record.measured("audit", AuditResult), record.measured("latency", LatencyResult)
+    assert audit.max_abs_logit_difference < 1e-4 * max(1, audit.max_abs_logit)
+    assert len(latency.latency_ms.samples) == len(latency.dense_latency_ms.samples) == 3
+    assert latency.latency_ms.median > 0
+    assert latency.noise_floor_pct >= 0
+    assert record.measured("memory", MemoryResult).peak_memory_bytes > 0
+    prompts = (record.flops("prompt_executed"), record.flops_saved_pct("prompt_executed"), latency.timing(prompt=True))
+    assert all((one is not None) == (protocol == "continuation") for one in prompts)
+    assert record.environment.torch == torch.__version__
+    assert record.environment.threads == 1
+    assert record.data.windows == 10
+    assert record.lookahead is False
     assert "NaN" not in (record.path / "record.json").read_text()
 
 
@@ -91,16 +99,17 @@ def test_a_record_has_every_pass_and_they_agree(finished, protocol):
 def test_the_null_spends_the_same_on_other_tokens(finished, protocol):
     _, records = finished
     record = records[protocol]
-    assert record["null"]["kind"] == "shuffle"
-    assert record["null"]["nominal_flops"] == pytest.approx(record["nominal_flops"], rel=0.02)
-    assert record["null"]["nll_nats"] == pytest.approx(record.windows["null_nll_nats"].sum())
-    assert record["null"]["ppl"] != record["ppl"]
+    null = record.measured("null", NullResult)
+    assert null.kind == "shuffle"
+    assert null.nominal_flops == pytest.approx(record.quality.nominal_flops, rel=0.02)
+    assert null.nll_nats == pytest.approx(record.windows["null_nll_nats"].sum())
+    assert null.ppl != record.quality.ppl
 
 
 def test_kv_bytes_are_weighed_against_the_dense_cache(finished):
     _, records = finished
     record = records["continuation"]
-    assert record["kv_bytes_billed"] == record["kv_bytes_resident"] < record["dense_kv_bytes"]
+    assert record.quality.kv_bytes_billed == record.quality.kv_bytes_resident < record.dense.kv_bytes
 
 
 def test_the_trace_of_a_record_gives_the_run_again(finished, world):
@@ -114,33 +123,33 @@ def test_the_trace_of_a_record_gives_the_run_again(finished, world):
 
     windows = workplace.windows(config, "test")
     again = score(workplace.model(config).model, windows.ids, Protocol("all", WINDOW, PROMPT, 4), modules=[Replay(trace)])
-    assert again.nll_nats == pytest.approx(record["nll_nats"], rel=1e-6)
+    assert again.nll_nats == pytest.approx(record.quality.nll_nats, rel=1e-6)
 
 
 def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
     results, records = finished
-    calibration = records["all"]["calibration"]
-    assert calibration["windows"] == 4
-    assert calibration["text_digest"] != records["all"]["data"]["digest"]
-    assert "drift-relative" in calibration["signals"]
+    calibration = records["all"].calibration
+    assert calibration.windows == 4
+    assert calibration.text_digest != records["all"].data.digest
+    assert "drift-relative" in calibration.signals
     assert len(list((results / "calibration").rglob("*.json"))) == 1
-    assert records["continuation"]["calibration"] is None
+    assert records["continuation"].calibration is None
 
 
 def test_a_record_says_what_multiplied_its_integers(words):
     quantized = [*words, "modules=[adaptive_quantization_uniform8]"]
     floats, integers = ensure([compose(quantized), compose([*quantized, "modules.adaptive_quantization.execution=int8"])])
-    assert floats["kernels"] == {"adaptive_quantization": "float products of dequantised values"}
-    (kernel,) = integers["kernels"].values()
+    assert floats.kernels == {"adaptive_quantization": "float products of dequantised values"}
+    (kernel,) = integers.kernels.values()
     assert kernel in ("torch._int_mm on cpu", "float products of the codes on cpu")
 
 
 def test_the_calibrating_part_can_be_scored(finished, words):
     _, records = finished
     (record,) = ensure([compose([*words, "dataset.part=calibration"])])
-    assert record["data"]["part"] == "calibration"
-    assert record["data"]["digest"] == records["all"]["calibration"]["text_digest"]
-    assert record["data"]["windows"] == 10  # dataset.windows, not calibration_windows
+    assert record.data.part == "calibration"
+    assert record.data.digest == records["all"].calibration.text_digest
+    assert record.data.windows == 10  # dataset.windows, not calibration_windows
     assert is_done(compose([*words, "dataset.part=calibration"]))
     assert not is_done(compose(words))
 
@@ -150,10 +159,10 @@ def test_records_pair_with_their_dense_run_and_their_null(finished):
     record = records["all"]
     paired = paired_records(record, Store(results).dense_of(record), resamples=200)
     assert paired.windows == 10
-    assert paired.ppl == pytest.approx(record["ppl"])
-    assert paired.baseline_ppl == pytest.approx(record["dense_ppl"])
+    assert paired.ppl == pytest.approx(record.quality.ppl)
+    assert paired.baseline_ppl == pytest.approx(record.dense.ppl)
     null = paired_records(record, record, baseline_column="null_nll_nats", resamples=200)
-    assert null.baseline_ppl == pytest.approx(record["null"]["ppl"])
+    assert null.baseline_ppl == pytest.approx(record.measured("null", NullResult).ppl)
     with pytest.raises(ConfigError, match="do not pair"):
         paired_records(record, records["continuation"])
     with pytest.raises(ConfigError, match="no column nats"):
@@ -244,7 +253,7 @@ def test_a_run_that_fails_harms_no_finished_one_and_is_repeated(words, monkeypat
     runs = Path(config.results_dir) / "runs"
     assert len([p for p in runs.iterdir() if p.is_dir()]) == 1  # the dense one; nothing hidden
     assert [step.done for step in plan([config])] == [True, False]
-    assert ensure([config])[0]["ppl"] > 1
+    assert ensure([config])[0].quality.ppl > 1
 
 
 def test_a_full_disk_while_a_run_is_written_leaves_the_others(words, monkeypatch):
@@ -269,7 +278,7 @@ def test_a_damaged_record_stops_the_command_and_is_left_alone(words):
         ensure([config])
     assert (record.path / "record.json").read_text() == "{"
     record.path.rename(record.path.parent.parent / "elsewhere")
-    assert ensure([config])[0]["ppl"] == pytest.approx(record["ppl"])
+    assert ensure([config])[0].quality.ppl == pytest.approx(record.quality.ppl)
 
 
 def test_threads_are_put_back_whatever_happens(words, monkeypatch):
@@ -381,9 +390,9 @@ def test_a_mirror_gets_the_differences_to_dense(finished):
     _, records = finished
     for record in records.values():
         found = differences(record)
-        assert found["delta_ppl_pct"] == pytest.approx(100 * (record["ppl"] / record["dense_ppl"] - 1))
+        assert found["delta_ppl_pct"] == pytest.approx(100 * (record.quality.ppl / record.dense.ppl - 1))
         assert found["executed_flops_saved_pct"] == pytest.approx(
-            100 * (1 - record["executed_flops"] / record["dense_executed_flops"])
+            100 * (1 - record.quality.executed_flops / record.dense.executed_flops)
         )
     assert "prompt_executed_flops_saved_pct" in differences(records["continuation"])
     dense = Store(finished[0]).dense_of(records["all"])
@@ -413,7 +422,7 @@ def test_a_mirror_gets_the_record_s_numbers(words, monkeypatch):
     fake = types.SimpleNamespace(init=init, Settings=dict, errors=types.SimpleNamespace(Error=RuntimeError), __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", fake)
     (record,) = ensure([compose([*words, "tracker=wandb"])])
-    assert logged["ppl"] == record["ppl"]
+    assert logged["ppl"] == record.quality.ppl
     assert logged["audit/probes"] == 1
     assert logged["init"]["mode"] == "offline"
     assert logged["init"]["id"] == record.fingerprint

@@ -4,45 +4,62 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import fakes
 import pandas as pd
 import pytest
 from safetensors import SafetensorError
 
-from quicksilver.harness.record import SCHEMA_VERSION, load_record, record_frame
+from quicksilver.harness.record import CHECKSUM, checksum, load_record, record_frame
 from quicksilver.harness.store import Store
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.measurement import Result
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
-PRINT = "0123456789abcdef0123"
+PRINT, OTHER = fakes.fingerprint("a run"), fakes.fingerprint("another run")
 fork = multiprocessing.get_context("fork")  # the child must not import torch again
 # Python 3.12 warns of forking beside torch's threads; the child here only writes files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
-def content(fingerprint: str = PRINT, **more) -> dict:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "fingerprint": fingerprint,
-        "dense_fingerprint": None,
-        "label": "a run",
-        "started": "2026-01-01",
-        "identity": {},
-        "config": {"measure": {"name": "quick"}},
-        "ppl": 2.0,
-        **more,
-    }
+@dataclass(frozen=True)
+class Ours(Result):
+    """What a measurement of one's own found."""
+
+    median: float
+    samples: list[float] = field(default_factory=list)
 
 
-def make_record(store: Store, fingerprint: str = PRINT, **more):
-    with store.draft(fingerprint) as draft:
+def frame_of(ppl: float) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "window": [0, 1],
+            "tokens": [3, 3],
+            "nll_nats": [math.log(ppl), 5 * math.log(ppl)],
+            "executed_flops": [fakes.DENSE_FLOPS / 2] * 2,
+        }
+    )
+
+
+def content(name: str = "a run", ppl: float = 2.0, **more) -> dict:
+    """The entries of a whole record that scored 6 tokens."""
+    found = fakes.described(name)
+    fakes.put(found, "quality", fakes.quality(frame_of(ppl)))
+    return {**found, **more}
+
+
+def make_record(store: Store, name: str = "a run", **more):
+    written = content(name, **more)
+    with store.draft(written["fingerprint"]) as draft:
         draft.event("started")
-        frame = pd.DataFrame({"window": [0, 1], "tokens": [3, 3], "nll_nats": [1.0, 2.0]})
-        draft.write("windows.parquet", frame.to_parquet)
-        return store.publish(draft, content(fingerprint, **more))
+        draft.write("windows.parquet", frame_of(written["ppl"]).to_parquet)
+        return store.publish(draft, written)
 
 
 def hidden(store: Store) -> list[str]:
@@ -56,11 +73,11 @@ def store(tmp_path: Path) -> Store:
 
 def test_a_record_is_read_back_as_it_was_written(store):
     assert store.get(PRINT) is None
-    made = make_record(store, latency_ms={"median": 1.5, "samples": [1.0, 2.0]})
+    made = make_record(store, ours={"median": 1.5, "samples": [1.0, 2.0]})
     record = store.get(PRINT)
     assert record == made
-    assert record["latency_ms"]["median"] == 1.5
-    assert list(record.windows["nll_nats"]) == [1.0, 2.0]
+    assert record.measured("ours", Ours) == Ours(1.5, [1.0, 2.0])
+    assert list(record.windows["nll_nats"]) == [math.log(2), 5 * math.log(2)]
     assert sorted(p.name for p in record.path.iterdir()) == ["events.jsonl", "record.json", "windows.parquet"]
     assert [json.loads(line)["event"] for line in record.events_path.read_text().splitlines()] == ["started"]
     assert record.trace_path is None
@@ -68,8 +85,11 @@ def test_a_record_is_read_back_as_it_was_written(store):
 
 
 def test_an_entry_that_was_not_measured_is_named(store):
-    with pytest.raises(ConfigError, match=r"has no entry 'latency_ms'.*measure=quick"):
-        make_record(store)["latency_ms"]
+    record = make_record(store)
+    assert record.found("ours", Ours) is None
+    for name, result in (("ours", Ours), ("latency", LatencyResult)):  # of its own section, and of the top
+        with pytest.raises(ConfigError, match=rf"has no '{name}'.*measure=default"):
+            record.measured(name, result)
 
 
 def test_a_run_that_fails_leaves_nothing(store):
@@ -91,7 +111,7 @@ def test_a_crash_between_the_last_write_and_the_rename_leaves_no_record(store, m
         make_record(store)
     monkeypatch.undo()
     assert store.get(PRINT) is None
-    assert make_record(store)["ppl"] == 2.0
+    assert make_record(store).quality.ppl == pytest.approx(2)
 
 
 def killed_writer(root: Path, ready) -> None:
@@ -124,13 +144,14 @@ def racing_writer(root: Path, value: float, start, results) -> None:
     store = Store(root)
     with store.draft(PRINT) as draft:
         draft.event("started", value=value)
+        draft.write("windows.parquet", frame_of(value).to_parquet)
         start.wait(30)
-        results.put((value, store.publish(draft, content(ppl=value))["ppl"]))
+        results.put((value, store.publish(draft, content(ppl=value)).quality.ppl))
 
 
 def test_of_two_writers_of_one_record_the_loser_takes_the_winner_s(store):
     start, results = fork.Barrier(2), fork.Queue()
-    writers = [fork.Process(target=racing_writer, args=(store.root, value, start, results)) for value in (1.0, 2.0)]
+    writers = [fork.Process(target=racing_writer, args=(store.root, value, start, results)) for value in (3.0, 2.0)]
     for writer in writers:
         writer.start()
     answers = [results.get(timeout=60) for _ in writers]
@@ -138,8 +159,8 @@ def test_of_two_writers_of_one_record_the_loser_takes_the_winner_s(store):
         writer.join(30)
         assert writer.exitcode == 0
     kept = store.get(PRINT)
-    assert {found for _, found in answers} == {kept["ppl"]}
-    assert json.loads(kept.events_path.read_text())["value"] == kept["ppl"]  # all files are one writer's
+    assert {found for _, found in answers} == {kept.quality.ppl}  # both were handed the one that stayed
+    assert json.loads(kept.events_path.read_text())["value"] == pytest.approx(kept.quality.ppl)  # all files are one writer's
     assert hidden(store) == []
 
 
@@ -169,7 +190,7 @@ def test_a_second_command_waits_for_the_first_and_finds_its_record(store):
     ],
 )
 def test_a_full_disk_is_one_message_and_no_half_record(store, failure):
-    make_record(store, "beef")
+    make_record(store, "another run")
 
     def full(_):
         raise failure
@@ -181,7 +202,7 @@ def test_a_full_disk_is_one_message_and_no_half_record(store, failure):
     assert str(store.root) in message
     assert "Free some space" in message
     assert store.get(PRINT) is None
-    assert store.get("beef")["ppl"] == 2.0
+    assert store.get(OTHER) is not None
     assert hidden(store) == []
 
 
@@ -211,12 +232,15 @@ DAMAGE = {
     "cut short": (lambda p: (p / "record.json").write_text('{"schema_version": 1, '), "record.json is damaged"),
     "not text": (lambda p: (p / "record.json").write_bytes(b"\xff\xfe\x00"), "record.json is damaged"),
     "not an object": (lambda p: (p / "record.json").write_text("[]"), "no schema_version"),
-    "another run's": (lambda p: (p / "record.json").write_text(json.dumps(content("beef", files={}))), "belongs to the run beef"),
+    "another run's": (
+        lambda p: (p / "record.json").write_text(json.dumps(whole(content("another run", files={})))),
+        f"belongs to the run {OTHER}",
+    ),
     "a lost file": (lambda p: (p / "windows.parquet").unlink(), "windows.parquet is missing"),
     "a torn file": (lambda p: (p / "windows.parquet").write_bytes(b"PAR1"), "windows.parquet is cut short"),
     "another schema": (
-        lambda p: (p / "record.json").write_text(json.dumps(content(files={}) | {"schema_version": 99})),
-        "a record of schema 99 and this version of QuickSilver reads schema 3",
+        lambda p: (p / "record.json").write_text(json.dumps(content() | {"schema_version": 99})),
+        "a record of schema 99 and this version of QuickSilver reads schema 4",
     ),
 }
 
@@ -250,21 +274,88 @@ def test_windows_that_were_changed_in_place_are_noticed_when_they_are_read(store
 
 def test_the_frame_has_one_row_a_record_in_order_of_their_start(store):
     assert len(record_frame(store.root)) == 0
-    make_record(store, "b" * 20, started="2026-01-02", null={"ppl": 3.0})
-    make_record(store, "a" * 20, started="2026-01-03", latency_ms={"median": 7.0, "samples": [7.0]})
-    with store.draft("c" * 20):
+    first = make_record(store, "b", started="2026-01-02", ours={"median": 3.0})
+    second = make_record(store, "a", started="2026-01-03", ours={"median": 7.0, "samples": [7.0]})
+    with store.draft(PRINT):
         frame = record_frame(store.root)  # a run in the making is no record
-    assert list(frame.index) == ["b" * 20, "a" * 20]
-    assert frame.loc["b" * 20, "null.ppl"] == 3.0
-    assert frame.loc["a" * 20, "latency_ms.median"] == 7.0
-    assert "latency_ms.samples" not in frame
+    assert list(frame.index) == [first.fingerprint, second.fingerprint]
+    assert list(frame["ours.median"]) == [3.0, 7.0]
+    assert not {"ours.samples", "checksum"} & set(frame)
 
 
-def test_a_record_names_its_dense_one_or_says_that_it_is_gone(store):
-    dense = make_record(store, "d" * 20)
-    record = make_record(store, dense_fingerprint="d" * 20)
+def test_a_record_names_its_dense_one_or_says_that_it_is_gone(tmp_path):
+    store = Store(tmp_path)
+    dense = fakes.make(tmp_path, "dense all")
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
     assert store.dense_of(record) == dense
     assert store.dense_of(dense) == dense
     dense.path.rename(store.root / "elsewhere")
     with pytest.raises(QuickSilverError, match="run the same command again"):
         store.dense_of(record)
+
+
+# --- numbers that cannot be so ----------------------------------------------------------------------------------------------------
+
+
+def whole(entries: dict) -> dict:
+    """The entries with the checksum that whoever edits a record by hand would have to make as well."""
+    return {**entries, CHECKSUM: checksum(entries)}
+
+
+EDITS = {
+    "not a number": ({"ppl": float("nan")}, "NaN is no number"),
+    "not finite": ({"nll_nats": float("inf")}, "Infinity is no number"),
+    "a perplexity that its nats do not give": ({"ppl": 1.9}, "ppl is 1.9, which"),
+    "a negative perplexity": ({"ppl": -3.0}, "ppl is -3, which"),
+    "text for a number": ({"ppl": "2.0"}, "ppl is '2.0', not a number"),
+    "a number for text": ({"label": 3}, "label is 3, not text"),
+    "half a token": ({"tokens": 6.5}, "tokens is 6.5, not a whole number"),
+    "no tokens": ({"tokens": 0}, "it scored 0 tokens"),
+    "one operation": ({"executed_flops": 1}, "executed_flops is 1, of"),
+    "more than could be": ({"executed_flops": 10**15}, "executed_flops is 1000000000000000, of"),
+    "fewer than none": ({"nominal_flops": -1}, "nominal_flops is -1"),
+    "weights of another model": (
+        {"model": {"weights_digest": "ab" * 32}},
+        "the digest of its weights is not the one in its identity",
+    ),
+    "another text": ({"data": {"digest": "ab" * 32}}, "the digest of its text is not the one in its identity"),
+    "another identity": ({"identity": {"numerics_version": 99}}, "identity is not that of its fingerprint"),
+    "no model": ({"model": None}, "model is None, not an object"),
+    "a section that is missing": ({"environment": {"threads": "all"}}, "environment.threads is 'all', not a whole number"),
+    "negative bytes": ({"kv_bytes_resident": -1}, "bytes of the KV cache are negative"),
+}
+
+
+def merged(entries: dict, changes: dict) -> dict:
+    return {**entries, **{k: {**entries[k], **v} if isinstance(v, dict) and v else v for k, v in changes.items()}}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_numbers_that_cannot_be_so_are_refused_with_one_line(tmp_path, edit):
+    changes, says = EDITS[edit]
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
+    (record.path / "record.json").write_text(json.dumps(whole(merged(dict(record.content), changes))))
+    with pytest.raises(ConfigError) as caught:
+        load_record(record.path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_edit_of_record_json_is_noticed(tmp_path):
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
+    path = record.path / "record.json"
+    text = path.read_text()
+    path.write_text(text.replace('"bits_per_byte": 1.25', '"bits_per_byte": 1.24', 1))  # as plausible as before
+    with pytest.raises(ConfigError, match="its checksum is another"):
+        load_record(record.path)
+    path.write_text(json.dumps(json.loads(text)))  # the same entries, laid out otherwise
+    assert load_record(record.path).quality.bits_per_byte == 1.25
+
+
+def test_windows_must_add_up_to_what_the_record_says(tmp_path):
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
+    other = fakes.make(tmp_path / "other", "a run", per_token=0.2)
+    content = {key: value for key, value in record.content.items() if key not in ("files", CHECKSUM)}
+    mixed = fakes.publish(tmp_path / "mixed", content, other.windows)
+    with pytest.raises(ConfigError, match=r"nll_nats of windows.parquet does not add up"):
+        _ = mixed.windows

@@ -53,5 +53,5 @@ def test_forced_words_halt_first_and_full_words_never(world):
     assert active.all()["c"]
     first = frame[~frame["active"]].groupby("token")["layer"].min()
     assert first["b"] == first.min()
-    assert set(record["thresholds"]["halting"]) == {"tau_drift"}
-    assert len(record["thresholds"]["halting"]["tau_drift"]) == record["model"]["layers"]
+    assert set(record.thresholds["halting"]) == {"tau_drift"}
+    assert len(record.thresholds["halting"]["tau_drift"]) == record.model.layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pandas as pd
 import pytest
 import tiny
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from harness_world import LAYERS, PROMPT, WINDOW, make_world
 
 from quicksilver.harness.config import compose
-from quicksilver.harness.record import SIGNALS
+from quicksilver.harness.record import SIGNALS, load_record
 from quicksilver.harness.run import ensure
 from quicksilver.measure.inside import look_inside
 from quicksilver.measure.signals import token_texts
@@ -169,15 +171,15 @@ def record(tmp_path_factory):
 
 
 def test_a_record_holds_the_signals_of_its_texts(record):
-    texts = record["texts"]
-    assert [text["name"] for text in texts] == ["sentence 0", "sentence 1", "window 0"]
-    assert ["".join(text["tokens"]) for text in texts[:2]] == SENTENCES
-    assert [len(text["tokens"]) for text in texts] == [8, 3, PROMPT]
+    texts = record.texts
+    assert [text.name for text in texts] == ["sentence 0", "sentence 1", "window 0"]
+    assert ["".join(text.tokens) for text in texts[:2]] == SENTENCES
+    assert [len(text.tokens) for text in texts] == [8, 3, PROMPT]
     assert PROMPT < WINDOW
     for number, text in enumerate(texts):
         frame = record.signals(number)
-        assert len(frame) == (LAYERS + 1) * len(text["tokens"])
-        assert frame[frame["layer"] == 3]["token"].tolist() == text["tokens"]
+        assert len(frame) == (LAYERS + 1) * len(text.tokens)
+        assert frame[frame["layer"] == 3]["token"].tolist() == text.tokens
         assert {"drift_relative", "dense_drift_relative", "entropy_nats", "dense_pca_2", "sdi_l2", "attributed_nats"} <= set(
             frame
         )
@@ -206,7 +208,7 @@ def test_tokens_read_as_the_text_does_whatever_the_tokenizer():
 
 
 def test_its_dense_record_looks_into_nothing(record):
-    dense = type(record)(record.path.parent / record.dense_fingerprint, {**record.data, "texts": []})
+    dense = load_record(record.path.parent / record.dense_fingerprint)
     assert not (dense.path / SIGNALS).exists()
     with pytest.raises(ConfigError, match="measure=signals"):
         dense.signals()
@@ -215,7 +217,7 @@ def test_its_dense_record_looks_into_nothing(record):
 def test_a_text_that_is_not_there_and_a_damaged_file_are_named(record, tmp_path):
     with pytest.raises(ConfigError, match="no text 3"):
         record.signals(3)
-    copied = type(record)(tmp_path, record.data)
+    copied = dataclasses.replace(record, path=tmp_path)
     (tmp_path / SIGNALS).write_bytes((record.path / SIGNALS).read_bytes()[:-1] + b"x")
     with pytest.raises(ConfigError, match=SIGNALS):
         copied.signals(0)

@@ -91,8 +91,8 @@ def test_one_file_and_one_yaml_are_all_it_takes(words: list[str]) -> None:
     seen = []
     (record,) = ensure([config], progress=lambda progress: seen.append((progress.phase, progress.fraction)))
     found = record.measured("longest", Longest)
-    assert found.by_layer == [int(n) for n in record["longest"]["by_layer"]]
-    assert len(found.by_layer) == record["model"]["layers"] - 1
+    assert found.by_layer == [int(n) for n in record.content["longest"]["by_layer"]]
+    assert len(found.by_layer) == record.model.layers - 1
     assert found.weighted == 2.0 * found.active_tokens - 0.5 * min(found.by_layer)
     assert (record.windows["longest"] == found.active_tokens).all()
     assert (record.path / "note.txt").read_text() == "written by a measurement"

@@ -91,7 +91,7 @@ def _made(results_dir: str, fingerprint: str) -> str:
     from quicksilver.harness.store import Store
 
     record = Store(results_dir).get(fingerprint)
-    return str(record["finished"])[:16].replace("T", " ") if record is not None else "a moment ago"
+    return str(record.finished)[:16].replace("T", " ") if record is not None else "a moment ago"
 
 
 def main(words: Sequence[str]) -> int:

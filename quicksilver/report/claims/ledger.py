@@ -18,6 +18,7 @@ import pandas as pd
 
 from quicksilver.harness.record import Record, load_record
 from quicksilver.harness.stats import bootstrap
+from quicksilver.measure.null import NullResult
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.cells import number
 from quicksilver.report.claims.contradictions import contradictions
@@ -179,11 +180,11 @@ def verdict(entry: Reported, name: str, record: Record, found: Estimate, quality
     """
     what = quantity(entry, name)
     if what.sense == "level" or _is_reference(entry):
-        if record["model"]["name"] not in PAPER_MODELS:
+        if record.model.name not in PAPER_MODELS:
             return "not comparable", f"an absolute number of {entry.about.split(',')[0].split(' on ')[0]}"
-        if what.kind in ("time", "energy") and PAPER_GPU not in (record["environment"]["gpu"] or ""):
+        if what.kind in ("time", "energy") and PAPER_GPU not in (record.environment.gpu or ""):
             return "not comparable", "an absolute number of the paper's GPU"
-    if what.kind == "quality" and record["lookahead"]:
+    if what.kind == "quality" and record.lookahead:
         return "not comparable", "looks ahead: it knows tokens that it is asked to predict"
     judged = judge("level" if _is_reference(entry) else what.sense, target(entry, name), found)
     if what.kind in ("time", "work", "energy") and quality == "not reproduced" and one_step_down(judged) != judged:
@@ -267,7 +268,7 @@ def _measured(entry: Reported, name: str, sources: Sequence[Source]) -> Iterator
             continue
         # Figures 6 and 7 show the records of Table 11, and other measurements repeat its runs: one row is enough.
         record = outcome.record
-        same = (record["protocol"]["name"], record["model"]["weights_digest"], record["data"]["token_digest"], found)
+        same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, found)
         if same not in seen:
             seen.add(same)
             yield _Judged(source, answer, outcome, found)
@@ -281,11 +282,11 @@ def _judged_row(entry: Reported, name: str, one: _Judged) -> dict[str, Any]:
     return {
         **{"measured": found.value, "measured_low": found.low, "measured_high": found.high, "verdict": judged},
         **{"why": "; ".join(filter(None, (why, one.answer.note))), "versus_null": null},
-        **{"protocol": record["protocol"]["name"], "execution": record["execution"], "lookahead": record["lookahead"]},
-        **{"artefact": one.source.artefact.name, "model": record["model"]["name"], "data": record["data"]["name"]},
-        "weights_digest": record["model"]["weights_digest"][:SHORT],
-        "token_digest": record["data"]["token_digest"][:SHORT],
-        "gpu": record["environment"]["gpu"],
+        **{"protocol": record.protocol.name, "execution": record.execution, "lookahead": record.lookahead},
+        **{"artefact": one.source.artefact.name, "model": record.model.name, "data": record.data.name},
+        "weights_digest": record.model.weights_digest[:SHORT],
+        "token_digest": record.data.token_digest[:SHORT],
+        "gpu": record.environment.gpu,
         "record": record.fingerprint,
         "dense_record": one.outcome.dense.fingerprint if one.outcome.dense else None,
     }
@@ -305,7 +306,7 @@ def _quality(entry: Reported, one: _Judged) -> Verdict | None:
 
 def _versus_null(outcome: Outcome) -> str:
     """Whether the run beat its null: its tokens chosen by chance, at the same budget."""
-    if outcome.record is None or outcome.dense is None or not outcome.record.get("null"):
+    if outcome.record is None or outcome.dense is None or outcome.record.found("null", NullResult) is None:
         return ""
     found = _against_dense(outcome.record.path, outcome.dense.path)
     low, high = number(found, "versus_null_ppl_low"), number(found, "versus_null_ppl_high")

@@ -76,7 +76,7 @@ class NamedRecord:
 
     @property
     def label(self) -> str:
-        return str(without_folders(self.record.get("label", ""))) if self.record is not None else "no record"
+        return str(without_folders(self.record.label)) if self.record is not None else "no record"
 
 
 class Collection:
@@ -193,9 +193,7 @@ class Collection:
         try:
             if not path.is_dir():
                 raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
-            record = load_record(path)
-            _check_types(record)
-            return NamedRecord(fingerprint, record, None, pieces)
+            return NamedRecord(fingerprint, load_record(path), None, pieces)
         except Exception as error:  # as above
             run = NamedRecord(fingerprint, None, None, pieces)
             self.trouble(run, error)
@@ -218,24 +216,6 @@ class Collection:
     def _without_root(self, what: str) -> str:
         # Where the results lie must not show on the pages.
         return what.replace(f"{self.root}/", "")
-
-
-_MAPPINGS = ("config", "environment", "model", "data", "protocol")
-_NUMBERS = ("ppl", "tokens", "executed_flops", "nominal_flops", "paper_flops")
-
-
-def _check_types(record: Record) -> None:
-    """What every page takes for granted.
-
-    Raises:
-        ConfigError: an entry is of another type.
-    """
-    for key in _MAPPINGS:
-        if not isinstance(record[key], Mapping) or not record[key]:
-            raise ConfigError(f"{record.path} is damaged: {key} is {record[key]!r}, and should have entries.")
-    for key in _NUMBERS:
-        if key in record.data and (isinstance(record[key], bool) or not isinstance(record[key], int | float)):
-            raise ConfigError(f"{record.path} is damaged: {key} is {record[key]!r}, and should be a number.")
 
 
 def grouped(problems: Sequence[Problem]) -> list[tuple[str, list[str], str]]:

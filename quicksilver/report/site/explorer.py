@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quicksilver.harness.record import Record
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.typed import encoded
 from quicksilver.report.cells import number
 from quicksilver.report.comparison import against_dense
 from quicksilver.runtime.errors import QuickSilverError
@@ -49,17 +51,17 @@ def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> lis
 
 
 def _group(record: Record) -> tuple[str, ...]:
-    modules = json.dumps({name: entry["_target_"] for name, entry in record["config"]["modules"].items()}, sort_keys=True)
-    protocol = {**record["protocol"], "batch_size": None}
-    same = (record["model"]["name"], record["model"]["weights_digest"], record["model"]["dtype"], record["data"]["token_digest"])
-    return (modules, json.dumps(protocol, sort_keys=True), record["execution"], *same)
+    modules = json.dumps({name: entry["_target_"] for name, entry in record.config["modules"].items()}, sort_keys=True)
+    protocol = {**encoded(record.protocol), "batch_size": None}
+    same = (record.model.name, record.model.weights_digest, record.model.dtype, record.data.token_digest)
+    return (modules, json.dumps(protocol, sort_keys=True), record.execution, *same)
 
 
 def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, Any] | None:
     distinct: dict[str, tuple[Record, Record]] = {}
     # Two records of one setting differ in how much was measured: the timed one says more.
-    for record, dense in sorted(members, key=lambda pair: pair[0].get("latency_ms") is None):
-        distinct.setdefault(json.dumps(record["config"]["modules"], sort_keys=True), (record, dense))
+    for record, dense in sorted(members, key=lambda pair: pair[0].found("latency", LatencyResult) is None):
+        distinct.setdefault(json.dumps(record.config["modules"], sort_keys=True), (record, dense))
     rows = []
     for record, dense in sorted(distinct.values(), key=lambda pair: pair[0].fingerprint):
         try:
@@ -74,11 +76,11 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
         "title": title,
         "where": ", ".join(
             (
-                " + ".join(first["modules"]),
-                first["model"]["name"],
-                first["data"]["name"],
-                first["protocol"]["name"],
-                first["execution"],
+                " + ".join(first.modules),
+                first.model.name,
+                first.data.name,
+                first.protocol.name,
+                first.execution,
             )
         ),
         "options": [{"name": option["name"], "also": option["also"], "values": option["values"]} for option in options],
@@ -96,7 +98,7 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
 
 def settings(record: Record) -> dict[str, str]:
     """The options of a record's modules, `halting.tau_drift`, in print."""
-    modules: Mapping[str, Mapping[str, Any]] = record["config"]["modules"]
+    modules: Mapping[str, Mapping[str, Any]] = record.config["modules"]
     return {
         f"{module}.{name}": value if isinstance(value, str) else json.dumps(value)
         for module, entry in modules.items()

@@ -20,6 +20,7 @@ import yaml
 from markupsafe import Markup
 
 from quicksilver.harness.record import EVENTS, Record
+from quicksilver.measure.typed import encoded
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import amount, signed
@@ -133,7 +134,7 @@ class Site:
                 view |= {key: without_folders(view[key]) for key in ("no_texts",) if key in view}
             if views and run.record is not None:
                 run.trace = f"tokens/{run.fingerprint}.html"
-                words = self._share(run.record["data"]["token_digest"], views)
+                words = self._share(run.record.data.token_digest, views)
                 contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views, words=words)
         details: dict[str, Any] | None = None
         try:
@@ -159,14 +160,16 @@ class Site:
             {
                 "notes": provenance.notes([outcome])[:-1],
                 "passes": _passes(record),
-                "measured": _flat({key: value for key, value in record.data.items() if key not in (*_SHOWN_APART, *_DESCRIBED)}),
+                "measured": _flat(
+                    {key: value for key, value in record.content.items() if key not in (*_SHOWN_APART, *_DESCRIBED)}
+                ),
             }
         )
         return shown | {
-            "config": _yaml({key: value for key, value in record["config"].items() if key not in _PLACES}),
-            "environment": _yaml(record["environment"]),
-            "described": _yaml({key: record[key] for key in _DESCRIBED if key in record.data}),
-            "files": record["files"],
+            "config": _yaml({key: value for key, value in record.config.items() if key not in _PLACES}),
+            "environment": _yaml(encoded(record.environment)),
+            "described": _yaml({key: record.content[key] for key in _DESCRIBED if key in record.content}),
+            "files": record.files,
             "chart": charts.windows(record),
         }
 
@@ -177,9 +180,9 @@ class Site:
             return ""
 
         def names(group: str) -> str:
-            return ", ".join(sorted({str(record[group]["name"]) for record in records}))
+            return ", ".join(sorted({getattr(record, group).name for record in records}))
 
-        machines = ", ".join(sorted({record["environment"]["gpu"] or record["environment"]["cpu"] for record in records}))
+        machines = ", ".join(sorted({record.environment.gpu or record.environment.cpu for record in records}))
         protocols = (
             f"under the protocols {names('protocol')}" if "," in names("protocol") else f"under the protocol {names('protocol')}"
         )
@@ -234,7 +237,7 @@ class Site:
 
 
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
-_SHOWN_APART = ("config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts")
+_SHOWN_APART = ("checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts")
 _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
     *("started", "finished", "seconds"),

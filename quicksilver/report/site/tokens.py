@@ -43,14 +43,14 @@ def shown(record: Record) -> list[dict[str, Any]]:
     if record.trace_path is None or record.dense_fingerprint is None:
         return texts
     trace = Trace.load(record.trace_path)
-    prompt = record["protocol"]["name"] == "continuation"
+    prompt = record.protocol.name == "continuation"
     for window, why in _chosen(record):
         view = _from_trace(trace, window)
         try:
             words: dict[str, Any] = {"texts": window_tokens(record, window)}
         except (QuickSilverError, OSError) as error:
             words = {"texts": None, "no_texts": str(error)}
-        scored = record["protocol"]["prompt_tokens"] if prompt else 1
+        scored = record.protocol.prompt_tokens if prompt else 1
         named = {"name": f"window {window}, {why}", "window": window, "prompt": prompt, "scored": scored}
         texts.append({**named, "signals": {}, "nats": None, **words, **view})
     return texts
@@ -59,8 +59,8 @@ def shown(record: Record) -> list[dict[str, Any]]:
 def _looked_into(record: Record) -> Iterator[int]:
     """The sentences that the run looked into, and the first window: signals of further ones would only be more of the same."""
     window_seen = False
-    for number, text in enumerate(record.get("texts") or []):
-        is_window = text["name"].startswith("window")
+    for number, text in enumerate(record.texts):
+        is_window = text.name.startswith("window")
         if not (is_window and window_seen):
             yield number
         window_seen |= is_window
@@ -155,7 +155,7 @@ def _merges(one: PassTrace) -> Iterator[list[int]]:
 def _from_signals(record: Record, number: int) -> dict[str, Any]:
     """One text that the run looked into."""
     frame = record.signals(number)
-    count = len(record["texts"][number]["tokens"])
+    count = len(record.texts[number].tokens)
 
     def rows(column: str) -> np.ndarray:
         """(L, N) without the row before the first layer."""
@@ -183,8 +183,8 @@ def _from_signals(record: Record, number: int) -> dict[str, Any]:
         for title, column in (("run", "nll_nats"), ("dense", "dense_nll_nats"))
         if column in frame
     }
-    text = record["texts"][number]
-    whole = {"name": text["name"], "texts": text["tokens"], "prompt": False, "scored": 1, "merges": [], "evictions": []}
+    text = record.texts[number]
+    whole = {"name": text.name, "texts": text.tokens, "prompt": False, "scored": 1, "merges": [], "evictions": []}
     return {**whole, "signals": signals, "nats": nats, **view}
 
 

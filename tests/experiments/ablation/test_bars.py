@@ -5,6 +5,7 @@ from __future__ import annotations
 import fakes
 import pytest
 
+from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.reported import reported
 
@@ -49,7 +50,9 @@ def test_what_is_drawn_is_measured_or_reported(tmp_path, number):
             assert row["status"] == outcome.reason
             assert row[["speedup_pct", "delta_ppl_pct"]].isna().all()
         else:
-            assert row["speedup_pct"] == pytest.approx(100 * (1 - outcome.record["latency_ratio"]["median"]))
+            assert row["speedup_pct"] == pytest.approx(
+                100 * (1 - outcome.record.measured("latency", LatencyResult).latency_ratio.median)
+            )
     assert len(frame) == len(given) - 2
     said = " ".join(figure.caption)
     assert [
@@ -80,9 +83,11 @@ def test_what_a_step_adds_is_the_difference_of_two_speedups(tmp_path):
     given = {one.row.key: one for one in outcomes(tmp_path, "6") if one.row.panel == "continuation"}
     experiment = find("figure", "6").experiment
     found = experiment.added_speedup(given)
-    ratios = [given[f"cumulative.{step}"].record["latency_ratio"] for step in ("halting", "kv_skipping")]
-    assert found.value == pytest.approx(100 * (ratios[0]["median"] - ratios[1]["median"]))
-    assert found.high - found.low == pytest.approx(100 * sum(ratio["high"] - ratio["low"] for ratio in ratios))
+    ratios = [
+        given[f"cumulative.{step}"].record.measured("latency", LatencyResult).latency_ratio for step in ("halting", "kv_skipping")
+    ]
+    assert found.value == pytest.approx(100 * (ratios[0].median - ratios[1].median))
+    assert found.high - found.low == pytest.approx(100 * sum(ratio.high - ratio.low for ratio in ratios))
     worst = experiment.worst(given)
     assert worst.low <= worst.value <= worst.high
     assert experiment.worst({"baseline": given["baseline"]}) is None
@@ -91,7 +96,6 @@ def test_what_a_step_adds_is_the_difference_of_two_speedups(tmp_path):
 def test_milliseconds_follow_the_ratio(tmp_path):
     given = {one.row.key: one for one in outcomes(tmp_path, "7") if one.row.panel == "continuation"}
     record = given["isolated.quantization"].record
-    record.data["dense_latency_ms"] = {"median": fakes.DENSE_MS}
     found = find("figure", "7").experiment.saved_ms(given)
-    assert found.value == pytest.approx(fakes.DENSE_MS * (1 - record["latency_ratio"]["median"]))
+    assert found.value == pytest.approx(fakes.DENSE_MS * (1 - record.measured("latency", LatencyResult).latency_ratio.median))
     assert found.low <= found.value <= found.high

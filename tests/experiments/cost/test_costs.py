@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fakes
 import pytest
@@ -12,6 +12,11 @@ import pytest
 from quicksilver.experiments.cost import costs
 from quicksilver.experiments.cost.costs import BELOW, realization
 from quicksilver.harness.record import Record
+from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
+from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
+from quicksilver.measure.energy import EnergyResult, TokenEnergy
+from quicksilver.measure.measurement import Quartiles, Result, Spread
+from quicksilver.measure.memory import KvBytesByLayer, MemoryResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Artefact, Outcome, find
 from quicksilver.report.claims.ledger import Source
@@ -23,85 +28,69 @@ ARTEFACTS = [("table", "7"), ("figure", "16"), *(("table", name) for name in ("w
 ARTEFACTS += [("figure", "waterfall"), ("figure", "layer_times")]
 
 
-def breakdown(ms: Mapping[str, float], iqr: float = 0.2) -> dict[str, Any]:
+def breakdown(ms: Mapping[str, float], iqr: float = 0.2) -> BreakdownResult:
     total = sum(ms.values())
-    return {
-        "components": {name: {"median_ms": one, "iqr_ms": iqr} for name, one in ms.items()},
-        "layers_ms": {name: [one / 4] * 4 for name, one in ms.items() if name in ("attention", "mlp", "norms", "kv_write", "decisions")},
-        "headline_ms": total / 1.02, "sum_ms": total, "residual_pct": 2.0,
-    }  # fmt: skip
+    inside = ("attention", "mlp", "norms", "kv_write", "decisions")
+    return BreakdownResult(
+        {name: Part(one, iqr) for name, one in ms.items()}, {name: [one / 4] * 4 for name, one in ms.items() if name in inside},
+        total / 1.02, total, 2.0,
+    )  # fmt: skip
 
 
-def joules(per_token: float | str) -> dict[str, Any]:
+def joules(per_token: float | Literal["below resolution"]) -> TokenEnergy:
     grams = per_token if isinstance(per_token, str) else per_token * 1e-4
-    return {
-        "net_j_per_token": per_token, "net_gco2_per_token": grams, "gross_j_per_token": 0.02, "gross_gco2_per_token": 2e-6,
-        "resolution_j_per_token": 0.0001, "windows": 3, "tokens": 1000,
-    }  # fmt: skip
+    return TokenEnergy(0.02, 2e-6, per_token, grams, 0.0001, 3, 1000)
 
 
-def served(step: float, p99: float | None = 9.0) -> dict[str, Any]:
-    return {
-        "first_token_ms": {"median": 10 * step, "iqr": 1.0}, "per_token_ms": {"p50": step, "p95": 1.5 * step, "p99": p99},
-        "tokens_timed": 300, "tokens_per_s": 1000 / step, "within_budget_pct": 100.0,
-    }  # fmt: skip
+def served(step: float, p99: float | None = 9.0) -> ServingResult:
+    return ServingResult(Spread(10 * step, 1.0), Percentiles(step, 1.5 * step, p99), 300, 1000 / step, 100.0)
 
 
-def entries(kind: str, *, measured: bool = True, run_j: float | str = 0.008, noise: float = 1.0) -> dict[str, Any]:
-    """What `measure=cost` puts into a record beside what every record has."""
+def costs_of(
+    kind: str, *, measured: bool = True, run_j: float | Literal["below resolution"] = 0.008, noise: float = 1.0
+) -> dict[str, Result]:
+    """What `measure=cost` finds beside what every record has."""
     dense = kind == "dense"
-    config = {
-        "seed": 0,
-        "model": {"name": "reference-gpt2"},
-        "dataset": {"name": "python-docs"},
-        "measure": {"name": "cost", "components": {"repeats": 5}},
-    }
-    components: dict[str, Any] = {"of": "prompt", "dense": breakdown(DENSE_MS), "noise_floor_pct": noise}
-    energy: dict[str, Any] = {
-        "dense": joules(0.01),
-        "method": "RAPL" if measured else "no energy counter: a guess",
-        "measured": measured,
-    }
-    energy |= {"grid_kg_per_kwh": 0.36, "rest_w": 5.0, "rest_spread_w": 0.1, "window_s": 2.0, "country_iso_code": "FRA"}
-    deployment: dict[str, Any] = {
-        "dense": served(5.0),
-        "prompt_tokens": 256,
-        "new_tokens": 64,
-        "budget_ms": 50.0,
-        "noise_floor_pct": 3.0,
-    }
-    layers = {"billed": [100, 50], "resident": [100, 50], "dense": [100, 100], "paper_saved": [0, 40]}
-    if dense:
-        layers |= {"billed": [100, 100], "resident": [100, 100], "paper_saved": [0, 0]}
-    else:
-        ours = DENSE_MS | {"attention": 30.0, "mlp": 39.9, "decisions": 3.0, "gather_scatter": 1.0, "runtime": 1.0}
-        components |= {"run": breakdown(ours), "run_ratio": {"median": 0.8, "low": 0.79, "high": 0.82}}
-        components["decide_ratio"] = {"median": 1.04, "low": 1.03, "high": 1.06}
-        energy["run"] = joules(run_j)
-        deployment |= {
-            "run": served(6.0, None),
-            "per_token_ratio": {"median": 1.2, "low": 1.19, "high": 1.21},
-            "same_first_tokens": 3,
-        }
-    flops = {
-        "prompt_nominal_flops": 60,
-        "dense_prompt_nominal_flops": 100,
-        "prompt_executed_flops": 75,
-        "dense_prompt_executed_flops": 100,
-    }
+    ours = DENSE_MS | {"attention": 30.0, "mlp": 39.9, "decisions": 3.0, "gather_scatter": 1.0, "runtime": 1.0}
+    method = "RAPL" if measured else "no energy counter: a guess"
+    kv = (
+        KvBytesByLayer([100, 100], [100, 100], [100, 100], [0, 0])
+        if dense
+        else KvBytesByLayer([100, 50], [100, 50], [100, 100], [0, 40])
+    )
     return {
-        "config": config, "components": components, "energy": energy, "deployment": deployment, "kv_bytes_by_layer": layers,
-        "peak_tensor_bytes": 80, "dense_peak_tensor_bytes": 100, "peak_memory_bytes": 5000, "dense_peak_memory_bytes": 5000,
-        "peak_memory_method": "kernel", **({} if dense else flops), "timing_warnings": [], "components_timing_warnings": [],
+        "components": ComponentsResult(
+            "prompt", noise, breakdown(DENSE_MS),
+            *(() if dense else (breakdown(ours), Quartiles(0.8, 0.79, 0.82), Quartiles(1.04, 1.03, 1.06))),
+        ),
+        "energy": EnergyResult(
+            joules(0.01), method, measured, 0.36, 5.0, 0.1, 2.0, 0.1, "FRA", None if dense else joules(run_j),
+        ),
+        "deployment": DeploymentResult(
+            served(5.0), 256, 64, 50.0, 3.0, *(() if dense else (served(6.0, None), Quartiles(1.2, 1.19, 1.21), 3)),
+        ),
+        "memory": MemoryResult(5000, 5000, "kernel", 80, 100, kv),
     }  # fmt: skip
+
+
+CONFIG = {
+    "seed": 0, "model": {"name": "reference-gpt2"}, "dataset": {"name": "python-docs"},
+    "measure": {"name": "cost", "components": {"repeats": 5}},
+}  # fmt: skip
+PROMPT = int(fakes.DENSE_FLOPS * fakes.PROMPT_SHARE)
+FLOPS = {"prompt_nominal_flops": PROMPT * 60 // 100, "prompt_executed_flops": PROMPT * 75 // 100}
 
 
 def records(folder: Path, **how: Any) -> dict[str, Record]:
     """A dense record and one for every other row, all alike."""
-    made = {costs.DENSE: fakes.make(folder, "dense continuation", "continuation", **entries("dense", **how))}
+    made = {
+        costs.DENSE: fakes.make(folder, "dense continuation", "continuation", measured=costs_of("dense", **how), config=CONFIG)
+    }
     for row in costs.rows():
         if row.key != costs.DENSE:
-            made[row.key] = fakes.make(folder, row.key, "continuation", per_token=0.01, faster=0.2, **entries("run", **how))
+            made[row.key] = fakes.make(
+                folder, row.key, "continuation", per_token=0.01, faster=0.2, measured=costs_of("run", **how), config=CONFIG, **FLOPS
+            )  # fmt: skip
     return made
 
 
@@ -228,11 +217,11 @@ def test_memory_sets_the_papers_formula_beside_what_is_resident(tmp_path: Path) 
 
 
 def test_warnings_of_the_clock_are_printed_below_every_table(tmp_path: Path) -> None:
-    quiet = fakes.make(tmp_path, "quiet", "continuation", **entries("dense"))
+    quiet = fakes.make(tmp_path, "quiet", "continuation", measured=costs_of("dense"), config=CONFIG)
     row = costs.rows()[0]
     assert not any("care" in line for line in provenance.notes([Outcome(row, quiet, quiet)]))
     busy = fakes.make(
-        tmp_path, "busy", "continuation", **entries("dense") | {"timing_warnings": ["load average 5.0 before timing, …: something else runs"]}
+        tmp_path, "busy", "continuation", measured=costs_of("dense"), config=CONFIG, timing_warnings=["load average 5.0 before timing, …: something else runs"],
     )  # fmt: skip
     (line,) = [line for line in provenance.notes([Outcome(row, quiet, quiet), Outcome(row, busy, busy)]) if "care" in line]
     assert "something else runs (1 of 2 records)" in line

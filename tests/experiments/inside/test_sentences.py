@@ -70,7 +70,7 @@ def test_each_says_on_what_it_was_measured(made, outcomes, kind, number):
     said = (
         "Model: tiny",
         "Text: file",
-        f"Protocol: {record['protocol']['name']}",
+        f"Protocol: {record.protocol.name}",
         "execution: compact",
         record.fingerprint[:12],
         "percentiles",
@@ -116,7 +116,7 @@ def test_forced_and_full_words_are_drawn_as_such(made, outcomes):
 
 def test_widths_follow_the_entropy_and_its_thresholds(made, outcomes):
     record = outcomes["quantization"].record
-    tau = record["thresholds"]["adaptive_quantization"]
+    tau = record.thresholds["adaptive_quantization"]
     decided = sentences.layer_after(0.5, LAYERS)
     low, high = tau["tau_low"][decided - 1], tau["tau_high"][decided - 1]
     frame = made["figure", "14"].frame

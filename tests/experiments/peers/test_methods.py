@@ -12,6 +12,8 @@ import pytest
 import quicksilver
 from quicksilver.experiments.peers import attributes, methods
 from quicksilver.harness.choices import choices
+from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
+from quicksilver.measure.measurement import Quartiles, Spread
 from quicksilver.report.artefacts import Outcome, find
 
 # key -> nats a token lost, share of the prompt's time that is left
@@ -37,9 +39,7 @@ def outcomes(results: Path, measured: dict[str, tuple[float, float]], **changes:
         else:
             lost, left = measured[row.key]
             record = fakes.make(
-                results, row.key, "continuation", per_token=lost, saved=0.4, prompt_noise_floor_pct=2.0,
-                prompt_latency_ms={"median": 1000 * left},
-                prompt_latency_ratio={"median": left, "low": left - 0.01, "high": left + 0.01}, **changes,
+                results, row.key, "continuation", per_token=lost, saved=0.4, faster=1 - left, noise_pct=2.0, prompt_timed=True, **changes
             )  # fmt: skip
             found.append(Outcome(row, record, dense))
     return found
@@ -80,8 +80,9 @@ def test_what_is_said_about_ours_names_the_peers_that_are_better(tmp_path: Path)
 
 
 def test_decoding_is_printed_where_it_was_timed(tmp_path: Path) -> None:
-    served = {"per_token_ratio": {"median": 0.5, "low": 0.48, "high": 0.52}, "noise_floor_pct": 3.0, "same_first_tokens": 32}
-    frame = methods.frame(outcomes(tmp_path, MEASURED, deployment=served))
+    one = ServingResult(Spread(10.0, 1.0), Percentiles(5.0, 7.0, None), 60, 190.0, 100.0)
+    served = DeploymentResult(one, 256, 64, 50.0, 3.0, one, Quartiles(0.5, 0.48, 0.52), 32)
+    frame = methods.frame(outcomes(tmp_path, MEASURED, measured={"deployment": served}))
     cells = {column.header: column.cell(frame.set_index("key", drop=False).loc["bfloat16"]) for column in methods.columns()}
     assert cells["a decoded token, ÷ dense"] == ("0.50", "noise 3.0%")
     assert cells["prompt speedup %"] == ("within", "noise 2.0")

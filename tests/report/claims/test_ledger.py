@@ -149,7 +149,7 @@ def test_an_absolute_number_is_compared_on_its_own_model_only(tmp_path):
         sources = [source(tmp_path / verdict, answers=answers, saved=0.2, changes=changes)]
         found = row(sources, "table3.baseline.ppl")
         assert found["verdict"] == verdict  # the hand-made perplexity is about 30, claimed are 18.2
-        assert found["measured"] == pytest.approx(sources[0].outcomes[0].record["ppl"])
+        assert found["measured"] == pytest.approx(sources[0].outcomes[0].record.quality.ppl)
 
 
 def test_a_file_declares_what_else_it_answers(tmp_path):

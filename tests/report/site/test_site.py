@@ -16,7 +16,7 @@ from harness_world import make_world
 
 from quicksilver.cli import door
 from quicksilver.harness.config import compose
-from quicksilver.harness.record import RECORD, Record
+from quicksilver.harness.record import CHECKSUM, RECORD, Record, checksum
 from quicksilver.harness.run import ensure
 from quicksilver.harness.store import Store
 from quicksilver.harness.window_tokens import window_tokens
@@ -185,9 +185,9 @@ def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
     record = records["signal.drift"]
     text = " ".join(Links(site / "runs" / f"{record.fingerprint}.html").text)
     for word in (
-        f"{record['ppl']:.4g}",
+        f"{record.quality.ppl:.4g}",
         "signal: drift",
-        record["environment"]["torch"],
+        record.environment.torch,
         "audit",
         "windows.parquet",
     ):
@@ -230,7 +230,7 @@ def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
     data["label"] = "a run of /home/somebody/models/mine"
     data["config"]["model"]["path"] = "/home/somebody/models/mine"
     data["warnings"] = ["/home/somebody/data/text.txt was read", {"at": "file:///home/somebody/x"}]
-    path.write_text(json.dumps(data))
+    path.write_text(json.dumps({**data, CHECKSUM: checksum(data)}))
     make(copy)
     for page in pages(copy / "report"):
         text = page.read_text(encoding="utf-8")
@@ -319,7 +319,7 @@ def test_a_damaged_trace_costs_its_page_and_no_other(copy, records):
     path = copy / "runs" / record.fingerprint / "trace.safetensors"
     path.write_bytes(b"\0" * path.stat().st_size)
     _, problems = make(copy)
-    assert any("not a readable trace" in problem.what for problem in problems)
+    assert any("trace.safetensors is not the file that was recorded" in problem.what for problem in problems)
     assert not (copy / "report" / "tokens" / f"{record.fingerprint}.html").exists()
     assert (copy / "report" / "runs" / f"{record.fingerprint}.html").is_file()
     assert (copy / "report" / "tokens" / f"{records['all'].fingerprint}.html").is_file()
@@ -452,7 +452,7 @@ def test_the_harmed_window_comes_first(records):
 
 def test_other_tokens_than_the_records_are_not_shown(records):
     record = records["signal.random"]
-    other = dataclasses.replace(record, data={**record.data, "data": {**record["data"], "token_digest": "0" * 64}})
+    other = dataclasses.replace(record, data=dataclasses.replace(record.data, token_digest="0" * 64))
     view = tokens.shown(other)[0]
     assert view["texts"] is None
     assert "other tokens now" in view["no_texts"]
@@ -474,7 +474,7 @@ def test_every_position_is_a_record_with_its_own_options(records):
         known = explorer.settings(record)
         for option, place in zip(sweep["options"], row["at"], strict=True):
             assert option["values"][place] == known[option["name"]]
-        assert row["ppl"] == pytest.approx(record["ppl"], rel=1e-4)
+        assert row["ppl"] == pytest.approx(record.quality.ppl, rel=1e-4)
         assert row["delta_ppl_pct"][1] <= row["delta_ppl_pct"][0] <= row["delta_ppl_pct"][2]
 
 

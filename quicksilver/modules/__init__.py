@@ -6,6 +6,7 @@ from quicksilver.modules.controls import ExponentialDecay, RandomHalting, Replay
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
+from quicksilver.modules.learned_halting import LearnedHalting
 from quicksilver.modules.presets import PresetHalting, Schedule
 from quicksilver.modules.quantization import AdaptiveQuantization, mix_of
 from quicksilver.modules.signals import Signal, make_signal
@@ -16,6 +17,6 @@ from quicksilver.modules.translators import Translator
 
 __all__ = [
     "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ChannelSparsity", "ExponentialDecay", "Fitted", "Halting", "HaltingPolicy",
-    "KVSkipping", "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
+    "KVSkipping", "LearnedHalting", "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
     "Translator", "calibrate", "calibrate_modules", "calibrated", "make_signal", "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

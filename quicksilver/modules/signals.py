@@ -91,6 +91,16 @@ class UpdateNorm(Signal):
 
 
 @dataclass(frozen=True)
+class StateNorm(Signal):
+    """Norm of the state that leaves the layer, ‖h^ℓ‖₂: what carries little says little."""
+
+    name: ClassVar[str] = "state_norm"
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        return view.after.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
 class Entropy(Signal):
     """Entropy in nats (docs/conflicts.md #4, #5).
 

@@ -33,6 +33,7 @@ class Architecture(ABC):
     family: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     cache_argument: ClassVar[str] = "past_key_values"  # the layer's name for the cache
+    causal: ClassVar[bool] = True  # a token sees those before it; False: all of its pass
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -327,6 +328,7 @@ def families() -> dict[str, type[Architecture]]:
 
     Where two name the same type, the one that was defined last is taken: a file of one's own comes after those of the package.
     """
+    import quicksilver.runtime.encoder
     import quicksilver.runtime.families  # noqa: F401  defines some
 
     found: dict[str, type[Architecture]] = {}

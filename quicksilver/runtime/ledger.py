@@ -113,8 +113,8 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
         window, span = arch.attention_window(layer), arch.spans[layer]
         nearest = min((limit for limit in (window, span.reach if span else None) if limit is not None), default=None)
-        nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(nearest, active, present, past)
-        dense_pairs = _visible_pairs(window, valid, valid, past_real)
+        nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, nearest, active, present, past)
+        dense_pairs = _visible_pairs(arch.causal, window, valid, valid, past_real)
         dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
         paper += _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
         dense_paper += _paper_layer(arch, valid, past_real)
@@ -127,10 +127,10 @@ def _is_projected(trace: PassTrace, layer: int) -> torch.Tensor:
     return (trace.halted_kv == MISSING_KV.index("project")) | predicted_later
 
 
-def _visible_pairs(nearest: int | None, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:
-    """Query-key pairs a causal attention must evaluate where a query sees so many keys at most: queries, keys (B, N) bool, past (B,)
-    entries before the pass."""
-    visible = keys.long().cumsum(1) + past[:, None]
+def _visible_pairs(causal: bool, nearest: int | None, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:
+    """Query-key pairs that attention must evaluate where a query sees so many keys at most: queries, keys (B, N) bool, past (B,) entries
+    before the pass. Without `causal` a query sees all keys."""
+    visible = (keys.long().cumsum(1) if causal else keys.sum(1, keepdim=True).expand_as(keys)) + past[:, None]
     if nearest is not None:
         visible = visible.clamp(max=nearest)
     return int(visible[queries].sum())

@@ -55,10 +55,19 @@ class Visibility:
         span = self.arch.spans[layer]
         return span is None or n_columns <= span.reach
 
-    def causal_kernel_fits(self, layer: int, n: int, n_columns: int) -> bool:
-        """Whether the plain causal kernel is right for `n` new tokens, the last of `n_columns`, that attend to themselves alone."""
+    def own_kernel_fits(self, layer: int, n: int, n_columns: int, even: bool) -> bool:
+        """Whether the model's plain kernel is right for `n` new tokens, the last of `n_columns`, that attend to themselves alone.
+
+        Args:
+            even: no row is padded. Padding behind the tokens is out of a causal kernel's sight, and in that of one that looks ahead.
+        """
         window = self.windows[layer]
-        return self.sdpa and (window is None or n <= window) and self.span_reaches_back(layer, n_columns)
+        return (
+            (even or self.arch.causal)
+            and self.sdpa
+            and (window is None or n <= window)
+            and self.span_reaches_back(layer, n_columns)
+        )
 
     def one_token_sees_all(self, layer: int, seen: int) -> bool:
         """Whether one new token after `seen` columns sees every entry of the layer."""
@@ -68,7 +77,10 @@ class Visibility:
 
     def visible(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
         """Which keys a query may attend to: slots of queries (B, Q) and keys (B, K), valid (B, K) bool or None -> (B, Q, K) bool."""
-        visible = keys[:, None, :] <= queries[:, :, None]
+        if self.arch.causal:
+            visible = keys[:, None, :] <= queries[:, :, None]
+        else:
+            visible = torch.ones(*queries.shape, keys.shape[1], dtype=torch.bool, device=keys.device)
         window, span = self.windows[layer], self.arch.spans[layer]
         if window is not None:
             visible &= keys[:, None, :] > queries[:, :, None] - window

@@ -50,7 +50,10 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
         before = packing.take(call.hidden)
         computed = machine.run_layer(call, machine.inputs(call, plan, before, port), plan.bits)
         output, attended = packing.put(call.hidden, before, computed), port.attended
-        keys_seen = None if plan.own_keys_only else plan.planned.slots.shape[1]
+        if plan.own_keys_only:
+            keys_seen = None if machine.arch.causal else packing.width
+        else:
+            keys_seen = plan.planned.slots.shape[1]
     if store is not None:
         store.advance(forward.n, forward.n_real)
     work = LayerWork(forward.batch, packing.width, keys_seen, projected, translation_flops(plan, call, forward))

@@ -43,6 +43,8 @@ def keys_per_query(visibility: Visibility, layer: int, forward: Forward, *, keep
     Args:
         keeps_all: the cache of a sliding window keeps more than what the next token can see, as a ragged one does.
     """
+    if not visibility.arch.causal:
+        return forward.seen + forward.n
     window = visibility.windows[layer]
     fits = window is None or forward.n < window  # transformers gives a mask from n = window on
     if visibility.sdpa and forward.seen == 0 and not forward.padded and fits:

@@ -72,7 +72,7 @@ class Planner:
         if packing.width == 0:
             layout = store.plan(entries, keep, in_order=False) if store is not None and halted else None
             return LayerPlan("compact", packing, target=store, layout=layout, halted=halted)
-        own_keys_only = self._own_keys_only(call, forward, entries, halted)
+        own_keys_only = self._own_keys_only(call, forward, entries, halted, packing.real is None)
         target = layout = mask = None
         if store is not None or not own_keys_only:
             target = store if store is not None else self.new_store()
@@ -107,16 +107,18 @@ class Planner:
             return entries, None
         return entries, torch.cat(kept, dim=1)
 
-    def _own_keys_only(self, call: LayerCall, forward: Forward, entries: Entries, halted: tuple[HaltedKV, ...]) -> bool:
+    def _own_keys_only(
+        self, call: LayerCall, forward: Forward, entries: Entries, halted: tuple[HaltedKV, ...], even: bool
+    ) -> bool:
         """Active tokens come first and padding last, so the causal kernel is right for every real query without a mask, as long as the
-        keys are exactly the queries' own tokens and weigh the same."""
+        keys are exactly the queries' own tokens and weigh the same; without causality only where no row is padded (`even`)."""
         fresh = call.store is None or call.store.slots is None
         return (
             fresh
             and not halted
             and not forward.executed.any_kv_skipped
             and not self.visibility.weighs(entries)
-            and self.visibility.causal_kernel_fits(call.layer, forward.n, forward.end)
+            and self.visibility.own_kernel_fits(call.layer, forward.n, forward.end, even)
         )
 
     def _widths(self, own: Entries, packing: Packing) -> torch.Tensor | None:

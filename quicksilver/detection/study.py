@@ -1,0 +1,228 @@
+"""The detection study: which detectors are trained, in which order, and what is measured of them (docs/learned-halting.md)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from quicksilver.detection.evaluate import Evaluation, ScenePolicy, evaluate
+from quicksilver.detection.model import PillarDetector, detector
+from quicksilver.detection.pillars import Batch, batch_of
+from quicksilver.detection.scenes import SceneMaker
+from quicksilver.detection.training import Recipe, Shape, Trained, train, trained
+from quicksilver.modules import StagedHalting, StaticDepth
+from quicksilver.modules.halting_gates import HaltingGates
+from quicksilver.modules.learned_halting import LearnedHalting, TrainedGates
+from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.module import RuntimeModule
+
+VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
+BOX_WEIGHT = 0.1
+STATIC_DEPTH = 0.5
+LEARNED = ("box", "uniform", "box_unrecycled")
+RULES = ("random", "norm")
+THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the study.
+
+    Args:
+        shape: of the detector; wide: of the wider one that halts.
+        scenes, validation: how many of them.
+        steps, tuning_steps: of the dense training, and of every training after it, the dense control's included.
+        tokens: share of token-layers that gates are trained for.
+    """
+
+    shape: Shape = field(default_factory=Shape)
+    wide: Shape = field(default_factory=lambda: Shape(width=72, heads=4))
+    scenes: int = 1600
+    validation: int = 150
+    steps: int = 800
+    tuning_steps: int = 140
+    tokens: float = 0.45
+    seeds: tuple[int, ...] = (0, 1, 2)
+    maker: SceneMaker = field(default_factory=SceneMaker)
+
+    @cached_property
+    def training_data(self) -> Batch:
+        return batch_of([self.maker.scene(seed) for seed in range(self.scenes)], self.maker.grid)
+
+    @cached_property
+    def validation_data(self) -> Batch:
+        return batch_of([self.maker.scene(VALIDATION + seed) for seed in range(self.validation)], self.maker.grid)
+
+
+Progress = Callable[[str, range], Iterable[int]]
+
+
+@dataclass
+class Seed:
+    """All trainings of one seed; what is finished on disk is not repeated.
+
+    Args:
+        folder: for the checkpoints.
+        progress: wraps the steps of the training called by a name.
+    """
+
+    plan: Plan
+    seed: int
+    folder: Path
+    progress: Progress = lambda name, steps: steps
+
+    def dense(self, wide: bool = False) -> Trained:
+        """From scratch."""
+        shape = self.plan.wide if wide else self.plan.shape
+        name = "wide" if wide else "dense"
+        return self._trained(name, shape, lambda: self._fresh(shape), Recipe(self.plan.steps, seed=self.seed))
+
+    def without_layers(self) -> Trained:
+        """Embedding and head alone, for as many steps."""
+        shape = replace(self.plan.shape, layers=0)
+        return self._trained("no_layers", shape, lambda: self._fresh(shape), Recipe(self.plan.steps, seed=self.seed))
+
+    def control(self, wide: bool = False) -> Trained:
+        """The dense detector after as many further steps as those that halt."""
+        return self._tuned("control", wide=wide)
+
+    def learned(self, name: str, wide: bool = False) -> Trained:
+        """With gates: `box` weights, `uniform` weights, or box weights and a head that is not given halted tokens."""
+        shape = self.plan.wide if wide else self.plan.shape
+        gates = HaltingGates(shape.width, range(shape.layers - 1))
+        weight = 1.0 if name == "uniform" else BOX_WEIGHT
+        return self._tuned(
+            name, wide=wide, gates=gates, box_weight=weight, tokens=self.plan.tokens, recycle=name != "box_unrecycled"
+        )
+
+    def ruled(self, name: str) -> Trained:
+        """Under `random` halting or halting by `norm`, at the rates of the gates with box weights, or under a `static` depth."""
+        if name == "static":
+            return self._tuned(name, policy=static(STATIC_DEPTH))
+        return self._tuned(name, policy=ruled(name, self.rates))
+
+    @cached_property
+    def rates(self) -> list[float]:
+        """Share of all tokens that halts after each layer under the gates with box weights, on training scenes."""
+        box = self.learned("box")
+        found = evaluate(box.model, self.plan.training_data.take(slice(0, 48)), self.plan.maker.grid, gated(box))
+        return halted_shares(found)
+
+    def _fresh(self, shape: Shape) -> PillarDetector:
+        return detector(shape.width, shape.layers, shape.heads, self.seed)
+
+    def _tuned(
+        self,
+        name: str,
+        wide: bool = False,
+        gates: HaltingGates | None = None,
+        policy: ScenePolicy | None = None,
+        **recipe: object,
+    ) -> Trained:
+        shape = self.plan.wide if wide else self.plan.shape
+        own = Recipe(self.plan.tuning_steps, learning_rate=1.5e-3, seed=self.seed + 100, **recipe)  # type: ignore[arg-type]
+        return self._trained(
+            f"wide_{name}" if wide else name, shape, lambda: copy.deepcopy(self.dense(wide).model), own, gates, policy
+        )
+
+    def _trained(
+        self,
+        name: str,
+        shape: Shape,
+        start: Callable[[], PillarDetector],
+        recipe: Recipe,
+        gates: HaltingGates | None = None,
+        policy: ScenePolicy | None = None,
+    ) -> Trained:
+        path = self.folder / f"seed{self.seed}" / f"{name}.safetensors"
+        if path.is_file():
+            found = trained(path, shape)
+            if found.step == recipe.steps:
+                return found
+        return train(
+            start(), self.plan.training_data, recipe, gates=gates, policy=policy, checkpoint=path,  # type: ignore[arg-type]
+            progress=lambda steps: self.progress(f"seed {self.seed}, {name}", steps),
+        )  # fmt: skip
+
+    # -- what is measured --------------------------------------------------------------------------------------------------------
+
+    def evaluations(self) -> Iterator[tuple[str, str, float, Evaluation]]:
+        """Detector, policy, its dial, and what it finds on the validation scenes."""
+        measured = self._measured
+        yield "no_layers", "dense", 0.0, measured(self.without_layers())
+        yield "control", "dense", 0.0, measured(self.control())
+        rates: dict[float, list[float]] = {}
+        for name in LEARNED:
+            learned = self.learned(name)
+            for threshold in THRESHOLDS:
+                found = measured(learned, gated(learned, threshold))
+                if name == "box":
+                    rates[threshold] = halted_shares(found)
+                yield name, "learned", threshold, found
+        box = self.learned("box")
+        yield "box", "resumed", 0.5, measured(box, gated(box, 0.5, layers=self.plan.shape.layers - 2, resume_layers=1))
+        for name in RULES:
+            for threshold, shares in rates.items():
+                yield name, name, threshold, measured(self.ruled(name), ruled(name, shares))
+        for depth in (0.25, STATIC_DEPTH, 0.75):
+            yield "static", "static", depth, measured(self.ruled("static"), static(depth))
+
+    def wide_evaluations(self) -> Iterator[tuple[str, str, float, Evaluation]]:
+        """The same of the wider detector."""
+        yield "wide_control", "dense", 0.0, self._measured(self.control(wide=True))
+        wide = self.learned("box", wide=True)
+        for threshold in THRESHOLDS:
+            yield "wide_box", "learned", threshold, self._measured(wide, gated(wide, threshold))
+
+    def _measured(self, trained: Trained, policy: ScenePolicy | None = None) -> Evaluation:
+        return evaluate(trained.model, self.plan.validation_data, self.plan.maker.grid, policy)
+
+    def train_all(self) -> None:
+        """Every detector of the usual width."""
+        self.without_layers()
+        self.control()
+        for name in LEARNED:
+            self.learned(name)
+        for name in (*RULES, "static"):
+            self.ruled(name)
+
+    def train_wide(self) -> None:
+        """The wider detector."""
+        self.control(wide=True)
+        self.learned("box", wide=True)
+
+
+def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> ScenePolicy:
+    """The gates of a detector as a module of the runtime; `layers`: only the first so many gates."""
+    assert trained.gates is not None
+    gates = TrainedGates.of(trained.gates, architecture_of(trained.model))
+    if layers is not None:
+        gates = replace(gates, layers=gates.layers[:layers], weight=gates.weight[:layers], bias=gates.bias[:layers])
+    return lambda scene: [LearnedHalting(gates=gates, threshold=threshold, resume_layers=resume_layers)]
+
+
+def ruled(name: str, shares: list[float]) -> ScenePolicy:
+    """The share of all tokens that halts after each layer, chosen at `random` or by the smallest `norm` of the state."""
+
+    def policy(scene: int) -> list[RuntimeModule]:
+        signal: object = {"name": "random", "seed": scene} if name == "random" else "state_norm"
+        stages = [{"before": layer + 1, "share": share, "signal": signal} for layer, share in enumerate(shares) if share > 0]
+        return [StagedHalting(stages=stages, missing_kv="drop", protect_last=0)] if stages else []
+
+    return policy
+
+
+def static(depth: float) -> ScenePolicy:
+    """Every token stops after the same share of the layers."""
+    return lambda scene: [StaticDepth(depth=depth, missing_kv="drop")]
+
+
+def halted_shares(found: Evaluation) -> list[float]:
+    """Mean share of all tokens that halts after each layer but the last."""
+    active = found.active / found.active[:, :1]
+    return [float(share) for share in np.maximum(0.0, (active[:, :-1] - active[:, 1:]).mean(0))]

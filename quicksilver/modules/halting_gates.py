@@ -1,0 +1,112 @@
+"""Gates that learn whom to halt: p = σ(w · LN(h) + b) after each decision layer, and what trains them (Ye et al., arXiv 2303.05078).
+
+Of the paper only the abstract and the introduction are at hand, so what follows is a reconstruction. A token stays where p ≥ ½. Going forward
+the gate is that step; going backward it is p itself,
+
+    g = 1[p ≥ ½] + p − stopgrad(p)
+
+so its value is 0 or 1 and its pseudo-gradient that of p. The sparsity loss is λ Σ w_i p_i / Σ w_i over tokens that are still there, with
+w_i given from outside (smaller in ground-truth boxes), and λ follows a target share of token-layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from quicksilver.runtime.equivalent import KeepMask
+from quicksilver.runtime.errors import ConfigError
+
+OPEN = 1.0  # b before training: p = 0.73, nobody halts
+
+
+class HaltingGates(nn.Module):
+    """One gate for each decision layer.
+
+    Args:
+        width: D of the model.
+        layers: after which a token may halt, 0-based, ascending.
+
+    Attributes:
+        weight: (K, D). bias: (K,).
+        scores: p (B, N) by layer of the newest forward. kept: m (B, N) by layer, that entered the gate, without gradient.
+
+    Raises:
+        ConfigError: no layer, or layers out of order.
+    """
+
+    def __init__(self, width: int, layers: Sequence[int]) -> None:
+        super().__init__()
+        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0:
+            raise ConfigError(f"layers={list(layers)}: give decision layers in ascending order, such as [0, 1, 2].")
+        self.layers = tuple(layers)
+        self.weight = nn.Parameter(torch.zeros(len(layers), width))
+        self.bias = nn.Parameter(torch.full((len(layers),), OPEN))
+        self.scores: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """w · LN(h) + b: hidden (..., D) -> (...) float32; LN without gain or bias, which w and b would swallow."""
+        index = self.layers.index(layer)
+        normed = nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
+        return normed @ self.weight[index].float() + self.bias[index].float()
+
+    def gate(self, layer: int, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
+        """g (B, N) after `layer`, for `equivalent_forward`; None where no decision is taken."""
+        if layer == 0:
+            self.scores, self.kept = {}, {}
+        if layer not in self.layers:
+            return None
+        p = self.logits(layer, hidden).sigmoid()
+        self.scores[layer], self.kept[layer] = p, kept.detach()
+        return straight_through(p).to(hidden.dtype)
+
+    def sparsity(self, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Σ w_i p_i / Σ w_i of the newest forward, over tokens that entered each gate, mean over gates; weights (B, N), None: 1."""
+        parts = []
+        for layer, p in self.scores.items():
+            w = self.kept[layer] if weights is None else self.kept[layer] * weights
+            parts.append((w * p).sum() / w.sum().clamp(min=1e-6))
+        return torch.stack(parts).mean()
+
+
+def straight_through(p: torch.Tensor) -> torch.Tensor:
+    """1[p ≥ ½] in value, p in derivative."""
+    # In this order: (1 + p) − p need not be 1.
+    return (p >= 0.5).to(p.dtype) + (p - p.detach())
+
+
+class SparsityController:
+    """λ of the sparsity loss, raised while more tokens are left than wanted and lowered while fewer are.
+
+    Args:
+        tokens: share of token-layers that shall be left, all layers counted.
+        n_layers: of the model.
+
+    Raises:
+        ConfigError: a share that cannot be met: layers up to the first decision always have all tokens.
+    """
+
+    def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
+        least = (gates.layers[0] + 1) / n_layers
+        if gates.layers[-1] >= n_layers - 1:
+            raise ConfigError(
+                f"A decision after layer {gates.layers[-1]} saves nothing: the model's last layer is {n_layers - 1}. "
+                f"Give layers below {n_layers - 1}."
+            )
+        if not least < tokens < 1:
+            raise ConfigError(
+                f"tokens={tokens:g} cannot be met: with a first decision after layer {gates.layers[0]} of {n_layers} layers at least "
+                f"{least:.3g} of all token-layers are computed, so give a share between {least:.3g} and 1."
+            )
+        self.tokens, self.step, self.n_layers = tokens, step, n_layers
+        self.strength = 0.1
+
+    def update(self, mask: KeepMask) -> float:
+        """Follow one forward; returns the share of token-layers that it left."""
+        shares = [1.0 if kept is None else float(kept.detach().mean()) for kept in mask.kept]
+        left = sum(shares) / len(shares)
+        self.strength = max(0.0, self.strength + self.step * (left - self.tokens) / self.tokens)
+        return left

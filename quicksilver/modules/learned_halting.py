@@ -1,0 +1,209 @@
+"""Learned halting: a token stops where a trained gate says so (Ye et al., arXiv 2303.05078)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from quicksilver.atomic import write_atomically
+from quicksilver.modules.checks import number
+from quicksilver.modules.halting import HaltingPolicy
+from quicksilver.modules.halting_gates import HaltingGates
+from quicksilver.modules.thresholds import model_digest
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.pass_state import MissingKV, TokenState
+from quicksilver.runtime.view import LayerView
+
+FORMAT = "quicksilver-halting-gates-1"
+EMBEDDED = "embedded"
+BESIDE = "learned_halting"  # the folder beside a model with its gates
+SHIPPED = Path(__file__).resolve().parents[1] / "models" / "reference"
+REMEDY = "train gates for this model: python scripts/train_halting.py language MODEL"
+
+
+@dataclass(frozen=True)
+class TrainedGates:
+    """Gates as a file holds them.
+
+    Attributes:
+        layers: after which a token may halt, 0-based, ascending.
+        weight: (K, D) float32. bias: (K,) float32.
+        n_layers: of the model. weights_digest: `model_digest` of the model; empty: of any with these layers and this width.
+        missing_kv: what later layers saw of halted tokens in training.
+        provenance: how they were trained.
+
+    Raises:
+        ConfigError: weights that do not fit each other, or are not finite; a decision that saves nothing.
+    """
+
+    layers: tuple[int, ...]
+    weight: torch.Tensor
+    bias: torch.Tensor
+    n_layers: int
+    weights_digest: str = ""
+    missing_kv: str = "drop"
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.weight.ndim != 2 or self.weight.shape[0] != len(self.layers) or self.bias.shape != (len(self.layers),):
+            raise ConfigError(
+                f"Gates after layers {list(self.layers)} have weights {tuple(self.weight.shape)} and {tuple(self.bias.shape)}, where "
+                f"({len(self.layers)}, D) and ({len(self.layers)},) are needed: {REMEDY}."
+            )
+        if not bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()):
+            raise ConfigError(f"Gates have weights that are not finite (NaN or infinite): {REMEDY}.")
+        if (
+            not self.layers
+            or list(self.layers) != sorted(set(self.layers))
+            or not 0 <= self.layers[0] <= self.layers[-1] < self.n_layers - 1
+        ):
+            raise ConfigError(
+                f"Gates after layers {list(self.layers)} of a model with {self.n_layers}: give layers in ascending order, from 0 to "
+                f"{self.n_layers - 2}."
+            )
+
+    @classmethod
+    def of(cls, gates: HaltingGates, architecture: Architecture, **about: Any) -> TrainedGates:
+        """What a training leaves, for the model that it was trained on."""
+        weight, bias = (part.detach().float().cpu().clone() for part in (gates.weight, gates.bias))
+        return cls(gates.layers, weight, bias, architecture.n_layers, model_digest(architecture.model), **about)
+
+    def check(self, architecture: Architecture) -> None:
+        """Raises ConfigError where they are of another model: the first fact that differs, both values, the remedy."""
+        facts = (("layers", self.n_layers, architecture.n_layers), ("width", self.weight.shape[1], architecture.width))
+        for name, own, there in facts:
+            if own != there:
+                raise ConfigError(f"The gates are of a model with {name}={own} and this one has {there}: {REMEDY}.")
+        if self.weights_digest and self.weights_digest != (found := model_digest(architecture.model)):
+            raise ConfigError(
+                f"The gates were trained on other weights (digest {self.weights_digest[:12]}…, this model's is {found[:12]}…): {REMEDY}."
+            )
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """w · LN(h) + b: hidden (..., D) -> (...) float32."""
+        index = self.layers.index(layer)
+        normed = torch.nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
+        return normed @ self.weight[index].to(hidden.device) + self.bias[index].to(hidden.device)
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically, as safetensors."""
+        facts = {
+            "format": FORMAT,
+            "layers": list(self.layers),
+            "n_layers": self.n_layers,
+            "weights_digest": self.weights_digest,
+            "missing_kv": self.missing_kv,
+            "provenance": self.provenance,
+        }
+        tensors = {"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}
+        write_atomically(path, save(tensors, {"quicksilver": json.dumps(facts, sort_keys=True)}))
+
+    @classmethod
+    def load(cls, path: Path | str) -> TrainedGates:
+        """Raises ConfigError: a missing or torn file, one of another format, weights that do not fit or are not finite."""
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                facts = json.loads((file.metadata() or {})["quicksilver"])
+                if facts.pop("format") != FORMAT:
+                    raise ConfigError(f"{path} holds no gates of format {FORMAT!r}: {REMEDY}.")
+                layers = tuple(facts.pop("layers"))
+                return cls(layers, file.get_tensor("weight").float(), file.get_tensor("bias").float(), **facts)
+        except FileNotFoundError:
+            raise ConfigError(f"There are no gates {path}: {REMEDY}.") from None
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read as gates ({error}): {REMEDY}.") from error
+
+
+@dataclass(kw_only=True)
+class LearnedHalting(HaltingPolicy):
+    """A token halts after a decision layer where its gate p = σ(w · LN(h) + b) is below the threshold. Deterministic and causal.
+
+    The gates are trained through `quicksilver.runtime.equivalent.equivalent_forward`; docs/learned-halting.md says how, and what of it the
+    paper says.
+
+    Args:
+        gates: `embedded`, those that ship with the model; the path of a file of gates; or gates.
+        threshold: p below which a token halts: ½, the paper's, or one number for each decision layer; 0: nobody.
+        missing_kv: None: what the gates were trained with.
+        window: not to be given: the gates say their layers.
+
+    Raises:
+        ConfigError: a threshold outside 0 to 1; by `bind`, gates of another model, and with `predict` gates where no translator ships.
+    """
+
+    gates: TrainedGates | Path | str = EMBEDDED
+    threshold: float | Sequence[float] = 0.5
+    window: tuple[float, float] = (0.0, 1.0)
+    missing_kv: MissingKV | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.window != (0.0, 1.0):
+            raise ConfigError(f"window={self.window} has no effect on gates, which say their layers: remove it.")
+        each = [self.threshold] if isinstance(self.threshold, int | float) else list(self.threshold)
+        self._thresholds = [number("threshold", value, 0.0, 1.0) for value in each]
+        self._gates = self.gates if isinstance(self.gates, TrainedGates) else None
+        self._seen = self.missing_kv
+        if self.missing_kv is None:
+            self.missing_kv = "drop" if self._gates is None else self._gates.missing_kv  # type: ignore[assignment]
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return True
+
+    def bind(self, architecture: Architecture) -> None:
+        found = self._gates = self._found(architecture)
+        found.check(architecture)
+        if self._seen is None:
+            self.missing_kv = found.missing_kv  # type: ignore[assignment]
+        if len(self._thresholds) not in (1, len(found.layers)):
+            raise ConfigError(
+                f"threshold has {len(self._thresholds)} numbers for gates after {len(found.layers)} layers: give one, or one for each."
+            )
+        each = self._thresholds * (len(found.layers) if len(self._thresholds) == 1 else 1)
+        self._cut = {layer: _logit(p) for layer, p in zip(found.layers, each, strict=True)}
+        super().bind(architecture)
+        beyond = [layer for layer in found.layers if layer > self.last_layer]
+        if beyond:
+            raise ConfigError(
+                f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers} and missing_kv={self.missing_kv}: "
+                "resume fewer layers, or train gates for earlier ones."
+            )
+
+    def _found(self, architecture: Architecture) -> TrainedGates:
+        if self._gates is not None:
+            return self._gates
+        if str(self.gates) != EMBEDDED:
+            return TrainedGates.load(str(self.gates))
+        digest = model_digest(architecture.model)
+        for path in sorted(SHIPPED.glob(f"*/{BESIDE}/*.safetensors")):
+            gates = TrainedGates.load(path)
+            if gates.weights_digest == digest:
+                return gates
+        raise ConfigError(f"gates='embedded': none ship with this model (digest {digest[:12]}…): {REMEDY}.")
+
+    def required_layers(self) -> frozenset[int]:
+        return frozenset() if self._gates is None else frozenset(self._gates.layers)
+
+    def acts_at(self, layer: int) -> bool:
+        return self._gates is not None and layer in self._gates.layers
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        assert self._gates is not None
+        view.add_signal_flops(2 * view.after.shape[0] * view.after.shape[1] * view.after.shape[2])
+        return eligible & (self._gates.logits(view.layer, view.after) < self._cut[view.layer])
+
+
+def _logit(p: float) -> float:
+    if p <= 0 or p >= 1:
+        return -math.inf if p <= 0 else math.inf
+    return math.log(p / (1 - p))

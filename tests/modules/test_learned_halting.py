@@ -1,0 +1,177 @@
+"""Learned halting: deterministic gates, their file, what they refuse, and the pseudo-gradient that trains them."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tiny import LAYERS, WIDTH, Batch
+from tiny_encoder import MODEL as ENCODER
+from tiny_encoder import states
+
+from quicksilver.modules import LearnedHalting
+from quicksilver.modules.halting_gates import HaltingGates, SparsityController, straight_through
+from quicksilver.modules.learned_halting import TrainedGates
+from quicksilver.runtime import ConfigError, apply
+from quicksilver.runtime.equivalent import KeepMask, equivalent_forward
+
+
+def gates(seed: int = 0, bias: float = 0.3) -> HaltingGates:
+    made = HaltingGates(WIDTH, [0, 2])
+    with torch.no_grad():
+        made.weight.copy_(torch.randn(made.weight.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+        made.bias.fill_(bias)
+    return made
+
+
+def trained(model, seed: int = 0, **about) -> TrainedGates:
+    return TrainedGates.of(gates(seed), tiny.Run(model, [], "compact", None).arch, **about)
+
+
+@settings(max_examples=6, deadline=None)
+@given(family=st.sampled_from(["gpt2", "llama"]), batch=tiny.batches(low=4), seed=st.integers(0, 20), resume=st.integers(0, 1))
+def test_a_language_model_under_gates_is_causal_and_compact_is_masked(family, batch, seed, resume):
+    model = tiny.load(family)
+    policy = LearnedHalting(gates=trained(model, seed), resume_layers=resume, missing_kv="project")
+    assert policy.causal
+    compact, masked = (tiny.forward(model, batch, [policy], execution=execution) for execution in ("compact", "masked"))
+    tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
+    if not batch.is_padded:
+        columns = batch.inputs()["input_ids"].shape[1]
+        pieces = tiny.forward(model, batch, [policy], chunks=[3, columns - 3])
+        tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, pieces.trace))
+
+
+@torch.no_grad()
+def test_the_module_halts_whom_the_trained_forward_masks():
+    learnt, given_states = gates(), states(2, 20)
+    with equivalent_forward(ENCODER, learnt.gate) as mask:
+        equivalent = ENCODER(given_states)
+    with apply(ENCODER, [LearnedHalting(gates=trained(ENCODER))]) as run:
+        halted = ENCODER(given_states)
+    torch.testing.assert_close(equivalent, halted, atol=2e-6, rtol=1e-5)
+    left = run.trace.passes[0].active(LAYERS - 1)
+    assert mask.current is not None
+    assert torch.equal(mask.current.bool(), left)
+    assert 0 < left.float().mean() < 1
+    widest = int(run.trace.passes[0].active(2).sum(1).max())  # a gate reads the packed rows
+    assert run.flops.signals == 2 * WIDTH * 2 * (20 + widest)
+
+
+@torch.no_grad()
+def test_a_threshold_is_a_dial_between_nobody_and_everybody():
+    halted = []
+    for threshold in (0.0, 0.3, 0.6, 1.0):
+        with apply(ENCODER, [LearnedHalting(gates=trained(ENCODER), threshold=threshold)]) as run:
+            ENCODER(states(2, 20))
+        halted.append(40 - int(run.trace.active_counts()[-1]))
+    assert halted[0] == 0
+    assert halted[-1] == 40
+    assert halted == sorted(halted)
+    assert len(set(halted)) == 4
+
+
+def test_the_gate_is_a_step_whose_derivative_is_that_of_p():
+    p = torch.tensor([0.0, 0.2, 0.4999, 0.5, 0.7, 1.0], requires_grad=True)
+    g = straight_through(p)
+    assert g.tolist() == [0, 0, 0, 1, 1, 1]
+    (slope,) = torch.autograd.grad((g * torch.arange(6.0)).sum(), p)
+    assert slope.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_training_halts_what_the_task_does_not_need():
+    torch.manual_seed(0)
+    learnt, given_states = HaltingGates(WIDTH, [0, 1]), states(1, 16)
+    needed = torch.arange(16) < 4  # the task reads these tokens alone, after the last layer
+    given_states[0, needed, 0] += 6.0
+    with torch.no_grad():
+        wanted = ENCODER(given_states)[0, needed]
+    control, optimiser = SparsityController(learnt, 0.6, LAYERS), torch.optim.Adam(learnt.parameters(), lr=0.1)
+    for _ in range(60):
+        with equivalent_forward(ENCODER, learnt.gate) as mask:
+            said = ENCODER(given_states)[0, needed]
+        loss = 20 * (said - wanted).square().mean() + control.strength * learnt.sparsity()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        control.update(mask)
+    assert mask.current is not None
+    left = mask.current[0].detach() > 0.5
+    assert left[needed].float().mean() >= 0.75
+    assert left[~needed].float().mean() <= 0.5
+    ENCODER.zero_grad()
+
+
+def test_weights_of_the_sparsity_loss_say_whose_p_counts():
+    learnt = gates()
+    with equivalent_forward(ENCODER, learnt.gate):
+        ENCODER(states(1, 10))
+    weights = torch.zeros(1, 10)
+    weights[0, 3] = 1.0
+    entered = [layer for layer in learnt.layers if learnt.kept[layer][0, 3] > 0]
+    expected = sum(float(learnt.scores[layer][0, 3].detach()) for layer in entered) / len(learnt.layers)
+    assert float(learnt.sparsity(weights).detach()) == pytest.approx(expected, abs=1e-6)
+    assert float(learnt.sparsity().detach()) != pytest.approx(expected, abs=1e-3)
+
+
+def test_the_strength_follows_the_target():
+    control = SparsityController(gates(), 0.5, LAYERS)
+    dense, sparse = KeepMask(), KeepMask()
+    dense.kept, sparse.kept = [None] * LAYERS, [torch.zeros(1, 4)] * LAYERS
+    before = control.strength
+    assert control.update(dense) == 1.0
+    raised = control.strength
+    assert raised > before
+    assert control.update(sparse) == 0.0
+    assert control.strength < raised
+
+
+@pytest.mark.parametrize("tokens", [0.1, 0.2, 1.0, 1.5])
+def test_a_share_that_cannot_be_met_is_refused(tokens):
+    with pytest.raises(ConfigError, match=rf"tokens={tokens:g} cannot be met: .* at least 0.2 of all token-layers"):
+        SparsityController(gates(), tokens, LAYERS)
+
+
+def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
+    model, path = tiny.load("gpt2"), tmp_path / "gates.safetensors"
+    made = trained(model, missing_kv="project", provenance={"steps": 3})
+    made.save(path)
+    again = TrainedGates.load(path)
+    assert torch.equal(again.weight, made.weight)
+    assert (again.layers, again.missing_kv, again.provenance) == (made.layers, "project", {"steps": 3})
+    policy = LearnedHalting(gates=path)
+    batch = Batch(((1, 2, 3, 4, 5, 6),))
+    halted = tiny.forward(model, batch, [policy])
+    assert policy.missing_kv == "project"
+    assert halted.trace.active_counts()[-1] < 6
+    with pytest.raises(ConfigError, match="trained on other weights"):
+        tiny.forward(tiny.load("llama"), batch, [policy])
+    with pytest.raises(ConfigError, match=rf"layers={LAYERS} and this one has 3"):
+        tiny.forward(tiny.build("gpt2", n_layer=3), batch, [LearnedHalting(gates=path)])
+    with pytest.raises(ConfigError, match="There are no gates .*train gates for this model"):
+        LearnedHalting(gates=tmp_path / "none").bind(tiny.Run(model, [], "compact", None).arch)
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ConfigError, match="cannot be read as gates"):
+        TrainedGates.load(path)
+    save_file({"weight": torch.zeros(1)}, path)
+    with pytest.raises(ConfigError, match="cannot be read as gates"):
+        TrainedGates.load(path)
+
+
+def test_options_that_do_not_fit_are_refused():
+    model = tiny.load("gpt2")
+    with pytest.raises(ConfigError, match="threshold=1.5 is out of range"):
+        LearnedHalting(threshold=1.5)
+    with pytest.raises(ConfigError, match="window=.* has no effect"):
+        LearnedHalting(window=(0.2, 0.8))
+    with pytest.raises(ConfigError, match="threshold has 3 numbers for gates after 2 layers"):
+        tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting(gates=trained(model), threshold=[0.5, 0.5, 0.5])])
+    with pytest.raises(ConfigError, match=r"Gates after layers \[2\] save nothing with resume_layers=2"):
+        tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting(gates=trained(model), resume_layers=2)])
+    with pytest.raises(ConfigError, match="not finite"):
+        TrainedGates((0,), torch.tensor([[float("nan")]]), torch.zeros(1), 3)
+    with pytest.raises(ConfigError, match="none ship with this model"):
+        tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting()])

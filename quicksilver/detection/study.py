@@ -24,7 +24,7 @@ from quicksilver.runtime.module import RuntimeModule
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
 BOX_WEIGHT = 0.1
 STATIC_DEPTH = 0.5
-LEARNED = ("box", "uniform", "box_unrecycled")
+LEARNED = ("box", "uniform")
 RULES = ("random", "norm")
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -92,13 +92,11 @@ class Seed:
         return self._tuned("control", wide=wide)
 
     def learned(self, name: str, wide: bool = False) -> Trained:
-        """With gates: `box` weights, `uniform` weights, or box weights and a head that is not given halted tokens."""
+        """With gates, under `box` weights or `uniform` ones."""
         shape = self.plan.wide if wide else self.plan.shape
         gates = HaltingGates(shape.width, range(shape.layers - 1))
         weight = 1.0 if name == "uniform" else BOX_WEIGHT
-        return self._tuned(
-            name, wide=wide, gates=gates, box_weight=weight, tokens=self.plan.tokens, recycle=name != "box_unrecycled"
-        )
+        return self._tuned(name, wide=wide, gates=gates, box_weight=weight, tokens=self.plan.tokens)
 
     def ruled(self, name: str) -> Trained:
         """Under `random` halting or halting by `norm`, at the rates of the gates with box weights, or under a `static` depth."""
@@ -145,7 +143,7 @@ class Seed:
             if found.step == recipe.steps:
                 return found
         return train(
-            start(), self.plan.training_data, recipe, gates=gates, policy=policy, checkpoint=path,  # type: ignore[arg-type]
+            start(), self.plan.training_data, recipe, gates=gates, policy=policy, checkpoint=path,
             progress=lambda steps: self.progress(f"seed {self.seed}, {name}", steps),
         )  # fmt: skip
 

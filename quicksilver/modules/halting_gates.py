@@ -5,7 +5,7 @@ the gate is that step; going backward it is p itself,
 
     g = 1[p ≥ ½] + p − stopgrad(p)
 
-so its value is 0 or 1 and its pseudo-gradient that of p. The sparsity loss is λ Σ w_i p_i / Σ w_i over tokens that are still there, with
+so its value is 0 or 1 and its pseudo-gradient that of p. The sparsity loss is λ Σ w_i p_i / Σ w_i with
 w_i given from outside (smaller in ground-truth boxes), and λ follows a target share of token-layers.
 """
 
@@ -64,12 +64,16 @@ class HaltingGates(nn.Module):
         return straight_through(p).to(hidden.dtype)
 
     def sparsity(self, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Σ w_i p_i / Σ w_i of the newest forward, over tokens that entered each gate, mean over gates; weights (B, N), None: 1."""
-        parts = []
+        """Σ w_i p_i / Σ w_i of the newest forward over all tokens and gates, a halted token's p counting as 0; weights (B, N), None: 1.
+
+        Every token of every layer costs the same. With a mean over the tokens that are left, the last gate halts the last few that a task
+        needs: there each of them weighs most.
+        """
+        paid = total = torch.zeros(())
         for layer, p in self.scores.items():
-            w = self.kept[layer] if weights is None else self.kept[layer] * weights
-            parts.append((w * p).sum() / w.sum().clamp(min=1e-6))
-        return torch.stack(parts).mean()
+            w = torch.ones_like(p) if weights is None else weights
+            paid, total = paid + (self.kept[layer] * w * p).sum(), total + w.sum()
+        return paid / total.clamp(min=1e-6)
 
 
 def straight_through(p: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,10 @@ from quicksilver.runtime.module import RuntimeModule
 
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
 BOX_WEIGHT = 0.1
-STATIC_DEPTH = 0.5
+STATIC_DEPTHS = (0.25, 0.5, 0.75)
 LEARNED = ("box", "uniform")
 RULES = ("random", "norm")
-THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+THRESHOLDS = (0.3, 0.5, 0.7)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plan:
     shape: Shape = field(default_factory=Shape)
     wide: Shape = field(default_factory=lambda: Shape(width=72, heads=4))
     scenes: int = 1600
-    validation: int = 150
+    validation: int = 100
     steps: int = 800
     tuning_steps: int = 140
     tokens: float = 0.45
@@ -99,9 +99,7 @@ class Seed:
         return self._tuned(name, wide=wide, gates=gates, box_weight=weight, tokens=self.plan.tokens)
 
     def ruled(self, name: str) -> Trained:
-        """Under `random` halting or halting by `norm`, at the rates of the gates with box weights, or under a `static` depth."""
-        if name == "static":
-            return self._tuned(name, policy=static(STATIC_DEPTH))
+        """Under `random` halting or halting by `norm`, at the rates of the gates with box weights."""
         return self._tuned(name, policy=ruled(name, self.rates))
 
     @cached_property
@@ -167,8 +165,8 @@ class Seed:
         for name in RULES:
             for threshold, shares in rates.items():
                 yield name, name, threshold, measured(self.ruled(name), ruled(name, shares))
-        for depth in (0.25, STATIC_DEPTH, 0.75):
-            yield "static", "static", depth, measured(self.ruled("static"), static(depth))
+        for depth in STATIC_DEPTHS:
+            yield "static", "static", depth, measured(self.control(), static(depth))
 
     def wide_evaluations(self) -> Iterator[tuple[str, str, float, Evaluation]]:
         """The same of the wider detector."""
@@ -186,7 +184,7 @@ class Seed:
         self.control()
         for name in LEARNED:
             self.learned(name)
-        for name in (*RULES, "static"):
+        for name in RULES:
             self.ruled(name)
 
     def train_wide(self) -> None:

@@ -1,0 +1,1 @@
+"""Learned halting on a detector: the second paper (arXiv 2303.05078)."""

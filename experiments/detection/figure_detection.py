@@ -1,0 +1,70 @@
+"""Figure detection: average precision against token-layers and executed FLOPs, with and without recycling, and what training did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
+
+from . import study
+
+CURVES = (("box", "learned"), ("uniform", "learned"), ("random", "random"), ("norm", "norm"), ("static", "static"))
+
+
+def rows() -> list[Row]:
+    """None: the study has frames of its own."""
+    return []
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Three curves of AP, and token-layers left by training step."""
+    found, trained = study.summary(), study.frame("curves")
+    with style():
+        drawing, plots = panels(2, 2, size=(7.4, 5.6))
+        axes = (
+            (plots[0, 0], "tokens", "ap", "recycled", 100.0),
+            (plots[0, 1], "tokens", "ap_unrecycled", "not recycled", 100.0),
+            (plots[1, 0], "executed_flops_saved_pct", "ap", "recycled", 1.0),
+        )
+        for plot, across, ap, said, scale in axes:
+            plot.set_title(said.capitalize())
+            plot.set_ylabel("average precision")
+            plot.set_xlabel("token-layers computed, %" if across == "tokens" else "executed FLOPs saved, %")
+            for place, key in enumerate(CURVES if not found.empty else ()):
+                points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])].sort_values(across)
+                spread = [points[ap] - points[f"{ap}_low"], points[f"{ap}_high"] - points[ap]] if f"{ap}_low" in points else None
+                plot.errorbar(
+                    scale * points[across], points[ap], yerr=spread, label=study.SAID[key], color=PALETTE[place], marker=MARKERS[place],
+                    linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
+                )  # fmt: skip
+            if not found.empty:
+                (dense,) = found[(found["detector"] == "control")][ap]
+                plot.axhline(dense, color=GREY, linewidth=0.9, label="dense, trained as long")
+        if not found.empty:
+            plots[0, 1].legend(loc="upper left")
+        plot = plots[1, 1]
+        plot.set_title("Training of the gates")
+        plot.set_xlabel("step")
+        plot.set_ylabel("share left")
+        for place, detector in enumerate(("box", "uniform") if not trained.empty else ()):
+            steps = trained[trained["detector"] == detector].groupby("step")[["tokens", "kept_in_box"]].mean()
+            plot.plot(
+                steps.index, steps["tokens"], label=f"{detector}: token-layers", color=PALETTE[place], linestyle="-", marker=""
+            )
+            plot.plot(
+                steps.index,
+                steps["kept_in_box"],
+                label=f"{detector}: pillars in boxes, last layer",
+                color=PALETTE[place],
+                linestyle=":",
+                marker="",
+            )
+        if not trained.empty:
+            plot.legend()
+    caption = (
+        "Detectors of cars and pedestrians in lidar-like scenes; bars reach from the least to the greatest of the seeds. Random and norm halt as many "
+        "tokens after each layer as the gates with box weights.",
+        *study.note(),
+    )
+    return Figure(name, "Average precision under token halting", found, drawing, caption)

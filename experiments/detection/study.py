@@ -1,0 +1,85 @@
+"""The frames of the detection study (`python scripts/train_halting.py detection`), read from results/detection: what the table and figures are
+made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from quicksilver.report.artefacts import experiments_folder
+
+COMMAND = "python scripts/train_halting.py detection"
+SAID = {
+    ("no_layers", "dense"): "No transformer layer",
+    ("control", "dense"): "Dense, trained as long",
+    ("box", "learned"): "Learned, box weights",
+    ("uniform", "learned"): "Learned, uniform weights",
+    ("random", "random"): "Random, at the same rates",
+    ("norm", "norm"): "Smallest feature norm, same rates",
+    ("static", "static"): "Static depth, dense detector",
+    ("box", "resumed"): "Learned, box weights, last layer resumed",
+    ("wide_control", "dense"): "Wider, dense",
+    ("wide_box", "learned"): "Wider, learned, box weights",
+}
+SECTIONS = {"no_layers": "Dense", "control": "Dense", "wide_control": "Wider", "wide_box": "Wider"}
+PAPER_THRESHOLD = 0.5
+
+
+def folder() -> Path:
+    """Where the study is written: results/detection of a clone."""
+    return experiments_folder().parent / "results" / "detection"
+
+
+def frame(name: str) -> pd.DataFrame:
+    """One frame of the study; empty where it was not made."""
+    path = folder() / f"{name}.csv"
+    return pd.read_csv(path) if path.is_file() else pd.DataFrame()
+
+
+def facts() -> dict[str, str]:
+    """What the study is of, by name."""
+    found = frame("about")
+    return {} if found.empty else dict(zip(found["fact"], found["value"].astype(str), strict=True))
+
+
+def note() -> tuple[str, ...]:
+    """Sentences that say how it was measured."""
+    said = facts()
+    if not said:
+        return (f"The study was not made on this machine: {COMMAND}.",)
+    return (
+        f"Made by {COMMAND}: {said['pillars']} pillars a scene, {said['layers']} layers of width {said['width']}, seeds {said['seeds']}, "
+        f"{said['scenes']} scenes for training ({said['steps']} steps dense, then {said['tuning_steps']} each), "
+        f"{said['validation_scenes']} others for measuring; target {said['target_tokens']} of token-layers; torch {said['torch']}.",
+    )
+
+
+def summary() -> pd.DataFrame:
+    """Mean and spread over seeds of every detector, policy and dial, with the paired differences beside it."""
+    each = frame("evaluations")
+    if each.empty:
+        return each
+    keys = ["detector", "policy", "dial"]
+    grouped = each.groupby(keys, sort=False)
+    mean = grouped.mean(numeric_only=True).drop(columns="seed")
+    for column in ("ap", "ap_unrecycled"):
+        mean[f"{column}_low"], mean[f"{column}_high"] = grouped[column].min(), grouped[column].max()
+    mean["seeds"] = grouped.size()
+    found = mean.reset_index()
+    apart = frame("differences")
+    for against, recycled, name in (
+        ("dense control", True, "vs_dense"),
+        ("random", True, "vs_random"),
+        ("random", False, "vs_random_unrecycled"),
+    ):
+        chosen = apart[(apart["against"] == against) & (apart["recycled"] == recycled)]
+        chosen = chosen.rename(columns={"difference": name, "low": f"{name}_low", "high": f"{name}_high"})
+        found = found.merge(chosen[[*keys, name, f"{name}_low", f"{name}_high"]], on=keys, how="left")
+    timed = frame("timing")
+    if timed.empty:
+        return found
+    # Only what ran at the paper's threshold was timed.
+    timed = timed.assign(dial=[0.0 if name.endswith("control") else PAPER_THRESHOLD for name in timed["detector"]])
+    timed["policy"] = ["dense" if n.endswith("control") else "random" if n == "random" else "learned" for n in timed["detector"]]
+    return found.merge(timed, on=keys, how="left")

@@ -1,0 +1,201 @@
+"""What the detection study found, as frames that are written beside each other: the records of `experiments/detection`.
+
+A run of the harness is a language model on a text with a protocol; its record has windows, perplexity and paired nats. A detector has none of
+these, so its study keeps frames of its own: one row an evaluation, one a difference, one a step of a curve. Like a record they say what they are
+of: seeds, sizes, versions.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+import quicksilver
+from quicksilver.atomic import write_atomically
+from quicksilver.detection.evaluate import Evaluation, ap_difference, evaluate
+from quicksilver.detection.model import PillarDetector
+from quicksilver.detection.pillars import Batch
+from quicksilver.detection.pseudo_gradient import accuracy, effects
+from quicksilver.detection.study import LEARNED, RULES, Seed, gated, ruled
+from quicksilver.detection.training import detection_loss
+from quicksilver.measure.latency import alternate
+from quicksilver.runtime.run import apply
+
+Key = tuple[str, str, float]
+Say = Callable[[str], None]
+
+
+def evaluations(seeds: Sequence[Seed], wide: bool, say: Say) -> tuple[pd.DataFrame, dict[Key, list[Evaluation]]]:
+    """Every detector under every policy: a row a seed, and the evaluations by detector, policy and dial."""
+    rows: list[dict[str, object]] = []
+    found: dict[Key, list[Evaluation]] = {}
+    for seed in seeds:
+        measured = [*seed.evaluations(), *(seed.wide_evaluations() if wide else ())]
+        dense = next(one for name, policy, _, one in measured if (name, policy) == ("control", "dense"))
+        for detector, policy, dial, one in measured:
+            found.setdefault((detector, policy, dial), []).append(one)
+            row: dict[str, object] = {
+                "seed": seed.seed,
+                "detector": detector,
+                "policy": policy,
+                "dial": dial,
+                "tokens": one.tokens.mean(),
+            }
+            row["executed_flops"] = one.executed_flops.mean()
+            row["executed_flops_saved_pct"] = 100 * (1 - one.executed_flops.mean() / dense.executed_flops.mean())
+            row["kept_in_box"] = one.kept_in_box.mean()
+            for recycled in (True, False):
+                for strict in (True, False):
+                    name = f"ap{'' if recycled else '_unrecycled'}{'' if strict else '_loose'}"
+                    row[name] = one.ap(recycled=recycled, strict=strict)
+            row["ap_car"], row["ap_pedestrian"] = one.ap_by_class()
+            rows.append(row)
+        say(f"seed {seed.seed}: {len(measured)} evaluations")
+    return pd.DataFrame(rows), found
+
+
+def differences(found: dict[Key, list[Evaluation]], n_seeds: int, draws: int = 200) -> pd.DataFrame:
+    """AP against the dense control with recycling, and against random halting at the same rates without, mean over seeds."""
+    rows = []
+    control = found["control", "dense", 0.0]
+    for (detector, policy, dial), ours in found.items():
+        if (detector, policy) == ("control", "dense") or len(ours) != n_seeds:
+            continue
+        pairs = [("dense control", True, control)]
+        random = found.get(("random", "random", dial))
+        if detector in (*LEARNED, *RULES) and policy != "random" and random is not None:
+            pairs += [("random", True, random), ("random", False, random)]
+        for against, recycled, theirs in pairs:
+            gap = ap_difference(ours, theirs, recycled=recycled, draws=draws)
+            rows.append(
+                {"detector": detector, "policy": policy, "dial": dial, "against": against, "recycled": recycled, "difference": gap.value,
+                 "low": gap.low, "high": gap.high}
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def curves(seeds: Sequence[Seed]) -> pd.DataFrame:
+    """Loss and tokens left by training step, of the detectors that learn whom to halt and of the control."""
+    rows = []
+    for seed in seeds:
+        for name in ("control", *LEARNED):
+            trained = seed.control() if name == "control" else seed.learned(name)
+            rows += [{"seed": seed.seed, "detector": name, **entry} for entry in trained.curve]
+    return pd.DataFrame(rows)
+
+
+def scene(seed: Seed, number: int = 0) -> pd.DataFrame:
+    """One validation scene from above: a row a pillar with its place, points (log), and how far it went with each kind of gates."""
+    plan = seed.plan
+    data = plan.validation_data.take(slice(number, number + 1))
+    centres = plan.maker.grid.centres()
+    frame = pd.DataFrame({"x": centres[:, 0], "y": centres[:, 1], "log_points": data.features[0, :, 0].numpy()})
+    frame["height_m"] = data.features[0, :, 4].numpy()
+    frame["in_box"] = data.in_box[0].numpy()
+    for name in ("box", "uniform"):
+        found = evaluate(seed.learned(name).model, data, plan.maker.grid, gated(seed.learned(name)))
+        frame[f"halt_layer_{name}"] = found.halt_depth[0]
+    return frame
+
+
+def boxes(seed: Seed, number: int = 0) -> pd.DataFrame:
+    """The labelled boxes of that scene."""
+    data = seed.plan.validation_data
+    frame = pd.DataFrame(data.boxes[number], columns=["x", "y", "length", "width", "yaw"])
+    return frame.assign(label=data.labels[number])
+
+
+def gradients(seed: Seed, scenes: int = 3, tokens: int = 24) -> pd.DataFrame:
+    """How near each estimate is to what turning a decision round does to the detection loss, by the layer it is taken after."""
+    model, data = seed.control().model, seed.plan.validation_data
+    rng = np.random.default_rng(0)
+    n = data.features.shape[1]
+    rows = []
+    for layer in range(model.config.num_hidden_layers - 1):
+        parts = []
+        for number in range(scenes):
+            batch = data.take(slice(number, number + 1))
+            decisions = torch.from_numpy((rng.random((1, n)) > 0.3).astype(np.float32))
+            inside = np.flatnonzero(batch.in_box[0].numpy())
+            chosen = [
+                *rng.choice(inside, min(tokens // 2, len(inside)), replace=False),
+                *rng.choice(n, tokens // 2, replace=False),
+            ]
+            parts.append(effects(model, partial(_loss, model, batch), layer, decisions, list(map(int, chosen))))
+        kept = np.concatenate([part.kept for part in parts])
+        true = np.concatenate([part.true for part in parts])
+        estimates = {name: np.concatenate([part.estimated[name] for part in parts]) for name in parts[0].estimated}
+        estimates["finite difference"] = np.concatenate([part.finite for part in parts])
+        for name, estimated in estimates.items():
+            for which, chosen_mask in (("kept", kept), ("halted", ~kept)):
+                one = accuracy(true[chosen_mask], estimated[chosen_mask])
+                rows.append({"after_layer": layer, "taken": which, "estimate": name, **vars(one)})
+    return pd.DataFrame(rows)
+
+
+def _loss(model: PillarDetector, batch: Batch) -> torch.Tensor:
+    return detection_loss(model(batch.features), batch)
+
+
+def timing(seed: Seed, wide: bool, repeats: int = 15, scenes: int = 8) -> pd.DataFrame:
+    """Wall clock of one scene a pass, in turns with the dense control; one sample is a round of `scenes`."""
+    data = seed.plan.validation_data
+    box = seed.learned("box")
+    shares = seed.rates
+    runs = {
+        "control": (seed.control().model, None),
+        "box": (box.model, gated(box)),
+        "random": (seed.ruled("random").model, ruled("random", shares)),
+    }
+    if wide:
+        runs["wide_control"] = (seed.control(wide=True).model, None)
+        runs["wide_box"] = (seed.learned("box", wide=True).model, gated(seed.learned("box", wide=True)))
+
+    def once(name: str) -> None:
+        model, policy = runs[name]
+        with torch.inference_mode():
+            if policy is None:
+                for number in range(scenes):
+                    model(data.features[number : number + 1])
+                return
+            with apply(model, policy(0)) as run:
+                for number in range(scenes):
+                    run.reset()
+                    model(data.features[number : number + 1])
+
+    times = alternate({name: partial(once, name) for name in runs}, 2, repeats)
+    rows = []
+    for name in runs:
+        ratio = times.ratio(name, "control")
+        rows.append(
+            {"detector": name, "latency_ms": times[name].median / scenes, "latency_ratio": ratio.median, "latency_ratio_low": ratio.low,
+             "latency_ratio_high": ratio.high, "noise_floor_pct": 100 * (times.noise_floor or 0.0), "load_average": times.load_before}
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def about(seeds: Sequence[Seed]) -> pd.DataFrame:
+    """What the study is of: one row a fact."""
+    plan = seeds[0].plan
+    facts = {
+        "seeds": ", ".join(str(seed.seed) for seed in seeds), "width": plan.shape.width, "wide": plan.wide.width, "layers": plan.shape.layers,
+        "pillars": plan.maker.grid.n_pillars, "scenes": plan.scenes, "validation_scenes": plan.validation, "steps": plan.steps,
+        "tuning_steps": plan.tuning_steps, "target_tokens": plan.tokens, "quicksilver": quicksilver.__version__,
+        "torch": str(torch.__version__), "threads": torch.get_num_threads(), "machine": platform.machine(),
+    }  # fmt: skip
+    return pd.DataFrame({"fact": list(facts), "value": [str(value) for value in facts.values()]})
+
+
+def write(frames: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
+    """One CSV a frame, each whole or not at all."""
+    paths = []
+    for name, frame in frames.items():
+        paths.append(folder / f"{name}.csv")
+        write_atomically(paths[-1], frame.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
+    return paths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,9 @@ def make(
     noise_pct: float = 1.0,
     prompt_timed: bool = False,
     without: Sequence[str] = (),
+    spread: float = 1.0,
     measured: Mapping[str, Result] | None = None,
+    files: Mapping[str, Callable[[Path], object]] | None = None,
     **changes: Any,
 ) -> Record:
     """A whole record in `results`; the dense one of `protocol` when `per_token` is None.
@@ -139,13 +141,15 @@ def make(
         per_token, null_per_token: nats a token that the run, and its null, add to the dense ones, with a little noise by window.
         saved: share of the FLOPs that is saved in every ledger.
         faster: share of the time that is saved; `prompt_timed`: of the prompt as well.
+        spread: how far apart the windows of a run are in what it adds, as a multiple of the usual.
         without: measurements that were not made, of `latency` and `audit`.
         measured: what further ones found, by name.
+        files: further files by name; each is given its path.
         changes: other entries of record.json.
     """
     dense = per_token is None
     tokens, nats = TOKENS[protocol], dense_nats(protocol)
-    noise = np.random.default_rng(1).standard_normal((2, WINDOW_COUNT)) * 0.001 * tokens
+    noise = np.random.default_rng(1).standard_normal((2, WINDOW_COUNT)) * 0.001 * spread * tokens
     windows = pd.DataFrame({"window": range(WINDOW_COUNT), "tokens": tokens, "nll_nats": nats})
     base = quality(windows, protocol)
     if per_token is not None:
@@ -172,12 +176,16 @@ def make(
             put(content, measurement, result)
     if not dense:
         content |= {f"dense_{key}": value for key, value in encoded(DenseTotals.of(base)).items()}
-    return publish(results, content | changes, windows)
+    return publish(results, content | changes, windows, files or {})
 
 
-def publish(results: Path, content: Mapping[str, Any], windows: pd.DataFrame) -> Record:
-    """A record of these entries and windows, through the store."""
+def publish(
+    results: Path, content: Mapping[str, Any], windows: pd.DataFrame, files: Mapping[str, Callable[[Path], object]] | None = None
+) -> Record:
+    """A record of these entries, windows and further files, through the store."""
     store = Store(results)
     with store.draft(content["fingerprint"]) as draft:
         draft.write(WINDOWS, lambda path: windows.to_parquet(path, index=False))
+        for name, write in (files or {}).items():
+            draft.write(name, write)
         return store.publish(draft, content)

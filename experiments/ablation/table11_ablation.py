@@ -14,9 +14,11 @@ from collections.abc import Iterator, Sequence
 
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.table import Panel, Table
 
+from ..quantization import strategies
 from .techniques import steps
 
 PANELS = {
@@ -25,6 +27,7 @@ PANELS = {
 }
 # About 40% of the prompt's work, exactly the same for each: only which tokens leave, and how, differs. Each has random tokens as its null.
 HALTING, FUSION = "halting_attention", "token_fusion_attention"
+QUANTIZATION = "isolated.quantization"
 BUDGET = {
     "attention": ("least attended", HALTING, ()),
     "fusion": ("least attended, fused", FUSION, ()),
@@ -52,6 +55,14 @@ def _panel_rows(panel: str) -> Iterator[Row]:
         section = "A few of the oldest dropped, nearly all others stopped later with their K/V predicted"
         for key, (technique, module) in PREDICTED.items():
             yield Row(panel, section, f"predicted.{key}", technique, (protocol, f"modules=[{module}]"), (module,))
+
+
+ANSWERS = {
+    f"{claim}.flops_saved_pct": tuple(
+        AnsweredBy(panel, QUANTIZATION, of=strategies.app_j(QUANTIZATION), note=strategies.APP_J) for panel in PANELS
+    )
+    for claim in ("table11.isolated.quantization", "p4.isolated.quantization")
+}
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:

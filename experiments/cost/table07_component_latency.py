@@ -159,6 +159,7 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         costs.JOINT,
         of=of,
         note=f"{costs.COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together",
+        by_definition="no mechanism touches the embedding" if (component, quantity) == ("embedding", "speedup_pct") else "",
     )
 
 

@@ -169,11 +169,6 @@ def fused_share(panel: Mapping[str, Outcome]) -> Estimate | None:
     return _share(panel, "carried", DEEP)
 
 
-def two_bits(panel: Mapping[str, Outcome]) -> Estimate | None:
-    """Prompt tokens at 2 bits, of those that take part in the layers after half depth."""
-    return _share(panel, "bits_2", 0.5, of="active")
-
-
 def _share(panel: Mapping[str, Outcome], column: str, beyond: float, of: str = "tokens") -> Estimate | None:
     record = _record(panel)
     if record is None:
@@ -187,22 +182,4 @@ def _share(panel: Mapping[str, Outcome], column: str, beyond: float, of: str = "
     return trace_counts.share_pct(deep[column], deep[of])
 
 
-def decay(panel: Mapping[str, Outcome]) -> Estimate | None:
-    """The exponential decay of active prompt tokens, up to the layers that halted ones take part in again."""
-    record = _record(panel)
-    if record is None:
-        return None
-    layers = trace_counts.by_layer(record)
-    return trace_counts.decay_per_layer(layers[layers["part"] == "prompt"], trace_counts.first_resumed_layer(record) - 1)[0]
-
-
-ANSWERS = {
-    "k.fused.fused_share_pct": AnsweredBy(PANEL, KEY, of=fused_share, note="the share is a setting of this run"),
-    "o.two_bits.two_bit_share_pct": AnsweredBy(PANEL, KEY, of=two_bits, note="of tokens that take part after half depth"),
-    "k.decay.decay_per_layer": AnsweredBy(
-        PANEL,
-        KEY,
-        of=decay,
-        note="fitted up to the layers that halted tokens take part in again; how well it fits stands below Figure 4",
-    ),
-}
+ANSWERS = {"k.fused.fused_share_pct": AnsweredBy(PANEL, KEY, of=fused_share)}

@@ -5,7 +5,7 @@ The records are those of Table 11, under protocol continuation; prompts only, up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,17 @@ import pandas as pd
 from quicksilver.harness.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, find
+from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
+from quicksilver.report.claims.verdicts import Estimate
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
 
 from . import trace_counts
 
 PANEL = "continuation"
+HALTING = "isolated.halting"
 KEYS = {
-    "isolated.halting": "halting alone",
+    HALTING: "halting alone",
     "isolated.fusion": "fusion alone",
     "cumulative.quantization": "all four",
     "budget.attention": "halting by attention",
@@ -82,6 +85,23 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         *provenance.notes(outcomes),
     )
     return Figure(name, "Active tokens by layer, and the exponential that the paper sees in them", frame, drawing, caption)
+
+
+def decay(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """α of halting alone, fitted up to the layers that halted tokens take part in again."""
+    record = panel[HALTING].record
+    if record is None:
+        return None
+    layers = trace_counts.by_layer(record)
+    return trace_counts.decay_per_layer(layers[layers["part"] == "prompt"], trace_counts.first_resumed_layer(record) - 1)[0]
+
+
+# Halting alone: fusion takes away a share that is configured, all at once.
+ANSWERS = {
+    "k.decay.decay_per_layer": AnsweredBy(
+        PANEL, HALTING, of=decay, note="halting alone, fitted up to the layers that halted tokens take part in again"
+    )
+}
 
 
 def _decay(record: Record, key: str) -> pd.DataFrame:

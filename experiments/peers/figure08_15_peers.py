@@ -125,11 +125,12 @@ def _versus_int8(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]
     return of
 
 
+# The paper's own four mechanisms, not our best: that is what its figure shows.
 ANSWERS = {
-    f"{methods.CLAIM}.time_ratio": tuple(
-        AnsweredBy(
-            methods.PANEL, f"ours.{joined}", of=_versus_int8(f"ours.{joined}"), note=f"{technique}; the prompt, over dynamic int8"
-        )
-        for joined, (technique, _) in methods.BEST.items()
+    f"{methods.CLAIM}.time_ratio": AnsweredBy(
+        methods.PANEL,
+        methods.FOUR,
+        of=_versus_int8(methods.FOUR),
+        note="the paper's four mechanisms; the prompt, over dynamic int8",
     )
 }

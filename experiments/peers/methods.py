@@ -15,7 +15,7 @@ from quicksilver.harness.record import Record
 from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.measure.latency import LatencyResult, Timing
 from quicksilver.report import comparison
-from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.cells import NO_VALUE, interval_cell, number, signed, speedup_cell
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.sweeps import front
@@ -31,6 +31,7 @@ DENSE, WORK, CACHE, FORMAT, OURS = (
 )
 QUANTISED = "int8_dynamic"  # what Figures 8 and 15 set to 1.00
 CLAIM = "section3.quantized_baseline"
+FOUR = "paper.four"  # a row of Table 11, and the same record
 
 # module in conf/modules -> section, what is printed, the dial at this budget
 PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -80,6 +81,12 @@ def rows() -> list[Row]:
         modules = tuple(joined.split("+"))
         chosen = f"modules=[{','.join(modules)}]"
         found.append(Row(PANEL, OURS, f"ours.{joined}", technique, (*_ALWAYS, chosen, *overrides), modules))
+    four = next(
+        row
+        for row in find("table", "11").experiment.rows()
+        if (row.panel, row.key) == ("continuation", "cumulative.quantization")
+    )
+    found.append(Row(PANEL, OURS, FOUR, "The paper's four mechanisms", four.overrides, four.needs))
     return found
 
 

@@ -13,6 +13,7 @@ from quicksilver.report.table import Table
 from . import strategies
 
 rows = strategies.rows
+ANSWERS = strategies.answers()
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:

@@ -5,11 +5,14 @@ Claims: those of Table 3; Appendix O prints its rows above another rule, (0.25, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.verdicts import Estimate
 from quicksilver.report.table import Table
 
+from ..inside import trace_counts
 from . import strategies
 
 SECTION = "The rule of Appendix O: 0.25 and 0.65 of log V"
@@ -24,6 +27,24 @@ def rows() -> list[Row]:
         overrides = (f"protocol={panel}", "measure=quick", f"modules=[{MODULE}]")
         found.append(Row(panel, SECTION, "appendix_o", "Entropy-aware 2/4/8", overrides, (MODULE,)))
     return found
+
+
+def two_bits(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Tokens at 2 bits in the layers that hold widths, by Appendix O's rule."""
+    record = panel["appendix_o"].record
+    if record is None:
+        return None
+    layers = trace_counts.by_layer(record)
+    deep = layers[layers["bits_2"] + layers["bits_4"] + layers["bits_8"] > 0].groupby("window").sum(numeric_only=True)
+    return trace_counts.share_pct(deep["bits_2"], deep["active"])
+
+
+ANSWERS = {
+    "o.two_bits.two_bit_share_pct": tuple(
+        AnsweredBy(panel, "appendix_o", of=two_bits, note="by Appendix O's rule, of the tokens in the layers after the decision")
+        for panel in strategies.PANELS
+    )
+}
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:

@@ -32,8 +32,8 @@ LEGEND = (
     "speedup: wall clock of one batch, median of rounds that alternate with the dense model; within: no larger than the noise "
     "floor below it, which is how far the dense model is from itself (A/A).",
     "FLOPs saved, three ledgers: exec = operations of what really ran, signals and modules included; nominal = the dense formula "
-    "on active tokens; paper = Appendix J with its constants, comparable with the paper's column and with nothing else; prompt = "
-    "exec, of the prompt alone.",
+    "on active tokens; paper = Appendix J's formula, comparable with the paper's column and with nothing else, a bit-width charged bits/16 "
+    "(with App. J's own β quantization saves less: Table 3 shows both); prompt = exec, of the prompt alone.",
     "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: "
     "the same decisions dealt to random tokens, at exactly the same budget. vs null: whether the interval of their "
     "difference lies below 0 (better), above 0 (worse) or around it (no diff.). Only a row that is better than its null "

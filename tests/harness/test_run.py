@@ -222,7 +222,7 @@ def test_the_same_run_twice_gives_the_same_numbers(words, tmp_path):
     assert one.fingerprint == two.fingerprint
     assert one.windows.equals(two.windows)
     for name in ("ppl", "nll_nats", "executed_flops", "null", "audit"):
-        assert one[name] == two[name]
+        assert one.content[name] == two.content[name]
     for ours, theirs in zip(Trace.load(one.trace_path).passes, Trace.load(two.trace_path).passes, strict=True):
         assert torch.equal(ours.halt_layer, theirs.halt_layer)
         assert torch.equal(ours.kv_layer, theirs.kv_layer)
@@ -315,7 +315,7 @@ def test_what_a_protocol_refuses_is_refused_before_anything_runs(words):
         ensure([good, bad])
     assert len(record_frame(good.results_dir)) == 0
     (marked,) = ensure([compose([*words, "modules=[halting_attention]", "modules.halting.lookahead=true"])])
-    assert marked["lookahead"] is True
+    assert marked.lookahead is True
 
 
 # -- the fingerprint ------------------------------------------------------------------------------------------------------------

@@ -306,7 +306,10 @@ def test_every_row_of_the_paper_stands_in_both_panels(number):
     rows = find("table", number).experiment.rows()
     for panel in strategies.PANELS:
         claims = [row.reported for row in rows if row.panel == panel and row.reported]
-        assert claims == ["table3.baseline", *(f"table3.{claim}" for claim in strategies.STRATEGIES)]
+        assert claims == [
+            "table3.baseline",
+            *(f"table3.{claim}" for claim in (*strategies.STRATEGIES, *strategies.paper_percentiles())),
+        ]
     for row in rows:
         config = compose(row.overrides)
         build_modules(config.modules)
@@ -318,6 +321,9 @@ def test_table_10_adds_appendix_o_to_the_runs_of_table_3():
     three, ten = ({row.overrides: row for row in find("table", number).experiment.rows()} for number in ("3", "10"))
     assert set(three) < set(ten)
     assert {ten[words].key for words in set(ten) - set(three)} == {"appendix_o"}
+
+
+CONFIG = {"seed": 0, "modules": {}, "model": {"name": "m"}, "dataset": {"name": "d"}}
 
 
 def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
@@ -334,9 +340,15 @@ def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
         precisions=(Precision(1, bits),),
     )  # fmt: skip
     fakes.make(tmp_path, "dense all")
-    record = fakes.make(tmp_path, "run", per_token=0.1)
-    assert strategies.shares(record) == {}
-    Trace(layers, [one]).save(record.path / "trace.safetensors")
+    assert strategies.shares(fakes.make(tmp_path, "no widths", per_token=0.1)) == {}
+    record = fakes.make(
+        tmp_path, "run", per_token=0.1, saved=0.2, config=CONFIG, files={"trace.safetensors": Trace(layers, [one]).save}
+    )
+    # With bits/16 the mean charge is 3/8, with App. J's own β it is 3/4.
+    assert strategies.app_j_factor(record) == pytest.approx(0.25 / 0.625)
+    row = Row("all", "", "run", "", ())
+    (table_row,) = strategies.frame([Outcome(row, record, Store(tmp_path).dense_of(record))]).to_dict("records")
+    assert table_row["app_j_flops_saved_pct"] == pytest.approx(0.4 * table_row["paper_flops_saved_pct"]) == pytest.approx(8)
     assert strategies.shares(record) == {
         "two_bit_share_pct": 25.0, "four_bit_share_pct": 12.5, "eight_bit_share_pct": 62.5, "mean_bits": 6.0
     }  # fmt: skip
@@ -344,7 +356,7 @@ def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
 
 def test_tables_3_and_10_print_reported_beside_measured(tmp_path):
     def config(row: Row) -> dict:
-        return {"seed": 0, "modules": compose(row.overrides).modules, "model": {"name": "m"}, "dataset": {"name": "d"}}
+        return {**CONFIG, "modules": compose(row.overrides).modules}
 
     for number in ("3", "10"):
         artefact, found = find("table", number), []

@@ -23,7 +23,7 @@ from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.cells import number
 from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims.reported import Reported, quantity, reported
-from quicksilver.report.claims.verdicts import Estimate, Target, Verdict, judge, one_step_down
+from quicksilver.report.claims.verdicts import Estimate, Target, Verdict, judge, with_its_quality, with_its_saving
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import Column, Lines, Panel, Table
@@ -33,7 +33,9 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 PAPER_MODELS = ("gpt2-large", "gpt2-medium")
 PAPER_GPU = "A100"
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "not comparable", "not measured")
+BY_DEFINITION: Verdict = "by definition"  # no verdict to be counted
 CONTRADICTIONS = "The paper against itself"
+_ZERO = "dense inference itself: zero by definition"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class AnsweredBy:
         column: of `against_dense`; None: the quantity's own.
         of: instead of a column, from the outcomes of the panel by key to an estimate; None where these do not have it.
         note: what is compared, where that is not plain.
+        by_definition: why the number can be no other; then it is shown and not judged.
     """
 
     panel: str
@@ -52,6 +55,7 @@ class AnsweredBy:
     column: str | None = None
     of: Callable[[Mapping[str, Outcome]], Estimate | None] | None = None
     note: str = ""
+    by_definition: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,13 +176,18 @@ def saved_pct(record: Record, dense: Record, column: str) -> Estimate:
     return Estimate(*map(float, found))
 
 
-def verdict(entry: Reported, name: str, record: Record, found: Estimate, quality: Verdict | None) -> tuple[Verdict, str]:
+def verdict(
+    entry: Reported, name: str, record: Record, found: Estimate, beside: tuple[str, Verdict] | None = None
+) -> tuple[Verdict, str]:
     """The verdict on one claim by one record and why, where the rule alone does not say it.
 
     Args:
-        quality: the verdict on the quality that a saving is claimed with, in the same run; None where there is none.
+        beside: of a saving, the quality that it is claimed with, of a quality, the operations that it is claimed to save: the claim and the
+            verdict on it by the same record; None where there is none.
     """
     what = quantity(entry, name)
+    if name in entry.not_comparable:
+        return "not comparable", entry.not_comparable[name]
     if what.sense == "level" or _is_reference(entry):
         if record.model.name not in PAPER_MODELS:
             return "not comparable", f"an absolute number of {entry.about.split(',')[0].split(' on ')[0]}"
@@ -187,8 +196,11 @@ def verdict(entry: Reported, name: str, record: Record, found: Estimate, quality
     if what.kind == "quality" and record.lookahead:
         return "not comparable", "looks ahead: it knows tokens that it is asked to predict"
     judged = judge("level" if _is_reference(entry) else what.sense, target(entry, name), found)
-    if what.kind in ("time", "work", "energy") and quality == "not reproduced" and one_step_down(judged) != judged:
-        return one_step_down(judged), f"{judged}, were it not for the quality that it is claimed with"
+    if beside is not None:
+        lowered = with_its_saving(judged, beside[1]) if what.kind == "quality" else with_its_quality(judged, beside[1])
+        if lowered != judged:
+            decided = "undecided" if beside[1] == "not measured" else beside[1]
+            return lowered, f"{judged} by itself; claimed together with {beside[0]}, which is {decided}"
     if judged == "not measured":
         return judged, "the interval holds both the claim and its opposite: more windows or rounds would tell"
     gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
@@ -239,7 +251,17 @@ def _rows(entry: Reported, name: str, sources: Sequence[Source]) -> Iterator[dic
         for one in measured:
             yield {**base, **_judged_row(entry, name, one)}
     else:
-        yield {**base, "verdict": "not measured", **_unmeasured(entry, name, sources)}
+        said = _unmeasured(entry, name, sources)
+        if said["why"] == _ZERO:
+            yield {**base, "verdict": BY_DEFINITION, **said}
+        elif name in entry.not_comparable or (what.sense == "level" and what.kind == "tokens"):
+            yield {
+                **base,
+                "verdict": "not comparable",
+                "why": entry.not_comparable.get(name) or entry.not_measured or said["why"],
+            }
+        else:
+            yield {**base, "verdict": "not measured", **said}
 
 
 def _answers(entry: Reported, name: str, sources: Sequence[Source]) -> Iterator[tuple[Source, AnsweredBy]]:
@@ -277,7 +299,10 @@ def _measured(entry: Reported, name: str, sources: Sequence[Source]) -> Iterator
 def _judged_row(entry: Reported, name: str, one: _Judged) -> dict[str, Any]:
     record, found = one.outcome.record, one.estimate
     assert record is not None
-    judged, why = verdict(entry, name, record, found, _quality(entry, one))
+    why_fixed = one.answer.by_definition or (entry.by_definition.get(name, "") if one.answer.of is None else "")
+    judged, why = (BY_DEFINITION, why_fixed) if why_fixed else verdict(entry, name, record, found, _beside(entry, name, one))
+    if one.answer.of is None and quantity(entry, name).column == "paper_flops_saved_pct" and _charges_widths(record):
+        why = "; ".join(filter(None, (why, "widths charged bits/16")))
     null = _versus_null(one.outcome) if quantity(entry, name).kind == "quality" else ""
     return {
         **{"measured": found.value, "measured_low": found.low, "measured_high": found.high, "verdict": judged},
@@ -292,16 +317,39 @@ def _judged_row(entry: Reported, name: str, one: _Judged) -> dict[str, Any]:
     }
 
 
-def _quality(entry: Reported, one: _Judged) -> Verdict | None:
-    """The verdict on the quality that the savings of `entry` are claimed with, by the same record."""
-    own = next((f"{entry.id}.{name}" for name in entry.quantities if quantity(entry, name).kind == "quality"), None)
-    claim = own or entry.quality
-    if claim is None or one.outcome.record is None or one.outcome.dense is None:
+def _charges_widths(record: Record) -> bool:
+    """Whether its paper ledger charges tokens by their bit-width."""
+    entries = (entry for name, entry in record.config.get("modules", {}).items() if name.startswith("adaptive_quantization"))
+    return any(entry.get("beta", "bits_over_16") == "bits_over_16" for entry in entries)
+
+
+def _beside(entry: Reported, name: str, one: _Judged) -> tuple[str, Verdict] | None:
+    """The claim that `name` of `entry` is made together with, and the verdict on it alone by the same record."""
+    if one.outcome.record is None or one.outcome.dense is None:
         return None
-    judged_entry, _, name = claim.rpartition(".")
+    if quantity(entry, name).kind in ("time", "work", "energy"):
+        own = (
+            f"{entry.id}.{other}"
+            for other in entry.quantities
+            if (quantity(entry, other).kind, _cost(entry, other)) == ("quality", True)
+        )
+        claim = next(own, entry.quality)
+    elif quantity(entry, name).kind == "quality" and _cost(entry, name):
+        claim = next((f"{entry.id}.{other}" for other in entry.quantities if other == "flops_saved_pct"), None)
+    else:
+        return None
+    if claim is None:
+        return None
+    judged_entry, _, of = claim.rpartition(".")
     other = reported()[judged_entry]
-    found = estimate(other, name, AnsweredBy(one.answer.panel, one.answer.key), {one.answer.key: one.outcome})
-    return None if found is None else verdict(other, name, one.outcome.record, found, None)[0]
+    if of in other.by_definition or (quantity(other, of).kind == "work" and of in other.not_comparable):
+        return None
+    found = estimate(other, of, AnsweredBy(one.answer.panel, one.answer.key), {one.answer.key: one.outcome})
+    return None if found is None else (claim, verdict(other, of, one.outcome.record, found)[0])
+
+
+def _cost(entry: Reported, name: str) -> bool:
+    return quantity(entry, name).sense == "cost"
 
 
 def _versus_null(outcome: Outcome) -> str:
@@ -323,7 +371,7 @@ def _unmeasured(entry: Reported, name: str, sources: Sequence[Source]) -> dict[s
         names.append(source.artefact.name)
         if outcome is not None and outcome.record is not None:
             dense = outcome.dense is not None and outcome.record.fingerprint == outcome.dense.fingerprint
-            reason = "dense inference itself: zero by definition" if dense else "its record does not have this number"
+            reason = _ZERO if dense else "its record does not have this number"
             try:
                 estimate(entry, name, answer, source.panel(answer.panel))
             except QuickSilverError as error:
@@ -366,9 +414,10 @@ LEGEND = (
     "measured: with its 95% interval; of several protocols each has its row. Perplexity is compared in percent of dense perplexity, "
     "operations in the paper's ledger, time in percent of dense inference in the same process.",
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
-    "not reach the claim. not reproduced: neither. A saving falls one step where the quality claimed with it is not reproduced. not "
-    "comparable: a setting, or an absolute number of another model or machine. not measured: no record, or an interval too wide. The whole "
-    "rule: docs/verdicts.md.",
+    "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
+    "is not reproduced or undecided, neither is the saving reproduced. A quality is reproduced at the claimed saving only. not comparable: a "
+    "setting, or an absolute number of another model or machine. not measured: no record, or an interval too wide. by definition: it could "
+    "not be otherwise; not counted. The whole rule: docs/verdicts.md.",
     "contradiction, consistent: computed from the paper's numbers alone; choice: the paper leaves it open.",
     "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own.",
 )
@@ -388,7 +437,7 @@ def ledger(sources: Sequence[Source], name: str = "claims") -> Table:
 
 def _counts(rows: pd.DataFrame) -> str:
     counts = Counter(rows["verdict"])
-    order = [*VERDICTS, *(word for word in counts if word not in VERDICTS)]
+    order = [*VERDICTS, *(word for word in counts if word not in (*VERDICTS, BY_DEFINITION))]
     return ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
 
 

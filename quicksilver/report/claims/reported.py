@@ -30,6 +30,8 @@ class Reported:
         quality: the claim (id.quantity) about quality that a saving is claimed with, where the entry has none.
         config: quantity to the key of conf/ that holds a setting, as `file.key`.
         not_measured: why nothing here measures it, where that is known beforehand.
+        not_comparable: quantity to the reason why what is measured here is no answer to it.
+        by_definition: quantity to the reason why its column can have no other value here.
     """
 
     id: str
@@ -45,6 +47,8 @@ class Reported:
     quality: str | None = None
     config: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
+    not_comparable: Mapping[str, str] = field(default_factory=dict)
+    by_definition: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def quantities(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from quicksilver.report.claims.reported import Sense
 
-Verdict = Literal["reproduced", "partly", "not reproduced", "not comparable", "not measured"]
+Verdict = Literal["reproduced", "partly", "not reproduced", "not comparable", "not measured", "by definition"]
 
 NEARLY = 0.9  # a claim that is wrong by this share of its size is wrong altogether
 
@@ -76,7 +76,14 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
     return estimate.low <= high and estimate.high >= low, nothing < estimate.low and estimate.high < twice
 
 
-def one_step_down(verdict: Verdict) -> Verdict:
-    """What becomes of the verdict on a saving whose quality is not reproduced in the same run."""
-    lowered: dict[Verdict, Verdict] = {"reproduced": "partly", "partly": "not reproduced"}
-    return lowered.get(verdict, verdict)
+def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:
+    """The verdict on a saving, given that on the quality it is claimed with in the same run: no better than that quality. Quality that
+    failed, is undecided or cannot be compared leaves nothing of a saving: leaving work out is easy."""
+    if saving not in ("reproduced", "partly") or quality in ("reproduced", "by definition"):
+        return saving
+    return "partly" if quality == "partly" else "not reproduced"
+
+
+def with_its_saving(quality: Verdict, saving: Verdict) -> Verdict:
+    """The verdict on a quality, given that on the operations it is claimed to save: quality at a smaller saving is *partly*."""
+    return "partly" if quality == "reproduced" and saving in ("partly", "not reproduced", "not measured") else quality

@@ -28,16 +28,16 @@ MEASURED = {
 }
 
 
-def outcomes(results: Path, measured: dict[str, tuple[float, float]], **changes: Any) -> list[Outcome]:
+def outcomes(results: Path, lost_and_left: dict[str, tuple[float, float]], **changes: Any) -> list[Outcome]:
     dense = fakes.make(results, "dense continuation", "continuation")
     found = []
     for row in methods.rows():
         if row.key == "dense":
             found.append(Outcome(row, dense, dense))
-        elif row.key not in measured:
+        elif row.key not in lost_and_left:
             found.append(Outcome(row, reason="failed"))
         else:
-            lost, left = measured[row.key]
+            lost, left = lost_and_left[row.key]
             record = fakes.make(
                 results, row.key, "continuation", per_token=lost, saved=0.4, faster=1 - left, noise_pct=2.0, prompt_timed=True, **changes
             )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quicksilver.report.claims.verdicts import NEARLY, Estimate, Target, judge, one_step_down
+from quicksilver.report.claims.verdicts import NEARLY, Estimate, Target, judge, with_its_quality, with_its_saving
 
 RANK = {"not reproduced": 0, "partly": 1, "not measured": 1, "reproduced": 2}
 sizes = st.floats(0.01, 1000)
@@ -123,7 +123,17 @@ def test_a_claimed_zero_is_right_within_the_noise():
     assert judge("gain", Target(-0.05, 0.05), measured(-3.9, -3.1, floor=1.0)) == "not reproduced"
 
 
-def test_a_saving_without_its_quality_falls_one_step_and_no_further():
-    assert [
-        one_step_down(verdict) for verdict in ("reproduced", "partly", "not reproduced", "not measured", "not comparable")
-    ] == [*("partly", "not reproduced", "not reproduced", "not measured", "not comparable")]
+def test_a_saving_is_no_better_than_its_quality_and_an_undecided_one_gates_like_a_failed_one():
+    order = ["not reproduced", "partly", "reproduced"]
+    for saving in order:
+        found = {quality: with_its_quality(saving, quality) for quality in (*order, "not measured", "not comparable")}
+        assert found["reproduced"] == saving
+        assert all(order.index(found[quality]) <= order.index(quality) for quality in order)
+        assert found["not measured"] == found["not comparable"] == found["not reproduced"] == "not reproduced"
+    assert with_its_quality("not measured", "not reproduced") == "not measured"
+
+
+def test_a_quality_is_reproduced_at_the_claimed_saving_only():
+    assert with_its_saving("reproduced", "reproduced") == "reproduced"
+    assert {with_its_saving("reproduced", saving) for saving in ("partly", "not reproduced", "not measured")} == {"partly"}
+    assert with_its_saving("not reproduced", "partly") == "not reproduced"

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 # OmegaConf 2.3 reads `Optional[int]` everywhere a config may come from; `int | None` it does not.
 # ruff: noqa: UP045
 
-READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos", "far-copy", "far-recall")
+READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos", "far-copy", "far-recall", "task")
 ANNOTATED = {"treebank": "penn", "treebank-upos": "upos"}  # reader -> tag set
 MADE_HERE = ("pydoc", "far-copy", "far-recall")  # readers of texts that need no file
 FarContext = Literal["copy", "recall"]
@@ -40,19 +40,69 @@ class HubDatasetConfig:
 
 
 @dataclass
+class SplitConfig:
+    """Rows of one split of a task.
+
+    Args:
+        files: tsv (with a header, or `task.columns`) or jsonl files, absolute or below data.root, one after another.
+        hub: the split's name on the hub; null: `train` or `validation`.
+        first_row, end_row: rows of it, counted from 0, the end not included; null: to the end.
+    """
+
+    files: list[str] = field(default_factory=list)
+    hub: Optional[str] = None
+    first_row: int = 0
+    end_row: Optional[int] = None
+
+
+@dataclass
+class TaskConfig:
+    """How a row becomes a prompt and a choice.
+
+    Args:
+        template: the prompt, with `{field}` or `{field[inner]}` of a row.
+        labels: label word → the spellings of that label in the data. The model chooses the word of greatest log-likelihood.
+        choices: instead of label words, the fields of a row whose texts are chosen among, in the order of the labels 0, 1, …
+        label: the field with the gold label.
+        group: template of what is scored together (a question of MultiRC); empty: every example alone.
+        rename: field → value → text to put into the template.
+        columns: names of a tsv's columns where it has no header.
+        metrics: accuracy | matthews | f1 | f1_macro | pearson_spearman | multirc; the first is the task's own.
+        shots: training examples put before each prompt with their answers.
+        examples: at most this many, spread evenly; null: all.
+        train, validation: what is fitted or calibrated on, and what is scored.
+    """
+
+    template: str = ""
+    labels: dict[str, list[str]] = field(default_factory=dict)
+    choices: list[str] = field(default_factory=list)
+    label: str = "label"
+    group: str = ""
+    rename: dict[str, dict[str, str]] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=lambda: ["accuracy"])
+    shots: int = 0
+    examples: Optional[int] = None
+    train: SplitConfig = field(default_factory=SplitConfig)
+    validation: SplitConfig = field(default_factory=SplitConfig)
+
+
+@dataclass
 class DatasetConfig:
     """Which text, cut into which windows.
 
     Args:
         reader: `pydoc` (pydoc_data.topics), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl
             with `text`), `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language),
-            `far-copy`, `far-recall` (texts of their own, made by seed; data/far_context.py).
+            `far-copy`, `far-recall` (texts of their own, made by seed; data/far_context.py),
+            `task` (labelled examples: their prompts and right answers are the text).
         form: `raw` or `tokenised` text, for the record: their perplexities do not compare.
         files, hub: where it is; files win where they exist.
         documents, calibration_documents: how many documents are scored, and how many after them calibrate (`documents` reader).
         part: what is scored: `test`, or `calibration` where thresholds are being chosen.
         windows: at most this many windows, spread evenly over the text; null: all.
         calibration_windows: the same for the calibration part.
+        task: of the `task` reader; null: no labels.
     """
 
     name: str = MISSING
@@ -65,3 +115,4 @@ class DatasetConfig:
     part: str = "test"
     windows: Optional[int] = None
     calibration_windows: int = 16
+    task: Optional[TaskConfig] = None

@@ -60,6 +60,11 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
     if config.reader.startswith("far-"):
         kind = config.reader.removeprefix("far-")
         return Text(far_context(kind, part), f"far context by seed: {kind}")
+    if config.reader == "task":
+        from quicksilver.data.tasks import read_task, text_of
+
+        task = read_task(config, part, root=root, cache=cache)
+        return Text(text_of(task.examples), task.source)
     path = _local_path(config, part, root)
     if path is not None and path.exists():
         if config.reader in ANNOTATED:

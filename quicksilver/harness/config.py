@@ -111,7 +111,13 @@ class RunConfig:
         scored text differs from part to part), and measurements that are off.
         """
         model, dataset, protocol = (dataclasses.asdict(part) for part in (self.model, self.dataset, self.protocol))
-        idle = [
+        # What a task's splits hold is in the text's digest.
+        idle = (
+            [(dataset["task"], place) for place in ("columns", "train", "validation")]
+            if self.dataset.task
+            else [(dataset, "task")]
+        )
+        idle += [
             *([] if self.model.adapter else [(model, "adapter")]),
             (model, "path"),
             (model, "revision"),
@@ -285,7 +291,12 @@ def check(config: RunConfig) -> None:
     _at_least("dataset.calibration_documents", config.dataset.calibration_documents, 1)
     _within("threads", config.threads, 1, MOST_THREADS)
     _within("seed", config.seed, 0, GREATEST_SEED)
-    if config.dataset.reader not in MADE_HERE and config.dataset.files.test is None and config.dataset.hub.id is None:
+    if (config.dataset.reader == "task") != (config.dataset.task is not None):
+        raise ConfigError(f"dataset.reader={config.dataset.reader}: the reader `task` goes with dataset.task, and with it alone.")
+    if config.dataset.task is not None:
+        _at_least("dataset.task.shots", config.dataset.task.shots, 0)
+        _at_least("dataset.task.examples", config.dataset.task.examples, 1)
+    elif config.dataset.reader not in MADE_HERE and config.dataset.files.test is None and config.dataset.hub.id is None:
         raise ConfigError(
             f"dataset.files.test has no value: dataset={config.dataset.name} needs dataset.files.test=/path/of/a/text."
         )

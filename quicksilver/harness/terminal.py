@@ -19,6 +19,7 @@ from quicksilver.measure.energy import EnergyResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import Result
 from quicksilver.measure.null import NullResult
+from quicksilver.measure.task import TaskResult
 
 
 def relative_cost(config: RunConfig) -> float:
@@ -82,7 +83,7 @@ def summary(record: Record) -> str:
     if record.dense is not None:
         lines += _against_dense(record)
     for name, result in {
-        "audit": AuditResult, "components": ComponentsResult, "energy": EnergyResult, "deployment": DeploymentResult
+        "audit": AuditResult, "task": TaskResult, "components": ComponentsResult, "energy": EnergyResult, "deployment": DeploymentResult
     }.items():  # fmt: skip
         found: Result | None = record.found(name, result)
         if found is not None:

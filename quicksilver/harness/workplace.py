@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quicksilver.data.spec import DatasetConfig, Part
+from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
 from quicksilver.harness.config import RunConfig
 from quicksilver.harness.identity import Identity, foreign_sources
@@ -45,6 +46,13 @@ class Workplace:
             cache = Path(config.results_dir) / "cache" / "text"
             self._texts[key] = read_text(config.dataset, part, root=_root(config), cache=cache)
         return self._texts[key]
+
+    def examples(self, config: RunConfig) -> TaskExamples | None:
+        """The labelled examples that are scored; None: the dataset is no task."""
+        if config.dataset.task is None:
+            return None
+        cache = Path(config.results_dir) / "cache" / "text"
+        return read_task(config.dataset, cast(Part, config.dataset.part), root=_root(config), cache=cache)
 
     def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
         """A model's files and their digest."""

@@ -19,6 +19,7 @@ from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import Trace
 
 if TYPE_CHECKING:
+    from quicksilver.data.tasks import TaskExamples
     from quicksilver.data.windows import Windows
     from quicksilver.measure.fidelity import DenseLogits
 
@@ -35,6 +36,7 @@ class Bench:
         batch_windows: windows in the batch that is audited, counted, timed and weighed.
         modules: of the run; none: it is dense.
         tokenizer: of the model; only texts of one's own need it.
+        examples: the labelled examples of a task; None: the dataset has none.
         progress: a measurement calls it with the share of itself that is done, 0 to 1.
         frame: one row a window; a measurement may add columns to it.
         trace: every decision of the scoring pass.
@@ -51,6 +53,7 @@ class Bench:
     seed: int = 0
     batch_windows: int = 4
     tokenizer: Any = None
+    examples: TaskExamples | None = None
     progress: Callable[[float], None] = lambda share: None
     frame: pd.DataFrame = field(default_factory=pd.DataFrame)
     trace: Trace | None = None

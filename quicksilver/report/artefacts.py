@@ -39,6 +39,7 @@ class Row:
         overrides: the run, as `quicksilver run` takes it; model and dataset are the user's.
         needs: modules (names in conf/modules) without which this version cannot make the row.
         reported: id in reported.yaml of what the paper says; None where it says nothing.
+        defaults: overrides that hold where the user gives none of that key, such as the model that an experiment is about.
     """
 
     panel: str
@@ -48,6 +49,14 @@ class Row:
     overrides: tuple[str, ...]
     needs: tuple[str, ...] = ()
     reported: str | None = None
+    defaults: tuple[str, ...] = ()
+
+    def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
+        """The run as `quicksilver run` takes it, with the overrides of a person: theirs count more than `defaults`, and less than `overrides`."""
+        given = {override.lstrip("+~").partition("=")[0] for override in overrides}
+        own = {override.partition("=")[0] for override in self.overrides}
+        theirs = [override for override in overrides if override.partition("=")[0] not in own]
+        return (*(one for one in self.defaults if one.partition("=")[0] not in given), *theirs, *self.overrides)
 
 
 @dataclass(frozen=True)

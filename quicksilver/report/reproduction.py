@@ -62,7 +62,7 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
 def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, to_run: bool = True) -> list[Job]:
     """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
     return [
-        make_job(f"{row.panel} {row.key}", (*overrides, *row.overrides), row.needs, answers, to_run=to_run)
+        make_job(f"{row.panel} {row.key}", row.words(overrides), row.needs, answers, to_run=to_run)
         for row in artefact.experiment.rows()
     ]
 

@@ -32,6 +32,7 @@ from quicksilver.runtime.execution import append, compact, masked, plain
 from quicksilver.runtime.execution.plan import LayerCall, LayerPlan, LayerResult, Machine
 from quicksilver.runtime.execution.planner import Planner
 from quicksilver.runtime.forward import Forward
+from quicksilver.runtime.generation import user_prompts_only
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
 from quicksilver.runtime.phases import phase
@@ -178,6 +179,7 @@ class Run:
         with ExitStack() as transformed:
             for transform in self.transforms:
                 transformed.enter_context(transform.applied(self.arch))
+            transformed.enter_context(user_prompts_only(self.arch.model, self.modules))
             self._transformed = transformed.pop_all()
         self.arch.base._quicksilver_run = self
         base_signature = inspect.signature(self.arch.base.forward)

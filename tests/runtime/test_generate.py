@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tiny import Batch, Capacity, Hashed
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
-from quicksilver.runtime import Run, RuntimeModule, apply
+from quicksilver.baselines.heavy_hitter import HeavyHitter
+from quicksilver.modules import TokenFusion
+from quicksilver.runtime import ConfigError, Run, RuntimeModule, apply
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -104,6 +106,46 @@ def test_rejected_candidates_are_cropped_away(name: str, row: tuple[int, ...], p
         guessed, run = generate(model, batch, [policy], execution, do_sample=False, tokens=10, prompt_lookup_num_tokens=3)
         assert torch.equal(guessed, greedy)
         assert any(p.valid.shape[1] > 1 for p in run.trace.passes[1:])  # it did guess
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
+@pytest.mark.parametrize(
+    "policy",
+    [Capacity(0.5, at=(1,)), TokenFusion(rule="capacity", tau_fuse=None, fused_share=0.3, protect_first=1)],
+    ids=["halts", "fuses"],
+)
+def test_drafts_are_no_prompt(name: str, drafts: str, policy: RuntimeModule) -> None:
+    """A policy that looks ahead in prompts sees what the user gave, and the text is that of plain greedy decoding."""
+    model, batch = tiny.load(name), Batch(((5, 9, 7, 5, 9, 7, 5, 9, 7, 5, 9),))
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if drafts == "lookup" else {"assistant_model": tiny.build(name)}
+    greedy, alone = generate(model, batch, [policy], do_sample=False, tokens=10)
+    for execution in ("compact", "masked"):
+        guessed, run = generate(model, batch, [policy], execution, do_sample=False, tokens=10, **options)
+        assert torch.equal(guessed, greedy)
+        prompt, *rest = run.trace.passes
+        assert torch.equal(prompt.halt_layer, alone.trace.passes[0].halt_layer)
+        assert prompt.valid.shape == batch.ids.shape
+        assert any(p.valid.shape[1] > 1 for p in rest)  # it did guess
+        assert all(bool((p.halt_layer == tiny.LAYERS - 1).all()) and not p.fusions for p in rest)
+    assert not {"_prefill", "_get_candidate_generator"} & set(vars(model))
+
+
+def test_what_would_decide_by_drafts_or_chunks_is_refused() -> None:
+    model, batch = tiny.load("llama"), Batch(((5, 9, 7, 5, 9, 7, 5, 9),))
+    ahead = Capacity(0.5, at=(1,))
+    ahead.lookahead = True
+    for module in (ahead, HeavyHitter(heavy=2, recent=2)):
+        with pytest.raises(ConfigError, match="without speculative decoding"):
+            generate(model, batch, [module], do_sample=False, prompt_lookup_num_tokens=3)
+    with pytest.raises(ConfigError, match="drafts for itself"):
+        generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False, assistant_model=model)
+    with pytest.raises(ConfigError, match="prefill_chunk_size=3 gives it 8 tokens in parts"):
+        generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False, prefill_chunk_size=3)
+    whole, _ = generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False)
+    assert torch.equal(generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False, prefill_chunk_size=8)[0], whole)
+    causal, _ = generate(model, batch, [Hashed(0.4, 0.2, "drop")], do_sample=False)
+    assert torch.equal(generate(model, batch, [Hashed(0.4, 0.2, "drop")], do_sample=False, prefill_chunk_size=3)[0], causal)
 
 
 @torch.no_grad()

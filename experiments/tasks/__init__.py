@@ -1,0 +1,1 @@
+"""GLUE and SuperGLUE under adaptive inference."""

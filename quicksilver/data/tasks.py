@@ -1,0 +1,298 @@
+"""Labelled examples of a task: rows from files or the hub, a template that makes prompts of them, and the words a causal model chooses among."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from quicksilver.atomic import write_atomically
+from quicksilver.data.spec import DatasetConfig, Part, SplitConfig, TaskConfig
+from quicksilver.models.hub import require_hub
+from quicksilver.runtime.errors import ConfigError
+
+BETWEEN = "\n\n"  # examples of one text, and the shots before a prompt
+REGRESSION = "pearson_spearman"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One labelled row.
+
+    Attributes:
+        prompt: the text before the choice.
+        choices: the continuations chosen among, each with its leading space.
+        gold: number of the right one; of a regression the value.
+        row: number of the row in its split.
+        group: what is scored together with it (a question of MultiRC); empty where examples stand alone.
+    """
+
+    prompt: str
+    choices: tuple[str, ...]
+    gold: float
+    row: int
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class TaskExamples:
+    """The scored examples of a task, and where they were read."""
+
+    task: TaskConfig
+    examples: tuple[Example, ...]
+    source: str
+
+
+def read_task(config: DatasetConfig, part: Part = "test", *, root: Path | None = None, cache: Path | None = None) -> TaskExamples:
+    """The labelled examples of a task: the validation split (`test`), or those that are fitted and calibrated on (`calibration`).
+
+    Args:
+        root: data.root, where relative files lie.
+        cache: folder that keeps what was streamed from the hub.
+
+    Raises:
+        ConfigError: no task, no such file, a hub that cannot be reached, a row that the template or the labels do not fit.
+    """
+    task = config.task
+    if task is None:
+        raise ConfigError(f"dataset={config.name} has no labelled examples: take a task, such as dataset=sst2.")
+    _check(config.name, task)
+    split = task.validation if part == "test" else task.train
+    rows, source = _rows(config, task, split, part, root, cache)
+    shots = _shots(config, task, root, cache) if part == "test" and task.shots else ""
+    found = []
+    try:
+        for number, row in rows:
+            one = example(task, row, number)
+            found.append(Example(shots + one.prompt, one.choices, one.gold, one.row, one.group))
+    except ConfigError as error:
+        raise ConfigError(f"dataset={config.name} ({source}): {error}") from error
+    if not found:
+        raise ConfigError(f"dataset={config.name}: {source} has no row from {split.first_row} on.")
+    if part == "test" and task.examples is not None and task.examples < len(found):
+        step = len(found) / task.examples
+        found = [found[int(i * step)] for i in range(task.examples)]
+    return TaskExamples(task, tuple(found), source)
+
+
+def text_of(examples: Iterable[Example]) -> str:
+    """Prompts with their right answers, as one text."""
+    return BETWEEN.join(one.prompt + answer(one) for one in examples)
+
+
+def answer(one: Example) -> str:
+    """The right choice; of a regression the nearest."""
+    return one.choices[min(max(round(one.gold), 0), len(one.choices) - 1)]
+
+
+def example(task: TaskConfig, row: Mapping[str, Any], number: int) -> Example:
+    """A row as an example.
+
+    Raises:
+        ConfigError: a field that the row lacks, an empty text, a label that is none, or outside `task.labels`.
+    """
+    row = {**row, **row["target"]} if isinstance(row.get("target"), Mapping) else row
+    fields = {name: _shown(task.rename.get(name, {}), value) for name, value in row.items()}
+    texts = [
+        _filled("dataset.task.template", task.template, fields, row, number),
+        *(str(fields.get(c, "")) for c in task.choices),
+    ]
+    for name in task.choices:
+        if name not in row:
+            raise ConfigError(f"dataset.task.choices names {name!r}, and row {number} has {', '.join(sorted(row))}.")
+    used = [str(fields[name]) for name in _fields(task.template)]
+    if not all(text.strip() for text in (*used, *texts)):
+        raise ConfigError(f"row {number} is empty where dataset.task.template or choices need a text: {dict(row)!r:.120}.")
+    group = _filled("dataset.task.group", task.group, fields, row, number) if task.group else ""
+    choices = tuple(f" {text}" for text in texts[1:]) if task.choices else tuple(task.labels)
+    return Example(texts[0], choices, _gold(task, row, number), number, group)
+
+
+def _shown(renamed: Mapping[str, str], value: Any) -> Any:
+    return renamed.get(str(value), value.strip() if isinstance(value, str) else value)
+
+
+def _fields(template: str) -> list[str]:
+    """`premise` of `{premise}` and of `{premise[0]}`."""
+    return [name.split("[")[0].split(".")[0] for _, name, _, _ in string.Formatter().parse(template) if name]
+
+
+def _filled(key: str, template: str, fields: Mapping[str, Any], row: Mapping[str, Any], number: int) -> str:
+    for name in _fields(template):
+        if name not in fields:
+            raise ConfigError(f"{key} names {{{name}}}, and row {number} has {', '.join(sorted(map(str, row)))}.")
+    try:
+        return template.format(**fields)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}={template!r} cannot be filled from row {number}: {type(error).__name__}: {error}.") from error
+
+
+def _gold(task: TaskConfig, row: Mapping[str, Any], number: int) -> float:
+    if task.label not in row:
+        raise ConfigError(
+            f"row {number} has no {task.label!r}, only {', '.join(sorted(map(str, row)))}: this split has no labels. Name the column with "
+            "dataset.task.label=…, or take a labelled split."
+        )
+    value = row[task.label]
+    spelled = str(value).strip().lower()
+    if spelled in ("", "-1", "none"):
+        raise ConfigError(
+            f"row {number} has the label {value!r}: this split has no labels (GLUE keeps those of its test splits)."
+        )
+    if REGRESSION in task.metrics:
+        try:
+            return float(spelled)
+        except ValueError:
+            raise ConfigError(f"row {number}: the label {value!r} is no number, and the task is a regression.") from None
+    if task.choices:
+        if spelled.isdecimal() and int(spelled) < len(task.choices):
+            return int(spelled)
+    else:
+        for number_of, spellings in enumerate(task.labels.values()):
+            if spelled in (one.lower() for one in spellings):
+                return number_of
+    there = ", ".join(one for spellings in task.labels.values() for one in spellings) or f"0 to {len(task.choices) - 1}"
+    raise ConfigError(f"row {number}: the label {value!r} is none of dataset.task.labels ({there}).")
+
+
+def _check(name: str, task: TaskConfig) -> None:
+    from quicksilver.measure.scores import METRICS
+
+    if not task.template.strip():
+        raise ConfigError(f"dataset.task.template is empty: dataset={name} needs a prompt with {{field}} of its rows.")
+    if bool(task.choices) == bool(task.labels) or len(task.choices or task.labels) < 2:
+        raise ConfigError("dataset.task: give labels (two or more words with their spellings), or choices (two or more fields).")
+    try:
+        _fields(task.template)
+    except ValueError as error:
+        raise ConfigError(f"dataset.task.template={task.template!r} is no template: {error}.") from error
+    if not task.metrics:
+        raise ConfigError(f"dataset.task.metrics is empty: there are {', '.join(METRICS)}.")
+    for metric in task.metrics:
+        if metric not in METRICS:
+            raise ConfigError(f"dataset.task.metrics: there is no {metric!r}; there are {', '.join(METRICS)}.")
+    for split in (task.train, task.validation):
+        if split.end_row is not None and split.end_row <= split.first_row:
+            raise ConfigError(
+                f"dataset.task: rows {split.first_row} to {split.end_row} are none: give an end_row above first_row."
+            )
+
+
+def _shots(config: DatasetConfig, task: TaskConfig, root: Path | None, cache: Path | None) -> str:
+    """The first training rows, as many of each label as of the others, in their order."""
+    rows, _ = _rows(config, task, task.train, "calibration", root, cache)
+    most = -(-task.shots // max(len(task.labels), 1)) if task.labels else task.shots
+    taken: list[Example] = []
+    for number, row in rows:
+        one = example(task, row, number)
+        if sum(other.gold == one.gold for other in taken) < most:
+            taken.append(one)
+        if len(taken) == task.shots:
+            break
+    if len(taken) < task.shots:
+        raise ConfigError(f"dataset.task.shots={task.shots}: the training rows have {len(taken)} that are balanced by label.")
+    return "".join(one.prompt + answer(one) + BETWEEN for one in taken)
+
+
+# --- where rows come from -------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    config: DatasetConfig, task: TaskConfig, split: SplitConfig, part: Part, root: Path | None, cache: Path | None
+) -> tuple[Iterator[tuple[int, dict[str, Any]]], str]:
+    """Numbered rows of a split, and where they were read."""
+    paths = [Path(name).expanduser() for name in split.files]
+    paths = [path if path.is_absolute() or root is None else root / path for path in paths]
+    if paths and all(path.is_file() for path in paths):
+        rows: Iterable[dict[str, Any]] = file_rows(paths, task.columns)
+        source = " + ".join(map(str, paths))
+    else:
+        key = "validation" if part == "test" else "train"
+        missing = next((path for path in paths if not path.is_file()), None)
+        if config.hub.id is None:
+            raise ConfigError(
+                f"dataset={config.name}: there is no file {missing} for dataset.task.{key}. Give data.root=/folder (QUICKSILVER_DATA), or "
+                f"dataset.task.{key}.files=[/path/of.tsv]."
+                if missing
+                else f"dataset={config.name}: dataset.task.{key} has no file and dataset.hub no id: give one of them."
+            )
+        rows, source = _hub_rows(config, split.hub or key, key, cache)
+    return islice(enumerate(rows), split.first_row, split.end_row), source
+
+
+def file_rows(paths: Iterable[Path], columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of tsv files (with a header, or `columns`) and of jsonl files.
+
+    Raises:
+        ConfigError: a file that cannot be read, a line that is no row.
+    """
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                if path.suffix == ".jsonl":
+                    yield from _jsonl(path, file)
+                    continue
+                # Quotes are characters here, as in GLUE's own files.
+                for row in csv.DictReader(file, fieldnames=columns or None, delimiter="\t", quoting=csv.QUOTE_NONE):
+                    yield {str(name): value for name, value in row.items() if name is not None and value is not None}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as a table of UTF-8 text: {error}.") from error
+
+
+def _jsonl(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}. Each line must be a json object.") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number}: a json {type(row).__name__} is no row. Each line must be a json object.")
+        yield from _multirc(row) if isinstance(row.get("passage"), dict) and "questions" in row["passage"] else (row,)
+
+
+def _multirc(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A passage with its questions and their answers, as the hub has it: a row an answer."""
+    for q, question in enumerate(row["passage"]["questions"]):
+        for a, answer_ in enumerate(question["answers"]):
+            yield {
+                "paragraph": row["passage"]["text"],
+                "question": question["question"],
+                "answer": answer_["text"],
+                "label": answer_.get("label"),
+                "idx": {"paragraph": row.get("idx"), "question": q, "answer": a},
+            }
+
+
+def _hub_rows(config: DatasetConfig, split: str, key: str, cache: Path | None) -> tuple[Iterator[dict[str, Any]], str]:
+    hub = config.hub
+    source = f"hub:{hub.id}/{hub.config or 'default'}@{hub.revision or 'main'}:{split}"
+    kept = None
+    if cache is not None:
+        named = json.dumps([asdict(hub), split], sort_keys=True)
+        kept = cache / f"{hashlib.sha256(named.encode()).hexdigest()[:20]}.jsonl"
+        if kept.is_file():
+            return file_rows([kept], []), source
+    offline = (
+        f"unavailable offline: dataset.task.{key}.files=[/path/of.tsv or .jsonl]",
+        "a task that data.root holds, such as dataset=sst2",
+    )
+    require_hub(f"dataset={config.name}", str(hub.id), "dataset", offline)
+    import datasets
+
+    try:
+        rows = [dict(row) for row in datasets.load_dataset(hub.id, hub.config, split=split, revision=hub.revision)]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"dataset={config.name}: {hub.id} cannot be read from the hub: {type(error).__name__}: {error}"
+        ) from error
+    if kept is not None:
+        write_atomically(kept, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return iter(rows), source

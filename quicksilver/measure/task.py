@@ -1,0 +1,223 @@
+"""A task's labelled examples under the run's modules: the choice of greatest log-likelihood after each prompt, and what it cost.
+
+The prompt is computed once for all choices, with everything allowed that a prompt allows; the choice follows from its cache. Examples of
+equal length go together, so nothing is padding and no operation is spent on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.data.tasks import Example
+    from quicksilver.measure.bench import Bench
+    from quicksilver.runtime.run import Run
+
+EXAMPLES = "examples.parquet"
+
+
+@dataclass(frozen=True)
+class TaskResult(Result):
+    """Over all examples; each has its row in examples.parquet.
+
+    Attributes:
+        metric: the task's own; `score` is its value, `scores` those of all metrics.
+        majority: score of the most frequent right answer, whatever the prompt (0 for correlations).
+        examples: how many. truncated: those cut on the left to fit into the context.
+        tokens: of all prompts.
+        executed_flops, nominal_flops, paper_flops: of all examples. signal_flops: of them, what decides.
+        deciding_depth: layers that the last token of a prompt went through, mean.
+    """
+
+    metric: str
+    score: float
+    scores: dict[str, float]
+    majority: float
+    examples: int
+    truncated: int
+    tokens: int
+    executed_flops: int
+    nominal_flops: int
+    paper_flops: int
+    signal_flops: int
+    deciding_depth: float
+
+    def line(self) -> str:
+        cut = f", {self.truncated} cut on the left to fit" if self.truncated else ""
+        return f"{self.metric} {100 * self.score:.1f} on {self.examples} examples{cut} (majority class {100 * self.majority:.1f})"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An example in tokens: its prompt, and each choice."""
+
+    number: int
+    prompt: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
+    truncated: bool
+
+    @property
+    def is_one_word(self) -> bool:
+        """Every choice is one token: the logits after the prompt say all."""
+        return all(len(choice) == 1 for choice in self.choices)
+
+
+@dataclass
+class Task(Measurement):
+    """Answer every example of the dataset.
+
+    Args:
+        batch_size: examples of equal length that are computed together (the paper: 8).
+    """
+
+    batch_size: int = 8
+
+    share = 0.6
+
+    def check(self, setting: Setting) -> None:
+        at_least("batch_size", self.batch_size, 1)
+
+    def run(self, bench: Bench) -> TaskResult:
+        import pandas as pd
+        import torch
+
+        from quicksilver.data.tasks import REGRESSION
+        from quicksilver.measure.scores import scored
+
+        if bench.examples is None:
+            raise ConfigError(
+                "measure=task needs labelled examples, and the dataset has none: take a task, such as dataset=sst2."
+            )
+        task, examples = bench.examples.task, bench.examples.examples
+        encoded = encode(examples, bench.tokenizer, _context(bench))
+        rows: list[dict[str, Any]] = []
+        with torch.no_grad(), bench.apply() as run:
+            for batch in batches(encoded, self.batch_size):
+                rows += _answered(bench.model, run, batch)
+                bench.progress(len(rows) / len(encoded))
+        frame = pd.DataFrame(rows).sort_values("example", ignore_index=True)
+        likelihoods = torch.tensor(frame["log_likelihoods"].tolist()) if _even(examples) else None
+        if REGRESSION in task.metrics:
+            assert likelihoods is not None  # label words: as many for each
+            frame["prediction"] = (likelihoods.softmax(-1) * torch.arange(likelihoods.shape[1])).sum(-1).tolist()
+        frame.insert(1, "row", [one.row for one in examples])
+        frame.insert(2, "group", [one.group for one in examples])
+        frame.insert(3, "gold", [float(one.gold) for one in examples])
+        bench.files[EXAMPLES] = lambda path: frame.to_parquet(path, index=False)
+        scores = scored(task.metrics, frame["gold"], frame["prediction"], list(frame["group"]))
+        name, score = next(iter(scores.items()))
+        most = frame["gold"].mode().iloc[0]
+        majority = scored(task.metrics, frame["gold"], [most] * len(frame), list(frame["group"]))[name]
+        sums = {f"{ledger}_flops": int(frame[f"{ledger}_flops"].sum()) for ledger in ("executed", "nominal", "paper", "signal")}
+        return TaskResult(
+            name, score, scores, majority, len(frame), int(frame["truncated"].sum()), int(frame["tokens"].sum()),
+            deciding_depth=float(frame["deciding_depth"].mean()), **sums,
+        )  # fmt: skip
+
+
+def _context(bench: Bench) -> int:
+    longest = getattr(bench.model.config, "max_position_embeddings", None) or bench.protocol.window_tokens
+    return min(int(longest), bench.protocol.window_tokens)
+
+
+def _even(examples: Sequence[Example]) -> bool:
+    return len({len(one.choices) for one in examples}) == 1
+
+
+def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> list[Encoded]:
+    """Examples in tokens; a prompt that leaves no room for its choices is cut on the left.
+
+    Raises:
+        ConfigError: a choice without a token, two choices of the same tokens, a choice as long as the context.
+    """
+    known: dict[str, tuple[int, ...]] = {}
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    found = []
+    prompts = tokenizer([one.prompt for one in examples], add_special_tokens=False, verbose=False)["input_ids"]
+    for number, (one, prompt) in enumerate(zip(examples, prompts, strict=True)):
+        for text in one.choices:
+            if text not in known:
+                known[text] = ids(text)
+        choices = tuple(known[text] for text in one.choices)
+        if not all(choices) or len(set(choices)) < len(choices):
+            raise ConfigError(
+                f"row {one.row}: for this model's tokenizer the choices {', '.join(map(repr, one.choices))} do not differ."
+            )
+        room = context_tokens - max(map(len, choices)) + 1
+        if room < 2:
+            raise ConfigError(
+                f"row {one.row}: its choices have {max(map(len, choices))} tokens and the context {context_tokens}."
+            )
+        found.append(Encoded(number, tuple(prompt[-room:]), choices, len(prompt) > room))
+    return found
+
+
+def batches(encoded: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
+    """Examples whose prompts are equally long, at most `size`, the short ones first; one alone where a choice has several tokens."""
+    batch: list[Encoded] = []
+    for one in sorted(encoded, key=lambda one: (len(one.prompt), one.number)):
+        limit = size if one.is_one_word else 1
+        if batch and (len(batch) >= limit or len(batch[0].prompt) != len(one.prompt) or not batch[0].is_one_word):
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _answered(model: Any, run: Run, batch: Sequence[Encoded]) -> list[dict[str, Any]]:
+    """One row an example of the batch."""
+    import torch
+
+    run.reset()  # a ledger and a trace of this batch alone
+    prompts = torch.tensor([one.prompt for one in batch], device=model.device)  # (B, N)
+    output = model(prompts, use_cache=True, logits_to_keep=1)
+    after = output.logits[:, -1].float().log_softmax(-1)  # (B, V)
+    if not bool(after.isfinite().all()):
+        raise QuickSilverError(
+            f"example {batch[0].number}: the logits after its prompt are NaN or infinite (dtype={model.dtype}). Check the weights, or use "
+            "model.dtype=float32."
+        )
+    (prompt_pass,) = run.trace.passes
+    depths = sum(prompt_pass.active(layer)[:, -1].long() for layer in range(run.arch.n_layers))
+    rows = []
+    for place, one in enumerate(batch):
+        likelihoods = [float(after[place, choice[0]]) for choice in one.choices]
+        if not one.is_one_word:
+            rest = [_rest(model, output.past_key_values, choice) for choice in one.choices]
+            likelihoods = [first + more for first, more in zip(likelihoods, rest, strict=True)]
+        rows.append(
+            {
+                "example": one.number,
+                "prediction": float(max(range(len(likelihoods)), key=likelihoods.__getitem__)),
+                "log_likelihoods": likelihoods,
+                "tokens": len(one.prompt),
+                "truncated": one.truncated,
+                "deciding_depth": int(depths[place]),  # type: ignore[index]
+            }
+        )
+    flops = run.flops
+    ledgers = {"executed": flops.executed, "nominal": flops.nominal, "paper": flops.paper, "signal": flops.signals}
+    for row in rows:  # equally long prompts: every row's share of what ran is the same
+        row |= {f"{name}_flops": total / len(rows) for name, total in ledgers.items()}
+    return rows
+
+
+def _rest(model: Any, cache: Any, choice: Sequence[int]) -> float:
+    """Log-likelihood in nats of a choice's tokens after its first; the cache is given back as it was."""
+    import torch
+
+    if len(choice) == 1:
+        return 0.0
+    given = torch.tensor([choice[:-1]], device=model.device)
+    logits = model(given, use_cache=True, past_key_values=cache).logits[0].float().log_softmax(-1)  # (C-1, V)
+    cache.crop(1 - len(choice))  # negative: as many tokens are removed
+    return float(logits.gather(1, torch.tensor(choice[1:], device=model.device)[:, None]).sum())

@@ -1,0 +1,364 @@
+"""Fine-tune a causal language model on tasks with label words: `python scripts/finetune.py reference-llama --tasks sst2=3 rte=1`.
+
+One model for several tasks: a batch holds examples of one task and of like length, batches come in a shuffled order that the seed
+fixes. The loss is the cross-entropy of the label word after the prompt. For tasks of one sentence it is joined by `--prefix-loss` times
+the cross-entropy among the label words after each token of the sentence (in training only): a phrase's sentiment is mostly decided
+before its end, and thousands of labels alone train a small model slowly. Resumable after a kill at any moment (run the same command again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quicksilver.data.spec import TaskConfig
+from quicksilver.data.tasks import Example, read_task
+from quicksilver.harness.config import compose
+
+ROOT = Path(__file__).resolve().parent.parent
+HELD_ROWS = 600  # of a task's training rows, kept out of training: what choices are made on
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights."""
+
+    base: str
+    epochs: dict[str, float]
+    lr: float = 1e-3
+    lr_muon: float = 0.0
+    weight_decay: float = 0.01
+    warmup_steps: int = 100
+    batch_tokens: int = 1024
+    max_tokens: int = 192
+    prefix_loss: float = 0.5
+    seed: int = 42
+    # (from step, to step), in order: in each the learning rate falls straight to 0 from what the plan has at its beginning.
+    falls: tuple[tuple[int, int], ...] = ()
+
+    def lr_scale(self, step: int, steps: int) -> float:
+        """Share of the peak learning rate at `step` of the plan's `steps`: a warmup, then a straight fall to 0."""
+        for first, last in self.falls:
+            if first <= step < last:
+                return self.lr_scale_at(first, steps) * (last - step) / (last - first)
+        return self.lr_scale_at(step, steps)
+
+    def lr_scale_at(self, step: int, steps: int) -> float:
+        return min(1.0, (step + 1) / self.warmup_steps) * (1 - step / steps)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    ids: list[int]
+    words: list[int]
+    gold: int
+    sentence_end: int  # tokens of the prompt up to here are the sentence; 0: no prefix loss
+
+
+def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_tokens: int) -> list[Encoded]:
+    tail = (
+        len(tokenizer(task.template.split("}")[-1], add_special_tokens=False)["input_ids"])
+        if task.template.count("{") == 1
+        else 0
+    )
+    words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in task.labels]
+    if any(len(w) != 1 for w in words) or len({w[0] for w in words}) != len(words):
+        raise SystemExit(f"label words must be one token each, and differ: {list(task.labels)}")
+    prompts = tokenizer([e.prompt for e in found], add_special_tokens=False, verbose=False)["input_ids"]
+    return [
+        Encoded(ids[-max_tokens:], [w[0] for w in words], int(e.gold), max(len(ids[-max_tokens:]) - tail, 0) if tail else 0)
+        for ids, e in zip(prompts, found, strict=True)
+    ]
+
+
+def batches(data: list[Encoded], recipe: Recipe, rng: np.random.Generator) -> list[list[Encoded]]:
+    """Examples of like length, at most `batch_tokens` padded tokens together."""
+    order = sorted(range(len(data)), key=lambda i: len(data[i].ids) + rng.uniform(-1.5, 1.5))
+    made: list[list[Encoded]] = []
+    for i in order:
+        longest = max([len(data[i].ids)] + [len(e.ids) for e in made[-1]]) if made else 0
+        if not made or (len(made[-1]) + 1) * longest > recipe.batch_tokens:
+            made.append([])
+        made[-1].append(data[i])
+    return made
+
+
+def plan(data: dict[str, list[Encoded]], recipe: Recipe) -> list[list[Encoded]]:
+    made: list[list[Encoded]] = []
+    for name, epochs in recipe.epochs.items():
+        left, epoch = epochs, 0
+        while left > 0:
+            rng = np.random.default_rng((recipe.seed, epoch, len(name)))
+            some = batches(data[name], recipe, rng)
+            rng.shuffle(some)
+            made += some[: round(len(some) * min(1.0, left))]
+            left, epoch = left - 1, epoch + 1
+    np.random.default_rng(recipe.seed).shuffle(made)
+    return made
+
+
+def tensors(batch: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, N) ids padded on the right, (B,) index of the last token of each."""
+    longest = max(len(e.ids) for e in batch)
+    ids = torch.tensor([e.ids + [0] * (longest - len(e.ids)) for e in batch])
+    return ids, torch.tensor([len(e.ids) - 1 for e in batch])
+
+
+def loss_of(model: Any, batch: list[Encoded], prefix_loss: float) -> tuple[torch.Tensor, float]:
+    ids, last = tensors(batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = (
+            model.model(ids, use_cache=False).last_hidden_state
+            if hasattr(model, "model")
+            else model.transformer(ids, use_cache=False).last_hidden_state
+        )
+        logits = model.lm_head(hidden[torch.arange(len(batch)), last])  # (B, V)
+    words = torch.tensor(batch[0].words)
+    gold = torch.tensor([int(e.gold) for e in batch])
+    loss = F.cross_entropy(logits.float(), words[gold])
+    right = (logits[:, words].argmax(-1) == gold).float().mean().item()
+    ends = torch.tensor([e.sentence_end for e in batch])
+    if prefix_loss and int(ends.max()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            among = F.linear(hidden, model.lm_head.weight[words]).float()  # (B, N, W)
+        at = torch.arange(ids.shape[1])[None] < ends[:, None]
+        each = F.cross_entropy(among[at], gold[:, None].expand_as(at)[at], reduction="none")
+        loss = loss + prefix_loss * each.mean()
+    return loss, right
+
+
+@torch.no_grad()
+def accuracy(model: Any, data: list[Encoded]) -> float:
+    model.eval()
+    right = 0
+    ordered = sorted(data, key=lambda e: len(e.ids))
+    for start in range(0, len(ordered), 32):
+        batch = ordered[start : start + 32]
+        right += round(loss_of(model, batch, 0.0)[1] * len(batch))
+    model.train()
+    return right / len(data)
+
+
+def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrix = [p for n, p in named if p.ndim == 2 and ("layers." in n or ".h." in n)]
+    rest = [p for n, p in named if not (p.ndim == 2 and ("layers." in n or ".h." in n))]
+    if recipe.lr_muon:
+        return [
+            torch.optim.Muon(matrix, lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+    groups = [{"params": matrix, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
+
+
+def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes: float) -> None:
+    folder = ROOT / "quicksilver" / "models" / "reference" / recipe.base
+    if not folder.is_dir():
+        folder = Path(recipe.base)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    data, held = {}, {}
+    for name in recipe.epochs:
+        read = read_task(compose([f"dataset={name}", "measure=task"]).dataset, "calibration", root=data_root)
+        task, found = read.task, read.examples
+        order = np.random.default_rng(recipe.seed).permutation(len(found))
+        kept = min(HELD_ROWS, len(found) // 10)
+        data[name] = encoded(tokenizer, task, [found[i] for i in order[kept:]], recipe.max_tokens)
+        held[name] = encoded(tokenizer, task, [found[i] for i in order[:kept]], recipe.max_tokens)
+    every = plan(data, recipe)
+    optims = optimizers(model, recipe)
+    step, history = 0, []
+    latest = work / "latest"
+    if (latest / "meta.json").is_file():
+        meta = json.loads((latest / "meta.json").read_text())
+        saved, mine = meta["recipe"], json.loads(json.dumps(dataclasses.asdict(recipe)))
+        begun = [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]
+        if saved["falls"] == begun:  # up to here both recipes are one
+            saved["falls"] = mine["falls"]
+        if saved != mine:
+            raise SystemExit(
+                f"{latest} was made by another recipe. Give the same options, or another --work. Nothing was changed."
+            )
+        step, history = meta["step"], meta["history"]
+        weights = load_file(latest / "model.safetensors")
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                p.copy_(weights[n])
+        for i, optim in enumerate(optims):
+            state: dict[int, dict[str, Any]] = {}
+            for key, tensor in load_file(latest / f"optim{i}.safetensors").items():
+                index, n = key.split(".")
+                state.setdefault(int(index), {})[n] = tensor
+            optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
+    peaks = [[g["lr"] for g in optim.param_groups] for optim in optims]
+    steps = recipe.falls[-1][1] if recipe.falls else len(every)
+    bar = tqdm(total=steps, initial=step, unit="step", mininterval=20, file=sys.stderr)
+    smooth, began, seen = None, time.monotonic(), 0
+    while step < steps:
+        scale = recipe.lr_scale(step, len(every))
+        for optim, peak in zip(optims, peaks, strict=True):
+            for group, lr in zip(optim.param_groups, peak, strict=True):
+                group["lr"] = lr * scale
+        loss, right = loss_of(model, every[step], recipe.prefix_loss)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad(set_to_none=True)
+        smooth = right if smooth is None else 0.98 * smooth + 0.02 * right
+        step += 1
+        seen += sum(len(e.ids) for e in every[step - 1])
+        bar.update()
+        out_of_time = time.monotonic() - began > minutes * 60
+        if step % 200 == 0 or step == steps or out_of_time:
+            scores = {name: accuracy(model, rows) for name, rows in held.items()}
+            history.append({"step": step, "loss_nats": loss.item(), "training_accuracy": smooth, "held_accuracy": scores})
+            print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
+            save(work, recipe, step, model, optims, history)
+        if out_of_time:
+            break
+    if step == steps and out is not None:
+        export(model, tokenizer, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
+
+
+def save(work: Path, recipe: Recipe, step: int, model: Any, optims: list[torch.optim.Optimizer], history: list[Any]) -> None:
+    new, latest, old = work / "new", work / "latest", work / "old"
+    for path in (new, old):
+        _remove(path)
+    new.mkdir(parents=True)
+    save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, new / "model.safetensors")
+    for i, optim in enumerate(optims):
+        state = optim.state_dict()["state"]
+        save_file(
+            {f"{k}.{n}": t.contiguous() for k, s in state.items() for n, t in s.items() if t is not None},
+            new / f"optim{i}.safetensors",
+        )
+    (new / "meta.json").write_text(json.dumps({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}))
+    if latest.exists():
+        os.rename(latest, old)
+    os.rename(new, latest)
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def export(model: Any, tokenizer: Any, base: Path, out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> None:
+    """The model in bfloat16 with its tokenizer, training.json, the learning curve and a card."""
+    model.to(torch.bfloat16).save_pretrained(out)
+    for path in base.glob("tokenizer*.json"):
+        (out / path.name).write_bytes(path.read_bytes())
+    told = {"recipe": dataclasses.asdict(recipe), "rows": rows, "history": history, "torch": torch.__version__}
+    (out / "training.json").write_text(json.dumps(told, indent=1) + "\n")
+    curve(history, out / "learning_curve.png", out.name)
+    (out / "README.md").write_text(card(out, recipe, history, rows))
+
+
+def curve(history: list[Any], path: Path, title: str) -> None:
+    """Accuracy on the kept rows over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, plot = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for name in history[-1]["held_accuracy"]:
+        plot.plot([h["step"] for h in history], [h["held_accuracy"][name] for h in history], marker=".", label=name)
+    plot.set(xlabel="step", ylabel="accuracy on rows kept out of training", title=title)
+    plot.legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+LICENCES = {
+    "sst2": "SST-2 (GLUE): for research",
+    "cola": "CoLA: sentences published in linguistics, fair use",
+    "rte": "RTE (GLUE): for research",
+    "qnli": "QNLI, from SQuAD: CC BY-SA 4.0",
+}
+
+
+def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> str:
+    """README.md of the finished model."""
+    tasks = [
+        f"| {name} | {rows[name]:,} | {recipe.epochs[name]:g} | {history[-1]['held_accuracy'][name]:.1%} | {LICENCES.get(name, 'its own')} |"
+        for name in recipe.epochs
+    ]
+    size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
+    falls = (
+        "; ".join(f"from step {first} straight to 0 at step {last}" for first, last in recipe.falls) or "straight to 0 at the end"
+    )
+    options = f"--falls {' '.join(f'{first}-{last}' for first, last in recipe.falls)} " if recipe.falls else ""
+    command = f"python scripts/finetune.py {recipe.base} --tasks {' '.join(f'{k}={v:g}' for k, v in recipe.epochs.items())} {options}--work W --out O"
+    lines = [
+        f"# {out.name}", "",
+        f"{recipe.base}, all weights fine-tuned on label words of several tasks at once, stored in bfloat16 ({size_mb:.1f} MB): the answer is the "
+        "likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.", "",
+        "| task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |", "|---|--:|--:|--:|---|", *tasks, "",
+        f"The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split: SST-2's are phrases of the sentences that it was trained on, "
+        "so that the validation sentences are harder. Scores on the validation sets are in Table 4. What stays near its most "
+        "frequent answer was not learned by a model of this size.", "",
+        "![learning curve](learning_curve.png)", "",
+        f"Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of "
+        f"{recipe.warmup_steps} steps, then falling; {falls}; {history[-1]['step']} steps in all, which is less than the plan's epochs where the learning rate "
+        f"was let fall early. Cross-entropy of the label word, and {recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks "
+        f"(in training only). bfloat16 autocast, seed {recipe.seed}, one thread of a CPU.", "",
+        f"Again: `{command}` (needs the rows below `--data-root`).", "",
+        f"The base model, its data and its limits: ../{recipe.base}/README.md.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("base")
+    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK=EPOCHS")
+    parser.add_argument(
+        "--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
+    )
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0"
+    )
+    parser.add_argument("--minutes", type=float, default=1e9)
+    for f in dataclasses.fields(Recipe):
+        if f.name not in ("base", "epochs", "falls"):
+            parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    epochs = {name: float(n) for name, n in (t.split("=") for t in args.tasks)}
+    falls = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
+    recipe = Recipe(
+        base=args.base,
+        epochs=epochs,
+        **{f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")},
+        falls=falls,
+    )
+    torch.manual_seed(recipe.seed)
+    train(recipe, args.data_root, args.work, args.out, args.minutes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Labelled examples: the rows of every task at hand, and one line for whatever does not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from quicksilver.data.spec import DatasetConfig, SplitConfig, TaskConfig
+from quicksilver.data.tasks import read_task, text_of
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import Workplace
+from quicksilver.runtime.errors import ConfigError
+
+LABELS = {" bad": ["0", "negative"], " good": ["1", "positive"]}
+OFFICIAL = {"sst2": 872, "cola": 1043, "rte": 277, "boolq": 3270, "cb": 56, "copa": 100, "wic": 638, "wsc": 104, "multirc": 4848}
+FROM_HUB = ("mnli", "mrpc", "qqp", "stsb")
+
+
+def task(folder: Path, rows: list[str], header: str = "sentence\tlabel", **more) -> DatasetConfig:
+    (folder / "rows.tsv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    split = SplitConfig(files=["rows.tsv"])
+    options = {"template": "{sentence} It was", "labels": LABELS, "train": split, "validation": split} | more
+    return DatasetConfig(name="mine", reader="task", task=TaskConfig(**options))
+
+
+def test_a_row_becomes_a_prompt_and_a_choice(tmp_path):
+    config = task(tmp_path, ['"quoted" film \t1', "dull\tnegative"])
+    first, second = read_task(config, root=tmp_path).examples
+    assert (first.prompt, first.choices, first.gold, first.row) == ('"quoted" film It was', (" bad", " good"), 1, 0)
+    assert (second.prompt, second.gold) == ("dull It was", 0)
+    assert text_of([first, second]) == '"quoted" film It was good\n\ndull It was bad'
+
+
+def test_choices_come_from_the_row_and_fields_may_be_renamed(tmp_path):
+    row = {
+        "premise": "It rained.",
+        "question": "effect",
+        "a": "I got wet.",
+        "b": "I sang.",
+        "label": 0,
+        "target": {"word": "rain"},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config = task(
+        tmp_path, [], template="{word}: {premise} {question}", labels={}, choices=["a", "b"], rename={"question": {"effect": "So"}},
+        validation=SplitConfig(files=["rows.jsonl"]),
+    )  # fmt: skip
+    (one,) = read_task(config, root=tmp_path).examples
+    assert (one.prompt, one.choices, one.gold) == ("rain: It rained. So", (" I got wet.", " I sang."), 0)
+
+
+def test_shots_are_balanced_and_stand_before_every_prompt(tmp_path):
+    config = task(tmp_path, ["a\t1", "b\t1", "c\t0"], shots=2)
+    found = read_task(config, root=tmp_path).examples
+    assert [one.prompt for one in found] == [f"a It was good\n\nc It was bad\n\n{letter} It was" for letter in "abc"]
+    assert len(read_task(task(tmp_path, ["a\t1"] * 10, examples=4), root=tmp_path).examples) == 4
+    with pytest.raises(ConfigError, match=r"task\.shots=2: the training rows have 1 that are balanced"):
+        read_task(task(tmp_path, ["a\t1", "b\t1"], shots=2), root=tmp_path)
+
+
+MISTAKES = {
+    "label outside": (["fine\tmaybe"], {}, r"row 0: the label 'maybe' is none of dataset\.task\.labels \(0, negative, 1, positive\)"),
+    "no labels": (["fine\t-1"], {}, r"this split has no labels"),
+    "no column": (["fine\t1"], {"label": "gold"}, r"row 0 has no 'gold', only label, sentence"),
+    "no field": (["fine\t1"], {"template": "{text} It was"}, r"names \{text\}, and row 0 has label, sentence"),
+    "empty": (["good\t1", " \t1"], {}, r"row 1 is empty"),
+    "no row": (["fine\t1"], {"validation": SplitConfig(files=["rows.tsv"], first_row=5)}, r"has no row from 5 on"),
+    "no template": (["fine\t1"], {"template": " "}, r"dataset\.task\.template is empty"),
+    "broken template": (["fine\t1"], {"template": "{sentence"}, r"is no template"),
+    "metric": (["fine\t1"], {"metrics": ["rouge"]}, r"there is no 'rouge'; there are accuracy, matthews"),
+    "one label": (["fine\t1"], {"labels": {" good": ["1"]}}, r"give labels \(two or more words"),
+    "no number": (["fine\tfine"], {"metrics": ["pearson_spearman"]}, r"the label 'fine' is no number"),
+    "rows": (["fine\t1"], {"train": SplitConfig(first_row=3, end_row=3)}, r"rows 3 to 3 are none"),
+    "no file": (["fine\t1"], {"validation": SplitConfig(files=["other.tsv"])}, r"there is no file .*other\.tsv for dataset\.task\.validation"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_does_not_fit_is_said_in_one_line(tmp_path, mistake):
+    rows, changes, says = MISTAKES[mistake]
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_task(task(tmp_path, rows, **changes), root=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_line_of_json_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"sentence": "a", "label": 1}\n[1]\n')
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a json list is no row"):
+        read_task(task(tmp_path, [], validation=SplitConfig(files=["rows.jsonl"])), root=tmp_path)
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_official_rows_are_scored_and_never_fitted_on(name, data_root):
+    config = compose([f"dataset={name}", "measure=task"]).dataset
+    scored, fitted = read_task(config, root=data_root), read_task(config, "calibration", root=data_root)
+    assert len(scored.examples) == OFFICIAL[name]
+    assert len({one.gold for one in scored.examples}) == len(scored.task.labels or scored.task.choices)
+    assert name != "sst2" or len(fitted.examples) == 67_349
+    both = {(one.prompt, one.choices) for one in scored.examples} & {(one.prompt, one.choices) for one in fitted.examples}
+    assert len(both) <= (18 if name == "cola" else 0)  # CoLA's own splits share textbook sentences
+
+
+def test_qnli_is_divided(data_root):
+    qnli = compose(["dataset=qnli", "measure=task"]).dataset
+    parts = [{one.row for one in read_task(qnli, part, root=data_root).examples} for part in ("test", "calibration")]
+    assert not parts[0] & parts[1]
+    assert sorted(parts[0] | parts[1]) == list(range(5463))
+
+
+@pytest.mark.parametrize("name", FROM_HUB)
+def test_what_is_not_at_hand_says_so(name, data_root, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=f"dataset={name}: .*unavailable offline"):
+        read_task(compose([f"dataset={name}", "measure=task"]).dataset, root=data_root)
+
+
+def test_rows_of_the_hub_are_kept(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return [{"question1": "a?", "question2": "b?", "label": 1}] * 3
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("quicksilver.data.tasks.require_hub", lambda *args: None)
+    config = compose(["dataset=qqp", "measure=task"]).dataset
+    for _ in range(2):
+        found = read_task(config, cache=tmp_path)
+        assert found.examples[0].prompt == "a?\nb?\nThe same:"
+        assert found.source == "hub:nyu-mll/glue/qqp@main:validation"
+    assert asked == [(("nyu-mll/glue", "qqp"), {"split": "validation", "revision": None})]
+
+
+def test_labels_are_part_of_the_identity_and_places_are_not(data_root):
+    words = ["dataset=rte", "measure=task", f"data.root={data_root}"]
+    place = Workplace()
+    whole = place.fingerprint(compose(words))
+    assert place.fingerprint(compose([*words, "dataset.task.examples=5"])) != whole
+    assert place.fingerprint(compose([*words, "dataset.task.train.end_row=9"])) == whole
+    assert place.fingerprint(compose([*words, "dataset.task.template='{sentence1} {sentence2}'"])) != whole
+
+
+def test_a_text_s_identity_knows_nothing_of_tasks():
+    assert "task" not in compose([]).identity()["dataset"]
+    with pytest.raises(ConfigError, match=r"the reader `task` goes with dataset\.task"):
+        compose(["dataset=sst2", "dataset.reader=text"])

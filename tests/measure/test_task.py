@@ -1,0 +1,136 @@
+"""A task under modules: choices by log-likelihood, equal to the plain model's; what each cost, and how deep its last token went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from harness_world import make_world
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import ensure
+from quicksilver.measure.task import EXAMPLES, TaskResult, batches, encode
+from quicksilver.runtime.errors import ConfigError
+
+ROWS = [{"text": "abc " * (2 + i % 5), "label": i % 2, "a": " left", "b": "rig"} for i in range(24)]
+
+
+YAML = """name: mine
+reader: task
+windows: 8
+calibration_windows: 4
+task:
+  template: "{{text}}"
+  {choices}
+  train: {{files: [{rows}]}}
+  validation: {{files: [{rows}]}}
+"""
+WORDS, FIELDS = "labels: {x: ['0'], y: ['1']}", "choices: [a, b]"
+
+
+def words_of(tmp_path: Path, choices: str) -> list[str]:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    group = tmp_path / "mine" / "dataset"
+    group.mkdir(parents=True)
+    (group / "mine.yaml").write_text(YAML.format(choices=choices, rows=tmp_path / "rows.jsonl"))
+    words = [word for word in make_world(tmp_path / "world", window=64, prompt=24) if not word.startswith(("dataset", "measure"))]
+    return [
+        *words, f"hydra.searchpath=[file://{tmp_path / 'mine'}]", "dataset=mine", "measure=task", "protocol=continuation",
+        "protocol.window_tokens=32", "protocol.prompt_tokens=24", "measure.task.batch_size=3", f"results_dir={tmp_path / 'results'}",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> list[str]:
+    return words_of(tmp_path, WORDS)
+
+
+def examples(record) -> pd.DataFrame:
+    return pd.read_parquet(record.path / EXAMPLES)
+
+
+def plain_likelihoods(record, prompt: str, choice: str) -> float:
+    """Of the plain model, prompt and choice in one pass."""
+    folder = record.model.source.removeprefix("folder:")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, choice))
+    ids = torch.tensor([before + after])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].log_softmax(-1)
+    return float(logits.gather(1, ids[0, 1:, None])[len(before) - 1 :].sum())
+
+
+def test_dense_choices_are_the_plain_model_s(world):
+    (record,) = ensure([compose([*world, "modules=[]"])])
+    found, frame = record.measured("task", TaskResult), examples(record)
+    assert list(frame["gold"]) == [row["label"] for row in ROWS]
+    for i in (0, 3, 17):
+        expected = [plain_likelihoods(record, ROWS[i]["text"].strip(), word) for word in "xy"]
+        assert frame["log_likelihoods"][i].tolist() == pytest.approx(expected, abs=1e-4)
+        assert frame["prediction"][i] == expected.index(max(expected))
+    assert found.score == pytest.approx((frame["prediction"] == frame["gold"]).mean())
+    assert (found.examples, found.majority, found.metric, found.truncated) == (24, 0.5, "accuracy", 0)
+    assert set(frame["deciding_depth"]) == {record.model.layers}
+    assert found.executed_flops == pytest.approx(frame["executed_flops"].sum())
+    assert found.signal_flops == 0
+
+
+def test_choices_of_several_tokens_follow_from_the_prompt_s_cache(tmp_path):
+    (record,) = ensure([compose([*words_of(tmp_path, FIELDS), "modules=[]"])])
+    frame = examples(record)
+    for i in (1, 8):
+        expected = [plain_likelihoods(record, ROWS[i]["text"].strip(), f" {ROWS[i][name].strip()}") for name in "ab"]
+        assert frame["log_likelihoods"][i].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_modules_save_work_and_the_execution_does_not_matter(world):
+    words = [*world, "modules=[halting_attention]"]
+    compact, masked = ensure([compose(words), compose([*words, "execution=masked"])])
+    dense = ensure([compose([*world, "modules=[]"])])[0].measured("task", TaskResult)
+    found = compact.measured("task", TaskResult)
+    assert found.executed_flops < 0.9 * dense.executed_flops
+    pairs = zip(examples(compact)["log_likelihoods"], examples(masked)["log_likelihoods"], strict=True)
+    assert all(a == pytest.approx(b, abs=1e-4) for a, b in pairs)
+    assert any(
+        a.tolist() != b.tolist() for a, b in zip(examples(compact)["log_likelihoods"], examples_of_dense(world), strict=True)
+    )  # halting is felt
+
+
+def examples_of_dense(world):
+    return examples(ensure([compose([*world, "modules=[]"])])[0])["log_likelihoods"]
+
+
+def test_the_depth_of_the_last_token_is_told(world):
+    (record,) = ensure([compose([*world, "modules=[static_depth]", "modules.static_depth.depth=0.5"])])
+    depths = examples(record)["deciding_depth"]
+    assert depths.max() < record.model.layers
+    assert record.measured("task", TaskResult).deciding_depth == pytest.approx(depths.mean())
+
+
+def test_batches_are_equally_long_and_hold_every_example_once(world):
+    (record,) = ensure([compose([*world, "modules=[]"])])
+    tokenizer = AutoTokenizer.from_pretrained(record.model.source.removeprefix("folder:"))
+    from quicksilver.data.tasks import Example
+
+    given = [Example("a" * (1 + i % 4), ("x", "y" if i % 3 else "yy"), 0, i) for i in range(20)]
+    made = list(batches(encode(given, tokenizer, 32), 3))
+    assert sorted(one.number for batch in made for one in batch) == list(range(20))
+    assert all(len({len(one.prompt) for one in batch}) == 1 and len(batch) <= 3 for batch in made)
+    assert all(len(batch) == 1 for batch in made if not all(one.is_one_word for one in batch))
+    cut = encode([Example("a" * 40 + "b", ("x", "yy"), 0, 0)], tokenizer, 16)[0]
+    assert (cut.truncated, len(cut.prompt)) == (True, 15)
+    assert tokenizer.decode(list(cut.prompt)).endswith("ab")
+    with pytest.raises(ConfigError, match=r"row 0: .*do not differ"):
+        encode([Example("a", ("x", "x"), 0, 0)], tokenizer, 16)
+    with pytest.raises(ConfigError, match=r"row 0: its choices have 20 tokens and the context 16"):
+        encode([Example("a", ("x" * 20, "y"), 0, 0)], tokenizer, 16)
+
+
+def test_a_text_without_labels_is_refused(tmp_path):
+    words = [word for word in make_world(tmp_path / "world") if not word.startswith("measure")]
+    with pytest.raises(ConfigError, match=r"measure=task needs labelled examples"):
+        ensure([compose([*words, "measure=task", f"results_dir={tmp_path / 'results'}"])])

@@ -88,9 +88,22 @@ class WordClassesResult(Result):
         rates = ", ".join(f"{100 * one.halted.value:.0f}% {one.name}" for one in self.classes if one.reading == "ours")
         return f"halted by layer {self.layer}: {rates}"
 
+    def has(self, name: str, reading: str = "ours") -> bool:
+        """Whether any word of the text is of that class."""
+        return any((one.name, one.reading) == (name, reading) for one in self.classes)
+
     def of(self, name: str, reading: str = "ours") -> ClassHalting:
-        """The class of that name."""
-        return next(one for one in self.classes if (one.name, one.reading) == (name, reading))
+        """The class of that name.
+
+        Raises:
+            ConfigError: no word of the text is of that class.
+        """
+        for one in self.classes:
+            if (one.name, one.reading) == (name, reading):
+                return one
+        raise ConfigError(
+            f"no word of the text is of the class {name!r}: there are {', '.join(one.name for one in self.classes)}."
+        )
 
 
 @dataclass

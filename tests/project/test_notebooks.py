@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -23,8 +25,8 @@ def outputs(notebook) -> list[str]:
     return texts
 
 
-def test_there_are_three():
-    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3"]
+def test_there_are_four():
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -41,6 +43,8 @@ def test_what_is_committed_is_clean_and_has_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_and_says_what_is_committed(path):
     """Numbers may differ in their last digits between machines; what is printed around them may not."""
+    if path.stem == "4_what_halts" and not (Path(os.environ.get("QUICKSILVER_DATA", "/nowhere")) / "gum").is_dir():
+        pytest.skip("needs the treebank GUM below QUICKSILVER_DATA")
     made = run_notebooks.run(path)
 
     def words(notebook):

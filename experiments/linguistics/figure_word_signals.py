@@ -1,0 +1,176 @@
+"""Signals of the dense model by word class: entropy over depth (E.4), attention to halted tokens (C.1), and what explains drift."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from quicksilver.measure.word_classes import WORDS
+from quicksilver.measure.word_signals import SIGNALS_OF_WORDS, Means, WordSignalsResult
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.runtime.errors import ConfigError
+
+from . import runs
+
+Z = 1.96
+DRAWN = ("determiner", "preposition", "conjunction", "pronoun", "auxiliary", "content")
+TERMS = {"position": "position", "log frequency": "+ log frequency", "word start": "+ word start", "class": "+ class"}
+
+
+def rows() -> list[Row]:
+    """The paper's rule, whose halted tokens are followed; the signals are those of the dense model."""
+    return runs.halting(runs.MAIN)
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Three pictures."""
+    (outcome,) = outcomes
+    if outcome.record is None:
+        raise ConfigError(f"the run has no record ({outcome.reason}), and there is nothing to draw without it")
+    found = outcome.record.measured("word_signals", WordSignalsResult)
+    layers = np.arange(1, len(found.drift_explained["class"]) + 1)
+    parts = []
+    with style():
+        drawing, axes = panels(1, 3, size=(10.5, 3.5))
+        entropy, attention, drift = axes[0]
+        for place, kind in enumerate(kind for kind in DRAWN if kind in found.entropy_nats):
+            one = found.entropy_nats[kind]
+            mean, error = np.array(one.mean), Z * np.array(one.error)
+            entropy.plot(
+                layers, mean, color=PALETTE[place], linestyle=DASHES[place], marker=MARKERS[place], markersize=2.5, label=kind
+            )
+            entropy.fill_between(layers, mean - error, mean + error, color=PALETTE[place], alpha=0.2, linewidth=0)
+            parts.append(pd.DataFrame({"what": "entropy_nats", "of": kind, "layer": layers, "value": mean, "low": mean - error, "high": mean + error}))  # fmt: skip
+        entropy.set(title="Entropy of the logit lens", xlabel="layer", ylabel="nats")
+        entropy.set_ylim(bottom=0)
+        entropy.legend(fontsize=6, ncols=2)
+        halted = found.attention
+        if halted is not None:
+            for place, (got, label) in enumerate(
+                ((halted.mass_share, "share of all attention"), (halted.against_position, "÷ what others get at the same place"))
+            ):
+                attention.plot(
+                    layers,
+                    got,
+                    color=PALETTE[place],
+                    linestyle=DASHES[place],
+                    marker=MARKERS[place],
+                    markersize=2.5,
+                    label=label,
+                )
+                parts.append(
+                    pd.DataFrame({"what": f"attention of halted, {label}", "of": "halted", "layer": layers, "value": got})
+                )
+            attention.axhline(1, color="black", linewidth=0.7, linestyle="-", marker="")
+            attention.axhline(
+                halted.token_share, color=PALETTE[0], linewidth=0.7, linestyle=":", marker="", label="their share of the tokens"
+            )
+            attention.axvline(halted.layer, color="#8a8a8a", linewidth=0.7, linestyle="--", marker="")
+            attention.set_ylim(bottom=0)
+            attention.legend(fontsize=6, loc="lower right")
+        attention.set(title=f"Attention to tokens halted by layer {halted.layer if halted else '-'}", xlabel="layer")
+        below = np.zeros(len(layers))
+        for place, (term, label) in enumerate(TERMS.items()):
+            height = np.array(found.drift_explained[term])
+            drift.bar(layers, height - below, bottom=below, color=PALETTE[(0, 3, 6, 1)[place]], width=0.8, label=label)
+            parts.append(pd.DataFrame({"what": "drift_explained", "of": label, "layer": layers, "value": height}))
+            below = height
+        drift.set(title="Variance of log relative drift explained", xlabel="layer", ylabel="R²", ylim=(0, 1.25))
+        drift.legend(fontsize=6, ncols=2, loc="upper center")
+    return Figure(
+        name,
+        "Signals of the dense model by word class",
+        pd.concat(parts, ignore_index=True),
+        drawing,
+        (*_said(found), *provenance.notes(outcomes)),
+    )
+
+
+def _said(found: WordSignalsResult) -> tuple[str, ...]:
+    function, content = found.entropy_nats["function"], found.entropy_nats["content"]
+    explained = found.drift_explained
+    added = np.array(explained["class"]) - np.array(explained["word start"])
+    strongest = int(np.argmax(explained["position"]))
+    lines = [
+        f"Bands: 95% intervals clustered by sentence; {found.counted.tokens} tokens of {found.counted.sentences} sentences. Entropy from half of "
+        f"the depth to the last layer that is looked at: function words {_change(function)}, content words {_change(content)}; the paper says that it collapses for function words.",
+        f"Drift: position alone explains up to {explained['position'][strongest]:.2f} (layer {strongest + 1}); class adds {added.min():.3f} to {added.max():.3f}.",
+    ]
+    if found.attention is not None:
+        half, last = found.attention.layer - 1, -1
+        ratio = found.attention.against_position
+        lines.append(
+            f"Attention to halted tokens over that of others at the same place: {ratio[half]:.2f} in layer {half + 1}, {ratio[last]:.2f} in the last that "
+            "is looked at; the paper says that it decays."
+        )
+    return tuple(lines)
+
+
+def _change(one: Means) -> str:
+    change = _deepened(one)
+    return f"{one.mean[_half(one)]:.2f} → {one.mean[-1]:.2f} nats ({change.value:+.2f} [{change.low:+.2f} {change.high:+.2f}])"
+
+
+def _half(one: Means) -> int:
+    return len(one.mean) // 2
+
+
+def _deepened(one: Means) -> Estimate:
+    """Mean entropy in the last layer that is looked at, less that at half of the depth. As if the two were of different sentences, which is
+    wider than they are."""
+    change, error = one.mean[-1] - one.mean[_half(one)], float(np.hypot(one.error[-1], one.error[_half(one)]))
+    return Estimate(change, change - Z * error, change + Z * error)
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------------------
+
+
+def _collapse(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    record = outcomes[runs.MAIN].record
+    return None if record is None else _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats["function"])
+
+
+def _decay(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    """What halted tokens get over what others get at the same place: mean of the layers after they halted, over that of the layer by which they
+    had; bootstrap over windows."""
+    from safetensors.numpy import load_file
+
+    from quicksilver.harness.stats import bootstrap
+
+    record = outcomes[runs.MAIN].record
+    found = record.measured("word_signals", WordSignalsResult).attention if record is not None else None
+    if record is None or found is None:
+        return None
+    received = load_file(record.path / SIGNALS_OF_WORDS)["attention_received"].astype(float)
+    tokens = pd.read_parquet(record.path / WORDS)
+    tokens = tokens[(tokens["halt_layer"] <= found.layer) & (tokens["window"] < received.shape[1])]
+    at_place = received.mean(1)
+    half = found.layer - 1
+    window, slot = tokens["window"].to_numpy(), tokens["slot"].to_numpy()
+    sums = [
+        np.bincount(window, weights=values, minlength=received.shape[1])
+        for values in (
+            received[half + 1 :, window, slot].mean(0), at_place[half + 1 :, slot].mean(0), received[half, window, slot], at_place[half, slot],
+        )
+    ]  # fmt: skip
+    value = bootstrap(lambda a, b, c, d: (a.sum(-1) / b.sum(-1)) / (c.sum(-1) / d.sum(-1)), *sums)
+    return Estimate(*map(float, value))
+
+
+ANSWERS = {
+    "e4.collapse.entropy_change_nats": AnsweredBy(
+        runs.HALTING, runs.MAIN, of=_collapse, note="function words, logit lens of the dense model, last layer that is looked at"
+    ),
+    "c1.decay.attention_kept_ratio": AnsweredBy(
+        runs.HALTING,
+        runs.MAIN,
+        of=_decay,
+        note="over what others get at the same place, in the dense model: layers after half of the depth",
+    ),
+}

@@ -1,0 +1,53 @@
+"""The runs behind tables and figures on gold annotation: four ways to halt, and fusion at the paper's three depths.
+
+Percentiles are chosen so that about as many tokens have halted at half of the depth as in the paper's table (37.8%, by its counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quicksilver.report.artefacts import Outcome, Row
+
+TREEBANK = ("dataset=gum",)  # unless a person names another
+PAPER_DEPTHS = {12: 0.4, 15: 0.5, 20: 2 / 3}  # layer of the paper's 30 -> fraction of the depth
+HALTING, FUSION = "halting", "fusion"
+MAIN = "drift_entropy"  # the paper's rule, with thresholds of this model
+
+_HALTING: dict[str, tuple[str, tuple[str, ...]]] = {
+    MAIN: (
+        "Drift and entropy, calibrated",
+        ("protocol=all", "modules=[halting]", "modules.halting.tau_drift=p42", "modules.halting.tau_entropy=p42",
+         "measure.word_signals.enabled=true"),
+    ),
+    "drift": ("Drift alone, calibrated", ("protocol=all", "modules=[halting]", "modules.halting.tau_drift=p10", "modules.halting.tau_entropy=null")),
+    "attention": ("Least attended (ours)", ("protocol=continuation", "modules=[halting_attention]")),
+    "paper_b2": ("The paper's constants (B.2)", ("protocol=all", "modules=[halting_paper_b2]")),
+}  # fmt: skip
+
+
+def halting(*keys: str) -> list[Row]:
+    """Those of the ways to halt, or all of them."""
+    return [
+        Row(HALTING, "", key, technique, (*overrides, "measure=words"), defaults=TREEBANK)
+        for key, (technique, overrides) in _HALTING.items()
+        if not keys or key in keys
+    ]
+
+
+def fusion() -> list[Row]:
+    """The closest 15% of neighbours (D.3), fused at each of the paper's depths."""
+    return [
+        Row(
+            FUSION, "", f"layer{layer}", f"Fused at {fraction:.0%} of the depth",
+            ("protocol=continuation", "modules=[token_fusion]", f"modules.token_fusion.start={fraction:.3f}", "measure=words",
+             "measure.constituents.enabled=true", "measure.word_classes.enabled=false"),
+            defaults=TREEBANK,
+        )
+        for layer, fraction in PAPER_DEPTHS.items()
+    ]  # fmt: skip
+
+
+def measured(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that have a record."""
+    return [outcome for outcome in outcomes if outcome.record is not None]

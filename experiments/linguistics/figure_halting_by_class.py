@@ -68,7 +68,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             axis.set_xlabel("layer")
         for axis in axes[:, 0]:
             axis.set_ylabel("halted, %")
-        drawing.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=4, fontsize=7)
+        axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", fontsize=6.5)  # content words leave the room
     said = (
         f"{outcome.row.technique}. Bands: where 95% of deals of the same decisions to chance lie; bar: 95% interval at layer {found.layer}, "
         "clustered by sentence; star: the paper. Halted tokens take part again in the last layers, which is not drawn.",

@@ -31,7 +31,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         raise ConfigError("no run has a record, and there is nothing to draw without one")
     found = result(there[0].record)
     layers = np.array([one.layer for one in found.closest if one.precision])
-    depth = there[0].record["model"]["layers"]
+    depth = there[0].record.model.layers
     frames = []
     with style():
         drawing, axes = panels(1, 3, size=(10, 3.4), sharey=True)

@@ -100,7 +100,7 @@ def _rows(outcome: Outcome, definition: str) -> Iterator[dict[str, Any]]:
     claim = reported()[f"table9.{outcome.row.key}"].values
     row: dict[str, Any] = {
         "panel": "precision", "section": DEFINITIONS[definition], "key": f"{outcome.row.key}.{definition}",
-        "technique": f"{outcome.row.technique} (layer {one.layer} of {outcome.record['model']['layers']})", "layer": one.layer,
+        "technique": f"{outcome.row.technique} (layer {one.layer} of {outcome.record.model.layers})", "layer": one.layer,
         "reported_pct": claim["precision_pct"], "reported_random_pct": claim["random_precision_pct"], "pairs": one.pairs,
         "eligible": one.eligible, "within_word_pct": 100 * one.within_word / one.pairs,
         "elsewhere_pct": 100 * (one.across_sentences + one.no_word) / one.pairs, "record": outcome.record.fingerprint,

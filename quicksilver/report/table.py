@@ -183,7 +183,7 @@ def _widths(columns: Sequence[Column], sections: list[tuple[str, list[list[Lines
     def texts(i: int) -> Iterator[str]:
         return (text for _, rows in sections for row in rows for text in row[i])
 
-    widths = [max(len(column.header), *map(len, texts(i))) for i, column in enumerate(columns)]
+    widths = [max([len(column.header), *map(len, texts(i))]) for i, column in enumerate(columns)]
     # A heading over several columns must fit over them: what it needs more goes to the first.
     for group, run in groupby(range(len(columns)), key=lambda i: columns[i].group):
         members = list(run)

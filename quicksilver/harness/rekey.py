@@ -115,7 +115,7 @@ def _with_new_identity(data: Mapping[str, Any], records: Mapping[str, Mapping[st
         identity = Identity(config.identity(), of["digests"], of["sources"], of["numerics_version"])
         dense = None
         if config.modules:
-            digests = {name: of["digests"][name] for name in ("text", "weights")}
+            digests = {name: of["digests"][name] for name in ("text", "annotation", "weights") if name in of["digests"]}
             dense = Identity(config.dense().identity(), digests, {}, of["numerics_version"]).fingerprint
     except (KeyError, TypeError, AttributeError) as error:
         raise _Left(f"{RECORD} is not what this version reads: {error}") from error

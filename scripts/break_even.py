@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not frame["status"].eq("measured").any():
         raise ConfigError(f"nothing was measured: every cell takes longer than --cell-seconds {options.cell_seconds:g}.")
     around = environment(options.device)
-    written = draw(frame, around, options).write(options.output)
+    written = draw(frame, around, options).write(options.output, svg=True)
     table = Table(title=f"Halting rate from which time is saved ({around['machine']}, {around['threads']} threads)")
     for column in ("shape", "phase", "batch", "sequence", "rate"):
         table.add_column(column, justify="left" if column in ("shape", "phase") else "right")

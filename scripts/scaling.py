@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     found += [{"axis": axis} | row for row in measure(sequence, layers, options)]
     frame = pd.DataFrame(found)
     fitted, around = fits(frame), environment(options.device)
-    written = draw(frame, fitted, around, options).write(options.output)
+    written = draw(frame, fitted, around, options).write(options.output, svg=True)
     table = Table(title=f"Time against length and depth ({options.shape}, {around['machine']}, {around['threads']} threads)")
     for column in ("against", "way", "exponent", "R²", "points"):
         table.add_column(column, justify="left" if column in ("against", "way") else "right")

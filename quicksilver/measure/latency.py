@@ -121,7 +121,7 @@ class Alternation(dict[str, LatencySamples]):
         return max(abs(low - 1.0), abs(high - 1.0))
 
     def ratio(self, name: str, to: str) -> Ratio:
-        """Time of `name` over time of `to`, round by round: neighbours in time share the machine's mood."""
+        """Time of `name` over time of `to`, round by round: two neighbours in time are slowed by the same other load."""
         low, middle, high = _quartiles([a / b for a, b in zip(self[name].ms, self[to].ms, strict=True)])
         return Ratio(middle, low, high)
 

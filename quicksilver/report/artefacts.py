@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
+from quicksilver.report.writing import without_folders
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither
@@ -129,7 +130,8 @@ class Artefact:
         """The table or figure called `name`, with the records that it is made of and the claims that it answers."""
         made = self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
         found = (record.fingerprint for one in outcomes for record in (one.record, one.dense) if record is not None)
-        return dataclasses.replace(made, records=tuple(sorted(set(found))), claims=self.claims)
+        title = made.title if self.kind == "table" else made.title + _measured_on(outcomes)
+        return dataclasses.replace(made, title=title, records=tuple(sorted(set(found))), claims=self.claims)
 
     @property
     def claims(self) -> tuple[str, ...]:
@@ -159,6 +161,16 @@ class Artefact:
                 f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver[plots]'."
             ) from error
         return cast(Experiment, module)
+
+
+def _measured_on(outcomes: Sequence[Outcome]) -> str:
+    """` (reference-gpt2, protocol all)`: a table says so below each of its panels, a figure in its title."""
+    records = [one.record for one in outcomes if one.record is not None]
+    if not records:
+        return ""
+    models = dict.fromkeys(str(without_folders(record.model.name)) for record in records)
+    protocols = dict.fromkeys(record.protocol.name for record in records)
+    return f" ({', '.join(models)}; protocol {' and '.join(protocols)})"
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent

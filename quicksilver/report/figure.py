@@ -1,12 +1,13 @@
-"""A figure that is written the same way everywhere: PNG and SVG to look at, CSV with what was drawn, JSON with all that is said.
+"""A figure that is written the same way everywhere: PNG to look at, CSV with what was drawn, JSON with all that is said; SVG on demand.
 
-The picture carries its title and its caption, so that it says what it is wherever it is copied to. The same drawing gives the same
+The picture carries its title and the first lines of its caption, so that it says what it is wherever it is copied to. The same drawing gives the same
 bytes: no dates, no software names, no random ids.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ _CAPTION_SIZE = 6.5  # points
 _CHARACTERS_AN_INCH = 20  # of the caption's font, with a little room to spare
 _DPI = 160
 _COLOURS = 256
+_CAPTION_LINES = 4
+_SENTENCE_ENDS = re.compile(r"(?<=[a-z0-9)%”\]][.!?]) (?=[A-Z])")
+MADE = "How it was made"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Figure:
         title: one line above the picture.
         frame: what is drawn, in pandas; written as CSV.
         drawing: made inside `style()`, see `panels`.
-        caption: sentences below the picture; they say model, data, protocol, execution and records (`report.provenance.notes`).
+        caption: what is shown, then how it was made, with model, data, protocol, execution and records (`report.provenance.notes`). The first
+            sentences stand below the picture, as many as fit into four lines; all others under "How it was made" in text and on pages.
         extras: further files by their suffix, for example `{"gif": …}`.
         records, claims: as of a `Table`.
     """
@@ -62,9 +67,23 @@ class Figure:
     claims: tuple[str, ...] = ()
 
     def text(self, width: int | None = None) -> str:
-        """For a terminal of `width` columns: the title, the caption, and which data were drawn."""
+        """For a terminal of `width` columns: the title, the caption, how it was made, and which data were drawn."""
         data = f"Drawn: {len(self.frame)} rows of {', '.join(map(str, self.frame.columns))}."
-        return "\n".join([self.title, "=" * len(self.title), "", *wrapped((*self.caption, data), width)]) + "\n"
+        shown, made = self.shown()
+        lines = [*wrapped(shown, width), "", MADE, "-" * len(MADE), *wrapped((*made, data), width)]
+        return "\n".join([self.title, "=" * len(self.title), "", *lines]) + "\n"
+
+    def shown(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The caption in two: what stands below the picture, at most four of its lines, and how the figure was made."""
+        characters = int(self.drawing.get_figwidth() * _CHARACTERS_AN_INCH)
+        for place, part in enumerate(self.caption):
+            sentences = _SENTENCE_ENDS.split(part)
+            for count in range(len(sentences)):
+                head = (*self.caption[:place], " ".join(sentences[: count + 1]))
+                if sum(len(textwrap.wrap(one, characters)) for one in head) > _CAPTION_LINES:
+                    below = (*self.caption[:place], *([" ".join(sentences[:count])] if count else []))
+                    return below, (" ".join(sentences[count:]), *self.caption[place + 1 :])
+        return self.caption, ()
 
     def svg(self) -> bytes:
         """The picture with title and caption; text as paths, so that it looks the same without the font, and as metadata, to be read."""
@@ -87,15 +106,17 @@ class Figure:
     def written(self) -> Written:
         """What is written, as data."""
         return Written(
-            "figure", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame), caption=tuple(self.caption),
+            "figure", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame), caption=self.shown()[0],
+            legend=self.shown()[1],
             records=sorted_once((*self.records, *named_records(self.frame))), claims=self.claims,
             pictures=tuple(f"{self.name}.{suffix}" for suffix in ("png", *self.extras)),
         )  # fmt: skip
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write `<name>.png`, `.svg`, `.csv`, `.json` (see `written`) and the extras into `folder`; each file appears whole or not at all."""
+    def write(self, folder: Path, *, svg: bool = False) -> list[Path]:
+        """Write `<name>.png`, `.csv`, `.json` (see `written`), the extras and, if asked, `.svg` into `folder`; each file appears whole or not at
+        all."""
         contents = {
-            "svg": self.svg(),
+            **({"svg": self.svg()} if svg else {}),
             "png": self.png(),
             "csv": self.csv().encode(),
             "json": self.written().json(),
@@ -105,7 +126,7 @@ class Figure:
 
     def _picture(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
         inches = self.drawing.get_figwidth()
-        lines = [line for part in self.caption for line in textwrap.wrap(part, int(inches * _CHARACTERS_AN_INCH))]
+        lines = [line for part in self.shown()[0] for line in textwrap.wrap(part, int(inches * _CHARACTERS_AN_INCH))]
         height = self.drawing.get_figheight()
         # Outside the canvas, where no layout engine moves them; the tight bounding box takes them in.
         texts = [

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quicksilver.harness.answers import Answer, Answers
 from quicksilver.harness.jobs import Job, make_job
 from quicksilver.report.artefacts import Artefact, Outcome, Row
+from quicksilver.report.table import Table
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, t
     ]
 
 
-def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str]) -> Made:
-    """Make the artefact from its records and write it into results/tables or results/figures."""
+def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str], *, svg: bool = False) -> Made:
+    """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
     from quicksilver.harness.store import Store
     from quicksilver.report.committed import committed, distance
 
@@ -77,7 +78,8 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     product = artefact.build(outcomes, name_of(artefact.name, base, overrides))
     folder = Path(base.results_dir) / f"{artefact.kind}s"
     reference = committed(folder / f"{product.name}.csv")
-    return Made(product, distance(product.frame, reference, f"{product.name}.csv"), product.write(folder))
+    written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
+    return Made(product, distance(product.frame, reference, f"{product.name}.csv"), written)
 
 
 def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None, answers: Answers) -> list[Outcome]:

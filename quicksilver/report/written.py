@@ -73,7 +73,7 @@ class Written:
         name: base name of its files.
         panels: of a table, as printed.
         legend: what the columns mean (table).
-        caption: sentences below the picture (figure).
+        caption: sentences below the picture (figure); how it was made stands in `legend`.
         columns, rows: the frame behind it, a value a column: text, number, truth, or None where there is none.
         records: fingerprints of the records that it is made of.
         claims: what the paper reports that is answered here: entries of reported*.yaml, or entry.quantity.

@@ -371,7 +371,7 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
     assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
     said = capsys.readouterr()
     assert set(files(harness)) == {f"table01.{s}" for s in ("md", "csv", "tex", "json")} | {
-        f"figure04.{s}" for s in ("svg", "png", "csv", "json")
+        f"figure04.{s}" for s in ("png", "csv", "json")
     }
     assert "table 9: nothing could be measured" in said.err  # refused under all
     assert "quicksilver reproduce table 9" in said.err
@@ -448,7 +448,10 @@ def test_a_figure_is_made_like_a_table(harness, experiments, capsys):
     assert door.main(["reproduce", "figure", "4", f"results_dir={harness.results}"]) == 0
     said = capsys.readouterr().out
     assert "Drawn: 2 rows of key, ppl." in said
-    assert str(harness.results / "figures" / "figure04.svg") in said
+    assert str(harness.results / "figures" / "figure04.png") in said
+    assert ".svg" not in said
+    assert door.main(["reproduce", "figure", "4", "svg=true", f"results_dir={harness.results}"]) == 0
+    assert str(harness.results / "figures" / "figure04.svg") in capsys.readouterr().out
 
 
 def test_a_name_without_a_table_cannot_be_found():

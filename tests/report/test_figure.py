@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import matplotlib
 import numpy as np
 import pandas as pd
@@ -24,8 +26,10 @@ def figure(caption: tuple[str, ...] = ("Model: m.", "Records: r."), extras: dict
 
 def test_the_same_data_gives_the_same_bytes(tmp_path):
     first, second = (figure(extras={"gif": b"G"}).write(tmp_path / name) for name in "ab")
-    assert [path.name for path in first] == ["figure04.svg", "figure04.png", "figure04.csv", "figure04.json", "figure04.gif"]
+    assert [path.name for path in first] == ["figure04.png", "figure04.csv", "figure04.json", "figure04.gif"]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    (vector, *_) = figure().write(tmp_path / "c", svg=True)  # on demand
+    assert vector.name == "figure04.svg"
     again = figure()
     assert again.png() == again.png()  # writing leaves nothing on the drawing
     assert again.svg() == again.svg()
@@ -41,6 +45,13 @@ def test_no_date_and_no_software_in_the_files():
 def test_title_and_caption_are_in_the_picture():
     plain, long = figure(), figure(caption=("Model: m.", "Records: r.", *("A further sentence of the caption. " * 12,) * 3))
     assert len(long.svg()) > len(plain.svg())
+    # Four lines at most, whole sentences; the rest is said elsewhere, and nothing is lost.
+    shown, made = long.shown()
+    assert len([line for part in shown for line in textwrap.wrap(part, 140)]) <= 4
+    assert shown[:2] == ("Model: m.", "Records: r.")
+    assert "".join((*shown, *made)).count("A further sentence of the caption.") == 36
+    assert plain.shown() == (plain.caption, ())
+    assert (long.written().caption, long.written().legend) == (shown, made)
     with style():
         heights = [image_height(one.png()) for one in (plain, long)]
     assert heights[1] > heights[0]

@@ -5,7 +5,9 @@ quicksilver reproduce figure 8
 quicksilver reproduce all
 
 `quicksilver list` names every table and figure. A run that has its record is not repeated: stopped, the same command goes on.
-Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself.
+Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself, and
+
+  svg=true             write a figure's vector graphics as well
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quicksilver.cli.arguments import check_overrides
+from quicksilver.cli.arguments import check_overrides, split
 from quicksilver.cli.talk import counted, explain, show_fault, watched, width
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import run_missing
@@ -29,6 +32,13 @@ if TYPE_CHECKING:
 KINDS = ("table", "figure")
 
 
+@dataclass
+class Options:
+    """The command's own keys, as its help has them."""
+
+    svg: bool = False
+
+
 def main(words: Sequence[str]) -> int:
     """Remake one artefact, or all; returns the exit code."""
     what, *rest = words or [""]
@@ -40,11 +50,13 @@ def main(words: Sequence[str]) -> int:
         )
     if not rest or "=" in rest[0]:
         raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
-    return reproduce(find(what, rest[0]), check_overrides(rest[1:], f"reproduce {what} {rest[0]}"))
+    options, _ = split([word for word in rest[1:] if word.startswith("svg=")], Options, "reproduce")
+    overrides = check_overrides([word for word in rest[1:] if not word.startswith("svg=")], f"reproduce {what} {rest[0]}")
+    return reproduce(find(what, rest[0]), overrides, svg=options.svg)
 
 
-def reproduce(artefact: Artefact, overrides: Sequence[str]) -> int:
-    """Run what is missing, print and write the artefact; returns the exit code.
+def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False) -> int:
+    """Run what is missing, print and write the artefact, with `svg` a figure's vector graphics too; returns the exit code.
 
     Raises:
         ConfigError: overrides that no run of the artefact could have.
@@ -59,7 +71,7 @@ def reproduce(artefact: Artefact, overrides: Sequence[str]) -> int:
         explain(failed)
         print(f"Nothing could be measured, so there is no {artefact.kind}.", file=sys.stderr)
         return 1
-    made = build(artefact, jobs, base, overrides)
+    made = build(artefact, jobs, base, overrides, svg=svg)
     failed = [job for job in jobs if job.error is not None]
     print(made.product.text(width()))
     print(made.distance)

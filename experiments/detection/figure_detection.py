@@ -30,6 +30,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         for plot, across, ap, said, scale in axes:
             plot.set_title(said.capitalize())
             plot.set_ylabel("average precision")
+            plot.set_ylim(-0.02, 0.5)
             plot.set_xlabel("token-layers computed, %" if across == "tokens" else "executed FLOPs saved, %")
             for place, key in enumerate(CURVES if not found.empty else ()):
                 points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])].sort_values(across)
@@ -42,7 +43,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 (dense,) = found[(found["detector"] == "control")][ap]
                 plot.axhline(dense, color=GREY, linewidth=0.9, label="dense, trained as long")
         if not found.empty:
-            plots[0, 1].legend(loc="upper left")
+            plots[0, 0].legend(loc="lower right")
         plot = plots[1, 1]
         plot.set_title("Training of the gates")
         plot.set_xlabel("step")

@@ -36,9 +36,12 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             )
             shown = plots[0, 0].imshow(grid.to_numpy()[:, ::-1], origin="lower", extent=extent, cmap="Greys")
             plots[0, 0].set_title("Points in a pillar, log")
+            deepest = int(study.facts()["layers"]) - 1
             for plot, (kind, said) in zip(plots[0, 1:], KINDS.items(), strict=True):
                 depth = scene.pivot(index="x", columns="y", values=f"halt_layer_{kind}")
-                shown = plot.imshow(depth.to_numpy()[:, ::-1], origin="lower", extent=extent, cmap=SEQUENTIAL, vmin=0)
+                shown = plot.imshow(
+                    depth.to_numpy()[:, ::-1], origin="lower", extent=extent, cmap=SEQUENTIAL, vmin=0, vmax=deepest
+                )
                 plot.set_title(said)
             drawing.colorbar(shown, ax=plots[0, 1:], label="last layer", shrink=0.8)
             for plot in plots.flat:

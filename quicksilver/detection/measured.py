@@ -69,8 +69,11 @@ def differences(found: dict[Key, list[Evaluation]], n_seeds: int, draws: int = 2
             continue
         pairs = [("dense control", True, control)]
         random = found.get(("random", "random", dial))
-        if detector in (*LEARNED, *RULES) and policy != "random" and random is not None:
+        if policy in ("learned", "norm") and detector in (*LEARNED, *RULES) and random is not None:
             pairs += [("random", True, random), ("random", False, random)]
+        if (detector, policy) == ("box", "learned"):
+            rivals = {"uniform": found["uniform", "learned", dial], "norm": found["norm", "norm", dial]}
+            pairs += [(rival, recycled, theirs) for rival, theirs in rivals.items() for recycled in (True, False)]
         for against, recycled, theirs in pairs:
             gap = ap_difference(ours, theirs, recycled=recycled, draws=draws)
             rows.append(

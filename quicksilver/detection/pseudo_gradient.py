@@ -25,7 +25,7 @@ class Effects:
 
     Attributes:
         kept: (K,) bool, the decision that was taken.
-        true: (K,) L(g = 1) − L(g = 0). finite: (K,) the central difference of the soft mask around the decision.
+        true: (K,) L(g = 1) − L(g = 0). finite: (K,) the one-sided difference of the soft mask at the decision.
         estimated: by name of the derivative, (K,) dL/dg.
     """
 
@@ -36,7 +36,7 @@ class Effects:
 
 
 def effects(
-    model: PreTrainedModel, loss: Loss, layer: int, decisions: torch.Tensor, tokens: Sequence[int], step: float = 1e-2
+    model: PreTrainedModel, loss: Loss, layer: int, decisions: torch.Tensor, tokens: Sequence[int], step: float = 1e-3
 ) -> Effects:
     """The effects of the decisions about `tokens` of the first row, taken after `layer`.
 
@@ -73,7 +73,8 @@ def effects(
 
             here = float(decisions[0, token])
             true.append(at(1.0) - at(0.0))
-            finite.append((at(here + step) - at(here - step)) / (2 * step))
+            inward = step if here < 0.5 else -step  # a mask beyond 0 or 1 would be a negative weight
+            finite.append((at(here + inward) - at(here)) / inward)
     return Effects(decisions[0, list(tokens)].numpy() > 0.5, np.array(true), np.array(finite), estimated)
 
 

@@ -21,7 +21,15 @@ SEARCHED = ("protocol=continuation", "measure=sweep", "dataset.part=calibration"
 TESTED = ("protocol=continuation", "measure=quick", "dataset.windows=128")
 MECHANISMS = {"halting": "Token halting", "kv_skipping": "KV skipping", "fusion": "Token fusion"}
 # Mechanism and budget -> the setting that won on calibration text, frozen before the first test; nothing where no setting saved as much.
-WINNERS: dict[tuple[str, int], str] = {}
+WINNERS: dict[tuple[str, int], str] = {
+    ("halting", 5): "latent entropy, relative drift, p25, drop, resume 0, decided behind 3 layers",
+    ("halting", 15): "latent entropy, relative drift, p40, drop, resume 0, decided behind 3 layers",
+    ("halting", 25): "latent entropy, relative drift, p60, drop, resume 0, decided behind 3 layers",
+    ("kv_skipping", 5): "0.75 of the prompt, from depth 0.4, 16 queries",
+    ("fusion", 5): "l2, 0.15 of the prompt, from depth 0.4, last 16 left alone",
+    ("fusion", 15): "l2, 0.3 of the prompt, from depth 0.4, last 16 left alone",
+    ("fusion", 25): "cosine, 0.3 of the prompt, from depth 0.2, last 16 left alone",
+}
 
 
 def _halting() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -58,11 +66,9 @@ def _kv_skipping() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _fusion() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """2.3, App. D and I: which pairs, how many, from which depth, how much of the prompt's end is left alone."""
+    """2.3, App. D and I: which distance, how many, from which depth, how much of the prompt's end is left alone."""
     at = "modules.token_fusion"
-    for criterion, share, start, protect in product(
-        ("l2", "relative", "cosine", "attention"), (0.15, 0.3, 0.45), (0.2, 0.4), (1, 16)
-    ):
+    for criterion, share, start, protect in product(("l2", "relative", "cosine"), (0.15, 0.3, 0.45), (0.2, 0.4), (1, 16)):
         yield f"{criterion}, {share:g} of the prompt, from depth {start:g}, last {protect} left alone", (
             "modules=[token_fusion]", f"{at}.rule=capacity", f"{at}.tau_fuse=null", f"{at}.criterion={criterion}",
             f"{at}.fused_share={share}", f"{at}.start={start}", f"{at}.protect_last={protect}",

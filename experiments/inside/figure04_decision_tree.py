@@ -20,6 +20,8 @@ from quicksilver.report.provenance import notes
 
 from . import sentences, trace_counts
 
+READS_TRACES = True
+
 PANEL, KEY = "continuation", "cumulative.quantization"
 BRANCHES = {"halted": "halted", "merged": "merged", "full": "computed in full"}
 LOOK = {"halted": ("#e9c46a", HATCHES[1]), "merged": ("#83b692", HATCHES[2]), "full": (PALETTE[0], "")}

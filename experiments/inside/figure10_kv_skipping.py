@@ -15,6 +15,8 @@ from quicksilver.report.figure import PALETTE, Figure, panels, style
 
 from . import kv_entries, sentences, trace_counts
 
+READS_TRACES = True
+
 TEXT = sentences.SENTENCE
 
 

@@ -21,6 +21,8 @@ from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, pa
 
 from . import trace_counts
 
+READS_TRACES = True
+
 PANEL = "continuation"
 HALTING = "isolated.halting"
 KEYS = {

@@ -16,7 +16,7 @@ from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.measure.latency import LatencyResult, Timing
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, find
-from quicksilver.report.cells import NO_VALUE, interval_cell, number, signed, speedup_cell
+from quicksilver.report.cells import NO_VALUE, interval_cell, kl_cell, number, signed, speedup_cell
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.sweeps import front
 from quicksilver.report.table import Column, Lines
@@ -147,6 +147,7 @@ def columns() -> tuple[Column, ...]:
     return (
         Column("", "technique", _technique, align="left"),
         Column("perplexity against dense", "Δppl", _quality),
+        Column("", "KL × 100", kl_cell, expendable=3),
         Column("saved %", "exec, prompt", lambda row: (signed(number(row, "prompt_executed_flops_saved_pct")),)),
         Column("saved %", "KV bytes", lambda row: (signed(number(row, "kv_bytes_saved_pct")),)),
         Column("time", "prompt speedup %", lambda row: speedup_cell(row, "prompt_speedup_pct")),

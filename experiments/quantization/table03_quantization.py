@@ -12,6 +12,8 @@ from quicksilver.report.table import Table
 
 from . import strategies
 
+READS_TRACES = True
+
 rows = strategies.rows
 ANSWERS = strategies.answers()
 

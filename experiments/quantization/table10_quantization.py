@@ -15,6 +15,8 @@ from quicksilver.report.table import Table
 from ..inside import trace_counts
 from . import strategies
 
+READS_TRACES = True
+
 SECTION = "The rule of Appendix O: 0.25 and 0.65 of log V"
 MODULE = "adaptive_quantization_paper_o"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import interval_cell, number, signed
+from quicksilver.report.cells import interval_cell, kl_cell, number, signed
 from quicksilver.report.table import Column, Panel, Table
 
 from . import frontier
@@ -29,6 +29,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("saved %", "exec, prompt", lambda row: (signed(number(row, "prompt_executed_flops_saved_pct")),)),
         Column("saved %", "KV bytes", lambda row: (signed(number(row, "kv_bytes_saved_pct")),), expendable=1),
         Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
+        Column("", "KL × 100", kl_cell, expendable=2),
         Column("", "front", lambda row: ("●" if row["front"] else "",)),
     )
     saved, cost = frontier.paper_bar()
@@ -37,6 +38,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "but the last leave.",
         "saved: executed operations of the prompt, signals included, and resident KV bytes, in percent of dense inference.",
         "Δppl: perplexity of the tokens after the prompt minus dense, with its 95% interval; below it the same in percent.",
+        "KL × 100: of the dense model's next-token distribution to the run's, hundredths of a nat a token, with its 95% interval.",
         "front: ● where no other row saves as much or more for a smaller Δppl. Point estimates are compared, not intervals.",
         f"The paper's bar is {saved:g}% of FLOPs for at most {cost:.1f}% of perplexity (abstract: ≤ 0.2 at 18.2).",
     )

@@ -37,8 +37,8 @@ class Answer:
 class Answers:
     """What is remembered below one results folder."""
 
-    def __init__(self, results_dir: Path | str) -> None:
-        self._store = Store(results_dir)
+    def __init__(self, results_dir: Path | str, *, own: bool = False) -> None:
+        self._store = Store(results_dir, own=own)
         self._stamp = _stamp()
         self._known: dict[str, Any] = {}
         try:

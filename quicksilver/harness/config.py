@@ -86,6 +86,7 @@ class RunConfig:
     seed: int = 0
     threads: Optional[int] = None
     results_dir: str = "results"
+    records: str = "any"
     data: DataRootConfig = field(default_factory=DataRootConfig)
 
     @property
@@ -107,7 +108,7 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """What of the config can change a result: the part that is hashed into the fingerprint.
 
-        Left out: where results and data lie, trackers, the places a model or text comes from (their digests are hashed; that of the
+        Left out: where results and data lie, which records count, trackers, the places a model or text comes from (their digests are hashed; that of the
         scored text differs from part to part), and measurements that are off.
         """
         model, dataset, protocol = (dataclasses.asdict(part) for part in (self.model, self.dataset, self.protocol))
@@ -279,6 +280,7 @@ def check(config: RunConfig) -> None:
     _choice("dataset.part", config.dataset.part, PARTS)
     _choice("protocol.name", config.protocol.name, ("all", "continuation"))
     _choice("execution", config.execution, EXECUTIONS)
+    _choice("records", config.records, ("any", "own"))
     _choice("tracker.name", config.tracker.name, ("none", "wandb"))
     _choice("tracker.mode", config.tracker.mode, ("offline", "online", "disabled"))
     if config.decision_layers is not None and (not config.decision_layers or min(config.decision_layers) < 0):

@@ -353,8 +353,9 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
     """
     import pandas as pd
 
-    runs = Path(results_dir) / "runs"
-    folders = sorted(p for p in runs.iterdir() if p.is_dir() and not p.name.startswith(".")) if runs.is_dir() else []
+    places = [place for place in (Path(results_dir) / "runs", Path(results_dir) / "records") if place.is_dir()]
+    found = {p.name: p for place in places for p in place.iterdir() if p.is_dir() and not p.name.startswith(".")}
+    folders = [found[name] for name in sorted(found)]
     rows = [
         dict(_flatten({k: v for k, v in load_record(folder).content.items() if k not in ("identity", CHECKSUM)}))
         for folder in folders

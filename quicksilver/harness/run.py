@@ -102,14 +102,19 @@ def plan(configs: Iterable[RunConfig], workplace: Workplace | None = None) -> li
         if config.modules:
             steps.append((config, workplace.fingerprint(config), dense))
         for step, found, needs in steps:
-            done = Store(step.results_dir).get(found) is not None
+            done = store_of(step).get(found) is not None
             planned.setdefault((step.results_dir, found), Planned(step, found, needs, done))
     return list(planned.values())
 
 
+def store_of(config: RunConfig) -> Store:
+    """The records that count for this run."""
+    return Store(config.results_dir, own=config.records == "own")
+
+
 def is_done(config: RunConfig) -> bool:
     """Whether the record of a config is there. Loads no model."""
-    return Store(config.results_dir).get(Workplace().fingerprint(config if config.modules else config.dense())) is not None
+    return store_of(config).get(Workplace().fingerprint(config if config.modules else config.dense())) is not None
 
 
 def ensure(
@@ -136,7 +141,7 @@ def ensure(
         _ensure_one(step, workplace, _Reporter(progress, number, len(missing), step.config.label))
     records = []
     for config in configs:
-        record = Store(config.results_dir).get(workplace.fingerprint(config if config.modules else config.dense()))
+        record = store_of(config).get(workplace.fingerprint(config if config.modules else config.dense()))
         assert record is not None  # planned, hence made
         records.append(record)
     return records
@@ -163,7 +168,7 @@ class _Reporter:
 
 
 def _ensure_one(step: Planned, workplace: Workplace, report: _Reporter) -> Record:
-    store = Store(step.config.results_dir)
+    store = store_of(step.config)
     with store.turn(step.fingerprint, waiting=lambda: report("wait", 0.0)):
         made_meanwhile = store.get(step.fingerprint)
         if made_meanwhile is not None:

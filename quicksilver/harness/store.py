@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from quicksilver.harness.record import CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
+KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
 _OWNER = "owner.lock"
 _NEW = ".new-"
 
@@ -53,14 +54,18 @@ class Draft:
 class Store:
     """The records below one results folder. Safe to use from several processes at once."""
 
-    def __init__(self, results_dir: Path | str):
+    def __init__(self, results_dir: Path | str, *, own: bool = False):
         """
+        Args:
+            own: only what was made on this machine counts; records that came with the repository do not.
+
         Raises:
             ConfigError: something at that place that is no folder.
         """
         self.root = Path(results_dir)
         _check_folder(self.root)
         self.runs = self.root / "runs"
+        self.kept = None if own else self.root / KEPT
 
     def path(self, fingerprint: str) -> Path:
         return self.runs / fingerprint
@@ -71,7 +76,13 @@ class Store:
         Raises:
             ConfigError: something is there that is not a whole record of this schema.
         """
-        return load_record(self.path(fingerprint)) if self.path(fingerprint).exists() else None
+        folder = self.folder(fingerprint)
+        return load_record(folder) if folder.exists() else None
+
+    def folder(self, fingerprint: str) -> Path:
+        """Where that record is, or would be made: one that the repository has comes first, so that its tables stay what they are."""
+        there = self.kept is not None and (self.kept / fingerprint).exists()
+        return self.kept / fingerprint if self.kept is not None and there else self.path(fingerprint)
 
     def dense_of(self, record: Record) -> Record:
         """The dense record a record's differences are against (a dense record is its own).

@@ -139,6 +139,11 @@ class Artefact:
         named = (row.reported for row in self.experiment.rows() if row.reported)
         return tuple(dict.fromkeys((*named, *getattr(self.experiment, "ANSWERS", {}))))
 
+    @property
+    def reads_traces(self) -> bool:
+        """Whether it is made of single decisions (`READS_TRACES = True` in the file), which are kept with its records then."""
+        return bool(getattr(self.experiment, "READS_TRACES", False))
+
     @cached_property
     def title(self) -> str:
         """First line of the file's docstring, without `Table 11:`."""

@@ -46,6 +46,15 @@ def interval_cell(row: Mapping[str, Any], name: str) -> Lines:
     return tuple(lines)
 
 
+def kl_cell(row: Mapping[str, Any]) -> Lines:
+    """`2.55` and below it `[2.31 2.80]`: KL to the dense model in hundredths of a nat a token."""
+    values = [number(row, f"kl_nats{end}") for end in ("", "_low", "_high")]
+    if values[0] is None:
+        return (NO_VALUE,)
+    middle, low, high = (f"{100 * value:.3g}" if value is not None else NO_VALUE for value in values)
+    return middle, f"[{low} {high}]"
+
+
 def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
     """The speedup over the A/A noise floor; a difference that the same model shows against itself is no difference."""
     return time_difference_cell(number(row, key), number(row, key.replace("speedup_pct", "noise_floor_pct")))

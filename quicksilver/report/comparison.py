@@ -12,12 +12,12 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.harness.stats import PairedInterval, paired_records
+from quicksilver.harness.stats import PairedInterval, bootstrap, paired_records
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.null import NullResult
 from quicksilver.report.artefacts import Outcome
-from quicksilver.report.cells import amount, audit_cell, interval_cell, number, signed, speedup_cell, versus_null_cell
+from quicksilver.report.cells import amount, audit_cell, interval_cell, kl_cell, number, signed, speedup_cell, versus_null_cell
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import Column, Lines
@@ -38,6 +38,8 @@ LEGEND = (
     "the same decisions dealt to random tokens, at exactly the same budget. vs null: whether the interval of their "
     "difference lies below 0 (better), above 0 (worse) or around it (no diff.). Only a row that is better than its null "
     "chose its tokens well.",
+    "KL × 100: of the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% interval. A "
+    "Δppl near zero says that the right token is as likely as before; a KL near zero says that every token is.",
     "audit: the largest change of a logit when the tokens after it are replaced. 0, or rounding, means that nothing looks "
     "ahead. Coarse codes magnify rounding under compact execution (second line). There the first line is that of masked "
     "execution, whose sums do not depend on decisions, so that any change is a leak.",
@@ -74,7 +76,9 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
     if record.fingerprint != dense.fingerprint:
         row |= interval("delta_ppl", paired_records(record, dense))
         null = record.found("null", NullResult)
+        row |= divergence(record)
         if null is not None:
+            row["null_kl_nats"] = null.kl_nats
             row["null_ppl"], row["null_kind"] = null.ppl, null.kind
             row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
             row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
@@ -94,6 +98,17 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
             row[f"{phase}speedup_pct_high"] = 100 * (1 - timing.ratio.low)
             row[f"{phase}noise_floor_pct"] = timing.noise_floor_pct
     return {key: value for key, value in row.items() if value is not None}
+
+
+def divergence(record: Record) -> dict[str, float]:
+    """`kl_nats` a scored token with the ends of its 95% bootstrap interval over windows, and `top1_agreement`; nothing where it was not
+    measured."""
+    windows = record.windows
+    if record.quality.kl_nats is None or "kl_nats" not in windows:
+        return {}
+    found = bootstrap(lambda kl: kl.mean(axis=-1), windows["kl_nats"])
+    row = {"kl_nats": record.quality.kl_nats, "kl_nats_low": found.low, "kl_nats_high": found.high}
+    return row if record.quality.top1_agreement is None else row | {"top1_agreement": record.quality.top1_agreement}
 
 
 def interval(name: str, paired: PairedInterval) -> dict[str, float]:
@@ -162,6 +177,7 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column("measured", "speedup", _speedup),
         *flops,
         Column("perplexity against dense", "Δppl", _delta_ppl),
+        Column("", "KL × 100", kl_cell, expendable=4),
         Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
         Column("perplexity against dense", "vs null", versus_null_cell, expendable=1),
         Column("", "audit", audit_cell, expendable=6),
@@ -215,6 +231,7 @@ COLUMNS = [
     *("prompt_speedup_pct", "prompt_speedup_pct_low", "prompt_speedup_pct_high", "prompt_noise_floor_pct"),
     *("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
     *("kv_bytes_saved_pct", "ppl", "dense_ppl", *_with_interval("delta_ppl")),
+    *("kl_nats", "kl_nats_low", "kl_nats_high", "top1_agreement", "null_kl_nats"),
     *("null_kind", "null_ppl", *_with_interval("null_delta_ppl"), *_with_interval("versus_null_ppl")),
     *("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_difference", "lookahead", "execution", "bits_per_byte"),
     *("latency_ms", "prompt_latency_ms", "executed_flops", "nominal_flops", "paper_flops", "prompt_executed_flops"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from quicksilver.harness.answers import Answer, Answers
 from quicksilver.harness.jobs import Job, make_job
+from quicksilver.harness.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row
 from quicksilver.report.table import Table
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 UNUSABLE = "its record cannot be used"  # what is wrong with it is said beside the table
 # Where something is or goes does not change what is measured: no other name for the table.
-_NEUTRAL = ("results_dir", "data.root", "tracker")
+_NEUTRAL = ("results_dir", "records", "data.root", "tracker")
+MINE = "-mine"  # behind the name of what has records of this machine: what the repository has is not overwritten
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
     return base
 
 
+def all_kept(outcomes: Sequence[Outcome], store: Store) -> bool:
+    """Whether the repository has every record behind these outcomes; also where it has none at all: then nothing of it can be overwritten."""
+    kept = store.root / KEPT
+    return not kept.is_dir() or all(
+        record.path.parent == kept for one in outcomes for record in (one.record, one.dense) if record is not None
+    )
+
+
 def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, to_run: bool = True) -> list[Job]:
     """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
     return [
@@ -70,16 +80,17 @@ def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, t
 
 def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str], *, svg: bool = False) -> Made:
     """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
-    from quicksilver.harness.store import Store
+    from quicksilver.harness.run import store_of
     from quicksilver.report.committed import committed, distance
 
-    store = Store(base.results_dir)
+    store = store_of(base)
     outcomes = [_sound(row, job, store) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
-    product = artefact.build(outcomes, name_of(artefact.name, base, overrides))
+    name = name_of(artefact.name, base, overrides)
     folder = Path(base.results_dir) / f"{artefact.kind}s"
-    reference = committed(folder / f"{product.name}.csv")
+    reference = committed(folder / f"{name}.csv")
+    product = artefact.build(outcomes, name if all_kept(outcomes, store) else f"{name}{MINE}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
-    return Made(product, distance(product.frame, reference, f"{product.name}.csv"), written)
+    return Made(product, distance(product.frame, reference, f"{name}.csv"), written)
 
 
 def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None, answers: Answers) -> list[Outcome]:

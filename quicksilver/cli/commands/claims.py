@@ -17,7 +17,7 @@ from quicksilver.cli.talk import counted, explain, width
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import workplace
 from quicksilver.report.artefacts import artefacts
-from quicksilver.report.reproduction import base_config, make_command, name_of, recorded
+from quicksilver.report.reproduction import MINE, all_kept, base_config, make_command, name_of, recorded
 
 
 def main(words: Sequence[str]) -> int:
@@ -27,14 +27,14 @@ def main(words: Sequence[str]) -> int:
         ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
-    from quicksilver.harness.store import Store
+    from quicksilver.harness.run import store_of
     from quicksilver.report.claims.ledger import Source, ledger
     from quicksilver.report.writing import write_files
 
     overrides = check_overrides(words, "claims")
     base = base_config(overrides)
-    answers = Answers(base.results_dir)
-    store, sources, failed = Store(base.results_dir), [], []
+    answers = Answers(base.results_dir, own=base.records == "own")
+    store, sources, failed = store_of(base), [], []
     with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
         work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read)
         place = workplace(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
@@ -45,7 +45,8 @@ def main(words: Sequence[str]) -> int:
                 failed += [job for job in jobs if job.error is not None]
             judged()
     answers.save()
-    table = ledger(sources, name_of("claims", base, overrides))
+    name = name_of("claims", base, overrides)
+    table = ledger(sources, name if all(all_kept(source.outcomes, store) for source in sources) else f"{name}{MINE}")
     print(table.text(width()))
     contents = {"md": table.markdown().encode(), "csv": table.csv().encode(), "json": table.written().json()}
     contents = {f"{table.name}.{suffix}": content for suffix, content in contents.items()}

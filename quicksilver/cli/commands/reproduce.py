@@ -4,6 +4,10 @@ quicksilver reproduce table 11 model=reference-gpt2 dataset=python-docs measure.
 quicksilver reproduce figure 8
 quicksilver reproduce all
 
+A table or figure that is asked for by itself is measured on this machine (records=own) and compared with the one that the repository has;
+`all` takes the records that the repository has (records=any) and runs only what has none. What has records of this machine is written
+beside the repository's, as NAME-mine.
+
 `quicksilver list` names every table and figure. A run that has its record is not repeated: stopped, the same command goes on.
 Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself, and
 
@@ -52,6 +56,8 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
     options, _ = split([word for word in rest[1:] if word.startswith("svg=")], Options, "reproduce")
     overrides = check_overrides([word for word in rest[1:] if not word.startswith("svg=")], f"reproduce {what} {rest[0]}")
+    if not any(override.split("=")[0] == "records" for override in overrides):
+        overrides = [*overrides, "records=own"]  # who asks for one table wants it measured here; the repository's stands beside it
     return reproduce(find(what, rest[0]), overrides, svg=options.svg)
 
 
@@ -63,7 +69,7 @@ def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False
         QuickSilverError: the model or the text cannot be had.
     """
     base = base_config(overrides)
-    answers = Answers(base.results_dir)
+    answers = Answers(base.results_dir, own=base.records == "own")
     jobs = jobs_of(artefact, overrides, answers)
     run_missing(jobs, answers, watch=watched, on_fault=show_fault)
     failed = [job for job in jobs if job.error is not None]
@@ -90,7 +96,7 @@ def reproduce_all(overrides: Sequence[str]) -> int:
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
     base = base_config(overrides)
-    answers = Answers(base.results_dir)
+    answers = Answers(base.results_dir, own=base.records == "own")
     with counted(len(artefacts()), "reading runs") as done:
         work, troubles = jobs_of_all(overrides, answers, done=done)
     run_missing([job for jobs in work.values() for job in jobs], answers, shared=base, watch=watched, on_fault=show_fault)

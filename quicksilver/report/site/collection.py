@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quicksilver.harness.record import Record, load_record
+from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.writing import without_folders
@@ -188,7 +189,7 @@ class Collection:
         return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[0])))
 
     def _run(self, fingerprint: str, pieces: list[Piece]) -> NamedRecord:
-        path = self.root / "runs" / fingerprint
+        path = Store(self.root).folder(fingerprint)
         names = ", ".join(piece.name for piece in pieces)
         try:
             if not path.is_dir():

@@ -1,0 +1,64 @@
+"""Put the records behind every written table, figure and the ledger into results/records, where git has them (for maintainers).
+
+quicksilver keep
+quicksilver keep results_dir=/folder
+
+A table that was measured here (NAME-mine) replaces the one of that name. Afterwards `quicksilver reproduce all` writes the tables from the
+records that were kept. Keys of its own:
+  results_dir=FOLDER   default: $QUICKSILVER_RESULTS, or results
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quicksilver.cli.arguments import split
+from quicksilver.runtime.errors import ConfigError
+
+
+@dataclass
+class Options:
+    """The command's own keys, as its help has them."""
+
+    results_dir: str = field(default_factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results"))
+
+
+def main(words: Sequence[str]) -> int:
+    """Copy the records; returns the exit code.
+
+    Raises:
+        ConfigError: nothing was written yet, or a record that is named is not there.
+    """
+    options, overrides = split(words, Options, "keep")
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: keep takes results_dir=FOLDER and no other key.")
+    from quicksilver.harness.keeping import keep
+    from quicksilver.harness.record import SIGNALS, TRACE, WINDOWS
+    from quicksilver.harness.store import Store
+    from quicksilver.report.artefacts import artefacts
+    from quicksilver.report.reproduction import MINE
+    from quicksilver.report.written import read
+
+    root = Path(options.results_dir)
+    written = {path.stem: path for kind in ("tables", "figures") for path in sorted(root.glob(f"{kind}/*.json"))}
+    if not written:
+        raise ConfigError(f"results_dir={root}: there is no table or figure in it whose records could be kept.")
+    drawn_from_traces = {one.name for one in artefacts() if one.reads_traces}
+    mine = [name for name in written if name.endswith(MINE)]
+    wanted: dict[str, set[str]] = {}
+    for name, path in written.items():
+        if f"{name}{MINE}" in written:
+            continue  # measured anew
+        files = {WINDOWS, SIGNALS, *([TRACE] if name.removesuffix(MINE).split("-")[0] in drawn_from_traces else [])}
+        for fingerprint in read(path).records:
+            wanted.setdefault(fingerprint, set()).update(files)
+    kept = keep(Store(root), wanted)
+    for name in mine:
+        for path in written[name].parent.glob(f"{name}.*"):
+            path.unlink()
+    size = sum(path.stat().st_size for folder in kept for path in folder.iterdir())
+    print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: quicksilver reproduce all")
+    return 0

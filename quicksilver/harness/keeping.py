@@ -1,0 +1,53 @@
+"""Records that the repository has: what its tables, figures and ledger name, small enough for git.
+
+results/records/<fingerprint>/ holds record.json and windows.parquet as they were made, and of the larger files those that something is
+drawn from. What was left out is named in record.json, whose checksum is made anew; identity and fingerprint stay.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from quicksilver.harness.record import CHECKSUM, RECORD, Record, checksum, load_record
+from quicksilver.harness.store import KEPT, Store
+
+
+def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
+    """Copy records from runs/ to records/, those they are compared with included; remove from there what is no longer wanted.
+
+    Args:
+        wanted: fingerprint to the names of the files to keep beside record.json; what a record does not have is passed over.
+
+    Raises:
+        ConfigError: a record is not there, or not whole.
+    """
+    records: dict[str, tuple[Record, set[str]]] = {}
+    for fingerprint, names in wanted.items():
+        record = load_record(store.path(fingerprint) if store.path(fingerprint).exists() else store.root / KEPT / fingerprint)
+        dense = record.dense_fingerprint
+        records.setdefault(fingerprint, (record, set()))[1].update(names)
+        if dense is not None and dense not in wanted and dense not in records:
+            made = store.path(dense)
+            records[dense] = load_record(made if made.exists() else store.root / KEPT / dense), set(names)
+    new, old = store.root / f".{KEPT}-new", store.root / KEPT
+    shutil.rmtree(new, ignore_errors=True)
+    for fingerprint, (record, names) in records.items():
+        _copy(record, new / fingerprint, names)
+    with store.writing():
+        shutil.rmtree(old, ignore_errors=True)
+        new.rename(old)
+    return [old / fingerprint for fingerprint in sorted(records)]
+
+
+def _copy(record: Record, folder: Path, names: Collection[str]) -> None:
+    folder.mkdir(parents=True)
+    files = {name: described for name, described in record.content["files"].items() if name in names}
+    for name in files:
+        shutil.copyfile(record.path / name, folder / name)
+    left_out = sorted({*record.content.get("left_out", ()), *record.content["files"]} - set(files))
+    content = {key: entry for key, entry in record.content.items() if key != CHECKSUM} | {"files": files, "left_out": left_out}
+    text = json.dumps({**content, CHECKSUM: checksum(content)}, allow_nan=False)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")

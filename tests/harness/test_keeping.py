@@ -1,0 +1,70 @@
+"""Records that the repository has: whole, small, first to be found, and never changed by what a user makes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness_world import make_world
+
+from quicksilver.harness.config import compose
+from quicksilver.harness.keeping import keep
+from quicksilver.harness.record import TRACE, WINDOWS, check_files, load_record, record_frame
+from quicksilver.harness.run import ensure, plan, store_of
+from quicksilver.harness.store import KEPT, Store
+from quicksilver.runtime.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    words = [*make_world(folder), "modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
+    config = compose([*words, f"results_dir={folder / 'results'}"])
+    (record,) = ensure([config])
+    return config, record, [*words, f"results_dir={folder / 'results'}"]
+
+
+def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> None:
+    config, record, words = made
+    store = Store(config.results_dir)
+    kept = keep(store, {record.fingerprint: {WINDOWS}})
+    assert {path.name for path in kept} == {record.fingerprint, record.dense_fingerprint}
+    again = load_record(store.root / KEPT / record.fingerprint)
+    check_files(again)
+    assert again.trace_path is None
+    assert TRACE in again.content["left_out"]
+    assert again.quality == record.quality
+    assert again.windows.equals(record.windows)
+    assert store.get(record.fingerprint).path.parent.name == KEPT
+    assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
+    assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}
+
+
+def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path) -> None:
+    config, record, words = made
+    keep(Store(config.results_dir), {record.fingerprint: {WINDOWS}})
+    clone = tmp_path / "results"
+    clone.mkdir()
+    (Store(config.results_dir).root / KEPT).rename(clone / KEPT)
+    words = [word for word in words if not word.startswith("results_dir=")]
+    here = [*words, f"results_dir={clone}"]
+    assert [step.done for step in plan([compose(here)])] == [True, True]
+    assert [step.done for step in plan([compose([*here, "records=own"])])] == [False, False]
+    assert compose(here).identity() == compose([*here, "records=own"]).identity()
+
+
+def test_a_kept_record_that_was_changed_is_refused(made) -> None:
+    config, record, _ = made
+    store = Store(config.results_dir)
+    keep(store, {record.fingerprint: {WINDOWS}})
+    path = store.root / KEPT / record.fingerprint / "record.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ppl": 1.0}))
+    with pytest.raises(ConfigError, match="checksum"):
+        store.get(record.fingerprint)
+    with pytest.raises(ConfigError):
+        keep(store, {"0" * 20: {WINDOWS}})
+
+
+def test_which_records_count_is_one_of_two() -> None:
+    with pytest.raises(ConfigError, match="records=all"):
+        compose(["records=all"])

@@ -57,7 +57,10 @@ def main(words: Sequence[str]) -> int:
     options, _ = split([word for word in rest[1:] if word.startswith("svg=")], Options, "reproduce")
     overrides = check_overrides([word for word in rest[1:] if not word.startswith("svg=")], f"reproduce {what} {rest[0]}")
     if not any(override.split("=")[0] == "records" for override in overrides):
-        overrides = [*overrides, "records=own"]  # who asks for one table wants it measured here; the repository's stands beside it
+        overrides = [
+            *overrides,
+            "records=own",
+        ]  # who asks for one table wants it measured here; the repository's stands beside it
     return reproduce(find(what, rest[0]), overrides, svg=options.svg)
 
 

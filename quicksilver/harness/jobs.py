@@ -145,7 +145,7 @@ def _run(
         try:
             plan([job.config], place)
         except QuickSilverError as error:
-            if not waiting and strict:
+            if strict and not waiting and all(other.record is None for other in jobs):
                 raise
             job.fail(error)
         else:

@@ -75,10 +75,11 @@ def progress_bar(costs: Sequence[float] = ()) -> Iterator[Callable[[Progress], N
 def summary(record: Record) -> str:
     """What a person wants to know of one record; everything else is in its folder."""
     data, quality = record.data, record.quality
+    per_byte = "" if quality.bits_per_byte is None else f", {quality.bits_per_byte:.4g} bits per byte"
     lines = [
         f"{record.label}  ({record.execution}, {record.model.dtype}{', LOOKS AHEAD' if record.lookahead else ''})",
         f"  text         {data.windows} windows of {record.protocol.window_tokens} tokens, {quality.tokens} scored, {data.form} text",
-        f"  perplexity   {quality.line()}",
+        f"  perplexity   {quality.ppl:.4g} per token{per_byte}",
     ]
     if record.dense is not None:
         lines += _against_dense(record)

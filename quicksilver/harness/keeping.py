@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from quicksilver.harness.record import CHECKSUM, RECORD, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store
@@ -42,12 +43,26 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     return [old / fingerprint for fingerprint in sorted(records)]
 
 
+def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of record.json without folders of the machine that made it; nothing of them is in the identity."""
+    kept = {key: entry for key, entry in content.items() if key != CHECKSUM}
+    kept["config"] = kept["config"] | {"results_dir": "results", "data": {"root": None}}
+    kept["data"] = kept["data"] | {"source": _name(kept["data"]["source"])}
+    if kept.get("calibration"):
+        kept["calibration"] = kept["calibration"] | {"text_source": _name(kept["calibration"]["text_source"])}
+    return kept
+
+
+def _name(source: str) -> str:
+    return "/".join(Path(source).parts[-2:]) if Path(source).is_absolute() else source
+
+
 def _copy(record: Record, folder: Path, names: Collection[str]) -> None:
     folder.mkdir(parents=True)
     files = {name: described for name, described in record.content["files"].items() if name in names}
     for name in files:
         shutil.copyfile(record.path / name, folder / name)
     left_out = sorted({*record.content.get("left_out", ()), *record.content["files"]} - set(files))
-    content = {key: entry for key, entry in record.content.items() if key != CHECKSUM} | {"files": files, "left_out": left_out}
+    content = _without_places(record.content) | {"files": files, "left_out": left_out}
     text = json.dumps({**content, CHECKSUM: checksum(content)}, allow_nan=False)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")

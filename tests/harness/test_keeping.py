@@ -33,6 +33,7 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     check_files(again)
     assert again.trace_path is None
     assert TRACE in again.content["left_out"]
+    assert str(store.root) not in (again.path / "record.json").read_text()
     assert again.quality == record.quality
     assert again.windows.equals(record.windows)
     assert store.get(record.fingerprint).path.parent.name == KEPT

@@ -177,7 +177,7 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column("measured", "speedup", _speedup),
         *flops,
         Column("perplexity against dense", "Δppl", _delta_ppl),
-        Column("", "KL × 100", kl_cell, expendable=4),
+        Column("perplexity against dense", "KL × 100", kl_cell, expendable=4),
         Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
         Column("perplexity against dense", "vs null", versus_null_cell, expendable=1),
         Column("", "audit", audit_cell, expendable=6),

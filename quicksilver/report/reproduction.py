@@ -14,7 +14,6 @@ from quicksilver.harness.answers import Answer, Answers
 from quicksilver.harness.jobs import Job, make_job
 from quicksilver.harness.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row
-from quicksilver.report.table import Table
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -82,6 +81,7 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
     from quicksilver.harness.run import store_of
     from quicksilver.report.committed import committed, distance
+    from quicksilver.report.table import Table
 
     store = store_of(base)
     outcomes = [_sound(row, job, store) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]

@@ -19,7 +19,7 @@ from quicksilver.harness.choices import choices
         ("quicksilver re", {"readme", "rekey", "report", "reproduce"}),
         ("quicksilver reproduce ", {"table", "figure", "all"}),
         ("quicksilver list f", {"figure"}),
-        ("quicksilver reproduce table 1", {"1", "10", "11"}),
+        ("quicksilver reproduce table 1", {"1", "10", "11", "12", "13"}),
         ("quicksilver budget sa", {"save="}),
         ("quicksilver demo ", {"save=", "text=", "new_tokens=", "model="}),
         ("quicksilver run model=gpt2", {f"model={name}" for name in choices("model") if name.startswith("gpt2")}),

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import quicksilver
-import quicksilver.experiments
 
 OPTIONAL = {"lm_eval", "torchao", "submitit", "ray", "optuna", "mauve", "spacy"}
 
 
 def test_every_module_imports(subtests) -> None:
     names = []
-    for package in (quicksilver, quicksilver.experiments):
+    for package in map(importlib.import_module, ("quicksilver", "quicksilver.experiments")):
         root = Path(next(iter(package.__path__)))
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts

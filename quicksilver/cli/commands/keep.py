@@ -44,6 +44,7 @@ def main(words: Sequence[str]) -> int:
 
     root = Path(options.results_dir)
     written = {path.stem: path for kind in ("tables", "figures") for path in sorted(root.glob(f"{kind}/*.json"))}
+    written |= {path.stem: path for path in sorted(root.glob("claims*.json"))}
     if not written:
         raise ConfigError(f"results_dir={root}: there is no table or figure in it whose records could be kept.")
     drawn_from_traces = {one.name for one in artefacts() if one.reads_traces}

@@ -129,7 +129,7 @@ def test_percentiles_keep_the_numbers_they_were_found_with(percentile, words, tm
     (frozen_there,) = ensure([compose([*words, *elsewhere, *frozen_overrides(percentile, path)])])
     (anew,) = ensure([compose([*words, *elsewhere, *DRIFT.at(percentile.chosen.value)])])
     assert frozen_there.calibration is None
-    assert anew["calibration"] is not None
+    assert anew.calibration is not None
     assert frozen_there["nll_nats"] != anew["nll_nats"]
     (here,) = ensure([compose([*words, *DRIFT.at(percentile.chosen.value)])])
     assert frozen_there["nll_nats"] == here["nll_nats"]

@@ -130,9 +130,9 @@ def test_percentiles_keep_the_numbers_they_were_found_with(percentile, words, tm
     (anew,) = ensure([compose([*words, *elsewhere, *DRIFT.at(percentile.chosen.value)])])
     assert frozen_there.calibration is None
     assert anew.calibration is not None
-    assert frozen_there["nll_nats"] != anew["nll_nats"]
+    assert frozen_there.quality.nll_nats != anew.quality.nll_nats
     (here,) = ensure([compose([*words, *DRIFT.at(percentile.chosen.value)])])
-    assert frozen_there["nll_nats"] == here["nll_nats"]
+    assert frozen_there.quality.nll_nats == here.quality.nll_nats
     assert kept.thresholds("drift-relative", 50) != [0.0] * kept.n_layers
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-
 OPTIONAL = {"lm_eval", "torchao", "submitit", "ray", "optuna", "mauve", "spacy"}
 
 

@@ -12,27 +12,36 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from quicksilver.harness.record import CHECKSUM, RECORD, Record, checksum, load_record
+from quicksilver.harness.record import CHECKSUM, EVENTS, RECORD, TRACE, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store
+
+_LARGE_BYTES = 1_000_000
 
 
 def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     """Copy records from runs/ to records/, those they are compared with included; remove from there what is no longer wanted.
 
     Args:
-        wanted: fingerprint to the names of the files to keep beside record.json; what a record does not have is passed over.
+        wanted: fingerprint to the names of large files to keep as well; all that are small are kept. A record with another large file is
+            passed over.
 
     Raises:
         ConfigError: a record is not there, or not whole.
     """
     records: dict[str, tuple[Record, set[str]]] = {}
+
+    def add(record: Record, names: Collection[str]) -> None:
+        small = {name for name, file in record.files.items() if file.bytes < _LARGE_BYTES and name not in (TRACE, EVENTS)}
+        if small | {TRACE, EVENTS} >= set(record.files):
+            records.setdefault(record.fingerprint, (record, small))[1].update(names)
+
     for fingerprint, names in wanted.items():
         record = load_record(store.path(fingerprint) if store.path(fingerprint).exists() else store.root / KEPT / fingerprint)
         dense = record.dense_fingerprint
-        records.setdefault(fingerprint, (record, set()))[1].update(names)
+        add(record, names)
         if dense is not None and dense not in wanted and dense not in records:
             made = store.path(dense)
-            records[dense] = load_record(made if made.exists() else store.root / KEPT / dense), set(names)
+            add(load_record(made if made.exists() else store.root / KEPT / dense), names)
     new, old = store.root / f".{KEPT}-new", store.root / KEPT
     shutil.rmtree(new, ignore_errors=True)
     for fingerprint, (record, names) in records.items():

@@ -9,7 +9,7 @@ from harness_world import make_world
 
 from quicksilver.harness.config import compose
 from quicksilver.harness.keeping import keep
-from quicksilver.harness.record import TRACE, WINDOWS, check_files, load_record, record_frame
+from quicksilver.harness.record import TRACE, check_files, load_record, record_frame
 from quicksilver.harness.run import ensure, plan, store_of
 from quicksilver.harness.store import KEPT, Store
 from quicksilver.runtime.errors import ConfigError
@@ -27,7 +27,7 @@ def made(tmp_path_factory):
 def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> None:
     config, record, words = made
     store = Store(config.results_dir)
-    kept = keep(store, {record.fingerprint: {WINDOWS}})
+    kept = keep(store, {record.fingerprint: set()})
     assert {path.name for path in kept} == {record.fingerprint, record.dense_fingerprint}
     again = load_record(store.root / KEPT / record.fingerprint)
     check_files(again)
@@ -43,7 +43,7 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
 
 def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path) -> None:
     config, record, words = made
-    keep(Store(config.results_dir), {record.fingerprint: {WINDOWS}})
+    keep(Store(config.results_dir), {record.fingerprint: set()})
     clone = tmp_path / "results"
     clone.mkdir()
     (Store(config.results_dir).root / KEPT).rename(clone / KEPT)
@@ -57,13 +57,13 @@ def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path)
 def test_a_kept_record_that_was_changed_is_refused(made) -> None:
     config, record, _ = made
     store = Store(config.results_dir)
-    keep(store, {record.fingerprint: {WINDOWS}})
+    keep(store, {record.fingerprint: set()})
     path = store.root / KEPT / record.fingerprint / "record.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"ppl": 1.0}))
     with pytest.raises(ConfigError, match="checksum"):
         store.get(record.fingerprint)
     with pytest.raises(ConfigError):
-        keep(store, {"0" * 20: {WINDOWS}})
+        keep(store, {"0" * 20: set()})
 
 
 def test_which_records_count_is_one_of_two() -> None:

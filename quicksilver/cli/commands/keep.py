@@ -3,7 +3,8 @@
 quicksilver keep
 quicksilver keep results_dir=/folder
 
-A table that was measured here (NAME-mine) replaces the one of that name. Afterwards `quicksilver reproduce all` writes the tables from the
+Files of more than a megabyte are too large for that: a record that has one, decisions (trace) left aside, is not kept, and whoever
+rebuilds its table makes the run again. A table that was measured here (NAME-mine) replaces the one of that name. Afterwards `quicksilver reproduce all` writes the tables from the
 records that were kept. Keys of its own:
   results_dir=FOLDER   default: $QUICKSILVER_RESULTS, or results
 """
@@ -36,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0]}: keep takes results_dir=FOLDER and no other key.")
     from quicksilver.harness.keeping import keep
-    from quicksilver.harness.record import SIGNALS, TRACE, WINDOWS
+    from quicksilver.harness.record import TRACE
     from quicksilver.harness.store import Store
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import MINE
@@ -53,7 +54,7 @@ def main(words: Sequence[str]) -> int:
     for name, path in written.items():
         if f"{name}{MINE}" in written:
             continue  # measured anew
-        files = {WINDOWS, SIGNALS, *([TRACE] if name.removesuffix(MINE).split("-")[0] in drawn_from_traces else [])}
+        files = {TRACE} if name.removesuffix(MINE).split("-")[0] in drawn_from_traces else set()
         for fingerprint in read(path).records:
             wanted.setdefault(fingerprint, set()).update(files)
     kept = keep(Store(root), wanted)
@@ -61,5 +62,6 @@ def main(words: Sequence[str]) -> int:
         for path in written[name].parent.glob(f"{name}.*"):
             path.unlink()
     size = sum(path.stat().st_size for folder in kept for path in folder.iterdir())
+    print(f"{len(set(wanted) - {folder.name for folder in kept})} records are too large to be kept.")
     print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: quicksilver reproduce all")
     return 0

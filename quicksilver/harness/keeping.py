@@ -63,7 +63,8 @@ def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(source: str) -> str:
-    return "/".join(Path(source).parts[-2:]) if Path(source).is_absolute() else source
+    parts = source.split(" + ")  # several files, one after another
+    return " + ".join("/".join(Path(part).parts[-2:]) if Path(part).is_absolute() else part for part in parts)
 
 
 def _copy(record: Record, folder: Path, names: Collection[str]) -> None:

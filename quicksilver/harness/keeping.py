@@ -58,7 +58,11 @@ def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
     kept["config"] = kept["config"] | {"results_dir": "results", "data": {"root": None}}
     kept["data"] = kept["data"] | {"source": _name(kept["data"]["source"])}
     if kept.get("calibration"):
-        kept["calibration"] = kept["calibration"] | {"text_source": _name(kept["calibration"]["text_source"])}
+        calibration = dict(kept["calibration"]) | {"text_source": _name(kept["calibration"]["text_source"])}
+        provenance = dict(calibration.get("provenance") or {})
+        if isinstance(source := provenance.get("source"), Mapping) and isinstance(source.get("text"), str):
+            provenance["source"] = {**source, "text": _name(source["text"])}
+        kept["calibration"] = calibration | {"provenance": provenance}
     return kept
 
 

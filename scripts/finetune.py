@@ -185,6 +185,8 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     optims = optimizers(model, recipe)
     step, history = 0, []
     latest = work / "latest"
+    if not latest.exists() and (work / "old").exists():
+        latest = work / "old"
     if (latest / "meta.json").is_file():
         meta = json.loads((latest / "meta.json").read_text())
         saved, mine = meta["recipe"], json.loads(json.dumps(dataclasses.asdict(recipe)))
@@ -239,8 +241,7 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
 
 def save(work: Path, recipe: Recipe, step: int, model: Any, optims: list[torch.optim.Optimizer], history: list[Any]) -> None:
     new, latest, old = work / "new", work / "latest", work / "old"
-    for path in (new, old):
-        _remove(path)
+    _remove(new)
     new.mkdir(parents=True)
     save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, new / "model.safetensors")
     for i, optim in enumerate(optims):
@@ -250,7 +251,8 @@ def save(work: Path, recipe: Recipe, step: int, model: Any, optims: list[torch.o
             new / f"optim{i}.safetensors",
         )
     (new / "meta.json").write_text(json.dumps({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}))
-    if latest.exists():
+    if latest.exists():  # else `old` is the last good one, after a kill between the renames
+        _remove(old)
         os.rename(latest, old)
     os.rename(new, latest)
     _remove(old)

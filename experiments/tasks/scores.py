@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from quicksilver.data.scores import metric
 from quicksilver.harness.record import Record, load_record
 from quicksilver.harness.stats import bootstrap
-from quicksilver.measure.scores import metric
 from quicksilver.measure.task import EXAMPLES, TaskResult
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.verdicts import Estimate

@@ -162,7 +162,7 @@ def _gold(task: TaskConfig, row: Mapping[str, Any], number: int) -> float:
 
 
 def _check(name: str, task: TaskConfig) -> None:
-    from quicksilver.measure.scores import METRICS
+    from quicksilver.data.scores import METRICS
 
     if not task.template.strip():
         raise ConfigError(f"dataset.task.template is empty: dataset={name} needs a prompt with {{field}} of its rows.")

@@ -86,8 +86,8 @@ class Task(Measurement):
         import pandas as pd
         import torch
 
+        from quicksilver.data.scores import scored
         from quicksilver.data.tasks import REGRESSION
-        from quicksilver.measure.scores import scored
 
         if bench.examples is None:
             raise ConfigError(

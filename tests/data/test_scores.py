@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.measure.scores import METRICS, accuracy, f1, f1_macro, matthews, pearson, scored, spearman
+from quicksilver.data.scores import METRICS, accuracy, f1, f1_macro, matthews, pearson, scored, spearman
 
 metrics = pytest.importorskip("sklearn.metrics")
 classes = st.integers(2, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 2), min_size=n, max_size=n)] * 2))

@@ -29,3 +29,9 @@ def config_dir() -> Path:
 def choices(group: str, extra_dirs: Sequence[Path] = ()) -> list[str]:
     """Names that may follow `group=`, sorted: the yaml files of that group."""
     return sorted({path.stem for root in (config_dir(), *extra_dirs) for path in (root / group).glob("*.yaml")})
+
+
+def files_stamp() -> int:
+    """Changes with any yaml file of conf/."""
+    stats = ((path, path.stat()) for path in config_dir().rglob("*.yaml"))
+    return hash(frozenset((str(path), stat.st_mtime_ns, stat.st_size) for path, stat in stats))

@@ -6,16 +6,21 @@ entry is the arguments of a runtime module or of a measurement and is checked ag
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -24,10 +29,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, DatasetConfig
-from quicksilver.harness.choices import GROUPS, choices, config_dir
+from quicksilver.harness.choices import GROUPS, choices, config_dir, files_stamp
 from quicksilver.harness.explain import explain, explain_value, suggest
 from quicksilver.harness.hydra_section import check_hydra, check_selected
-from quicksilver.harness.overrides import quoted
+from quicksilver.harness.overrides import parsed, quoted
 from quicksilver.harness.parts import build_measurements, is_on, measurement_class
 from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, ModelConfig
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     pass
 
 EXECUTIONS = ("compact", "masked", "decide")
+ENVIRONMENT = ("QUICKSILVER_RESULTS", "QUICKSILVER_DATA")  # what conf/ reads of it
 MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
 GREATEST_SEED = 2**32 - 1  # what every generator takes
 GREATEST_NUMBER = 2**63 - 1  # what json readers, pandas and torch hold
@@ -191,17 +197,52 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
     """
-    overrides = quoted(overrides)
-    return run_config(_compose_raw(overrides), overrides)
+    # A config may be changed by whoever asked for it.
+    return copy.deepcopy(_composed(tuple(overrides), files_stamp(), tuple(os.environ.get(name) for name in ENVIRONMENT)))
+
+
+@lru_cache(maxsize=2048)
+def _composed(overrides: tuple[str, ...], stamp: int, environment: tuple[str | None, ...]) -> RunConfig:
+    """stamp: of the files, and environment: values of `ENVIRONMENT`, as they are now; with others it is composed anew."""
+    readable = quoted(overrides)
+    return run_config(_compose_raw(readable), readable)
 
 
 def _compose_raw(overrides: list[str]) -> DictConfig:
     check_words(overrides)
     try:
-        with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            cfg = hydra_compose("run", overrides, return_hydra_config=True)
+        return _hydra_config(overrides)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, overrides)) from error
+
+
+_SELECTS = re.compile(rf"(?:{'|'.join(GROUPS)})=.+", re.DOTALL)
+_SETS = re.compile(r"(?!hydra\b)\w[\w.]*=.+", re.DOTALL)  # neither added nor deleted, and nothing of Hydra's own
+
+
+def _hydra_config(overrides: list[str]) -> DictConfig:
+    """What Hydra composes. It reads every file anew for every config, a tenth of a second: runs that select the same files share one
+    reading, and their values are set in a copy of it, by the function with which Hydra itself does both."""
+    if all(map(_SETS.fullmatch, overrides)):
+        selecting = tuple(override for override in overrides if _SELECTS.fullmatch(override))
+        try:
+            cfg = copy.deepcopy(_selected(selecting, files_stamp()))
+            ConfigLoaderImpl._apply_overrides_to_config([parsed(one) for one in overrides if one not in selecting], cfg)
+            return cfg
+        except (HydraException, OmegaConfBaseException, YAMLError):
+            pass  # composed in one go, the error is Hydra's of these very words
+    return _composed_by_hydra(overrides)
+
+
+@lru_cache(maxsize=512)
+def _selected(selecting: tuple[str, ...], stamp: int) -> DictConfig:
+    """stamp: of the files as they are now; others are read anew."""
+    return _composed_by_hydra(list(selecting))
+
+
+def _composed_by_hydra(overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = hydra_compose("run", overrides, return_hydra_config=True)
     check_hydra(cfg.hydra)
     with open_dict(cfg):
         del cfg["hydra"]
@@ -214,10 +255,9 @@ def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> No
     Raises:
         ConfigError: names the word.
     """
-    parser = OverridesParser.create()
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            override = parsed(text)
         except HydraException:
             continue  # explained with all others
         values = override._value if isinstance(override._value, list) else [override._value]

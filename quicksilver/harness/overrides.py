@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from quicksilver.runtime.errors import ConfigError
@@ -24,13 +26,22 @@ def quoted(overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         if override.startswith("="):
             raise ConfigError(f"{override!r} is not an override: write key=value, for instance model=gpt2.")
-    parser = OverridesParser.create()
-    return [_readable(override, parser) for override in overrides]
+    return [_readable(override) for override in overrides]
 
 
-def _readable(override: str, parser: OverridesParser) -> str:
+@lru_cache(maxsize=4096)
+def parsed(override: str) -> Override:
+    """The override as Hydra reads it; nobody changes it.
+
+    Raises:
+        HydraException: it is none.
+    """
+    return OverridesParser.create().parse_override(override)
+
+
+def _readable(override: str) -> str:
     try:
-        parser.parse_override(override)
+        parsed(override)
     except HydraException:
         match = _KEY_AND_VALUE.fullmatch(override)
         if match is None or match[2].lstrip()[0] in "[{\"'" or "${" in match[2]:

@@ -200,7 +200,8 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
             draft.event("calibrated", signals=calibration.signals)
         bench = Bench(
             loaded.model, windows, _protocol(config), modules, cast("Execution", config.execution), config.seed,
-            config.measure["batch_windows"], loaded.tokenizer, workplace.examples(config), decision_layers=config.decision_layers,
+            config.measure["batch_windows"], loaded.tokenizer, workplace.examples(config), dense=workplace.dense(config) if config.modules else None,
+            decision_layers=config.decision_layers,
         )  # fmt: skip
         scalars = _measure(bench, config, draft, report)
         dense = store.get(step.dense) if step.dense is not None else None

@@ -23,6 +23,7 @@ from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
+    from quicksilver.measure.fidelity import DensePasses
     from quicksilver.runtime.architecture import Architecture
 
 _DIGESTS = "cache/digests.json"
@@ -37,6 +38,7 @@ class Workplace:
         self._loaded: tuple[str, Loaded] | None = None
         self._windows: dict[tuple[str, ...], Windows] = {}
         self._identities: dict[str, Identity] = {}
+        self._dense: tuple[str, DensePasses] | None = None
 
     def text(self, config: RunConfig, part: Part) -> Text:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
@@ -72,12 +74,25 @@ class Workplace:
         """The model of a config; the one before it is let go first."""
         key = _key(config.model, config.data.root)
         if self._loaded is None or self._loaded[0] != key:
-            self._loaded = None
+            self._loaded = self._dense = None
             adapter = _adapter(config)
             loaded = load(config.model, self.files(config)[0])
             _check_adapter(adapter, loaded)
             self._loaded = (key, loaded)
         return self._loaded[1]
+
+    def dense(self, config: RunConfig) -> DensePasses:
+        """What passes of the dense model over the scored windows gave; of the latest model, text and protocol alone."""
+        from quicksilver.measure.fidelity import DensePasses
+        from quicksilver.measure.perplexity import Protocol
+
+        windows, scored = self.windows(config, "test"), dataclasses.asdict(config.protocol)
+        key = json.dumps([windows.token_digest, len(windows.ids), config.measure["batch_windows"], config.threads, scored])
+        loaded = self.model(config)
+        if self._dense is None or self._dense[0] != key:
+            self._dense = None
+            self._dense = (key, DensePasses(loaded.model, Protocol(**scored)))
+        return self._dense[1]
 
     def windows(self, config: RunConfig, part: Part) -> Windows:
         """Windows of `text`, as many as the config scores or calibrates on."""

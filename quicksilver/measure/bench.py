@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from quicksilver.measure.latency import Step
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime.module import RuntimeModule
@@ -21,7 +22,7 @@ from quicksilver.runtime.trace import Trace
 if TYPE_CHECKING:
     from quicksilver.data.tasks import TaskExamples
     from quicksilver.data.windows import Windows
-    from quicksilver.measure.fidelity import DenseLogits
+    from quicksilver.measure.fidelity import DensePasses
 
 Report = Callable[[str, float], None]  # phase, share of the whole that is done
 
@@ -42,7 +43,7 @@ class Bench:
         trace: every decision of the scoring pass.
         files: further files of the record, by name: each is given its path.
         decision_layers: layers after which the modules are asked; None: after every layer.
-        dense_logits: the dense model's logits of the windows, shared by what compares with them.
+        dense: what passes of the dense model gave, for every run of this model, text and protocol in this process.
     """
 
     model: PreTrainedModel
@@ -58,7 +59,7 @@ class Bench:
     frame: pd.DataFrame = field(default_factory=pd.DataFrame)
     trace: Trace | None = None
     files: dict[str, Callable[[Path], object]] = field(default_factory=dict)
-    dense_logits: DenseLogits | None = None
+    dense: DensePasses | None = None
     decision_layers: Sequence[int] | None = None
 
     @property
@@ -112,13 +113,33 @@ def run_measurements(
     return results
 
 
-def forward(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, prompt_only: bool = False) -> None:
-    """The calls that score a batch of windows (B, N), without scoring: one under `all`, prompt and continuation under
-    `continuation`."""
+def calls(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, before: Step = lambda: None) -> list[Step]:
+    """The steps that score a batch of windows (B, N), without scoring: one under `all`; the prompt, and what follows it, under
+    `continuation`. `before` is called at the beginning of the first."""
     if protocol.name == "all":
-        model(batch, use_cache=False)
-        return
-    prompt = protocol.prompt_tokens
-    output = model(batch[:, :prompt], use_cache=True, logits_to_keep=1)
-    if not prompt_only and protocol.scored_tokens > 1:
-        model(batch[:, prompt:-1], use_cache=True, past_key_values=output.past_key_values)
+
+        def whole() -> None:
+            before()
+            model(batch, use_cache=False)
+
+        return [whole]
+    cache = None
+
+    def prompt() -> None:
+        nonlocal cache
+        before()
+        cache = model(batch[:, : protocol.prompt_tokens], use_cache=True, logits_to_keep=1).past_key_values
+
+    def rest() -> None:
+        nonlocal cache
+        if protocol.scored_tokens > 1:
+            model(batch[:, protocol.prompt_tokens : -1], use_cache=True, past_key_values=cache)
+        cache = None
+
+    return [prompt, rest]
+
+
+def forward(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, prompt_only: bool = False) -> None:
+    """Run the `calls` of a batch once, or the first alone."""
+    for step in calls(model, batch, protocol)[: 1 if prompt_only else None]:
+        step()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.measure.perplexity import Protocol, scored_logits
 
-KEPT_BYTES = 2**30  # dense logits of a run that are kept for its null; what is beyond is computed again
+KEPT_BYTES = 2**30  # dense logits that are kept for the null and for the next run; what is beyond is computed again
 _ROWS_AT_A_TIME = 256  # as in perplexity.py: a float32 copy of all logits of a batch would triple the peak
 
 
@@ -67,6 +67,19 @@ class DenseLogits:
         if fits:
             self._kept[first_window] = calls
             self._left -= held
+
+
+class DensePasses:
+    """What passes of the dense model gave that several runs need: computed by the first of them.
+
+    Attributes:
+        logits: of the windows.
+        peak_tensor_bytes: of one batch; None: nobody asked yet.
+    """
+
+    def __init__(self, model: PreTrainedModel, protocol: Protocol) -> None:
+        self.logits = DenseLogits(model, protocol)
+        self.peak_tensor_bytes: int | None = None
 
 
 class Comparison:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread, at_least
@@ -140,21 +141,25 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _time_ms(fn: Callable[[], object], device: torch.device) -> float:
+def _times_ms(steps: Sequence[Step], device: torch.device) -> list[float]:
+    """Milliseconds of each step, one after another without a pause."""
     import torch
 
     if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
         torch.cuda.synchronize(device)
         with torch.cuda.device(device):
-            start.record()
-            fn()
-            end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-    began = time.perf_counter()
-    fn()
-    return (time.perf_counter() - began) * 1e3
+            marks[0].record()
+            for step, mark in zip(steps, marks[1:], strict=True):
+                step()
+                mark.record()
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) for before, after in pairwise(marks)]
+    clock = [time.perf_counter()]
+    for step in steps:
+        step()
+        clock.append(time.perf_counter())
+    return [(after - before) * 1e3 for before, after in pairwise(clock)]
 
 
 def shared_weight_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -163,13 +168,11 @@ def shared_weight_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
+Step = Callable[[], object]
+
+
 def alternate(
-    fns: Mapping[str, Callable[[], object]],
-    warmup: int = 2,
-    repeats: int = 5,
-    device: str | torch.device = "cpu",
-    *,
-    control: bool = True,
+    fns: Mapping[str, Step], warmup: int = 2, repeats: int = 5, device: str | torch.device = "cpu", *, control: bool = True
 ) -> Alternation:
     """Time callables in turns: A B A B …, after `warmup` untimed rounds.
 
@@ -187,6 +190,25 @@ def alternate(
         ConfigError: nothing to time, fewer than 3 repeats, a negative warm-up.
         QuickSilverError: a time that is not positive: the clock cannot be trusted.
     """
+    return alternate_steps({name: [fn] for name, fn in fns.items()}, warmup, repeats, device, control=control)[-1]
+
+
+def alternate_steps(
+    fns: Mapping[str, Sequence[Step]],
+    warmup: int = 2,
+    repeats: int = 5,
+    device: str | torch.device = "cpu",
+    *,
+    control: bool = True,
+) -> list[Alternation]:
+    """As `alternate`, of work in steps that follow one another, such as a prompt and what is decoded after it.
+
+    Args:
+        fns: the steps of each, equally many.
+
+    Returns:
+        One for each step: the time from the first step's beginning to the end of that step. The last is of all of them.
+    """
     import torch
 
     if not fns:
@@ -200,33 +222,38 @@ def alternate(
     first = turns[0][0]
     load_before = os.getloadavg()[0]
     for _ in range(warmup):
-        for _, fn in turns:
-            fn()
+        for _, steps in turns:
+            for step in steps:
+                step()
     gc.collect()
-    times: dict[str, list[float]] = {name: [] for name in fns}
-    control_ms: list[float] = []
+    times: dict[str, list[list[float]]] = {name: [] for name in fns}  # by round, by step
+    again: list[list[float]] = []
     began, began_on_wall = time.perf_counter(), time.time()
     for _ in range(repeats):
         with _no_garbage_collection():
-            for name, fn in turns:
-                times[name].append(_time_ms(fn, device))
+            for name, steps in turns:
+                times[name].append(_times_ms(steps, device))
             if control:
-                control_ms.append(_time_ms(fns[first], device))
+                again.append(_times_ms(fns[first], device))
     seconds, on_wall = time.perf_counter() - began, time.time() - began_on_wall
-    for name, ms in (*times.items(), (first, control_ms)):
-        if any(value <= 0 for value in ms):
+    for name, rounds in (*times.items(), (first, again)):
+        if any(value <= 0 for values in rounds for value in values):
             raise QuickSilverError(
                 f"{name}: the clock stood still or ran backwards while it was timed; there is no time to report."
             )
-    return Alternation(
-        {name: LatencySamples(ms) for name, ms in times.items()},
-        control=first if control else None,
-        control_ms=control_ms,
-        load_before=load_before,
-        load_after=os.getloadavg()[0],
-        seconds=seconds,
-        clock_gap_s=on_wall - seconds,
-    )
+    load_after = os.getloadavg()[0]
+    return [
+        Alternation(
+            {name: LatencySamples([sum(values[: n + 1]) for values in rounds]) for name, rounds in times.items()},
+            control=first if control else None,
+            control_ms=[sum(values[: n + 1]) for values in again],
+            load_before=load_before,
+            load_after=load_after,
+            seconds=seconds,
+            clock_gap_s=on_wall - seconds,
+        )
+        for n in range(len(turns[0][1]))
+    ]
 
 
 @dataclass(frozen=True)
@@ -308,28 +335,28 @@ class Latency(Measurement):
     def run(self, bench: Bench) -> LatencyResult:
         import torch
 
-        from quicksilver.measure.bench import forward
+        from quicksilver.measure.bench import calls
 
         model, batch, protocol = bench.model, bench.batch, bench.protocol
         dense = shared_weight_copy(model)
-        parts = {"": False, "prompt_": True} if protocol.name == "continuation" else {"": False}
-        rounds = (self.warmup + self.repeats) * len(parts)
+        prefixes = ("prompt_", "") if protocol.name == "continuation" else ("",)
+        rounds = self.warmup + 2 * self.repeats  # the dense model runs twice in a timed round: it is the control too
         done = 0
         found: dict[str, object] = {}
         with torch.no_grad(), bench.apply() as run:
-            for prefix, prompt_only in parts.items():
 
-                def ours(prompt_only: bool = prompt_only) -> None:
-                    run.reset()  # or the traces of all rounds pile up
-                    forward(model, batch, protocol, prompt_only)
+            def note() -> None:
+                nonlocal done
+                done += 1
+                bench.progress(min(1.0, done / rounds))
 
-                def theirs(prompt_only: bool = prompt_only) -> None:
-                    nonlocal done
-                    forward(dense, batch, protocol, prompt_only)
-                    done += 1
-                    bench.progress(min(1.0, done / (2 * rounds)))  # the dense model runs twice a round: it is the control too
-
-                times = alternate({"dense": theirs, "run": ours}, self.warmup, self.repeats, model.device)
+            theirs = calls(dense, batch, protocol, before=note)
+            ours = calls(model, batch, protocol, before=run.reset)  # or the traces of all rounds pile up
+            for prefix, times in zip(
+                prefixes,
+                alternate_steps({"dense": theirs, "run": ours}, self.warmup, self.repeats, model.device),
+                strict=True,
+            ):
                 for key, name in ((f"{prefix}latency_ms", "run"), (f"dense_{prefix}latency_ms", "dense")):
                     found[key] = Spread(times[name].median, times[name].iqr, times[name].ms)
                 ratio = times.ratio("run", to="dense")

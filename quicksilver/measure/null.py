@@ -54,7 +54,7 @@ class Null(Measurement):
         kind, chance = chosen
         null = score(
             bench.model, bench.windows.ids, bench.protocol, bench.windows.token_bytes, modules=chance, execution=bench.execution,
-            progress=bench.batches_done, dense=bench.dense_logits, decision_layers=bench.decision_layers,
+            progress=bench.batches_done, dense=bench.dense.logits if bench.dense else None, decision_layers=bench.decision_layers,
         )  # fmt: skip
         columns = ("nll_nats", "kl_nats", "top1_agreement")
         bench.frame = bench.frame.assign(**{f"null_{name}": null.windows[name] for name in columns if name in null.windows})

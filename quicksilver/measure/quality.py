@@ -59,14 +59,14 @@ class Quality(Measurement):
     share = 0.25
 
     def run(self, bench: Bench) -> QualityResult:
-        from quicksilver.measure.fidelity import DenseLogits
+        from quicksilver.measure.fidelity import DensePasses
         from quicksilver.measure.perplexity import score
 
-        if bench.modules:
-            bench.dense_logits = DenseLogits(bench.model, bench.protocol)
+        if bench.modules and bench.dense is None:
+            bench.dense = DensePasses(bench.model, bench.protocol)
         scores = score(
             bench.model, bench.windows.ids, bench.protocol, bench.windows.token_bytes, modules=bench.modules,
-            execution=bench.execution, progress=bench.batches_done, dense=bench.dense_logits, decision_layers=bench.decision_layers,
+            execution=bench.execution, progress=bench.batches_done, dense=bench.dense.logits if bench.dense and bench.modules else None, decision_layers=bench.decision_layers,
         )  # fmt: skip
         bench.frame, bench.trace = scores.windows, scores.trace
         return QualityResult(**totals(scores))

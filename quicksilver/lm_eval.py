@@ -1,0 +1,293 @@
+"""Models under runtime modules for EleutherAI's lm-evaluation-harness, as its model `quicksilver` (pip install 'quicksilver[lm-eval]').
+
+    quicksilver lm_eval --model_args pretrained=reference-gpt2,modules=halting_attention --tasks my_task --include_path tasks
+
+Importing this file registers the model, which `lm_eval.simple_evaluate(model="quicksilver", …)` then knows. The context of a request is a
+prompt: modules may look ahead inside it, it is computed once for all continuations of one example, and continuations follow from its cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from quicksilver.harness.choices import choices
+from quicksilver.harness.config import RunConfig, compose
+from quicksilver.harness.explain import suggest
+from quicksilver.harness.run import calibrated_modules
+from quicksilver.harness.store import Store
+from quicksilver.harness.workplace import Workplace
+from quicksilver.measure.perplexity import Protocol, check_allowed
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.ledger import Flops
+from quicksilver.runtime.run import Execution, Run, apply
+
+# Options of HFLM that mean the same here.
+PASSED_ON = (
+    "add_bos_token",
+    "chat_template_args",
+    "enable_thinking",
+    "max_batch_size",
+    "max_length",
+    "prefix_token_id",
+    "think_end_token",
+    "truncation",
+)
+_OURS = ("pretrained", "modules", "device", "dtype", "batch_size")
+_log = logging.getLogger(__name__)
+
+Answer = tuple[float, bool]  # log-likelihood in nats, and whether greedy decoding would have written it
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One context and what is asked after it.
+
+    Attributes:
+        ids: its tokens, cut on the left where context and continuation do not fit into the model.
+        asked: number of the request, and tokens of its continuation.
+    """
+
+    ids: tuple[int, ...]
+    asked: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@register_model("quicksilver")
+class QuickSilverLM(HFLM):
+    """A causal language model under runtime modules.
+
+    Args:
+        pretrained: a model of conf/model (reference-gpt2 …), a folder of a Hugging Face model, or a hub id; safetensors only.
+        modules: names of conf/modules, joined by `+`; empty: the dense model.
+        batch_size: contexts that are computed together.
+        device: `cpu`, `cuda:0` …; None: as the model's config says.
+        dtype: float32 | bfloat16 | float16; `auto` and None: as the model's config says.
+        options: HFLM's options `PASSED_ON`; all others are overrides of a run, `modules.halting.halted_share=0.3`, `execution=masked`,
+            `dataset=wikitext103` (whose calibration part gives thresholds that are percentiles).
+
+    Raises:
+        ConfigError: a model that cannot be had, an unknown module or option, a batch size that is no number.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        modules: str | Sequence[str] = "",
+        batch_size: int | str | None = 1,
+        device: str | None = None,
+        dtype: str | None = None,
+        **options: Any,
+    ) -> None:
+        if not str(batch_size or 1).isdecimal() or int(batch_size or 1) < 1:
+            raise ConfigError(f"batch_size={batch_size}: give a number of contexts; it is not searched for.")
+        config = compose([*_model(pretrained, device, dtype), *_modules(modules), *_overrides(options)])
+        place = Workplace()
+        self.modules, _ = calibrated_modules(config, place, Store(config.results_dir))
+        self.execution = cast("Execution", config.execution)
+        self.decision_layers = config.decision_layers
+        self.flops = Flops()
+        self.truncated = 0
+        self._run_config = config
+        loaded = place.model(config)
+        passed_on = {name: options[name] for name in PASSED_ON if name in options}
+        super().__init__(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=int(batch_size or 1), **passed_on)
+        self.pretrained = config.model.path
+
+    # -- what lm-eval asks -------------------------------------------------------------------------------------------------------
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood in nats of whole texts: every token is scored, so modules that look ahead are refused.
+
+        Raises:
+            ConfigError: such a module.
+        """
+        check_allowed(self.modules, Protocol("all"))
+        return cast("list[float]", super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm))
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm or requests[0][0] is None, desc="loglikelihood requests")
+        # The windows of a rolling log-likelihood have no texts, and no prompt: a pass of their own each.
+        found = self._windows(requests) if requests[0][0] is None else self._after_prompts(requests)
+        with torch.no_grad():
+            for number, answer in found:
+                answers[number] = answer
+                if (texts := requests[number][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, answer)
+                bar.update()
+        bar.close()
+        return [answers[number] for number in range(len(requests))]
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
+        with self._applied() as run:
+            written = super()._model_generate(context, max_length, stop, **generation_kwargs)
+            self.flops += run.flops
+        return cast("torch.Tensor", written)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results."""
+        ours = {
+            "modules": self._run_config.modules,
+            "execution": self.execution,
+            "executed_flops": self.flops.executed,
+            "nominal_flops": self.flops.nominal,
+            "truncated_requests": self.truncated,
+        }
+        return {**super().get_model_info(), "quicksilver": ours}
+
+    # -- continuations of prompts ------------------------------------------------------------------------------------------------
+
+    def _applied(self) -> Run:
+        layers = self.decision_layers if self.modules else None
+        return apply(self.model, self.modules, execution=self.execution if self.modules else "compact", decision_layers=layers)
+
+    def _after_prompts(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        """Answers by the number of their request."""
+        prompts = self._prompts(requests)
+        for start in range(0, len(prompts), self.batch_size):
+            batch = prompts[start : start + self.batch_size]
+            with self._applied() as run:
+                yield from self._answers(batch)
+                self.flops += run.flops
+
+    def _prompts(self, requests: Sequence[Request]) -> list[Prompt]:
+        """Every context once, the long ones first."""
+        asked: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = {}
+        truncated = 0
+        for number, (_, context, continuation) in enumerate(requests):
+            room = self.max_length + 1 - len(continuation)
+            if not continuation or room < 1:
+                raise ConfigError(
+                    f"request {number}: a continuation of {len(continuation)} tokens and a model of {self.max_length}: nothing can be scored."
+                )
+            truncated += len(context) > room
+            asked.setdefault(tuple(context[-room:]), []).append((number, tuple(continuation)))
+        if truncated:
+            _log.warning(
+                "%d of %d contexts were cut on the left to fit into %d tokens.", truncated, len(requests), self.max_length
+            )
+            self.truncated += truncated
+        return sorted((Prompt(ids, tuple(which)) for ids, which in asked.items()), key=lambda one: (-len(one.ids), one.ids))
+
+    def _answers(self, batch: Sequence[Prompt]) -> Iterator[tuple[int, Answer]]:
+        """Answers to all requests of a few prompts, which are computed together, padded on the left."""
+        longest = max(len(one.ids) for one in batch)
+        pads = [longest - len(one.ids) for one in batch]
+        ids = torch.tensor(
+            [[0] * pad + list(one.ids) for pad, one in zip(pads, batch, strict=True)], device=self.device
+        )  # (B, N)
+        padded: dict[str, torch.Tensor] = {}
+        mask = (torch.arange(longest)[None] >= torch.tensor(pads)[:, None]).long().to(self.device)
+        if any(pads):
+            # Positions are given: some models would count those of the padding.
+            padded = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        output = self.model(ids, use_cache=True, logits_to_keep=1, **padded)
+        after = _log_probabilities(output.logits[:, -1])  # (B, V)
+        longer: list[tuple[int, int, tuple[int, ...]]] = []
+        for row, one in enumerate(batch):
+            for number, tokens in one.asked:
+                if len(tokens) == 1:
+                    yield number, (float(after[row, tokens[0]]), int(after[row].argmax()) == tokens[0])
+                else:
+                    longer.append((row, number, tokens))
+        longer.sort(key=lambda item: len(item[2]))
+        for start in range(0, len(longer), len(batch)):
+            some = longer[start : start + len(batch)]
+            # Each chunk reads a copy of the prompts' cache, in rows of its own: modules may evict and merge while they go on.
+            cache = copy.deepcopy(output.past_key_values) if start + len(batch) < len(longer) else output.past_key_values
+            yield from self._longer(some, cache, after, mask)
+
+    def _longer(
+        self, some: Sequence[tuple[int, int, tuple[int, ...]]], cache: Any, after: torch.Tensor, mask: torch.Tensor
+    ) -> Iterator[tuple[int, Answer]]:
+        """Continuations of several tokens, of the rows of `cache` that they name; after: (B, V), mask: (B, N) of the prompts."""
+        rows = torch.tensor([row for row, _, _ in some], device=self.device)
+        cache.batch_select_indices(rows)
+        width = max(len(tokens) for _, _, tokens in some) - 1
+        # Padding on the right comes after all that is scored: no token sees it.
+        given = torch.tensor(
+            [[*tokens[:-1], *[0] * (width + 1 - len(tokens))] for _, _, tokens in some], device=self.device
+        )  # (R, C-1)
+        mask = torch.cat([mask[rows], torch.ones_like(given)], dim=1)
+        positions = mask.cumsum(1)[:, -width:] - 1
+        padded = {} if bool(mask.all()) else {"attention_mask": mask, "position_ids": positions}
+        logits = self.model(given, use_cache=True, past_key_values=cache, **padded).logits
+        rest = _log_probabilities(logits)  # (R, C-1, V)
+        for place, (row, number, tokens) in enumerate(some):
+            of = torch.cat([after[row][None], rest[place, : len(tokens) - 1]])  # (C, V)
+            wanted = torch.tensor(tokens, device=of.device)
+            yield number, (float(of.gather(1, wanted[:, None]).sum()), bool((of.argmax(-1) == wanted).all()))
+
+    # -- whole texts -------------------------------------------------------------------------------------------------------------
+
+    def _windows(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        """Answers for windows of texts, those of one length together: nothing is padding."""
+        by_length: dict[int, list[int]] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            by_length.setdefault(min(len(context) + len(continuation), self.max_length + 1), []).append(number)
+        for length, numbers in by_length.items():
+            for start in range(0, len(numbers), self.batch_size):
+                some = numbers[start : start + self.batch_size]
+                tokens = torch.tensor([(requests[n][1] + requests[n][2])[-length:] for n in some], device=self.device)
+                with self._applied() as run:
+                    likely = _log_probabilities(self.model(tokens[:, :-1], use_cache=False).logits)  # (R, N-1, V)
+                    self.flops += run.flops
+                for place, number in enumerate(some):
+                    scored = len(requests[number][2])
+                    of, wanted = likely[place, -scored:], tokens[place, -scored:]
+                    yield number, (float(of.gather(1, wanted[:, None]).sum()), bool((of.argmax(-1) == wanted).all()))
+
+
+def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """In nats, float32, the shape of `logits`.
+
+    Raises:
+        QuickSilverError: logits that are not finite.
+    """
+    found = logits.float().log_softmax(-1)
+    if not bool(found.isfinite().all()):
+        raise QuickSilverError("The model's logits are NaN or infinite: check the weights, or use dtype=float32.")
+    return found
+
+
+def _model(pretrained: str, device: str | None, dtype: str | None) -> list[str]:
+    """Overrides that select a model."""
+    if not isinstance(pretrained, str) or not pretrained.strip():
+        raise ConfigError(f"pretrained={pretrained!r}: give the name of a model, a folder or a hub id.")
+    if pretrained in choices("model"):
+        found = [f"model={pretrained}"]
+    else:
+        found = ["model=folder", f"model.name={Path(pretrained).name}", f"model.path={pretrained}"]
+    found += [f"model.device_map={device}"] if device else []
+    return [*found, *([f"model.dtype={dtype}"] if dtype and dtype != "auto" else [])]
+
+
+def _modules(modules: str | Sequence[str]) -> list[str]:
+    names = modules.split("+") if isinstance(modules, str) else list(modules)
+    # Whether a module may look ahead depends on the request: only what rolls over whole texts forbids it.
+    return [f"modules=[{','.join(name.strip() for name in names if name.strip())}]", "protocol=continuation"]
+
+
+def _overrides(options: Mapping[str, Any]) -> list[str]:
+    """What is no option of HFLM, as overrides of a run."""
+    known = [*RunConfig.__dataclass_fields__, *_OURS, *PASSED_ON]
+    found = []
+    for key, value in options.items():
+        if key in PASSED_ON:
+            continue
+        if key.split(".")[0] not in RunConfig.__dataclass_fields__:
+            raise ConfigError(f"model_args {key}={value}: {suggest(key, known, 'Options')}")
+        found.append(f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}")
+    return found

@@ -115,7 +115,7 @@ class RunConfig:
         """What of the config can change a result: the part that is hashed into the fingerprint.
 
         Left out: where results and data lie, which records count, trackers, the places a model or text comes from (their digests are hashed; that of the
-        scored text differs from part to part), and measurements that are off.
+        scored text differs from part to part), and measurements that are off or on which no other number depends.
         """
         model, dataset, protocol = (dataclasses.asdict(part) for part in (self.model, self.dataset, self.protocol))
         # What a task's splits hold is in the text's digest.
@@ -141,6 +141,8 @@ class RunConfig:
             del section[key]
         measure: dict[str, Any] = {"batch_windows": self.measure["batch_windows"]}
         for name, measurement in build_measurements(self.measure).items():
+            if not measurement.in_identity:
+                continue
             measure[name] = {"_target_": self.measure[name]["_target_"], **measurement.identity()}
         return {
             "model": model,

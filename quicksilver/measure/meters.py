@@ -57,13 +57,13 @@ class CodeCarbonMeter:
     """codecarbon's offline tracker: whatever of this machine has a counter; its guess for the processor where nothing has one.
 
     Args:
-        country_iso_code: three letters; decides the emissions of electricity.
+        country_iso_code: three letters; decides the emissions of electricity. None: the world average that codecarbon has.
 
     Raises:
         ConfigError: codecarbon is not installed, or knows no such country.
     """
 
-    def __init__(self, country_iso_code: str) -> None:
+    def __init__(self, country_iso_code: str | None) -> None:
         try:
             from codecarbon import OfflineEmissionsTracker
             from codecarbon.core.emissions import Emissions
@@ -73,20 +73,27 @@ class CodeCarbonMeter:
 
             logging.getLogger("codecarbon").setLevel(logging.CRITICAL)  # its remarks are for who has no record to read
         except ModuleNotFoundError as error:
-            raise ConfigError("measure.energy needs codecarbon, which is not installed: pip install codecarbon.") from error
+            raise ConfigError(
+                "codecarbon is not installed, and energy and emissions are read with it: pip install codecarbon."
+            ) from error
         data = DataSource()
         mix = data.get_global_energy_mix_data()
-        if country_iso_code not in mix:
+        if country_iso_code is None:
+            self.grid_kg_per_kwh = float(data.get_carbon_intensity_per_source_data()["world_average"]) / 1e3
+        elif country_iso_code not in mix:
             raise ConfigError(
                 f"country_iso_code={country_iso_code} is not a country that codecarbon knows: three letters, such as USA, DEU, FRA."
             )
-        place = GeoMetadata(country_iso_code=country_iso_code, country_name=mix[country_iso_code]["country_name"])
-        self.grid_kg_per_kwh = float(Emissions(data).get_private_infra_emissions(Energy.from_energy(kWh=1.0), place))
+        else:
+            place = GeoMetadata(country_iso_code=country_iso_code, country_name=mix[country_iso_code]["country_name"])
+            emitted = Emissions(data).get_private_infra_emissions(Energy.from_energy(kWh=1.0), place)
+            self.grid_kg_per_kwh = float(emitted)
 
         def tracker(mode: str) -> tuple[Any, dict[str, str]]:
-            """A tracker that has found out what the machine has, and its sources by kind of hardware."""
+            """A tracker that has found out what the machine has, and its sources by kind of hardware. It wants a country even where only its
+            joules are read."""
             made = OfflineEmissionsTracker(
-                country_iso_code=country_iso_code, output_methods=[], log_level="critical", measure_power_secs=1, tracking_mode=mode
+                country_iso_code=country_iso_code or "USA", output_methods=[], log_level="critical", measure_power_secs=1, tracking_mode=mode
             )  # fmt: skip
             made.start_task("warm-up")
             made.stop_task()
@@ -114,7 +121,7 @@ class CodeCarbonMeter:
 
 
 @functools.cache
-def meter_of(country_iso_code: str) -> Meter:
+def meter_of(country_iso_code: str | None) -> Meter:
     """The meter of this machine, set up once: finding out what there is takes seconds."""
     return CodeCarbonMeter(country_iso_code)
 
@@ -183,9 +190,9 @@ def energy(
         work()  # one-time allocations are nobody's energy
     found: dict[str, list[Window]] = {name: [] for name in (REST, *works)}
     for _ in range(rounds):
-        found[REST].append(_window(lambda: time.sleep(window_s), meter, 0.0))
+        found[REST].append(window(lambda: time.sleep(window_s), meter, 0.0))
         for name, work in works.items():
-            found[name].append(_window(work, meter, window_s))
+            found[name].append(window(work, meter, window_s))
     at_rest = [window.watts for window in found[REST]]
     spread = max(at_rest) - min(at_rest)
     results = {name: _energy(found[name], tokens_per_call, median(at_rest), spread) for name in works}
@@ -201,7 +208,8 @@ def energy(
     return results, how
 
 
-def _window(work: Callable[[], object], meter: Meter, least_s: float) -> Window:
+def window(work: Callable[[], object], meter: Meter, least_s: float) -> Window:
+    """`work` over and over for at least `least_s` seconds, and what the meter read meanwhile."""
     meter.start()
     began, calls = time.perf_counter(), 0
     while True:

@@ -14,6 +14,7 @@ import pandas as pd
 from quicksilver.harness.record import Record
 from quicksilver.harness.stats import PairedInterval, bootstrap, paired_records
 from quicksilver.measure.audit import AuditResult
+from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.null import NullResult
 from quicksilver.report.artefacts import Outcome
@@ -31,6 +32,8 @@ LEGEND = (
     "time or of the work is saved. The dense row shows the whole: milliseconds a batch, and operations (G = 10⁹).",
     "speedup: wall clock of one batch, median of rounds that alternate with the dense model; within: no larger than the noise "
     "floor below it, which is how far the dense model is from itself (A/A).",
+    "CO₂e: grams that CodeCarbon charges a token, saved in percent; the dense row shows micrograms a token. Below the table stands what it "
+    "read: without an energy counter it multiplies a nominal power by time, and says no more than speedup does.",
     "FLOPs saved, three ledgers: exec = operations of what really ran, signals and modules included; nominal = the dense formula "
     "on active tokens; paper = Appendix J's formula, comparable with the paper's column and with nothing else, a bit-width charged bits/16 "
     "(with App. J's own β quantization saves less: Table 3 shows both); prompt = exec, of the prompt alone.",
@@ -97,6 +100,11 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
             row[f"{phase}speedup_pct_low"] = 100 * (1 - timing.ratio.high)
             row[f"{phase}speedup_pct_high"] = 100 * (1 - timing.ratio.low)
             row[f"{phase}noise_floor_pct"] = timing.noise_floor_pct
+    emissions = record.found("emissions", EmissionsResult) if record.execution == "compact" else None
+    if emissions is not None:
+        row["gco2_per_token"] = emissions.gco2_per_token
+        if emissions.dense_gco2_per_token > 0:
+            row["co2_saved_pct"] = 100 * (1 - emissions.gco2_per_token / emissions.dense_gco2_per_token)
     return {key: value for key, value in row.items() if value is not None}
 
 
@@ -175,6 +183,7 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column("paper reports", "FLOPs", _reported("flops_saved_pct", 0), expendable=7),
         Column("paper reports", "Δppl", _reported("delta_ppl", 2), expendable=7),
         Column("measured", "speedup", _speedup),
+        Column("measured", "CO₂e", _emissions, expendable=8),
         *flops,
         Column("perplexity against dense", "Δppl", _delta_ppl),
         Column("perplexity against dense", "KL × 100", kl_cell, expendable=4),
@@ -207,6 +216,11 @@ def _speedup(row: Mapping[str, Any]) -> Lines:
     return (f"{latency:.0f} ms",) if _is_dense(row) and latency is not None else speedup_cell(row)
 
 
+def _emissions(row: Mapping[str, Any]) -> Lines:
+    grams = number(row, "gco2_per_token")
+    return (f"{1e6 * grams:.2g} µg",) if _is_dense(row) and grams is not None else (signed(number(row, "co2_saved_pct")),)
+
+
 def _flops(ledger: str) -> Callable[[Mapping[str, Any]], Lines]:
     def cell(row: Mapping[str, Any]) -> Lines:
         total, saved = number(row, f"{ledger}_flops"), number(row, f"{ledger}_flops_saved_pct")
@@ -235,5 +249,6 @@ COLUMNS = [
     *("null_kind", "null_ppl", *_with_interval("null_delta_ppl"), *_with_interval("versus_null_ppl")),
     *("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_difference", "lookahead", "execution", "bits_per_byte"),
     *("latency_ms", "prompt_latency_ms", "executed_flops", "nominal_flops", "paper_flops", "prompt_executed_flops"),
+    *("gco2_per_token", "co2_saved_pct"),
     *("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "record", "dense_record"),
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quicksilver.harness.record import Record
+from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.writing import without_folders
@@ -24,6 +25,9 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record.execution)}.",
         f"Machine: {_each(records, _machine)}.",
     ]
+    counted = [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]
+    if counted:
+        lines.append(f"CO₂e by CodeCarbon: {_each(counted, _emissions)}.")
     kernels = dict.fromkeys(how for record in records for how in record.kernels.values())
     if kernels:
         lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
@@ -46,7 +50,11 @@ def timing_warnings(records: Sequence[Record]) -> list[str]:
     return [f"{why} ({len(set(where))} of {len(records)} records)" for why, where in found.items()]
 
 
-def _each(records: Sequence[Record], describe: Any) -> str:
+def _emissions(found: EmissionsResult) -> str:
+    return f"{found.method}; {found.grid_kg_per_kwh:.3g} kg/kWh, {found.grid}"
+
+
+def _each(records: Sequence[Any], describe: Any) -> str:
     """The distinct descriptions in order of appearance."""
     return " / ".join(dict.fromkeys(describe(record) for record in records))
 

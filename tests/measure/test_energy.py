@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from harness_world import make_world
 
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import ensure
 from quicksilver.measure import meters
+from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.energy import BELOW, _per_token
 from quicksilver.measure.meters import CodeCarbonMeter, energy, meter_of
 from quicksilver.runtime import ConfigError
@@ -118,3 +123,39 @@ def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monke
     assert captured.out + captured.err == ""
     with pytest.raises(ConfigError, match="country_iso_code=Germany.*DEU"):
         CodeCarbonMeter("Germany")
+
+
+class Steady:
+    """A meter that reads 2 J a window."""
+
+    method, measured, grid_kg_per_kwh = "a test", False, 0.36
+
+    def start(self) -> None:
+        self.windows = getattr(self, "windows", 0) + 1
+
+    def stop(self) -> float:
+        return 2.0
+
+
+def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Steady()
+    monkeypatch.setattr(meters, "meter_of", lambda country: meter)
+    words = [*make_world(tmp_path), "protocol=continuation", f"results_dir={tmp_path / 'results'}", "modules=[static_depth]"]
+    on = compose([*words, "measure.emissions.enabled=true"])
+    assert on.identity() == compose(words).identity()
+    (record,) = ensure([on])
+    found = record.measured("emissions", EmissionsResult)
+    assert meter.windows == 2 + 1  # the dense record, and the run beside the dense model
+    assert found.grid == "world average"
+    tokens = 4 * 31  # of a batch of four windows, the last token of each is only a target
+    calls = 2.0 / (found.energy_j_per_token * tokens)
+    assert calls == pytest.approx(round(calls))
+    assert found.gco2_per_token == pytest.approx(found.energy_j_per_token * 0.36 / 3600)
+    assert found.dense_energy_j_per_token > 0
+    assert "world average" in found.line()
+
+
+def test_the_world_average_is_that_of_codecarbon() -> None:
+    assert meter_of(None).grid_kg_per_kwh == pytest.approx(0.475)

@@ -185,6 +185,33 @@ def paired_records(
     return paired_perplexity(both["nll"], both["tokens"], both["nll_baseline"], both["tokens_baseline"], **options)  # type: ignore[arg-type]
 
 
+def sign_flip_p(differences: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> float:
+    """How often paired differences whose signs are tossed have a mean as far from 0 as these: a two-sided permutation test.
+
+    Args:
+        differences: (W,) one a window.
+
+    Raises:
+        ConfigError: fewer than 8 windows, numbers that are not finite.
+    """
+    values = np.sort(np.asarray(differences, dtype=np.float64))
+    if len(values) < MIN_WINDOWS or not np.isfinite(values).all():
+        raise ConfigError(f"a test needs at least {MIN_WINDOWS} windows with finite numbers; there are {len(values)}.")
+    from scipy import stats
+
+    found = stats.permutation_test(
+        (values,), np.mean, permutation_type="samples", vectorized=True, n_resamples=resamples, rng=np.random.default_rng(seed)
+    )
+    return float(found.pvalue)
+
+
+def false_discovery(p_values: Sequence[float]) -> list[float]:
+    """P values of a family of tests, adjusted so that those below 5% hold at most 5% false discoveries (Benjamini and Hochberg, 1995)."""
+    from scipy import stats
+
+    return [float(p) for p in stats.false_discovery_control(p_values)] if len(p_values) else []
+
+
 def _need(record: Record, column: str) -> None:
     columns: Sequence[str] = list(record.windows.columns)
     if column not in columns:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from quicksilver.measure.measurement import Measurement, Result
+from quicksilver.measure.measurement import Measurement, Result, at_least
 
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NullResult(Result):
-    """The run once more, by chance; fields as in `QualityResult`.
+    """The run once more, by chance; fields as in `QualityResult`, means over the seeds where there are several.
 
     Attributes:
         kind: `shuffle`, `random neighbours` or `random entries`: see `by_chance`.
+        seed_ppl: perplexity by seed; None: one seed.
     """
 
     section: ClassVar[str | None] = "null"
@@ -31,36 +33,61 @@ class NullResult(Result):
     nominal_flops: int
     kl_nats: float | None = None
     top1_agreement: float | None = None
+    seed_ppl: list[float] | None = None
 
     def line(self) -> str:
-        return f"{self.ppl:.4g} perplexity per token ({self.kind})"
+        spread = "" if self.seed_ppl is None else f"; {min(self.seed_ppl):.4g} to {max(self.seed_ppl):.4g} by seed"
+        return f"{self.ppl:.4g} perplexity per token ({self.kind}{spread})"
 
 
 @dataclass
 class Null(Measurement):
-    """Score the windows again with the run's decisions dealt to other tokens. Adds `null_…` columns to the windows."""
+    """Score the windows again with the run's decisions dealt to other tokens. Adds `null_…` columns to the windows.
+
+    Args:
+        seeds: how often they are dealt; each window's `null_nll_nats` is the mean over them.
+    """
+
+    seeds: int = 1
 
     share = 0.15
     of_dense = "never"
+
+    def check(self, setting: object) -> None:
+        at_least("seeds", self.seeds, 1)
+
+    def identity(self) -> dict[str, Any]:
+        return {} if self.seeds == 1 else {"seeds": self.seeds}
 
     def run(self, bench: Bench) -> NullResult | None:
         from quicksilver.measure.perplexity import score
         from quicksilver.measure.quality import totals
 
         assert bench.trace is not None  # quality is measured first
-        chosen = by_chance(bench.modules, bench.trace, bench.seed)
-        if chosen is None:
-            return None
-        kind, chance = chosen
-        null = score(
-            bench.model, bench.windows.ids, bench.protocol, bench.windows.token_bytes, modules=chance, execution=bench.execution,
-            progress=bench.batches_done, dense=bench.dense.logits if bench.dense else None, decision_layers=bench.decision_layers,
-        )  # fmt: skip
-        columns = ("nll_nats", "kl_nats", "top1_agreement")
-        bench.frame = bench.frame.assign(**{f"null_{name}": null.windows[name] for name in columns if name in null.windows})
-        kept = totals(null)
-        names = ("ppl", "nll_nats", "executed_flops", "nominal_flops", "kl_nats", "top1_agreement")
-        return NullResult(kind, **{name: kept[name] for name in names if name in kept})
+        found, kind = [], ""
+        for seed in range(bench.seed, bench.seed + self.seeds):
+            chosen = by_chance(bench.modules, bench.trace, seed)
+            if chosen is None:
+                return None
+            kind, chance = chosen
+            found.append(
+                score(
+                    bench.model, bench.windows.ids, bench.protocol, bench.windows.token_bytes, modules=chance, execution=bench.execution,
+                    progress=bench.batches_done, dense=bench.dense.logits if bench.dense else None,
+                    decision_layers=bench.decision_layers,
+                )
+            )  # fmt: skip
+        columns = [name for name in ("nll_nats", "kl_nats", "top1_agreement") if name in found[0].windows]
+        means = {f"null_{name}": sum(one.windows[name] for one in found) / self.seeds for name in columns}
+        bench.frame = bench.frame.assign(**means)
+        kept = [totals(one) for one in found]
+        ppl = math.exp(sum(one["nll_nats"] for one in kept) / sum(one["tokens"] for one in kept))
+        names = ("nll_nats", "kl_nats", "top1_agreement")
+        mean = {name: sum(one[name] for one in kept) / self.seeds for name in names if name in kept[0]}
+        # How much chance decides differs from seed to seed only where it draws neighbours or entries, and then by a little.
+        flops = {name: round(sum(one[name] for one in kept) / self.seeds) for name in ("executed_flops", "nominal_flops")}
+        seed_ppl = [one["ppl"] for one in kept] if self.seeds > 1 else None
+        return NullResult(kind, ppl, **mean, **flops, seed_ppl=seed_ppl)
 
 
 def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tuple[str, list[RuntimeModule]] | None:

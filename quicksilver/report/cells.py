@@ -9,6 +9,7 @@ from typing import Any
 from quicksilver.report.table import Lines
 
 NO_VALUE = "-"
+FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
@@ -70,10 +71,14 @@ def time_difference_cell(value: float | None, noise: float | None) -> Lines:
 
 
 def versus_null_cell(row: Mapping[str, Any]) -> Lines:
-    """Whether choosing these tokens beat choosing any others at the same budget, by the paired interval of the difference."""
+    """Whether choosing these tokens beat choosing any others at the same budget, by the paired interval of the difference; where the table
+    has tests of all its rows, also by the adjusted p value."""
     low, high = number(row, "versus_null_ppl_low"), number(row, "versus_null_ppl_high")
     if low is None or high is None:
         return (NO_VALUE,)
+    p = number(row, "versus_null_p_adjusted")
+    if p is not None and p > FALSE_DISCOVERIES:
+        return ("no diff.",)
     return ("better",) if high < 0 else ("worse",) if low > 0 else ("no diff.",)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.harness.stats import PairedInterval, bootstrap, paired_records
+from quicksilver.harness.stats import PairedInterval, bootstrap, false_discovery, paired_records, sign_flip_p
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
@@ -39,8 +39,8 @@ LEGEND = (
     "(with App. J's own β quantization saves less: Table 3 shows both); prompt = exec, of the prompt alone.",
     "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: "
     "the same decisions dealt to random tokens, at exactly the same budget. vs null: whether the interval of their "
-    "difference lies below 0 (better), above 0 (worse) or around it (no diff.). Only a row that is better than its null "
-    "chose its tokens well.",
+    "difference lies below 0 (better), above 0 (worse) or around it (no diff.), and a permutation test agrees at 5% false discoveries over "
+    "the rows of the panel (Benjamini-Hochberg). Only a row that is better than its null chose its tokens well.",
     "KL × 100: of the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% interval. A "
     "Δppl near zero says that the right token is as likely as before; a KL near zero says that every token is.",
     "audit: the largest change of a logit when the tokens after it are replaced. 0, or rounding, means that nothing looks "
@@ -85,6 +85,9 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
             row["null_ppl"], row["null_kind"] = null.ppl, null.kind
             row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
             row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
+            row["versus_null_p"] = sign_flip_p(record.windows["nll_nats"] - record.windows["null_nll_nats"])
+            if null.seed_ppl is not None:
+                row |= {"null_seeds": len(null.seed_ppl), "null_ppl_low": min(null.seed_ppl), "null_ppl_high": max(null.seed_ppl)}
     for ledger in LEDGERS:
         row[f"{ledger}_flops"] = record.flops(ledger)
         row[f"{ledger}_flops_saved_pct"] = record.flops_saved_pct(ledger)
@@ -163,7 +166,18 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= {"data": data.name, "token_digest": data.token_digest[:SHORT]}
             row |= against_dense(outcome.record, outcome.dense)
         rows.append(row)
+    _adjust(rows)
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _adjust(rows: Sequence[dict[str, Any]]) -> None:
+    """P values against chance, adjusted for how many rows of a panel were tested; a record that stands in several rows is one test."""
+    for panel in dict.fromkeys(row["panel"] for row in rows):
+        tested = {row["record"]: row["versus_null_p"] for row in rows if row["panel"] == panel and "versus_null_p" in row}
+        adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
+        for row in rows:
+            if row["panel"] == panel and row.get("record") in adjusted:
+                row["versus_null_p_adjusted"] = adjusted[row["record"]]
 
 
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:
@@ -247,6 +261,7 @@ COLUMNS = [
     *("kv_bytes_saved_pct", "ppl", "dense_ppl", *_with_interval("delta_ppl")),
     *("kl_nats", "kl_nats_low", "kl_nats_high", "top1_agreement", "null_kl_nats"),
     *("null_kind", "null_ppl", *_with_interval("null_delta_ppl"), *_with_interval("versus_null_ppl")),
+    *("versus_null_p", "versus_null_p_adjusted", "null_seeds", "null_ppl_low", "null_ppl_high"),
     *("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_difference", "lookahead", "execution", "bits_per_byte"),
     *("latency_ms", "prompt_latency_ms", "executed_flops", "nominal_flops", "paper_flops", "prompt_executed_flops"),
     *("gco2_per_token", "co2_saved_pct"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quicksilver.harness import stats
-from quicksilver.harness.stats import MIN_WINDOWS, bootstrap, paired_perplexity
+from quicksilver.harness.stats import MIN_WINDOWS, bootstrap, false_discovery, paired_perplexity, sign_flip_p
 from quicksilver.runtime.errors import ConfigError
 
 RESAMPLES = 400
@@ -147,3 +147,20 @@ def test_seeds_and_draws_are_checked():
     for bad in ({"resamples": 10}, {"confidence": 1.0}):
         with pytest.raises(ConfigError):
             paired_perplexity(nll, tokens, base, **bad)
+
+
+def test_tossed_signs_tell_a_shift_from_noise_and_do_not_mind_the_order() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=40)
+    noise -= noise.mean()
+    assert sign_flip_p(noise) > 0.9
+    assert sign_flip_p(noise + 2) < 0.001
+    assert sign_flip_p(noise + 0.2) == sign_flip_p(np.flip(noise + 0.2))
+    with pytest.raises(ConfigError, match="at least 8 windows"):
+        sign_flip_p(noise[:7])
+
+
+def test_more_tests_need_smaller_p_values() -> None:
+    assert false_discovery([0.03]) == [0.03]
+    assert false_discovery([0.03, 0.9, 0.8, 0.7]) == pytest.approx([0.12, 0.9, 0.9, 0.9])
+    assert false_discovery([]) == []

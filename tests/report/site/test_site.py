@@ -352,8 +352,10 @@ def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
     assert "make claims" in (copy / "report" / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("entry", ["ppl", "environment", "executed_flops", "protocol", "model"])
-@pytest.mark.parametrize("value", [None, "a word", {}, [1, 2]])
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("ppl", None), ("ppl", "a word"), ("environment", {}), ("executed_flops", [1, 2]), ("protocol", "a word"), ("model", None)],
+)
 def test_whatever_a_damaged_record_holds_all_others_have_their_pages(copy, records, entry, value):
     record = records["share"]
     path = copy / "runs" / record.fingerprint / RECORD
@@ -364,7 +366,7 @@ def test_whatever_a_damaged_record_holds_all_others_have_their_pages(copy, recor
     assert "Window by window" in text
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema_version": 9}', '{"schema_version": 1, "kind": "table"}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 1, "kind": "table"}'])
 def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
     (copy / "tables" / "table11.json").write_text(content)
     _, problems = make(copy)

@@ -1,0 +1,68 @@
+"""Table all_positions: what can be saved where every position is scored, and decisions may not look ahead.
+
+Stopping tokens cannot: each of them is asked for its prediction. Sparsity inside a token can: small input channels of every linear map are set
+to zero (`channel_sparsity`, after TEAL, arXiv 2408.14690). Its error was chosen on calibration text, as the least of a fixed list that saves 18%
+of the nominal operations there, before a test text was scored (`CHOSEN`; the runs behind it are the panel `calibration`). No kernel here skips
+the zeros: executed operations are those of the dense model, and nominal ones say what a sparse kernel could leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from quicksilver.report import comparison, provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.table import Panel, Table
+
+MODELS = ("reference-gpt2", "reference-llama")
+TEXTS = ("python-docs", "wikitext103")
+ERRORS = (0.0003, 0.0006, 0.0012, 0.0024)
+TARGET_PCT = 18.0
+CHOSEN = {"reference-gpt2": 0.0006, "reference-llama": 0.0006}
+PAPER, EXIT, SPARSE = "paper", "exit", "channels"
+ALWAYS = ("protocol=all", "measure=quick")
+
+
+def rows() -> list[Row]:
+    """A panel for each model and text, then what was tried on calibration text."""
+    found = []
+    for model in MODELS:
+        for text in TEXTS:
+            panel, always = f"{model} {text}", (*ALWAYS, f"model={model}", f"dataset={text}", "dataset.windows=64")
+            found.append(Row(panel, "", "dense", "Dense", (*always, "modules=[]")))
+            error = f"modules.channel_sparsity.error={CHOSEN[model]}"
+            sparse = (*always, "modules=[channel_sparsity]", error)
+            found.append(Row(panel, "", SPARSE, "Channels inside tokens", sparse, ("channel_sparsity",)))
+            found.append(Row(panel, "", PAPER, "Token halting (paper)", (*always, "modules=[halting]"), ("halting",)))
+            exits = (*always, "modules=[confidence_exit]", "measure.null_control.enabled=false")
+            found.append(Row(panel, "", EXIT, "Confidence exit (CALM)", exits, ("confidence_exit",)))
+    for model in MODELS:
+        panel = f"calibration {model}"
+        always = (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")
+        for error in ERRORS:
+            sparse = (*always, "modules=[channel_sparsity]", f"modules.channel_sparsity.error={error}")
+            found.append(Row(panel, "", f"{error:g}", f"error {error:g}", sparse, ("channel_sparsity",)))
+    return found
+
+
+def chosen(frame: pd.DataFrame, model: str) -> float | None:
+    """The least error whose run on calibration text saves the target; None: none of those that are there does."""
+    tried = frame[(frame["panel"] == f"calibration {model}") & (frame["nominal_flops_saved_pct"] >= TARGET_PCT)]
+    return min((float(key) for key in tried["key"]), default=None)
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """A panel for each model and text, and one for each model's search."""
+    frame = comparison.frame(outcomes)
+    panels = []
+    for key in dict.fromkeys(outcome.row.panel for outcome in outcomes):
+        notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
+        model = key.removeprefix("calibration ")
+        if model != key:
+            best = chosen(frame, model)
+            notes = (f"Chosen: {'none' if best is None else f'error {best:g}'}, the least that saves {TARGET_PCT:g}% here.", *notes)
+        title = f"{key.replace(' ', ', ')}: every position scored" if model == key else f"{model}, calibration text: the choice of the error"
+        panels.append(Panel(key, title, comparison.columns(prompt=False), notes))
+    return Table(name, "All positions scored: work inside a token, and tokens that stop", frame, tuple(panels), comparison.legend(frame))

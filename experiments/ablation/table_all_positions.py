@@ -41,9 +41,9 @@ def rows() -> list[Row]:
     for model in MODELS:
         panel = f"calibration {model}"
         always = (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")
-        for error in ERRORS:
-            sparse = (*always, "modules=[channel_sparsity]", f"modules.channel_sparsity.error={error}")
-            found.append(Row(panel, "", f"{error:g}", f"error {error:g}", sparse, ("channel_sparsity",)))
+        for value in ERRORS:
+            sparse = (*always, "modules=[channel_sparsity]", f"modules.channel_sparsity.error={value}")
+            found.append(Row(panel, "", f"{value:g}", f"error {value:g}", sparse, ("channel_sparsity",)))
     return found
 
 
@@ -62,7 +62,16 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         model = key.removeprefix("calibration ")
         if model != key:
             best = chosen(frame, model)
-            notes = (f"Chosen: {'none' if best is None else f'error {best:g}'}, the least that saves {TARGET_PCT:g}% here.", *notes)
-        title = f"{key.replace(' ', ', ')}: every position scored" if model == key else f"{model}, calibration text: the choice of the error"
+            notes = (
+                f"Chosen: {'none' if best is None else f'error {best:g}'}, the least that saves {TARGET_PCT:g}% here.",
+                *notes,
+            )
+        title = (
+            f"{key.replace(' ', ', ')}: every position scored"
+            if model == key
+            else f"{model}, calibration text: the choice of the error"
+        )
         panels.append(Panel(key, title, comparison.columns(prompt=False), notes))
-    return Table(name, "All positions scored: work inside a token, and tokens that stop", frame, tuple(panels), comparison.legend(frame))
+    return Table(
+        name, "All positions scored: work inside a token, and tokens that stop", frame, tuple(panels), comparison.legend(frame)
+    )

@@ -7,16 +7,20 @@ the load of the process; such a number follows the clock and knows nothing more,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quicksilver.measure.bench import Bench
-    from quicksilver.measure.meters import Meter
+    from transformers import PreTrainedModel
 
+    from quicksilver.measure.bench import Bench
+    from quicksilver.measure.meters import Window
+
+ROUNDS = 2  # that the window is divided into, run and dense in turns
 WORLD = "world average"
 
 
@@ -25,7 +29,7 @@ class EmissionsResult(Result):
     """What a token drew and emitted, at the plug of the parts that CodeCarbon reads.
 
     Attributes:
-        energy_j_per_token, gco2_per_token: of the run; `dense_…` of the dense model, in the same process.
+        energy_j_per_token, gco2_per_token: of the run; `dense_…` of the dense model, in turns with it.
         window_s: how long the run's window was.
         method: where the joules come from; `measured` is False where that is an estimate without any counter.
         grid_kg_per_kwh: emissions of electricity in `grid`, a country or the world average.
@@ -54,7 +58,7 @@ class Emissions(Measurement):
 
     Args:
         country_iso_code: whose electricity it is, such as DEU; None: the world average that CodeCarbon has.
-        window_s: least length of a window, in seconds; counters need one.
+        window_s: least time of work of each, in seconds, in two windows; counters need one.
     """
 
     country_iso_code: str | None = None
@@ -73,49 +77,44 @@ class Emissions(Measurement):
 
         from quicksilver.measure.bench import forward
         from quicksilver.measure.latency import shared_weight_copy
-        from quicksilver.measure.meters import J_PER_KWH, meter_of
+        from quicksilver.measure.meters import J_PER_KWH, meter_of, window
 
         model, batch, protocol = bench.model, bench.batch, bench.protocol
         meter = meter_of(self.country_iso_code)
         tokens = batch.numel() if protocol.name == "all" else batch[:, :-1].numel()
 
-        def drawn(of: Any, before: Callable[[], None]) -> tuple[float, float]:
-            def work() -> None:
+        def work(of: PreTrainedModel, before: Callable[[], None]) -> Callable[[], None]:
+            def fn() -> None:
                 before()
                 forward(of, batch, protocol)
                 if model.device.type == "cuda":
                     torch.cuda.synchronize(model.device)
 
-            return _per_token(work, tokens, meter, self.window_s)
+            return fn
 
-        with torch.no_grad():
-            shared = bench.dense.energy_j_per_token if bench.dense is not None else None
-            seconds = 0.0
-            if shared is None:
-                shared, seconds = drawn(shared_weight_copy(model), lambda: None)
-            ours = shared
+        with torch.no_grad(), ExitStack() as stack:
+            works = {"dense": work(shared_weight_copy(model), lambda: None)}
             if bench.modules:
-                with bench.apply() as run:
-                    ours, seconds = drawn(model, run.reset)
-        if bench.dense is not None:
-            bench.dense.energy_j_per_token = shared
+                run = stack.enter_context(bench.apply())
+                works["run"] = work(model, run.reset)
+            windows: dict[str, list[Window]] = {name: [] for name in works}
+            for _ in range(ROUNDS):  # in turns: a slow moment of the machine hits both
+                for name, one in works.items():
+                    windows[name].append(window(one, meter, self.window_s / ROUNDS))
+        per_token = {
+            name: sum(one.joules for one in those) / (tokens * sum(one.calls for one in those)) for name, those in windows.items()
+        }
+        dense, ours = per_token["dense"], per_token.get("run", per_token["dense"])
+        seconds = sum(one.seconds for one in windows.get("run", windows["dense"]))
         grams = 1e3 * meter.grid_kg_per_kwh / J_PER_KWH
         return EmissionsResult(
             energy_j_per_token=ours,
             gco2_per_token=grams * ours,
-            dense_energy_j_per_token=shared,
-            dense_gco2_per_token=grams * shared,
+            dense_energy_j_per_token=dense,
+            dense_gco2_per_token=grams * dense,
             window_s=seconds,
             method=meter.method,
             measured=meter.measured,
             grid_kg_per_kwh=meter.grid_kg_per_kwh,
             grid=self.country_iso_code or WORLD,
         )
-
-
-def _per_token(work: Callable[[], None], tokens: int, meter: Meter, window_s: float) -> tuple[float, float]:
-    """Joules a token over a window of `work`, and how long it was."""
-    from quicksilver.measure.meters import window
-
-    found = window(work, meter, window_s)
-    return found.joules / (found.calls * tokens), found.seconds

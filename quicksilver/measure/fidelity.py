@@ -74,13 +74,12 @@ class DensePasses:
 
     Attributes:
         logits: of the windows.
-        peak_tensor_bytes, energy_j_per_token: of one batch; None: nobody asked yet.
+        peak_tensor_bytes: of one batch; None: nobody asked yet.
     """
 
     def __init__(self, model: PreTrainedModel, protocol: Protocol) -> None:
         self.logits = DenseLogits(model, protocol)
         self.peak_tensor_bytes: int | None = None
-        self.energy_j_per_token: float | None = None
 
 
 class Comparison:

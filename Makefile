@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu environment clean
+.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu dist environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -85,6 +85,12 @@ benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within 
 
 benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py
 	$(PY) scripts/benchmark_gpu.py $(ARGS)
+
+dist: $(STAMP) ## a wheel in dist/, which brings conf/, experiments/ and the reference models along
+	@rm -rf build
+	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@rm -rf build *.egg-info
+	@ls dist/*.whl
 
 environment: $(STAMP) ## only make the virtual environment
 

@@ -78,6 +78,16 @@ FAMILIES = (
 EAGER_ONLY = ("gemma2",)  # caps the scores of its attention, which sdpa cannot
 STORIES = "stories260K"
 MODELS = (*FAMILIES, STORIES)
+# Families whose layers differ most: they meet every attention implementation in the quick suite, the others in `make test-all`.
+UNALIKE = ("gpt2", "llama", "gpt_neox", "gemma2")
+
+
+def with_attention(names: Sequence[str]) -> list[Any]:
+    """(name, attention) of every family under both implementations."""
+    eager = [pytest.param(name, "eager", marks=() if name in UNALIKE else pytest.mark.slow) for name in names]
+    return [*((name, "sdpa") for name in names), *eager]
+
+
 NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data"
 
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from quicksilver.runtime.errors import ConfigError
 
 Options = TypeVar("Options")
+
+
+@dataclass
+class ResultsFolder:
+    """The keys of a command that asks for nothing but the folder of results."""
+
+    results_dir: str = field(default_factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results"))
 
 
 def split(words: Sequence[str], options: type[Options], command: str) -> tuple[Options, list[str]]:

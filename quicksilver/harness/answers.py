@@ -1,27 +1,30 @@
 """Which record answers a command line: remembered, so that what is there is found without composing configs or importing torch.
 
 Only for models and texts that come with the package: others lie in files that may change, and are looked at every time. Whatever
-changes in the package or in conf/ makes everything forgotten.
+changes in the package or in conf/ makes everything forgotten. The repository has such an index of its own beside its records
+(`quicksilver keep`); where no folder of data is named, that one is believed about texts of others too: its records are what there is of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.harness.record import Record
-from quicksilver.harness.store import Store
+from quicksilver.harness.store import KEPT, Store
 from quicksilver.runtime.errors import QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
 
 _FILE = "cache/answers.json"
+INDEX = f"{KEPT}/answers.json"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -40,21 +43,37 @@ class Answers:
     def __init__(self, results_dir: Path | str, *, own: bool = False) -> None:
         self._store = Store(results_dir, own=own)
         self._stamp = _stamp()
-        self._known: dict[str, Any] = {}
+        self._known = self._read(_FILE)
+        self._index = {} if own else self._read(INDEX)
+        self._changed = False
+
+    def _read(self, name: str) -> dict[str, Any]:
         try:
-            kept = json.loads((self._store.root / _FILE).read_text(encoding="utf-8"))
+            kept = json.loads((self._store.root / name).read_text(encoding="utf-8"))
             if kept["stamp"] == self._stamp:
-                self._known = {key: answer for key, answer in kept["answers"].items() if _is_answer(answer)}
+                return {key: answer for key, answer in kept["answers"].items() if _is_answer(answer)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # a cache: without it everything is composed and planned again
-        self._changed = False
+        return {}
+
+    def index(self, fingerprints: Collection[str]) -> dict[str, Any]:
+        """What the repository remembers of these records: `INDEX`."""
+        answers = {
+            key: kept
+            for key, kept in (self._index | self._known).items()
+            if "reason" in kept or kept["fingerprint"] in fingerprints
+        }
+        return {"stamp": self._stamp, "answers": dict(sorted(answers.items()))}
 
     def get(self, overrides: Sequence[str]) -> Answer | None:
         """The answer to the overrides of a run; None: it has to be found out. A record that is damaged, or whose dense record
         is gone, is no answer."""
-        kept = self._known.get(_key(overrides))
-        if kept is None:
-            return None
+        key = _key(overrides)
+        kept = self._known.get(key)
+        if kept is None or kept.get("outside"):
+            kept = self._index.get(key)
+            if kept is None or (kept.get("outside") and os.environ.get("QUICKSILVER_DATA")):
+                return None
         if "reason" in kept:
             return Answer(reason=kept["reason"])
         try:
@@ -66,16 +85,18 @@ class Answers:
         return Answer(record, fingerprint=kept["fingerprint"])
 
     def put(self, overrides: Sequence[str], config: RunConfig, answer: Answer) -> None:
-        """Remember, where model, text and modules are those of the package."""
+        """Remember; where model, text or modules are not those of the package, for `index` alone."""
         ours = all(
             str(entry.get("_target_", "")).startswith("quicksilver.") and not entry.get("calibration")
             for entry in config.modules.values()
         )
-        if config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours:
-            fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
-            kept = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
-            self._changed |= self._known.get(_key(overrides)) != kept
-            self._known[_key(overrides)] = kept
+        inside = config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours
+        fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
+        kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
+        if not inside:
+            kept["outside"] = True
+        self._changed |= self._known.get(_key(overrides)) != kept
+        self._known[_key(overrides)] = kept
 
     def save(self) -> None:
         """Write what is new, where it can be written."""
@@ -93,15 +114,17 @@ def _key(overrides: Sequence[str]) -> str:
 
 
 def _stamp() -> str:
-    """Changes with any file of the package or of conf/, and with Python, which carries the embedded text."""
+    """Changes with any file of the package or of conf/, and with Python, which carries the embedded text; the same in every clone."""
     whole = hashlib.sha256(sys.version.encode())
-    for path in sorted(_files()):
-        stat = path.stat()
-        whole.update(f"{path} {stat.st_mtime_ns} {stat.st_size}\n".encode())
+    for name, path in sorted(_files()):
+        whole.update(f"{name}\n".encode() + path.read_bytes())
     return whole.hexdigest()[:20]
 
 
-def _files() -> Iterator[Path]:
+def _files() -> Iterator[tuple[str, Path]]:
+    """What decides about an answer, weights included, by names that are the same wherever the package lies."""
     conf = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
     for folder, pattern in ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (conf, "*.yaml")):
-        yield from (path for path in folder.rglob(pattern) if path.is_file())
+        for path in folder.rglob(pattern):
+            if path.is_file():
+                yield f"{folder.name}/{path.relative_to(folder).as_posix()}", path

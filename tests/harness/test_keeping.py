@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from harness_world import make_world
 
+from quicksilver.harness.answers import INDEX, Answer, Answers
 from quicksilver.harness.config import compose
 from quicksilver.harness.keeping import keep
 from quicksilver.harness.record import TRACE, check_files, load_record, record_frame
@@ -69,3 +71,29 @@ def test_a_kept_record_that_was_changed_is_refused(made) -> None:
 def test_which_records_count_is_one_of_two() -> None:
     with pytest.raises(ConfigError, match="records=all"):
         compose(["records=all"])
+
+
+def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_path, monkeypatch) -> None:
+    config, record, _ = made
+    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
+    store = Store(config.results_dir)
+    keep(store, {record.fingerprint: set()})
+    asked = ["dataset=elsewhere"]
+    answers = Answers(store.root)
+    answers.put(asked, config, Answer(record))
+    answers.put(["dataset=forgotten"], config, Answer(fingerprint="0" * 20))
+    assert answers.get(asked) is None  # the text may have changed: it is looked at every time
+    index = answers.index({record.fingerprint})
+    assert len(index["answers"]) == 1
+    clone = tmp_path / "results"
+    shutil.copytree(store.root / KEPT, clone / KEPT)
+    (clone / INDEX).write_text(json.dumps(index))
+    found = Answers(clone).get(asked)
+    assert found is not None
+    assert found.record.fingerprint == record.fingerprint
+    assert Answers(clone, own=True).get(asked) is None
+    monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))
+    assert Answers(clone).get(asked) is None  # a text that is at hand is what counts
+    monkeypatch.delenv("QUICKSILVER_DATA")
+    (clone / INDEX).write_text(json.dumps(index | {"stamp": "of another version"}))
+    assert Answers(clone).get(asked) is None

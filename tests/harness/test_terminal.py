@@ -10,13 +10,15 @@ from quicksilver.harness.terminal import relative_cost, share_done
 
 # Seconds of the first runs of table 11 on one machine, in their order: what the estimate was made from, and must stay near.
 MEASURED = (
-    (("protocol=all",), 65),
-    (("protocol=all", "modules=[halting]"), 168),
-    (("protocol=all", "modules=[adaptive_quantization]"), 162),
-    (("protocol=all", "modules=[halting,kv_skipping]"), 179),
-    (("protocol=continuation",), 161),
-    (("protocol=continuation", "modules=[halting]"), 284),
-    (("protocol=continuation", "modules=[kv_skipping]"), 250),
+    (("protocol=all",), 20),
+    (("protocol=all", "modules=[halting]"), 38),
+    (("protocol=all", "modules=[adaptive_quantization]"), 29),
+    (("protocol=all", "modules=[halting,kv_skipping]"), 28),
+    (("protocol=continuation",), 17),
+    (("protocol=continuation", "modules=[halting]"), 33),
+    (("protocol=continuation", "modules=[kv_skipping]"), 27),
+    (("protocol=continuation", "modules=[token_fusion]"), 18),
+    (("protocol=continuation", "modules=[adaptive_quantization]"), 27),
 )
 
 
@@ -45,7 +47,8 @@ def test_the_time_left_is_near_the_time_it_took():
     for run in range(1, len(seconds)):
         elapsed, left = sum(seconds[:run]), sum(seconds[run:])
         share = share_done(at(run, len(seconds)), costs)
-        assert elapsed * (1 - share) / share == pytest.approx(left, rel=0.25)
+        estimate = elapsed * (1 - share) / share
+        assert estimate == pytest.approx(left, rel=0.25)
         equal = at(run, len(seconds)).fraction
-        if run == 1:  # where it used to say two minutes for what took eight
-            assert elapsed * (1 - equal) / equal < 0.5 * left
+        if run == 1:  # a dense run is the cheapest: to count all alike promises too much
+            assert abs(estimate - left) < abs(elapsed * (1 - equal) / equal - left)

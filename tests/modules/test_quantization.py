@@ -298,8 +298,7 @@ def prompt_companions() -> st.SearchStrategy[list[RuntimeModule]]:
     )
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.FAMILIES))
 @given(data=st.data())
 @settings(max_examples=5)
 def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:

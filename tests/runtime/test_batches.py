@@ -14,8 +14,7 @@ from tiny import Batch, Hashed
 from quicksilver.runtime import apply
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
 @settings(max_examples=6)
 def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(

@@ -17,8 +17,7 @@ from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenStat
 # -- 3: passes -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
 @settings(max_examples=3)
 def test_one_pass_is_many(name: str, attention: str, execution: str, data: st.DataObject) -> None:

@@ -28,8 +28,7 @@ from quicksilver.runtime import (
 # -- compact and masked ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data())
 @settings(max_examples=10)
 def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
@@ -147,8 +146,7 @@ def without_layers(model: PreTrainedModel, first: int, stop: int) -> PreTrainedM
     return shallow
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(
     batch=tiny.batches(),
     at=st.integers(0, tiny.LAYERS - 2),
@@ -309,8 +307,9 @@ class Attention(TokenPolicy):
             self.inner.decide(view, tokens)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [*tiny.FAMILIES, "gpt2-unscaled", "gpt2-by-layer", tiny.STORIES])
+@pytest.mark.parametrize(
+    ("name", "attention"), tiny.with_attention([*tiny.FAMILIES, "gpt2-unscaled", "gpt2-by-layer", tiny.STORIES])
+)
 @given(batch=tiny.batches(low=2), last_queries=st.sampled_from([1, 3, None]), reduce=st.sampled_from(["mean", "max"]))
 @settings(max_examples=4)
 @torch.no_grad()

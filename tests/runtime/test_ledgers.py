@@ -19,8 +19,7 @@ flops = pytest.importorskip("quicksilver.measure.flop_counter")
 # -- floating-point operations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
 @settings(max_examples=4)
 def test_executed_is_what_is_counted_from_outside(name: str, attention: str, execution: str, data: st.DataObject) -> None:

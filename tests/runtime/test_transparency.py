@@ -40,8 +40,7 @@ def left_untouched(model: PreTrainedModel) -> Iterator[None]:
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data())
 @settings(max_examples=5)
 @torch.no_grad()
@@ -64,8 +63,7 @@ def test_without_a_decision_the_logits_are_the_plain_models_bit_for_bit(name: st
         assert torch.equal(found.logits, plain)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data())
 @settings(max_examples=3)
 @torch.no_grad()
@@ -85,8 +83,7 @@ def test_without_a_module_a_left_padded_batch_is_the_plain_models_bit_for_bit(
     tiny.assert_close(batch.real(tiny.forward(model, batch, [Never()]).logits), batch.real(plain))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.FAMILIES))
 @pytest.mark.parametrize(
     "options",
     [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}, {"do_sample": False, "num_beams": 3}],

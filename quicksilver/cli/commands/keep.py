@@ -4,27 +4,20 @@ quicksilver keep
 quicksilver keep results_dir=/folder
 
 Files of more than a megabyte are too large for that: a record that has one, decisions (trace) left aside, is not kept, and whoever
-rebuilds its table makes the run again. A table that was measured here (NAME-mine) replaces the one of that name. Afterwards `quicksilver reproduce all` writes the tables from the
-records that were kept. Keys of its own:
+rebuilds its table makes the run again. Beside the records lies an index, which row of which table each of them answers, so that a clone finds
+them without composing configs; it is true of the package as it is now. A table that was measured here (NAME-mine) replaces the one of that
+name. Afterwards `quicksilver reproduce all` writes the tables from the records that were kept. Keys of its own:
   results_dir=FOLDER   default: $QUICKSILVER_RESULTS, or results
 """
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from quicksilver.cli.arguments import split
+from quicksilver.cli.arguments import ResultsFolder, split
 from quicksilver.runtime.errors import ConfigError
-
-
-@dataclass
-class Options:
-    """The command's own keys, as its help has them."""
-
-    results_dir: str = field(default_factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results"))
 
 
 def main(words: Sequence[str]) -> int:
@@ -33,14 +26,16 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: nothing was written yet, or a record that is named is not there.
     """
-    options, overrides = split(words, Options, "keep")
+    options, overrides = split(words, ResultsFolder, "keep")
     if overrides:
         raise ConfigError(f"{overrides[0]}: keep takes results_dir=FOLDER and no other key.")
+    from quicksilver.harness.answers import INDEX, Answers
     from quicksilver.harness.keeping import keep
     from quicksilver.harness.record import TRACE
     from quicksilver.harness.store import Store
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import MINE
+    from quicksilver.report.writing import write_files
     from quicksilver.report.written import read
 
     root = Path(options.results_dir)
@@ -58,6 +53,8 @@ def main(words: Sequence[str]) -> int:
         for fingerprint in read(path).records:
             wanted.setdefault(fingerprint, set()).update(files)
     kept = keep(Store(root), wanted)
+    index = Answers(root).index({folder.name for folder in kept})
+    write_files((root / INDEX).parent, {(root / INDEX).name: (json.dumps(index, indent=1) + "\n").encode()})
     for name in mine:
         for path in written[name].parent.glob(f"{name}.*"):
             path.unlink()

@@ -11,21 +11,12 @@ Keys of its own:
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from quicksilver.cli.arguments import split
+from quicksilver.cli.arguments import ResultsFolder, split
 from quicksilver.runtime.errors import ConfigError
-
-
-@dataclass
-class Options:
-    """The command's own keys, as its help has them."""
-
-    results_dir: str = field(default_factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results"))
 
 
 def main(words: Sequence[str]) -> int:
@@ -34,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         QuickSilverError: the numbers of the golden run are not the same.
     """
-    options, overrides = split(words, Options, "rekey")
+    options, overrides = split(words, ResultsFolder, "rekey")
     if overrides:
         raise ConfigError(f"{overrides[0]}: rekey takes every record below results_dir=FOLDER and no other key.")
     folder = Path(options.results_dir)

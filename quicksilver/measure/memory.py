@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from quicksilver.measure.measurement import Measurement, Result
 
@@ -213,7 +213,7 @@ class Memory(Measurement):
         peaks: dict[str, PeakMemory] = {}
         tensors: dict[str, int | None] = {}
         caches, saved = {}, []
-        for name, active in (("dense", ()), ("run", bench.modules)):
+        for name, active in {"dense": (), "run": bench.modules}.items() if bench.modules else [("run", ())]:
             with torch.no_grad(), bench.apply(modules=active) as run:
 
                 def one(run: Any = run) -> None:
@@ -221,13 +221,15 @@ class Memory(Measurement):
                     forward(model, batch, bench.protocol)
 
                 peaks[name] = peak_memory(one, model.device)
+                caches[name] = run.kv_bytes_by_layer
+                saved = paper_kv_delta_bytes(run.trace, run.arch, model.dtype.itemsize)
                 run.reset()  # what the next pass would free was no allocation of its own
                 known = bench.dense.peak_tensor_bytes if bench.dense is not None and name == "dense" else None
                 if known is None and model.device.type == "cpu":
                     known = peak_tensor_bytes(one)  # exact, so that once is enough
                 tensors[name] = known
-                caches[name] = run.kv_bytes_by_layer
-                saved = paper_kv_delta_bytes(run.trace, run.arch, model.dtype.itemsize)
+        for by_name in cast("tuple[dict[str, Any], ...]", (peaks, tensors, caches)):
+            by_name.setdefault("dense", by_name["run"])  # a dense run is its own
         if bench.dense is not None:
             bench.dense.peak_tensor_bytes = tensors["dense"]
         return MemoryResult(

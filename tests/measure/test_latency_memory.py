@@ -7,13 +7,17 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from harness_world import make_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Batch, Hashed, load
 
+from quicksilver.harness.config import compose
+from quicksilver.harness.record import load_record
+from quicksilver.harness.run import ensure
 from quicksilver.measure import Alternation, LatencySamples, alternate, memory, peak_memory
 from quicksilver.measure import latency as stopwatch
-from quicksilver.measure.memory import paper_kv_delta_bytes, peak_tensor_bytes
+from quicksilver.measure.memory import MemoryResult, paper_kv_delta_bytes, peak_tensor_bytes
 from quicksilver.runtime import ConfigError, QuickSilverError, apply
 
 MIB = 1 << 20
@@ -191,3 +195,19 @@ def test_cache_bytes_of_the_layers_add_up_and_the_papers_formula_is_evaluated_on
         saved = [plain.resident - layer.resident for plain, layer in zip(dense, layers, strict=True)]
         assert paper_kv_delta_bytes(run.trace, run.arch, 4) == saved
         assert saved[-1] > 0
+
+
+def test_the_dense_side_of_memory_is_the_same_whether_another_run_weighed_it_before(tmp_path) -> None:
+    """In a process that made other runs, and in one of its own."""
+    words = [*make_world(tmp_path), "protocol=continuation", "measure.memory.enabled=true"]
+    skipping = [*words, "modules=[halting_attention]"]
+    sides = []
+    for results, configs in (("alone", [skipping]), ("after", [[*words, "modules=[random_halting]"], skipping])):
+        *_, record = ensure([compose([*one, f"results_dir={tmp_path / results}"]) for one in configs])
+        found = record.measured("memory", MemoryResult)
+        sides.append((found.dense_peak_tensor_bytes, found.kv_bytes_by_layer.dense))
+    assert sides[0] == sides[1]
+    assert sum(sides[0][1]) > 0
+    dense = load_record(record.path.parent / record.dense_fingerprint).measured("memory", MemoryResult)
+    assert dense.peak_tensor_bytes == dense.dense_peak_tensor_bytes == sides[0][0]
+    assert dense.kv_bytes_by_layer.resident == dense.kv_bytes_by_layer.dense == sides[0][1]

@@ -1,0 +1,307 @@
+"""What a reader of generated text would notice: continuations under the run's modules beside the dense model's, of the same prompts.
+
+Greedy, and sampled with the same random numbers for both (Gumbel-max: the token of greatest logit plus noise, which is a draw from the
+softmax), so that texts part only where the predictions do. The texts stay in generation.parquet, a row a prompt and way of decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from quicksilver.measure.bench import Bench
+
+TEXTS = "generation.parquet"
+GREEDY, SAMPLED = "greedy", "sampled"
+REPEATED_NGRAM = 4  # tokens: longer than what any text repeats by itself
+MAUVE_LEAST = 16  # texts: below it a divergence of clustered texts says nothing
+
+
+@dataclass(frozen=True)
+class Written:
+    """Continuations of one way of decoding against the dense model's, means over prompts.
+
+    Attributes:
+        same_tokens: tokens before the first that differs; all of them where none does.
+        identical: prompts whose whole continuation is the dense one.
+        agreement: share of places with the same token, 0 to 1.
+        edit_distance: Levenshtein distance in tokens over the length of the longer text, 0 to 1.
+        repeated, dense_repeated: share of 4-grams that stood in the same continuation before, 0 to 1.
+        distinct, dense_distinct: share of 2-grams that are different ones, 0 to 1.
+        nats, dense_nats: negative log-likelihood a token under the dense model, of the run's and of the dense model's own continuation.
+        mauve: of the two sets of texts, where the package is installed and there are at least 16 prompts.
+    """
+
+    same_tokens: float
+    identical: int
+    agreement: float
+    edit_distance: float
+    repeated: float
+    dense_repeated: float
+    distinct: float
+    dense_distinct: float
+    nats: float
+    dense_nats: float
+    mauve: float | None = None
+
+
+@dataclass(frozen=True)
+class GenerationResult(Result):
+    """Over all prompts; each has its rows in generation.parquet.
+
+    Attributes:
+        prompts: how many, of `prompt_tokens` tokens; `new_tokens` were written after each, fewer where the text came to its end.
+        executed_flops, dense_executed_flops: of the greedy continuations with their prompts.
+    """
+
+    section: ClassVar[str | None] = "generation"
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    greedy: Written
+    sampled: Written | None
+    executed_flops: int
+    dense_executed_flops: int
+
+    def line(self) -> str:
+        found = self.greedy
+        return (
+            f"greedy texts part after {found.same_tokens:.1f} of {self.new_tokens} tokens, {100 * found.agreement:.0f}% of places agree; "
+            f"{found.nats:.2f} nats a token under the dense model (its own {found.dense_nats:.2f})"
+        )
+
+
+@dataclass
+class Generation(Measurement):
+    """Go on after the beginnings of the first windows.
+
+    Args:
+        prompts: how many windows; fewer where there are not as many.
+        prompt_tokens, new_tokens: lengths of prompts and continuations.
+        sampled: also draw, not only take the likeliest token.
+        temperature: of the draws.
+        batch_size: prompts that are computed together; it decides nothing.
+    """
+
+    prompts: int = 16
+    prompt_tokens: int = 256
+    new_tokens: int = 64
+    sampled: bool = True
+    temperature: float = 1.0
+    batch_size: int = 8
+
+    share = 0.3
+    of_dense: ClassVar[Literal["always", "alone", "never"]] = "never"  # it is the other side of every comparison
+
+    def check(self, setting: Setting) -> None:
+        at_least("prompts", self.prompts, 1)
+        at_least("prompt_tokens", self.prompt_tokens, 2)
+        at_least("new_tokens", self.new_tokens, REPEATED_NGRAM)
+        at_least("batch_size", self.batch_size, 1)
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature={self.temperature:g} is out of range: more than 0; sampled=false is greedy alone.")
+        if self.prompt_tokens > setting.window_tokens:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens}: a prompt is the beginning of a window, and a window has "
+                f"protocol.window_tokens={setting.window_tokens}."
+            )
+
+    def run(self, bench: Bench) -> GenerationResult | None:
+        import pandas as pd
+        import torch
+
+        if not bench.modules:
+            return None
+        prompts = bench.windows.ids[: self.prompts, : self.prompt_tokens]  # (P, N)
+        _check_context(bench.model, prompts.shape[1] + self.new_tokens)
+        with torch.no_grad():
+            ours, run_flops = self._written(bench, prompts, dense=False)
+            theirs, dense_flops = self._written(bench, prompts, dense=True)
+            frame = pd.DataFrame(self._rows(bench, prompts, ours, theirs))
+        bench.files[TEXTS] = lambda path: frame.to_parquet(path, index=False)
+        ways = {way: _mean(rows, bench) for way, rows in frame.groupby("way", sort=False)}
+        return GenerationResult(
+            len(prompts), prompts.shape[1], self.new_tokens, ways[GREEDY], ways.get(SAMPLED), run_flops, dense_flops
+        )
+
+    def _ways(self) -> tuple[str, ...]:
+        return (GREEDY, SAMPLED) if self.sampled else (GREEDY,)
+
+    def _written(self, bench: Bench, prompts: torch.Tensor, *, dense: bool) -> tuple[dict[str, list[list[int]]], int]:
+        """Continuations of every prompt by way of decoding, and the operations executed for the greedy ones."""
+        found: dict[str, list[list[int]]] = {way: [] for way in self._ways()}
+        flops, done = 0, 0
+        for way in found:
+            for start in range(0, len(prompts), self.batch_size):
+                batch = prompts[start : start + self.batch_size].to(bench.model.device)
+                noise = None
+                if way == SAMPLED:
+                    noise = [gumbel_noise(bench.seed, start + row) for row in range(len(batch))]
+                with bench.apply(modules=() if dense else None) as run:
+                    found[way] += continued(bench.model, batch, self.new_tokens, noise, self.temperature, _ends(bench))
+                    flops += run.flops.executed if way == GREEDY else 0
+                done += len(batch)
+                bench.progress((done / (len(prompts) * len(found)) + dense) / 2.5)
+        return found, flops
+
+    def _rows(
+        self, bench: Bench, prompts: torch.Tensor, ours: Mapping[str, list[list[int]]], theirs: Mapping[str, list[list[int]]]
+    ) -> list[dict[str, Any]]:
+        rows = []
+        with bench.apply(modules=()):
+            for way in ours:
+                for number, (one, dense) in enumerate(zip(ours[way], theirs[way], strict=True)):
+                    prompt = prompts[number]
+                    rows.append(
+                        {
+                            "prompt": number,
+                            "way": way,
+                            "prompt_text": bench.tokenizer.decode(prompt),
+                            "text": bench.tokenizer.decode(one),
+                            "dense_text": bench.tokenizer.decode(dense),
+                            "tokens": one,
+                            "dense_tokens": dense,
+                            **compared(one, dense),
+                            "nats": _nats_a_token(bench.model, prompt, one),
+                            "dense_nats": _nats_a_token(bench.model, prompt, dense),
+                        }
+                    )
+        return rows
+
+
+def continued(
+    model: Any,
+    prompts: torch.Tensor,
+    new_tokens: int,
+    noise: Sequence[torch.Generator] | None = None,
+    temperature: float = 1.0,
+    ends: Sequence[int] = (),
+) -> list[list[int]]:
+    """At most `new_tokens` tokens after each of prompts (P, N), up to the first of `ends`, which is not among them.
+
+    Args:
+        noise: one generator a prompt, of the draws; None: the likeliest token.
+
+    Raises:
+        QuickSilverError: logits that are not finite.
+    """
+    import torch
+
+    given, cache, columns = prompts, None, []
+    for _ in range(new_tokens):
+        output = model(given, use_cache=True, past_key_values=cache, logits_to_keep=1)
+        logits, cache = output.logits[:, -1].float(), output.past_key_values  # (P, V)
+        if not bool(logits.isfinite().all()):
+            raise QuickSilverError(
+                f"The logits after {prompts.shape[1] + len(columns)} tokens are NaN or infinite (dtype={model.dtype}). Check the weights, or "
+                "use model.dtype=float32."
+            )
+        if noise is not None:
+            drawn = torch.stack([torch.rand(logits.shape[1], generator=one, dtype=torch.float64) for one in noise])
+            gumbel = -(-drawn.clamp(min=1e-300).log()).clamp(min=1e-300).log()
+            logits = logits.double() / temperature + gumbel.to(logits.device)
+        given = logits.argmax(-1, keepdim=True)  # (P, 1)
+        columns.append(given)
+    found = torch.cat(columns, dim=1).tolist()
+    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in found]
+
+
+def gumbel_noise(seed: int, prompt: int) -> torch.Generator:
+    """Of one prompt, whatever it is batched with."""
+    import torch
+
+    return torch.Generator().manual_seed((seed * 1_000_003 + prompt) % 2**63)
+
+
+def compared(one: Sequence[int], dense: Sequence[int]) -> dict[str, float]:
+    """How far two continuations of one prompt are from each other, and how much each repeats itself; fields as in `Written`."""
+    longer = max(len(one), len(dense), 1)
+    same = next((i for i, (a, b) in enumerate(zip(one, dense, strict=False)) if a != b), min(len(one), len(dense)))
+    return {
+        "same_tokens": same,
+        "identical": list(one) == list(dense),
+        "agreement": sum(a == b for a, b in zip(one, dense, strict=False)) / longer if one or dense else 1.0,
+        "edit_distance": edit_distance(one, dense) / longer,
+        "repeated": 1 - distinct(one, REPEATED_NGRAM),
+        "dense_repeated": 1 - distinct(dense, REPEATED_NGRAM),
+        "distinct": distinct(one, 2),
+        "dense_distinct": distinct(dense, 2),
+    }
+
+
+def edit_distance(one: Sequence[int], two: Sequence[int]) -> int:
+    """Levenshtein: the fewest insertions, deletions and replacements that make one of the other."""
+    row = list(range(len(two) + 1))
+    for i, a in enumerate(one, 1):
+        above = row
+        row = [i]
+        for j, b in enumerate(two, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
+    return row[-1]
+
+
+def distinct(tokens: Sequence[int], n: int) -> float:
+    """Share of n-grams that are different ones (distinct-n, Li et al. 2016), 1 where there is none."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def _nats_a_token(model: Any, prompt: torch.Tensor, tokens: Sequence[int]) -> float:
+    """Mean negative log-likelihood of a continuation of prompt (N,); 0 for an empty one."""
+    import torch
+
+    if not tokens:
+        return 0.0
+    ids = torch.cat([prompt, torch.tensor(tokens)])[None].to(model.device)
+    logits = model(ids[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0].float()  # (C, V)
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, -len(tokens) :]))
+
+
+def _mean(rows: pd.DataFrame, bench: Bench) -> Written:
+    means = {name: float(rows[name].mean()) for name in Written.__dataclass_fields__ if name not in ("identical", "mauve")}
+    return Written(**means, identical=int(rows["identical"].sum()), mauve=_mauve(rows, bench))
+
+
+def _mauve(rows: pd.DataFrame, bench: Bench) -> float | None:
+    """MAUVE (Pillutla et al. 2021) of the run's texts against the dense model's, by the dense model's last states."""
+    from importlib.util import find_spec
+
+    if len(rows) < MAUVE_LEAST or find_spec("mauve") is None:
+        return None
+    import mauve
+    import numpy as np
+
+    features = [np.stack([_features(bench, text) for text in rows[name]]) for name in ("tokens", "dense_tokens")]
+    return float(mauve.compute_mauve(p_features=features[0], q_features=features[1], seed=bench.seed, verbose=False).mauve)
+
+
+def _features(bench: Bench, tokens: Sequence[int]) -> Any:
+    """(D,) float32: the dense model's last state after a text."""
+    import torch
+
+    ids = torch.tensor([list(tokens) or [0]], device=bench.model.device)
+    with torch.no_grad():
+        return bench.model.base_model(ids, use_cache=False).last_hidden_state[0, -1].float().cpu().numpy()
+
+
+def _ends(bench: Bench) -> list[int]:
+    """Tokens that end a text."""
+    ends = getattr(bench.model.generation_config, "eos_token_id", None)
+    return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
+
+
+def _check_context(model: Any, tokens: int) -> None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise ConfigError(
+            f"measure.generation: prompt_tokens and new_tokens are {tokens} together, more than the model's {positions} positions."
+        )

@@ -1,0 +1,166 @@
+"""Continuations under modules beside the dense model's: the same prompts, the same random numbers, whatever is computed together."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pandas as pd
+import pytest
+import torch
+from harness_world import make_world
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import load
+
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import ensure
+from quicksilver.measure.generation import (
+    TEXTS,
+    GenerationResult,
+    compared,
+    continued,
+    distinct,
+    edit_distance,
+    gumbel_noise,
+)
+from quicksilver.modules import StaticDepth
+from quicksilver.runtime import apply
+from quicksilver.runtime.errors import ConfigError
+
+PROMPTS = torch.tensor([[5, 9, 2, 33, 7, 5, 9, 2], [1, 44, 3, 8, 2, 2, 60, 17], [9, 9, 9, 1, 30, 4, 6, 5]])
+SMALL = ["measure=generation", "measure.generation.prompts=3", "measure.generation.prompt_tokens=16", "measure.generation.new_tokens=8"]  # fmt: skip
+TEXT = st.lists(st.integers(0, 3), max_size=12)
+
+
+@pytest.mark.parametrize("modules", [[], [StaticDepth(depth=0.4, missing_kv="drop")]], ids=["dense", "halting"])
+@torch.no_grad()
+def test_greedy_continuations_are_those_of_generate(modules):
+    model = load("llama")
+    with apply(model, modules):
+        ours = continued(model, PROMPTS, 9)
+    with apply(model, modules):
+        written = model.generate(
+            PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=9, do_sample=False, eos_token_id=-1
+        )
+    assert ours == written[:, PROMPTS.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def test_a_draw_is_a_prompt_s_own_whatever_it_is_batched_with():
+    model = load("gpt2")
+    noise = lambda rows: [gumbel_noise(0, row) for row in rows]
+    together = continued(model, PROMPTS, 8, noise(range(3)))
+    assert together == [continued(model, PROMPTS[row : row + 1], 8, noise([row]))[0] for row in range(3)]
+    assert together != continued(model, PROMPTS, 8)
+    assert continued(model, PROMPTS, 8, [gumbel_noise(1, row) for row in range(3)]) != together
+    # Without spread the likeliest token is drawn.
+    assert continued(model, PROMPTS, 8, noise(range(3)), temperature=1e-6) == continued(model, PROMPTS, 8)
+
+
+@torch.no_grad()
+def test_draws_follow_the_softmax():
+    model = load("gpt2")
+    likely = model(PROMPTS[:1]).logits[0, -1].softmax(-1)
+    prompts = PROMPTS[:1].repeat(2000, 1)
+    drawn = torch.tensor(continued(model, prompts, 1, [gumbel_noise(3, row) for row in range(2000)]))[:, 0]
+    share = torch.bincount(drawn, minlength=len(likely)) / 2000
+    assert float((share - likely).abs().max()) < 5 * (0.25 / 2000) ** 0.5
+
+
+@torch.no_grad()
+def test_a_text_ends_before_its_end():
+    model = load("gpt2")
+    (whole,) = continued(model, PROMPTS[:1], 8)
+    (cut,) = continued(model, PROMPTS[:1], 8, ends=[whole[3]])
+    assert cut == whole[: whole.index(whole[3])]
+
+
+@given(TEXT, TEXT)
+def test_distances_of_texts(one, two):
+    assert edit_distance(one, two) == edit_distance(two, one) <= max(len(one), len(two))
+    assert (edit_distance(one, two) == 0) == (one == two)
+    found = compared(one, two)
+    assert found["identical"] == (one == two) == (found["agreement"] == 1)
+    assert one[: int(found["same_tokens"])] == two[: int(found["same_tokens"])]
+    assert found["edit_distance"] <= 1 - found["agreement"] + 1e-12  # aligned places are one way to edit
+
+
+def test_known_distances():
+    assert edit_distance([1, 2, 3, 4], [2, 3, 4, 5]) == 2
+    assert compared([1, 2, 3, 4], [2, 3, 4, 5])["agreement"] == 0
+    assert distinct([1, 2, 1, 2, 1, 2], 2) == pytest.approx(2 / 5)
+    assert compared([7] * 8, list(range(8)))["repeated"] == pytest.approx(4 / 5)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generation")
+    return [*make_world(folder), f"results_dir={folder / 'results'}", "protocol=continuation", *SMALL]
+
+
+HALTING = ["modules=[halting_attention]", "modules.halting.halted_share=0.6"]
+
+
+def test_a_run_writes_its_texts_beside_the_dense_ones(world):
+    record = ensure([compose([*world, *HALTING])])[0]
+    found = record.measured("generation", GenerationResult)
+    frame = pd.read_parquet(record.path / TEXTS)
+    assert list(frame["way"]) == ["greedy"] * 3 + ["sampled"] * 3
+    assert found.greedy.agreement == pytest.approx(frame[frame["way"] == "greedy"]["agreement"].mean())
+    assert found.greedy.agreement < 1
+    assert found.executed_flops < found.dense_executed_flops
+    # The dense model's own greedy text is what it finds likely.
+    assert found.greedy.nats > 0
+    for _, row in frame.iterrows():
+        assert list(row["tokens"][: int(row["same_tokens"])]) == list(row["dense_tokens"][: int(row["same_tokens"])])
+
+
+def test_modules_that_change_nothing_change_no_text(world):
+    record = ensure([compose([*world, "modules=[random_halting]", "modules.random_halting.rate=0"])])[0]
+    found = record.measured("generation", GenerationResult)
+    for one in (found.greedy, found.sampled):
+        assert one is not None
+        assert (one.identical, one.agreement, one.edit_distance, one.same_tokens) == (3, 1, 0, 8)
+        assert one.nats == one.dense_nats
+
+
+def test_the_dense_run_writes_nothing_of_its_own(world):
+    dense = ensure([compose([*world, "modules=[]"])])[0]
+    assert not (dense.path / TEXTS).exists()
+    assert compose([*world, *HALTING]).dense().identity() == compose([*world, "modules=[]"]).dense().identity()
+
+
+def test_mauve_is_asked_where_it_is_installed(world, monkeypatch):
+    asked = {}
+
+    def compute_mauve(**features):
+        asked.update(features)
+        return types.SimpleNamespace(mauve=0.75)
+
+    fake = types.ModuleType("mauve")
+    fake.compute_mauve = compute_mauve
+    fake.__spec__ = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "mauve", fake)
+    monkeypatch.setattr("quicksilver.measure.generation.MAUVE_LEAST", 3)
+    record = ensure([compose([*world, *HALTING, "seed=5"])])[0]
+    assert record.measured("generation", GenerationResult).greedy.mauve == 0.75
+    assert asked["p_features"].shape == asked["q_features"].shape == (3, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["measure.generation.prompt_tokens=40"], "prompt_tokens=40: a prompt is the beginning of a window"),
+        (["measure.generation.new_tokens=2"], "new_tokens=2 is out of range"),
+        (["measure.generation.temperature=0"], "temperature=0 is out of range"),
+    ],
+)
+def test_what_cannot_be_is_refused(world, words, says):
+    with pytest.raises(ConfigError, match=says):
+        compose([*world, *HALTING, *words])
+
+
+def test_more_than_the_context_is_refused(world):
+    with pytest.raises(ConfigError, match="16 and new_tokens|more than the model's 64 positions"):
+        ensure([compose([*world, *HALTING, "measure.generation.new_tokens=60"])])

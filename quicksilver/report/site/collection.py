@@ -73,7 +73,8 @@ class NamedRecord:
     pieces: list[Piece]
     problems: list[Problem] = field(default_factory=list)
     row: Mapping[str, Any] = field(default_factory=dict)
-    trace: str | None = None  # its page
+    trace: str | None = None  # its page of tokens
+    samples: str | None = None  # its page of generated texts
 
     @property
     def label(self) -> str:

@@ -25,7 +25,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import amount, signed
 from quicksilver.report.claims.ledger import VERDICTS
-from quicksilver.report.site import charts, explorer, tokens
+from quicksilver.report.site import charts, explorer, samples, tokens
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, grouped
 from quicksilver.report.site.grid import grid, prose
 from quicksilver.report.writing import without_folders, write_files
@@ -73,6 +73,8 @@ class Site:
         sweeps = without_folders(explorer.sweeps(self._panels()))
         contents["explorer.html"] = self._page("explorer.html", sweeps=sweeps, charts=[charts.cost(sweep) for sweep in sweeps])
         contents["tokens.html"] = self._page("tokens_index.html", traced=traced)
+        written = [run for run in self.there.runs.values() if run.samples is not None]
+        contents["texts.html"] = self._page("samples_index.html", written=written)
         contents["runs.html"] = self._page("runs.html", runs=list(self.there.runs.values()))
         claims = self._page(
             "claims.html",
@@ -136,6 +138,14 @@ class Site:
                 run.trace = f"tokens/{run.fingerprint}.html"
                 words = self._share(run.record.data.token_digest, views)
                 contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views, words=words)
+        try:
+            written = samples.shown(run.record) if run.record is not None else {}
+        except Exception as error:  # as above
+            self.there.trouble(run, error)
+        else:
+            if written:
+                run.samples = f"texts/{run.fingerprint}.html"
+                contents[run.samples] = self._page("samples.html", base="../", run=run, samples=written)
         details: dict[str, Any] | None = None
         try:
             details = self._run_details(run.record, run.dense) if run.record is not None else None

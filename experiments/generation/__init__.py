@@ -1,0 +1,1 @@
+"""What a reader of generated text would notice."""

@@ -1,0 +1,84 @@
+"""Texts side by side: what differs is marked, what a model writes is text and never markup."""
+
+from __future__ import annotations
+
+import re
+
+import fakes
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quicksilver.measure.generation import GREEDY, TEXTS
+from quicksilver.report import comparison
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.site.pages import make
+from quicksilver.report.site.samples import marked, shown
+from quicksilver.report.table import Panel, Table
+from quicksilver.runtime.errors import ConfigError
+
+WORDS = st.text("ab \n<", max_size=20)
+
+
+@given(WORDS, WORDS)
+def test_the_pieces_are_the_texts_and_what_is_not_marked_is_common(one, two):
+    left, right = marked(one, two)
+    assert "".join(text for text, _ in left) == one
+    assert "".join(text for text, _ in right) == two
+    assert [text for text, differs in left if not differs] == [text for text, differs in right if not differs]
+    if one == two:
+        assert not any(differs for _, differs in left)
+
+
+def test_words_that_differ_are_marked():
+    left, right = marked("the cat sat on the mat", "the cat lay on the mat")
+    assert left == (("the cat", False), (" sat", True), (" on the mat", False))
+    assert right == (("the cat", False), (" lay", True), (" on the mat", False))
+
+
+@pytest.fixture
+def results(tmp_path):
+    row = {
+        "prompt": 0,
+        "way": GREEDY,
+        "prompt_text": "<b>once</b> " * 99,
+        "text": "a <script>alert(1)</script>",
+        "dense_text": "a & b",
+    }
+    row |= {"same_tokens": 1, "identical": False, "agreement": 0.5, "nats": 2.0, "dense_nats": 1.5}
+    config = {
+        "seed": 0,
+        "model": {},
+        "dataset": {},
+        "measure": {},
+        "modules": {"halting": {"_target_": "quicksilver.modules.Halting"}},
+    }
+    dense = fakes.make(tmp_path, "dense continuation", "continuation", config=config | {"modules": {}})
+    run = fakes.make(
+        tmp_path, "run", "continuation", per_token=0.01, files={TEXTS: lambda path: pd.DataFrame([row]).to_parquet(path)}, config=config,
+    )  # fmt: skip
+    outcomes = [Outcome(Row("p", "", "run", "run", ()), run, dense)]
+    frame = comparison.frame(outcomes)
+    Table("table_generation", "Texts", frame, (Panel("p", "p", comparison.columns(prompt=True), ()),)).write(tmp_path / "tables")
+    return tmp_path, run, dense
+
+
+def test_the_page_shows_text_as_text(results):
+    folder, run, _ = results
+    index, _ = make(folder)
+    page = (index.parent / "texts" / f"{run.fingerprint}.html").read_text()
+    assert "<mark> &lt;script&gt;alert(1)&lt;/script&gt;</mark>" in page
+    assert "<mark> &amp; b</mark>" in page
+    assert "<script>alert" not in page
+    assert page.count("once") == 59  # and the white space after it
+    assert f"texts/{run.fingerprint}.html" in (index.parent / "texts.html").read_text()
+    assert re.search(r'href="\.\./texts/[0-9a-f]+\.html"', (index.parent / "runs" / f"{run.fingerprint}.html").read_text())
+
+
+def test_records_without_texts_have_no_page(results):
+    _, run, dense = results
+    assert shown(dense) == {}
+    (run.path / TEXTS).write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"generation\.parquet of .* cannot be read"):
+        shown(run)

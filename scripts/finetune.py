@@ -4,6 +4,8 @@ One model for several tasks: a batch holds examples of one task and of like leng
 fixes. The loss is the cross-entropy of the label word after the prompt. For tasks of one sentence it is joined by `--prefix-loss` times
 the cross-entropy among the label words after each token of the sentence (in training only): a phrase's sentiment is mostly decided
 before its end, and thousands of labels alone train a small model slowly. Resumable after a kill at any moment (run the same command again).
+
+All weights are trained, or with `--lora RANK` low-rank updates of the matrices (`peft`), which are merged into the finished model.
 """
 
 from __future__ import annotations
@@ -14,23 +16,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
+from training_state import TrainingState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quicksilver.data.spec import TaskConfig
 from quicksilver.data.tasks import Example, read_task
 from quicksilver.harness.config import compose
+from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
+AFTER_THE_PLAN = 1000  # number of the first epoch of `more`: no order of the plan's comes again
 HELD_ROWS = 600  # of a task's training rows, kept out of training: what choices are made on
 
 
@@ -48,17 +52,23 @@ class Recipe:
     max_tokens: int = 192
     prefix_loss: float = 0.5
     seed: int = 42
+    lora: int = 0  # rank of the low-rank updates; 0: all weights are trained
     # (from step, to step), in order: in each the learning rate falls straight to 0 from what the plan has at its beginning.
     falls: tuple[tuple[int, int], ...] = ()
+    # After the plan: epochs of tasks once more, from `lr_more` of the peak learning rate straight to 0.
+    more: dict[str, float] = field(default_factory=dict)
+    lr_more: float = 0.4
 
-    def lr_scale(self, step: int, steps: int) -> float:
-        """Share of the peak learning rate at `step` of the plan's `steps`: a warmup, then a straight fall to 0."""
+    def lr_scale(self, step: int, steps: int, more: int = 0) -> float:
+        """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`; then another of `more`."""
         for first, last in self.falls:
             if first <= step < last:
-                return self.lr_scale_at(first, steps) * (last - step) / (last - first)
-        return self.lr_scale_at(step, steps)
+                return self._planned(first, steps, more) * (last - step) / (last - first)
+        return self._planned(step, steps, more)
 
-    def lr_scale_at(self, step: int, steps: int) -> float:
+    def _planned(self, step: int, steps: int, more: int) -> float:
+        if step >= steps:
+            return self.lr_more * (1 - (step - steps) / more)
         return min(1.0, (step + 1) / self.warmup_steps) * (1 - step / steps)
 
 
@@ -98,17 +108,20 @@ def batches(data: list[Encoded], recipe: Recipe, rng: np.random.Generator) -> li
     return made
 
 
-def plan(data: dict[str, list[Encoded]], recipe: Recipe) -> list[list[Encoded]]:
+def plan(
+    data: dict[str, list[Encoded]], recipe: Recipe, wanted: Mapping[str, float], first_epoch: int = 0
+) -> list[list[Encoded]]:
+    """Batches of `wanted` epochs of every task, in one shuffled order."""
     made: list[list[Encoded]] = []
-    for name, epochs in recipe.epochs.items():
-        left, epoch = epochs, 0
+    for name, epochs in wanted.items():
+        left, epoch = epochs, first_epoch
         while left > 0:
             rng = np.random.default_rng((recipe.seed, epoch, len(name)))
             some = batches(data[name], recipe, rng)
             rng.shuffle(some)
             made += some[: round(len(some) * min(1.0, left))]
             left, epoch = left - 1, epoch + 1
-    np.random.default_rng(recipe.seed).shuffle(made)
+    np.random.default_rng(recipe.seed + first_epoch).shuffle(made)
     return made
 
 
@@ -121,13 +134,10 @@ def tensors(batch: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(model: Any, batch: list[Encoded], prefix_loss: float) -> tuple[torch.Tensor, float]:
     ids, last = tensors(batch)
+    head = model.get_output_embeddings()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = (
-            model.model(ids, use_cache=False).last_hidden_state
-            if hasattr(model, "model")
-            else model.transformer(ids, use_cache=False).last_hidden_state
-        )
-        logits = model.lm_head(hidden[torch.arange(len(batch)), last])  # (B, V)
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (B, N, D)
+        logits = head(hidden[torch.arange(len(batch)), last])  # (B, V)
     words = torch.tensor(batch[0].words)
     gold = torch.tensor([int(e.gold) for e in batch])
     loss = F.cross_entropy(logits.float(), words[gold])
@@ -135,7 +145,7 @@ def loss_of(model: Any, batch: list[Encoded], prefix_loss: float) -> tuple[torch
     ends = torch.tensor([e.sentence_end for e in batch])
     if prefix_loss and int(ends.max()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            among = F.linear(hidden, model.lm_head.weight[words]).float()  # (B, N, W)
+            among = F.linear(hidden, head.weight[words]).float()  # (B, N, W)
         at = torch.arange(ids.shape[1])[None] < ends[:, None]
         each = F.cross_entropy(among[at], gold[:, None].expand_as(at)[at], reduction="none")
         loss = loss + prefix_loss * each.mean()
@@ -167,53 +177,67 @@ def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optim
     return [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
 
-def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes: float) -> None:
-    folder = ROOT / "quicksilver" / "models" / "reference" / recipe.base
-    if not folder.is_dir():
-        folder = Path(recipe.base)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+def with_lora(model: Any, rank: int) -> Any:
+    """The model with low-rank updates of all its matrices, which alone are trained; `merge_and_unload` gives a plain one back."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--lora needs {error.name}, which is not installed: pip install 'quicksilver[peft]'.") from error
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def read_rows(recipe: Recipe, tokenizer: Any, data_root: Path) -> tuple[dict[str, list[Encoded]], dict[str, list[Encoded]]]:
+    """Rows of every task: those that are trained on, and those that are kept out."""
     data, held = {}, {}
-    for name in recipe.epochs:
+    for name in (*recipe.epochs, *(name for name in recipe.more if name not in recipe.epochs)):
         read = read_task(compose([f"dataset={name}", "measure=task"]).dataset, "calibration", root=data_root)
         task, found = read.task, read.examples
         order = np.random.default_rng(recipe.seed).permutation(len(found))
         kept = min(HELD_ROWS, len(found) // 10)
         data[name] = encoded(tokenizer, task, [found[i] for i in order[kept:]], recipe.max_tokens)
         held[name] = encoded(tokenizer, task, [found[i] for i in order[:kept]], recipe.max_tokens)
-    every = plan(data, recipe)
+    return data, held
+
+
+def check_recipe(recipe: Recipe, planned: int, meta: Mapping[str, Any], source: Path) -> None:
+    """Refuse a state of another recipe; what takes effect after its step may be another.
+
+    Raises:
+        SystemExit: it is another's.
+    """
+    saved, mine = dict(meta["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
+    if saved["falls"] == [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]:
+        saved["falls"] = mine["falls"]
+    if meta["step"] <= planned and not saved["more"]:
+        saved |= {"more": mine["more"], "lr_more": mine["lr_more"]}
+    if saved != mine:
+        raise SystemExit(f"{source} was made by another recipe. Give the same options, or another --work. Nothing was changed.")
+
+
+def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes: float) -> None:
+    folder = ROOT / "quicksilver" / "models" / "reference" / recipe.base
+    if not folder.is_dir():
+        folder = Path(recipe.base)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = with_lora(whole, recipe.lora) if recipe.lora else None
+    model: Any = whole.train()  # the same modules, with the updates in them
+    data, held = read_rows(recipe, tokenizer, data_root)
+    every = plan(data, recipe, recipe.epochs)
+    planned = len(every)
+    every += plan(data, recipe, recipe.more, first_epoch=AFTER_THE_PLAN)
     optims = optimizers(model, recipe)
-    step, history = 0, []
-    latest = work / "latest"
-    if not latest.exists() and (work / "old").exists():
-        latest = work / "old"
-    if (latest / "meta.json").is_file():
-        meta = json.loads((latest / "meta.json").read_text())
-        saved, mine = meta["recipe"], json.loads(json.dumps(dataclasses.asdict(recipe)))
-        begun = [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]
-        if saved["falls"] == begun:  # up to here both recipes are one
-            saved["falls"] = mine["falls"]
-        if saved != mine:
-            raise SystemExit(
-                f"{latest} was made by another recipe. Give the same options, or another --work. Nothing was changed."
-            )
-        step, history = meta["step"], meta["history"]
-        weights = load_file(latest / "model.safetensors")
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                p.copy_(weights[n])
-        for i, optim in enumerate(optims):
-            state: dict[int, dict[str, Any]] = {}
-            for key, tensor in load_file(latest / f"optim{i}.safetensors").items():
-                index, n = key.split(".")
-                state.setdefault(int(index), {})[n] = tensor
-            optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
+    state = TrainingState(work)
+    meta = state.load(model, optims, lambda meta, source: check_recipe(recipe, planned, meta, source))
+    step, history = (0, []) if meta is None else (meta["step"], meta["history"])
     peaks = [[g["lr"] for g in optim.param_groups] for optim in optims]
-    steps = recipe.falls[-1][1] if recipe.falls else len(every)
+    # A fall that begins in the last part of the plan ends it.
+    ends = recipe.falls[-1][1] if recipe.falls else 0
+    steps = ends if ends and (ends > planned or not recipe.more) else len(every)
     bar = tqdm(total=steps, initial=step, unit="step", mininterval=20, file=sys.stderr)
     smooth, began, seen = None, time.monotonic(), 0
     while step < steps:
-        scale = recipe.lr_scale(step, len(every))
+        scale = recipe.lr_scale(step, planned, len(every) - planned)
         for optim, peak in zip(optims, peaks, strict=True):
             for group, lr in zip(optim.param_groups, peak, strict=True):
                 group["lr"] = lr * scale
@@ -232,37 +256,12 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
             scores = {name: accuracy(model, rows) for name, rows in held.items()}
             history.append({"step": step, "loss_nats": loss.item(), "training_accuracy": smooth, "held_accuracy": scores})
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
-            save(work, recipe, step, model, optims, history)
+            state.save({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}, model, optims)
         if out_of_time:
             break
     if step == steps and out is not None:
-        export(model, tokenizer, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
-
-
-def save(work: Path, recipe: Recipe, step: int, model: Any, optims: list[torch.optim.Optimizer], history: list[Any]) -> None:
-    new, latest, old = work / "new", work / "latest", work / "old"
-    _remove(new)
-    new.mkdir(parents=True)
-    save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, new / "model.safetensors")
-    for i, optim in enumerate(optims):
-        state = optim.state_dict()["state"]
-        save_file(
-            {f"{k}.{n}": t.contiguous() for k, s in state.items() for n, t in s.items() if t is not None},
-            new / f"optim{i}.safetensors",
-        )
-    (new / "meta.json").write_text(json.dumps({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}))
-    if latest.exists():  # else `old` is the last good one, after a kill between the renames
-        _remove(old)
-        os.rename(latest, old)
-    os.rename(new, latest)
-    _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        plain = model if adapted is None else adapted.merge_and_unload()
+        export(plain, tokenizer, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
 
 
 def export(model: Any, tokenizer: Any, base: Path, out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> None:
@@ -302,19 +301,29 @@ LICENCES = {
 
 def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> str:
     """README.md of the finished model."""
+    epochs = {name: recipe.epochs.get(name, 0.0) + recipe.more.get(name, 0.0) for name in rows}
     tasks = [
-        f"| {name} | {rows[name]:,} | {recipe.epochs[name]:g} | {history[-1]['held_accuracy'][name]:.1%} | {LICENCES.get(name, 'its own')} |"
-        for name in recipe.epochs
+        f"| {name} | {rows[name]:,} | {epochs[name]:g} | {history[-1]['held_accuracy'][name]:.1%} | {LICENCES.get(name, 'its own')} |"
+        for name in rows
     ]
     size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
     falls = (
         "; ".join(f"from step {first} straight to 0 at step {last}" for first, last in recipe.falls) or "straight to 0 at the end"
     )
     options = f"--falls {' '.join(f'{first}-{last}' for first, last in recipe.falls)} " if recipe.falls else ""
+    if recipe.more:
+        options += f"--more {' '.join(f'{k}={v:g}' for k, v in recipe.more.items())} --lr-more {recipe.lr_more:g} "
+    options += f"--lora {recipe.lora} " if recipe.lora else ""
+    what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
+    again = (
+        f"after the plan {', '.join(f'{v:g} epochs of {k}' for k, v in recipe.more.items())} once more, from {recipe.lr_more:g} of the peak; "
+        if recipe.more
+        else ""
+    )
     command = f"python scripts/finetune.py {recipe.base} --tasks {' '.join(f'{k}={v:g}' for k, v in recipe.epochs.items())} {options}--work W --out O"
     lines = [
         f"# {out.name}", "",
-        f"{recipe.base}, all weights fine-tuned on label words of several tasks at once, stored in bfloat16 ({size_mb:.1f} MB): the answer is the "
+        f"{recipe.base}, {what} fine-tuned on label words of several tasks at once, stored in bfloat16 ({size_mb:.1f} MB): the answer is the "
         "likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.", "",
         "| task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |", "|---|--:|--:|--:|---|", *tasks, "",
         f"The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split: SST-2's are phrases of the sentences that it was trained on, "
@@ -322,7 +331,7 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
         "frequent answer was not learned by a model of this size.", "",
         "![learning curve](learning_curve.png)", "",
         f"Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of "
-        f"{recipe.warmup_steps} steps, then falling; {falls}; {history[-1]['step']} steps in all, which is less than the plan's epochs where the learning rate "
+        f"{recipe.warmup_steps} steps, then falling; {again}{falls}; {history[-1]['step']} steps in all, which is less than the plan's epochs where the learning rate "
         f"was let fall early. Cross-entropy of the label word, and {recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks "
         f"(in training only). bfloat16 autocast, seed {recipe.seed}, one thread of a CPU.", "",
         f"Again: `{command}` (needs the rows below `--data-root`).", "",
@@ -344,22 +353,36 @@ def main() -> None:
     parser.add_argument(
         "--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0"
     )
+    parser.add_argument("--more", nargs="*", default=[], metavar="TASK=EPOCHS", help="tasks once more after the plan")
     parser.add_argument("--minutes", type=float, default=1e9)
     for f in dataclasses.fields(Recipe):
-        if f.name not in ("base", "epochs", "falls"):
+        if f.name not in ("base", "epochs", "falls", "more"):
             parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    epochs = {name: float(n) for name, n in (t.split("=") for t in args.tasks)}
     falls = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
     recipe = Recipe(
         base=args.base,
-        epochs=epochs,
-        **{f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")},
+        epochs=_epochs(args.tasks),
+        **{
+            f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls", "more")
+        },
         falls=falls,
+        more=_epochs(args.more),
     )
     torch.manual_seed(recipe.seed)
-    train(recipe, args.data_root, args.work, args.out, args.minutes)
+    try:
+        train(recipe, args.data_root, args.work, args.out, args.minutes)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+
+
+def _epochs(words: Sequence[str]) -> dict[str, float]:
+    """`sst2=3 rte=0.5`."""
+    try:
+        return {name: float(n) for name, n in (word.split("=") for word in words)}
+    except ValueError as error:
+        raise SystemExit(f"--tasks and --more take TASK=EPOCHS, such as sst2=3, not {' '.join(words)!r}.") from error
 
 
 if __name__ == "__main__":

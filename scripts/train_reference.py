@@ -24,8 +24,8 @@ import numpy as np
 import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
+from training_state import TrainingState
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,10 +196,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 class Checkpoint:
-    """`latest/` in the run's folder: weights, both optimisers (safetensors), step and history. Written beside, then renamed."""
+    """The state of a run, with its recipe and the seconds it took so far."""
 
     def __init__(self, folder: Path, recipe: Recipe):
-        self.folder, self.recipe = folder, recipe
+        self.recipe = recipe
+        self._state = TrainingState(folder)
 
     def save(
         self,
@@ -209,42 +210,12 @@ class Checkpoint:
         history: list[dict[str, Any]],
         seconds: float,
     ) -> None:
-        new, old, latest = self.folder / "new", self.folder / "old", self.folder / "latest"
-        _remove(new)
-        new.mkdir(parents=True)
-        save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, new / "model.safetensors")
-        for i, optim in enumerate(optims):
-            state = optim.state_dict()["state"]
-            save_file(
-                {f"{k}.{n}": t.contiguous() for k, s in state.items() for n, t in s.items() if t is not None},
-                new / f"optim{i}.safetensors",
-            )
         meta = {"step": step, "seconds": seconds, "recipe": dataclasses.asdict(self.recipe), "history": history}
-        (new / "meta.json").write_text(json.dumps(meta))
-        # Two renames: a kill between them leaves `old`, which load() takes up.
-        if latest.exists():  # else `old` is the last good one, after a kill between the renames
-            _remove(old)
-            os.rename(latest, old)
-        os.rename(new, latest)
-        _remove(old)
+        self._state.save(meta, model, optims)
 
     def load(self, model: PreTrainedModel, optims: Sequence[torch.optim.Optimizer]) -> tuple[int, list[dict[str, Any]], float]:
-        source = next((p for p in (self.folder / "latest", self.folder / "old") if (p / "meta.json").is_file()), None)
-        if source is None:
-            return 0, [], 0.0
-        meta = json.loads((source / "meta.json").read_text())
-        self._check_recipe(meta["recipe"], meta["step"], source)
-        weights = load_file(source / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        for i, optim in enumerate(optims):
-            state: dict[int, dict] = {}
-            for key, tensor in load_file(source / f"optim{i}.safetensors").items():
-                index, name = key.split(".")
-                state.setdefault(int(index), {})[name] = tensor
-            optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
-        return meta["step"], meta["history"], meta["seconds"]
+        meta = self._state.load(model, optims, lambda meta, source: self._check_recipe(meta["recipe"], meta["step"], source))
+        return (0, [], 0.0) if meta is None else (meta["step"], meta["history"], meta["seconds"])
 
     def _check_recipe(self, saved: dict, step: int, source: Path) -> None:
         theirs, mine = dataclasses.asdict(Recipe.from_saved(saved)), dataclasses.asdict(self.recipe)
@@ -261,13 +232,6 @@ class Checkpoint:
             raise SystemExit(
                 f"{source} was made by another configuration:\n{lines}\nGive the same values, or another --work. Nothing was changed."
             )
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
 
 
 def loss_curve(history: list[dict], path: Path, title: str) -> None:

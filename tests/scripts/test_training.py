@@ -20,6 +20,7 @@ import reference_corpus as corpus
 import tiny
 import torch
 import train_reference as training
+import training_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -191,13 +192,13 @@ def test_the_optimisers_are_resumed_not_only_the_weights(
         with pytest.raises(Killed):
             train(tmp_path, data)
     with monkeypatch.context() as patch:
-        real = training.load_file
+        real = training_state.load_file
         forget = lambda path: (
             {k: v * 0 if v.is_floating_point() and v.ndim else v for k, v in real(path).items()}
             if "optim" in str(path)
             else real(path)
         )
-        patch.setattr(training, "load_file", forget)
+        patch.setattr(training_state, "load_file", forget)
         train(tmp_path, data)
     found = weights(tmp_path)
     assert any(not torch.equal(found[name], tensor) for name, tensor in weights(uninterrupted).items())
@@ -325,7 +326,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch, moment: int) -> None:
         self.left = moment
-        patch.setattr(training.os, "rename", self.wrap(os.rename))
+        patch.setattr(training_state.os, "rename", self.wrap(os.rename))
         patch.setattr(training, "save_file", self.wrap(training.save_file))
         for name in ("unlink", "rmdir", "mkdir", "write_text"):
             patch.setattr(Path, name, self.wrap(getattr(Path, name)))

@@ -1,0 +1,126 @@
+"""Fine-tuning on label words: a killed run goes on as if nothing had been, low-rank updates stay low-rank, and the schedule is what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import finetune
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+pytest.importorskip("matplotlib")  # the learning curve is a picture
+
+WORDS = ["<unk>", "fine", "poor", "film", "a", "It", "was", "good", "bad", "plot", "dull", "sharp"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model below `base`, and SST-2's files below `data`."""
+    folder = tmp_path_factory.mktemp("finetune")
+    tokenizer = Tokenizer(models.WordLevel(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
+        max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    rows = folder / "data" / "glue" / "SST-2"
+    rows.mkdir(parents=True)
+    lines = [f"a {'fine' if i % 2 else 'poor'} {'film' if i % 3 else 'plot'}\t{i % 2}" for i in range(160)]
+    for name in ("train", "dev"):
+        (rows / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def recipe(place: Path, **changes: Any) -> finetune.Recipe:
+    return finetune.Recipe(
+        **{"base": str(place / "base"), "epochs": {"sst2": 1.0}, "lr": 5e-3, "warmup_steps": 2, "batch_tokens": 48, **changes}
+    )
+
+
+def train(place: Path, work: Path, made: finetune.Recipe, minutes: float = 1e9) -> Path:
+    torch.manual_seed(made.seed)
+    finetune.train(made, place / "data", work, work / "out", minutes)
+    return work / "out"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_killed_run_goes_on_where_it_was(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe(place, more={"sst2": 0.5})
+    whole = weights(train(place, tmp_path / "whole", made))
+    real, asked = finetune.loss_of, []
+
+    def dies(model: Any, batch: Any, prefix_loss: float) -> Any:
+        asked.extend([0] * model.training)
+        if len(asked) == 10:
+            raise KeyboardInterrupt
+        return real(model, batch, prefix_loss)
+
+    assert not (tmp_path / "cut" / "latest").exists()
+    train(place, tmp_path / "cut", made, minutes=0)  # a step, then out of time: saved
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "loss_of", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(place, tmp_path / "cut", made)
+    resumed = weights(train(place, tmp_path / "cut", made))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    history = json.loads((tmp_path / "whole" / "out" / "training.json").read_text())["history"]
+    assert history[-1]["held_accuracy"]["sst2"] > 0.9  # one word decides
+
+
+def test_another_recipe_is_refused(place: Path, tmp_path: Path) -> None:
+    train(place, tmp_path, recipe(place), minutes=0)
+    with pytest.raises(SystemExit, match="made by another recipe"):
+        train(place, tmp_path, recipe(place, lr=1e-3), minutes=0)
+    train(place, tmp_path, recipe(place, more={"sst2": 0.5}), minutes=0)  # takes effect later
+
+
+def test_low_rank_updates_are_low_rank_and_merged(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'quicksilver[peft]'")
+    out = train(place, tmp_path, recipe(place, lora=2, lr=2e-2))
+    base, found = weights(place / "base"), weights(out)
+    assert base.keys() == found.keys()
+    changed = 0
+    for name, tensor in found.items():
+        before, difference = base[name], tensor.float() - base[name].to(torch.bfloat16).float()
+        if tensor.ndim == 2 and "layers." in name:
+            sizes = torch.linalg.svdvals(difference)
+            # bfloat16 leaves a little beyond the rank.
+            assert sizes[2] < 0.25 * sizes[0] + 0.02 * before.norm(), name
+            changed += int(sizes[0] > 0)
+        else:
+            assert torch.equal(tensor, before.to(torch.bfloat16)), name
+    assert changed > 4
+    assert AutoModelForCausalLM.from_pretrained(out)(torch.tensor([[1, 2]])).logits.isfinite().all()
+    assert "low-rank updates of rank 2" in (out / "README.md").read_text()
+
+
+def test_the_schedule_warms_up_falls_and_rises_once_more() -> None:
+    made = finetune.Recipe("base", {"sst2": 1.0}, warmup_steps=10, falls=((50, 60), (120, 130)), more={"sst2": 1.0}, lr_more=0.4)
+    scales = [made.lr_scale(step, 100, 50) for step in range(150)]
+    assert scales[0] == pytest.approx(0.1)
+    assert scales[10] == pytest.approx(0.9)
+    assert scales[59] == pytest.approx(0.5 / 10)
+    assert scales[60] == pytest.approx(0.4)
+    assert scales[99] == pytest.approx(0.01)
+    assert scales[100] == pytest.approx(0.4)
+    assert scales[129] == pytest.approx(0.4 * 0.6 / 10)
+
+
+@pytest.mark.parametrize(("words", "says"), [(["sst3=1"], "sst3"), (["sst2=much"], "TASK=EPOCHS"), (["sst2"], "TASK=EPOCHS")])
+def test_a_mistake_is_one_line(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
+    command = ["finetune.py", str(place / "base"), "--tasks", *words, "--work", str(tmp_path), "--data-root", str(place / "data")]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match=says) as caught:
+        finetune.main()
+    assert "\n" not in str(caught.value)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.models.classifier import classification_head
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
+    from quicksilver.data.spec import TaskConfig
     from quicksilver.data.tasks import Example
     from quicksilver.measure.bench import Bench
     from quicksilver.runtime.run import Run
@@ -32,6 +34,7 @@ class TaskResult(Result):
         tokens: of all prompts.
         executed_flops, nominal_flops, paper_flops: of all examples. signal_flops: of them, what decides.
         deciding_depth: layers that the last token of a prompt went through, mean.
+        evaluated: numbers of the metric of `evaluate` that was asked for.
     """
 
     metric: str
@@ -46,6 +49,7 @@ class TaskResult(Result):
     paper_flops: int
     signal_flops: int
     deciding_depth: float
+    evaluated: dict[str, float] | None = None
 
     def line(self) -> str:
         cut = f", {self.truncated} cut on the left to fit" if self.truncated else ""
@@ -73,19 +77,26 @@ class Task(Measurement):
 
     Args:
         batch_size: examples of equal length that are computed together (the paper: 8).
+        evaluate: a metric of Hugging Face's `evaluate` beside our own: the path of a script, or a name of the hub (`glue/sst2`).
     """
 
     batch_size: int = 8
+    evaluate: str | None = None
 
     share = 0.6
 
     def check(self, setting: Setting) -> None:
         at_least("batch_size", self.batch_size, 1)
 
+    def identity(self) -> dict[str, Any]:
+        # A metric beside the others moves none of them: what asks for none is what it was before there were any.
+        return {name: value for name, value in super().identity().items() if name != "evaluate" or value is not None}
+
     def run(self, bench: Bench) -> TaskResult:
         import pandas as pd
         import torch
 
+        from quicksilver.data.evaluated import evaluated
         from quicksilver.data.scores import scored
         from quicksilver.data.tasks import REGRESSION
 
@@ -94,11 +105,12 @@ class Task(Measurement):
                 "measure=task needs labelled examples, and the dataset has none: take a task, such as dataset=sst2."
             )
         task, examples = bench.examples.task, bench.examples.examples
+        classes = label_classes(bench.model, task)
         encoded = encode(examples, bench.tokenizer, _context(bench))
         rows: list[dict[str, Any]] = []
         with torch.no_grad(), bench.apply() as run:
             for batch in batches(encoded, self.batch_size):
-                rows += _answered(bench.model, run, batch)
+                rows += _answered(bench.model, run, batch, classes)
                 bench.progress(len(rows) / len(encoded))
         frame = pd.DataFrame(rows).sort_values("example", ignore_index=True)
         likelihoods = torch.tensor(frame["log_likelihoods"].tolist()) if _even(examples) else None
@@ -117,6 +129,7 @@ class Task(Measurement):
         return TaskResult(
             name, score, scores, majority, len(frame), int(frame["truncated"].sum()), int(frame["tokens"].sum()),
             deciding_depth=float(frame["deciding_depth"].mean()), **sums,
+            evaluated=None if self.evaluate is None else evaluated(self.evaluate, frame["gold"], frame["prediction"]),
         )  # fmt: skip
 
 
@@ -173,14 +186,47 @@ def batches(encoded: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
         yield batch
 
 
-def _answered(model: Any, run: Run, batch: Sequence[Encoded]) -> list[dict[str, Any]]:
-    """One row an example of the batch."""
+def label_classes(model: Any, task: TaskConfig) -> list[int] | None:
+    """Class of a classifier's head for each of the task's labels, in their order; None: a model that answers by words.
+
+    Raises:
+        ConfigError: a head of another number of labels, labels that it does not have, a task that chooses among texts.
+    """
+    head = classification_head(model)
+    if head is None:
+        return None
+    names = {number: str(name).lower() for number, name in (getattr(model.config, "id2label", None) or {}).items()}
+    if len(task.labels) != head.out_features:
+        raise ConfigError(
+            f"the model's head has {head.out_features} labels ({', '.join(names.values())}), and dataset.task.labels has {len(task.labels)}: take "
+            "the task that it was trained for, or a model with a head of words."
+        )
+    found = []
+    for word, spellings in task.labels.items():
+        wanted = {one.lower() for one in spellings}
+        fits = [number for number in range(head.out_features) if {str(number), names.get(number, "")} & wanted]
+        if len(fits) != 1 or fits[0] in found:
+            raise ConfigError(
+                f"dataset.task.labels: {word!r} ({', '.join(spellings)}) is not exactly one of the model's labels ({', '.join(names.values())}): name "
+                "them there, or by their numbers."
+            )
+        found += fits
+    return found
+
+
+def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[int] | None) -> list[dict[str, Any]]:
+    """One row an example of the batch; classes: as `label_classes` gives them."""
     import torch
 
     run.reset()  # a ledger and a trace of this batch alone
     prompts = torch.tensor([one.prompt for one in batch], device=model.device)  # (B, N)
-    output = model(prompts, use_cache=True, logits_to_keep=1)
-    after = output.logits[:, -1].float().log_softmax(-1)  # (B, V)
+    if classes is None:
+        output = model(prompts, use_cache=True, logits_to_keep=1)
+        logits = output.logits[:, -1]  # (B, V)
+    else:
+        output = model.base_model(prompts, use_cache=True)
+        logits = classification_head(model)(output.last_hidden_state[:, -1])[:, classes]  # (B, labels)  # type: ignore[misc]
+    after = logits.float().log_softmax(-1)
     if not bool(after.isfinite().all()):
         raise QuickSilverError(
             f"example {batch[0].number}: the logits after its prompt are NaN or infinite (dtype={model.dtype}). Check the weights, or use "
@@ -190,8 +236,8 @@ def _answered(model: Any, run: Run, batch: Sequence[Encoded]) -> list[dict[str, 
     depths = sum(prompt_pass.active(layer)[:, -1].long() for layer in range(run.arch.n_layers))
     rows = []
     for place, one in enumerate(batch):
-        likelihoods = [float(after[place, choice[0]]) for choice in one.choices]
-        if not one.is_one_word:
+        likelihoods = after[place].tolist() if classes else [float(after[place, choice[0]]) for choice in one.choices]
+        if classes is None and not one.is_one_word:
             rest = [_rest(model, output.past_key_values, choice) for choice in one.choices]
             likelihoods = [first + more for first, more in zip(likelihoods, rest, strict=True)]
         rows.append(

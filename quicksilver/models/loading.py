@@ -204,14 +204,17 @@ def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = N
 def load(config: ModelConfig, files: ModelFiles) -> Loaded:
     """Load model and tokenizer from local files: safetensors only, no code of the folder is run, no network is asked.
 
+    A checkpoint for sequence classification becomes a causal model that has its head of labels beside that of words.
+
     Raises:
         ConfigError: damaged weights, weights that are not those of config.json (missing, unexpected or of another shape: transformers
             would draw them at random, or leave them out), a device that is not there, an architecture transformers does not know.
         UnsupportedModelError: a family without an adapter in the runtime.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+    from quicksilver.models.classifier import as_causal, is_classifier
     from quicksilver.runtime.architecture import architecture_of
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -224,8 +227,10 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
             raise ConfigError(
                 f"model={config.name}: {files.folder} has no tokenizer that transformers reads: {_first_line(error)} {_REPAIR}"
             ) from error
+        classifies = is_classifier(files.folder)
+        kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = kind.from_pretrained(
                 files.folder,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=config.attn_implementation,
@@ -250,6 +255,8 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
         raise ConfigError(
             f"model={config.name}: the weights in {files.folder} are not those of its config.json: {'; '.join(wrong)}. {_REPAIR}"
         )
+    if classifies:
+        model = as_causal(config.name, model)
     model.eval().requires_grad_(False)
     architecture_of(model)  # an unknown family is refused here, before anything is computed
     return Loaded(model, tokenizer, files)

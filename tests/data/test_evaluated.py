@@ -48,7 +48,7 @@ def test_a_script_at_hand_says_what_our_own_metrics_say(script):
 
 def test_answers_that_it_refuses_are_named(script):
     with pytest.raises(ConfigError, match=r"of_tasks\.py refuses these answers") as caught:
-        evaluated(script, [0.5, 1.0], [0.25, 1.0])
+        evaluated(script, [0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
     assert "\n" not in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from quicksilver.measure.task import EXAMPLES, TaskResult
 from quicksilver.runtime.errors import ConfigError
 
 ROWS = [{"text": "abc " * (2 + i % 5) + "xyz"[i % 3], "label": i % 3} for i in range(12)]
-LABELS = "{x: [yes], y: ['1'], z: ['2']}"
+LABELS = "{x: ['yes'], y: ['1'], z: ['2']}"
 YAML = """name: mine
 reader: task
 windows: 8
@@ -91,8 +91,8 @@ def test_its_own_head_answers(tmp_path):
 
 
 MISTAKES = {
-    "number": ("{x: [yes], y: ['1']}", {}, r"the model's head has 3 labels \(2, yes, 1\), and dataset\.task\.labels has 2"),
-    "name": ("{x: [yes], y: ['1'], z: ['two']}", {}, r"'z' \(two\) is not exactly one of the model's labels"),
+    "number": ("{x: ['yes'], y: ['1']}", {}, r"the model's head has 3 labels \(2, yes, 1\), and dataset\.task\.labels has 2"),
+    "name": ("{x: ['yes'], y: ['1'], z: ['two']}", {}, r"'z' \(two\) is not exactly one of the model's labels"),
     "untied": (LABELS, {"tie_word_embeddings": False}, "its head of words"),
 }
 

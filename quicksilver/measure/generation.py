@@ -196,7 +196,8 @@ def continued(
     """
     import torch
 
-    given, cache, columns = prompts, None, []
+    given, cache = prompts, None
+    columns: list[torch.Tensor] = []
     for _ in range(new_tokens):
         output = model(given, use_cache=True, past_key_values=cache, logits_to_keep=1)
         logits, cache = output.logits[:, -1].float(), output.past_key_values  # (P, V)

@@ -85,6 +85,7 @@ def test_another_recipe_is_refused(place: Path, tmp_path: Path) -> None:
     train(place, tmp_path, recipe(place, more={"sst2": 0.5}), minutes=0)  # takes effect later
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for what it has renamed
 def test_low_rank_updates_are_low_rank_and_merged(place: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: pip install 'quicksilver[peft]'")
     out = train(place, tmp_path, recipe(place, lora=2, lr=2e-2))

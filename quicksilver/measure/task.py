@@ -201,17 +201,15 @@ def label_classes(model: Any, task: TaskConfig) -> list[int] | None:
             f"the model's head has {head.out_features} labels ({', '.join(names.values())}), and dataset.task.labels has {len(task.labels)}: take "
             "the task that it was trained for, or a model with a head of words."
         )
-    found = []
-    for word, spellings in task.labels.items():
-        wanted = {one.lower() for one in spellings}
-        fits = [number for number in range(head.out_features) if {str(number), names.get(number, "")} & wanted]
-        if len(fits) != 1 or fits[0] in found:
-            raise ConfigError(
-                f"dataset.task.labels: {word!r} ({', '.join(spellings)}) is not exactly one of the model's labels ({', '.join(names.values())}): name "
-                "them there, or by their numbers."
-            )
-        found += fits
-    return found
+    wanted = [{one.lower() for one in spellings} for spellings in task.labels.values()]
+    for spelled in (names, {number: str(number) for number in range(head.out_features)}):
+        fits = [[number for number, text in spelled.items() if text in one] for one in wanted]
+        if all(len(numbers) == 1 for numbers in fits) and len({numbers[0] for numbers in fits}) == len(fits):
+            return [numbers[0] for numbers in fits]
+    raise ConfigError(
+        f"dataset.task.labels ({', '.join('/'.join(spellings) for spellings in task.labels.values())}) are not the model's labels "
+        f"({', '.join(names.values())}): spell them there as the model does, or by their numbers."
+    )
 
 
 def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[int] | None) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def test_its_own_head_answers(tmp_path):
     frame = pd.read_parquet(record.path / EXAMPLES)
     folder = tmp_path / "model"
     plain, tokenizer = GPT2ForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    for i in (0, 4, 11):
+    for i in (0, 3, 11):
         with torch.no_grad():
             logits = plain(**tokenizer(ROWS[i]["text"], return_tensors="pt")).logits[0].log_softmax(-1)
         # The task's order: yes, 1, 2.

@@ -21,7 +21,7 @@ TEXTS = ("python-docs", "wikitext103")
 ERRORS = (0.0001, 0.0002, 0.0003, 0.0004, 0.0006)
 TARGET_PCT = 18.0
 CHOSEN = {"reference-gpt2": 0.0002, "reference-llama": 0.0006}
-PAPER, EXIT, SPARSE = "paper", "exit", "channels"
+PAPER, SPARSE = "paper", "channels"
 ALWAYS = ("protocol=all", "measure=quick")
 
 
@@ -36,8 +36,6 @@ def rows() -> list[Row]:
             sparse = (*always, "modules=[channel_sparsity]", error)
             found.append(Row(panel, "", SPARSE, "Channels inside tokens", sparse, ("channel_sparsity",)))
             found.append(Row(panel, "", PAPER, "Token halting (paper)", (*always, "modules=[halting]"), ("halting",)))
-            exits = (*always, "modules=[confidence_exit]", "measure.null_control.enabled=false")
-            found.append(Row(panel, "", EXIT, "Confidence exit (CALM)", exits, ("confidence_exit",)))
     for model in MODELS:
         panel = f"calibration {model}"
         always = (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")

@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.patches import Patch
 
+from quicksilver.data.annotation.function_words import CLASSES, word_classes
 from quicksilver.harness.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, HATCHES, PALETTE, Figure, panels, style
 
 from . import sentences
-from .word_classes import CLASSES, word_classes
 
 LOOK = {kind: (PALETTE[i], HATCHES[j], DASHES[j]) for kind, i, j in (("function", 1, 1), ("content", 2, 0), ("other", 4, 2))}
 

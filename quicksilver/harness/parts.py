@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from quicksilver.data.annotation.function_words import TOKEN_SETS, token_set
 from quicksilver.harness.explain import explain_type, plain, suggest
 from quicksilver.harness.targets import target_class
 from quicksilver.measure.measurement import Measurement
@@ -67,9 +68,14 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
 
 
 def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
-    """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around."""
-    words = {entry.strip() for entry in value if isinstance(entry, str)}
+    """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around, and every `@set` by
+    those that belong to it."""
+    words = {entry.strip() for entry in value if isinstance(entry, str) and not entry.startswith("@")}
     ids = [entry for entry in value if not isinstance(entry, str)]
+    for name in (entry for entry in value if isinstance(entry, str) and entry.startswith("@")):
+        if name not in TOKEN_SETS:
+            raise ConfigError(f"{key}: {suggest(name, list(TOKEN_SETS), 'Sets of tokens')}")
+        ids += token_set(name, tokenizer) if tokenizer is not None else []
     if not words or tokenizer is None:
         return ids
     found = [(number, tokenizer.decode([number]).strip()) for number in range(len(tokenizer))]

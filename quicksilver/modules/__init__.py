@@ -2,7 +2,15 @@
 
 from quicksilver.modules.calibration import calibrate, calibrate_modules, calibrated
 from quicksilver.modules.channel_sparsity import ChannelSparsity
-from quicksilver.modules.controls import ExponentialDecay, RandomHalting, Replay, StaticDepth, perfect_exit, shuffled
+from quicksilver.modules.controls import (
+    ExponentialDecay,
+    RandomHalting,
+    Replay,
+    StaticDepth,
+    WordClassHalting,
+    perfect_exit,
+    shuffled,
+)
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
@@ -18,5 +26,5 @@ from quicksilver.modules.translators import Translator
 __all__ = [
     "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ChannelSparsity", "ExponentialDecay", "Fitted", "Halting", "HaltingPolicy",
     "KVSkipping", "LearnedHalting", "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
-    "Translator", "calibrate", "calibrate_modules", "calibrated", "make_signal", "mix_of", "perfect_exit", "shuffled",
+    "Translator", "WordClassHalting", "calibrate", "calibrate_modules", "calibrated", "make_signal", "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

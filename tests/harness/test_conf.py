@@ -68,7 +68,11 @@ def test_every_module_composes_and_its_yaml_lists_every_option_of_its_class(prot
             assert isinstance(built, RuntimeModule)
             assert config.label == f"reference-gpt2 | python-docs | {name} | {protocol}"
             # a depth is its window
-            overwritten = {"window"} if name in ("static_depth", "static_exit", "one_shot_halting", "staged_halting") else set()
+            overwritten = (
+                {"window"}
+                if name in ("static_depth", "static_exit", "one_shot_halting", "staged_halting", "word_class_halting")
+                else set()
+            )
             assert set(entry) - {"_target_"} == {f.name for f in dataclasses.fields(built)} - masks - overwritten
 
 

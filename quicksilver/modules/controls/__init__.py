@@ -10,5 +10,6 @@ from quicksilver.modules.controls.random_halting import RandomHalting
 from quicksilver.modules.controls.replay import Replay
 from quicksilver.modules.controls.shuffled import shuffled
 from quicksilver.modules.controls.static_depth import StaticDepth
+from quicksilver.modules.controls.word_class_halting import WordClassHalting
 
-__all__ = ["ExponentialDecay", "RandomHalting", "Replay", "StaticDepth", "perfect_exit", "shuffled"]
+__all__ = ["ExponentialDecay", "RandomHalting", "Replay", "StaticDepth", "WordClassHalting", "perfect_exit", "shuffled"]

@@ -11,8 +11,8 @@ from harness_world import LAYERS, make_world
 from matplotlib.colors import to_rgb
 from PIL import Image
 
+from quicksilver.data.annotation.function_words import word_classes
 from quicksilver.experiments.inside import sentences
-from quicksilver.experiments.inside.word_classes import word_classes
 from quicksilver.harness.config import compose
 from quicksilver.harness.run import ensure
 from quicksilver.harness.store import Store

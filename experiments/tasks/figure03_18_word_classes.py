@@ -1,0 +1,174 @@
+"""Figures 3 and 18: score lost on a task when only its function words, or only its content words, stop at one depth.
+
+The paper's "classification accuracy of token t" is defined nowhere: a task has one answer an example. Here all tokens of one class stop after
+layer d and all others go on, for every d by itself, and as many random tokens stop beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from quicksilver.harness.record import Record
+from quicksilver.measure.task import TaskResult
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import signed
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.runtime.errors import ConfigError
+
+from . import scores
+
+TASKS = ("sst2", "cola", "rte")  # what the model learned, and the two that the paper names
+WITH_NULL = ("sst2",)  # elsewhere there is nothing to lose, to whomever
+CLASSES = ("function", "content")
+DEPTHS = (0.25, 0.5, 0.75)
+MODULE = "word_class_halting"
+_COLOURS = {"function": PALETTE[3], "content": PALETTE[1]}
+_COLUMNS = [
+    *(
+        "task",
+        "metric",
+        "words",
+        "random",
+        "depth_layers",
+        "lost",
+        "lost_low",
+        "lost_high",
+        "smallest_seen",
+        "flipped",
+        "mcnemar_p",
+    ),
+    *("beyond_random", "beyond_random_low", "beyond_random_high", "executed_flops_saved_pct", "score", "dense_score"),
+    *("above_chance", "examples", "record"),
+]
+
+
+def rows() -> list[Row]:
+    """Every class at every depth; of the task that has something to lose, its null too."""
+    found = []
+    for task in TASKS:
+        title, _, more = scores.TASKS[task]
+        for words in CLASSES:
+            for depth in DEPTHS:
+                for random in (False, True) if task in WITH_NULL else (False,):
+                    overrides = (
+                        f"modules.{MODULE}.halted={words}",
+                        f"modules.{MODULE}.depth={depth}",
+                        f"modules.{MODULE}.at_random={random}".lower(),
+                    )
+                    said = f"{'as many random tokens as ' if random else ''}{words} words stop after {depth:.0%} of the layers"
+                    key = f"{task}.{words}.{depth}{'.random' if random else ''}"
+                    always = (f"dataset={task}", *more, "measure=task", "protocol=continuation", f"modules=[{MODULE}]")
+                    found.append(
+                        Row(scores.PANEL, title, key, said, (*always, *overrides), (MODULE,), defaults=(f"model={scores.MODEL}",))
+                    )
+    return found  # fmt: skip
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """One row a record: what was lost, paired by example, and what was lost beyond the null."""
+    by_key = {one.row.key: one for one in outcomes}
+    found = []
+    for one in outcomes:
+        if one.record is None or one.dense is None:
+            continue
+        task, words, depth, random = _parts(one.row.key)
+        null = by_key.get(f"{one.row.key}.random")
+        found.append(
+            _row(one.record, one.dense, null.record if null is not None else None)
+            | {"task": task, "words": words, "random": random, "depth_layers": round(float(depth) * one.record.model.layers)}
+        )
+    return pd.DataFrame(found, columns=_COLUMNS)
+
+
+def _parts(key: str) -> tuple[str, str, str, bool]:
+    """Task, class, depth and whether it is the null, of `sst2.content.0.5.random`."""
+    task, words, *depth = key.removesuffix(".random").split(".")
+    return task, words, ".".join(depth), key.endswith(".random")
+
+
+def _row(record: Record, dense: Record, null: Record | None) -> dict[str, Any]:
+    result, base = record.measured("task", TaskResult), dense.measured("task", TaskResult)
+    found = scores.lost(record, dense)
+    row = {
+        **{"metric": result.metric, "score": 100 * result.score, "dense_score": 100 * base.score, "examples": result.examples},
+        **{"lost": found.value, "lost_low": found.low, "lost_high": found.high, "smallest_seen": found.smallest},
+        **{"flipped": found.flipped, "mcnemar_p": found.p, "above_chance": scores.above_chance(dense)},
+        "executed_flops_saved_pct": 100 * (1 - result.executed_flops / base.executed_flops),
+        "record": record.fingerprint,
+    }
+    if null is not None:
+        beyond = scores.lost(record, null)
+        row |= {"beyond_random": beyond.value, "beyond_random_low": beyond.low, "beyond_random_high": beyond.high}
+    return row
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """One small picture a task; grey where the dense model is not above chance."""
+    drawn = frame(outcomes)
+    if drawn.empty:
+        raise ConfigError("no run has a record, and there is nothing to draw without one")
+    tasks = [task for task in TASKS if (drawn["task"] == task).any()]
+    with style():
+        drawing, axes = panels(1, len(tasks), size=(9, 3.3), width_ratios=[1.5 if task in WITH_NULL else 1 for task in tasks])
+        for axis, task in zip(axes[0], tasks, strict=True):
+            _draw(axis, drawn[drawn["task"] == task], scores.TASKS[task][0])
+        axes[0, 0].set_ylabel("points lost (100 × the metric)")
+        axes[0, 0].legend(fontsize=6.5)
+    return Figure(name, "Figures 3 and 18: one class of words stops", drawn, drawing, _caption(drawn, outcomes))
+
+
+def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
+    chance = not bool(rows["above_chance"].iloc[0])
+    for i, ((words, random), line) in enumerate(rows.groupby(["words", "random"], sort=False)):
+        place = CLASSES.index(str(words))
+        error = [line["lost"] - line["lost_low"], line["lost_high"] - line["lost"]]
+        axis.errorbar(
+            line["depth_layers"] + 0.12 * (i - 1.5), line["lost"], yerr=error, capsize=2.5,
+            color=GREY if chance else _COLOURS[str(words)], linestyle=DASHES[2] if random else DASHES[place],
+            marker=MARKERS[place + (2 if random else 0)], markersize=4, alpha=0.75 if random else 1.0,
+            label=f"as many random tokens as {words} words" if random else f"{words} words",
+        )  # fmt: skip
+    axis.axhline(0, color="black", linewidth=0.8, marker="")
+    axis.set(title=f"{title}{': the dense model is at chance' if chance else ''}", xlabel="layer after which they stop")
+    axis.set_xticks(sorted(set(rows["depth_layers"])))
+
+
+def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    said = []
+    for task, rows in drawn.groupby("task", sort=False):
+        title, first = scores.TASKS[str(task)][0], rows.iloc[0]
+        if not first["above_chance"]:
+            said.append(
+                f"{title}: dense {first['metric']} {first['dense_score']:.1f} is not above chance, so its grey lines say nothing."
+            )
+            continue
+        parts = [f"{one.words} after layer {one.depth_layers} {_interval(one._asdict(), 'lost')}" for one in _plain(rows)]
+        said.append(f"{title}, {first['examples']} examples, dense {first['dense_score']:.1f}, points lost: {', '.join(parts)}.")
+        beyond = [one for one in _plain(rows) if pd.notna(one.beyond_random)]
+        if beyond:
+            parts = [f"{one.words} {one.depth_layers} {_interval(one._asdict(), 'beyond_random')}" for one in beyond]
+            said.append(f"Lost beyond as many random tokens: {', '.join(parts)}.")
+    missing = len(outcomes) - len(drawn)
+    return (
+        *said,
+        "Bars: 95% intervals, paired by example. A loss below what so many examples show four times in five (`smallest_seen` in the data) is "
+        "none that could have been seen; the paper's 0.2 points are far below it.",
+        "Function words: a closed list of English, whole words of one token; content words: all other tokens with letters; the first token "
+        "and the deciding last one of a prompt never stop. Stopped tokens are dropped: later layers do not see them.",
+        *((f"{missing} of {len(outcomes)} runs have no record.",) if missing else ()),
+        *provenance.notes(outcomes),
+    )
+
+
+def _plain(rows: pd.DataFrame) -> list[Any]:
+    return list(rows[~rows["random"].astype(bool)].itertuples())
+
+
+def _interval(row: Mapping[str, Any], name: str) -> str:
+    value, low, high = (signed(float(row[f"{name}{end}"])) for end in ("", "_low", "_high"))
+    return f"{value} [{low} {high}]"

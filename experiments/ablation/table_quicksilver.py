@@ -38,7 +38,11 @@ PANELS: dict[str, tuple[str, dict[str, tuple[tuple[str, str, str, tuple[str, ...
     "wikitext103": (
         "The same on WikiText-103 test", {OURS: SCHEDULES, "For comparison": (OLDEST,)}, ("dataset=wikitext103", "measure=quick")
     ),
-    "llama": ("reference-llama", {OURS: SCHEDULES, "For comparison": (OLDEST,)}, ("model=reference-llama", "measure=quick")),
+    "llama": (
+        "reference-llama",
+        {OURS: SCHEDULES, "For comparison": (OLDEST,), FORMATS: ROWS[FORMATS]},
+        ("model=reference-llama",),
+    ),
     "llama.wikitext103": (
         "reference-llama on WikiText-103 test", {OURS: SCHEDULES}, ("model=reference-llama", "dataset=wikitext103", "measure=quick")
     ),

@@ -30,7 +30,7 @@ MEASURED = "measured"  # status of a row that has a record; any other status is 
 LEGEND = (
     "Speedup and FLOPs saved are decreases in percent of dense inference, as in the paper: 25 means that a quarter of the "
     "time or of the work is saved. The dense row shows the whole: milliseconds a batch, and operations (G = 10⁹).",
-    "speedup: wall clock of one batch, median of rounds that alternate with the dense model; within: no larger than the noise "
+    "speedup: wall clock of one batch, under continuation of its prompt as well; median of rounds that alternate with the dense model; within: no larger than the noise "
     "floor below it, which is how far the dense model is from itself (A/A).",
     "CO₂e: grams that CodeCarbon charges a token, saved in percent; the dense row shows micrograms a token. Below the table stands what it "
     "read: without an energy counter it multiplies a nominal power by time, and says no more than speedup does.",
@@ -186,7 +186,7 @@ def legend(rows: pd.DataFrame) -> tuple[str, ...]:
 
 
 def columns(*, prompt: bool) -> tuple[Column, ...]:
-    """The printed columns; `prompt` adds the share of the prompt's own work that was saved."""
+    """The printed columns; `prompt` adds the shares of the prompt's own time and work that were saved."""
     ledgers = [("exec", "executed", 0), ("nominal", "nominal", 4), ("paper", "paper", 3)]
     if prompt:
         ledgers.append(("prompt", "prompt_executed", 2))
@@ -197,6 +197,7 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column("paper reports", "FLOPs", _reported("flops_saved_pct", 0), expendable=7),
         Column("paper reports", "Δppl", _reported("delta_ppl", 2), expendable=7),
         Column("measured", "speedup", _speedup),
+        *([Column("measured", "of the prompt", lambda row: _speedup(row, "prompt_"))] if prompt else []),
         Column("measured", "CO₂e", _emissions, expendable=8),
         *flops,
         Column("perplexity against dense", "Δppl", _delta_ppl),
@@ -225,9 +226,9 @@ def _reported(quantity: str, decimals: int) -> Callable[[Mapping[str, Any]], Lin
     return lambda row: (signed(number(row, f"reported_{quantity}"), decimals),)
 
 
-def _speedup(row: Mapping[str, Any]) -> Lines:
-    latency = number(row, "latency_ms")
-    return (f"{latency:.0f} ms",) if _is_dense(row) and latency is not None else speedup_cell(row)
+def _speedup(row: Mapping[str, Any], phase: str = "") -> Lines:
+    latency = number(row, f"{phase}latency_ms")
+    return (f"{latency:.0f} ms",) if _is_dense(row) and latency is not None else speedup_cell(row, f"{phase}speedup_pct")
 
 
 def _emissions(row: Mapping[str, Any]) -> Lines:

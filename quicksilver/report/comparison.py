@@ -197,7 +197,7 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column("paper reports", "FLOPs", _reported("flops_saved_pct", 0), expendable=7),
         Column("paper reports", "Δppl", _reported("delta_ppl", 2), expendable=7),
         Column("measured", "speedup", _speedup),
-        *([Column("measured", "of the prompt", lambda row: _speedup(row, "prompt_"))] if prompt else []),
+        *([Column("measured", "of the prompt", lambda row: _speedup(row, "prompt_"), expendable=3)] if prompt else []),
         Column("measured", "CO₂e", _emissions, expendable=8),
         *flops,
         Column("perplexity against dense", "Δppl", _delta_ppl),

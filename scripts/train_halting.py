@@ -1,7 +1,12 @@
-"""Train learned halting, measure it, and write what was found: `python scripts/train_halting.py detection`.
+"""Train learned halting, on a detector or on a language model (docs/learned-halting.md).
 
-`detection`: the study of docs/learned-halting.md. Every training is resumable: run the same command again after a kill. What is finished in
-`--checkpoints` is not repeated; `--only` trains the parts that are named and measures nothing, so that seeds can be trained side by side.
+python scripts/train_halting.py detection
+python scripts/train_halting.py language --model reference-gpt2 --gates 2 5 8 11 --name drop
+python scripts/train_halting.py language --gates 2 5 9 --predict 9 --text far-recall far-copy --name predict-far
+
+`detection` trains every detector of the study, measures them and writes what was found; what is finished in `--checkpoints` is not repeated, and
+`--only` trains the parts that are named and measures nothing. `language` trains the gates of a frozen language model at a budget and writes one
+file. Either is resumable: run the same command again after a kill.
 """
 
 from __future__ import annotations
@@ -24,18 +29,38 @@ PARTS = ("dense", "no_layers", "control", *LEARNED, *RULES, "wide_control", "wid
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["detection"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="train these and measure nothing")
-    parser.add_argument("--no-wide", action="store_true", help="leave the wider detector out")
-    parser.add_argument("--checkpoints", type=Path, default=ROOT / "outputs" / "detection")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "detection")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--scenes", type=int, default=Plan().scenes)
-    parser.add_argument("--validation", type=int, default=Plan().validation)
-    parser.add_argument("--steps", type=int, default=Plan().steps)
-    parser.add_argument("--tuning-steps", type=int, default=Plan().tuning_steps)
-    parser.add_argument("--tokens", type=float, default=Plan().tokens, help="share of token-layers that gates are trained for")
+    what = parser.add_subparsers(dest="what", required=True)
+    detection = what.add_parser("detection", help="the study of made scenes")
+    detection.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    detection.add_argument("--only", nargs="+", choices=PARTS, help="train these and measure nothing")
+    detection.add_argument("--no-wide", action="store_true", help="leave the wider detector out")
+    timed = detection.add_mutually_exclusive_group()
+    timed.add_argument("--no-timing", action="store_true", help="do not time: for a machine that does other work")
+    timed.add_argument("--timing-only", action="store_true", help="time the finished detectors and write nothing else")
+    detection.add_argument("--checkpoints", type=Path, default=ROOT / "outputs" / "detection")
+    detection.add_argument("--output", type=Path, default=ROOT / "results" / "detection")
+    detection.add_argument("--scenes", type=int, default=Plan().scenes)
+    detection.add_argument("--validation", type=int, default=Plan().validation)
+    detection.add_argument("--steps", type=int, default=Plan().steps)
+    detection.add_argument("--tuning-steps", type=int, default=Plan().tuning_steps)
+    detection.add_argument("--tokens", type=float, default=Plan().tokens, help="share of token-layers that gates are trained for")
+    language = what.add_parser("language", help="gates of a frozen language model")
+    language.add_argument("--model", default="reference-gpt2", help="a choice of conf/model")
+    language.add_argument("--gates", type=int, nargs="+", required=True, help="layers after which tokens may halt, from 0")
+    language.add_argument("--predict", type=int, nargs="*", default=[], help="those where later K/V are predicted; others drop")
+    language.add_argument(
+        "--text", nargs="+", default=["python-docs", "wikitext103"], help="datasets; their calibrating part is read"
+    )
+    language.add_argument("--windows", type=int, default=96, help="of 512 tokens, at most")
+    language.add_argument("--saves", type=float, default=40.0, help="percent of the prompt's executed FLOPs")
+    language.add_argument("--steps", type=int, default=80)
+    language.add_argument("--batch-size", type=int, default=4, help="windows a step")
+    language.add_argument("--learning-rate", type=float, default=0.02)
+    language.add_argument("--name", required=True, help="of the file")
+    language.add_argument("--output", type=Path, help="folder of the file; default: results/gates/MODEL")
+    language.add_argument("--data", help="folder of datasets (data.root)")
+    for one in (detection, language):
+        one.add_argument("--threads", type=int, default=1)
     return parser.parse_args(arguments)
 
 
@@ -58,9 +83,7 @@ def train_part(seed: Seed, part: str) -> None:
         seed.ruled(name)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments)
-    torch.set_num_threads(options.threads)
+def detection(options: argparse.Namespace) -> None:
     plan = Plan(
         scenes=options.scenes, validation=options.validation, steps=options.steps, tuning_steps=options.tuning_steps,
         tokens=options.tokens, seeds=tuple(options.seeds),
@@ -72,19 +95,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if wide or not part.startswith("wide_"):
                 train_part(seed, part)
     if options.only:
-        return 0
-    rows, found = measured.evaluations(seeds, wide, print)
-    frames = {
-        "evaluations": rows,
-        "differences": measured.differences(found, len(seeds)),
-        "curves": measured.curves(seeds),
-        "gradients": measured.gradients(seeds[0]),
-        "scene": measured.scene(seeds[0]),
-        "scene_boxes": measured.boxes(seeds[0]),
-        "timing": measured.timing(seeds[0], wide),
-        "about": measured.about(seeds),
-    }
+        return
+    frames = {} if options.timing_only else measured.study(seeds, wide, print)
+    if not options.no_timing:
+        frames["timing"] = measured.timing(seeds[0], wide)
     print("Written: " + ", ".join(map(str, measured.write(frames, options.output))))
+
+
+def language(options: argparse.Namespace) -> None:
+    from quicksilver.cli.commands.fit import calibration_half
+    from quicksilver.fitting.gates import GateRecipe, at_budget, train_gates
+    from quicksilver.harness.config import compose
+    from quicksilver.harness.workplace import Workplace
+    from quicksilver.modules.learned_halting import TrainedGates
+    from quicksilver.runtime.architecture import architecture_of
+
+    recipe = GateRecipe(
+        layers=tuple(options.gates), predicts=tuple(options.predict), saves_pct=options.saves, steps=options.steps,
+        batch_size=options.batch_size, learning_rate=options.learning_rate,
+    )  # fmt: skip
+    config = compose([f"model={options.model}", *([f"data.root={options.data}"] if options.data else [])])
+    loaded = Workplace().model(config)
+    arch = architecture_of(loaded.model)
+    fit, choose = (calibration_half(config, options.text, loaded.tokenizer, half, options.windows) for half in ("fit", "choose"))
+    folder = options.output or ROOT / "results" / "gates" / options.model
+    found = train_gates(
+        arch, fit.ids, recipe, checkpoint=folder / f".{options.name}.training.safetensors",
+        progress=lambda steps: progress(f"{options.model}, {options.name}", steps),
+    )  # fmt: skip
+    provenance = {"text": fit.provenance, "text_digest": fit.digest, "recipe": vars(recipe)}
+    trained = TrainedGates.of(found.gates, arch, predicts=tuple(options.predict))
+    gates, saved = at_budget(arch, trained, choose.ids[:: max(1, len(choose.ids) // 24)], recipe)
+    shift = float((gates.bias - trained.bias)[0])
+    path = folder / f"{options.name}.safetensors"
+    TrainedGates(
+        gates.layers, gates.weight, gates.bias, gates.n_layers, gates.weights_digest, gates.missing_kv, gates.predicts,
+        provenance | {"added_to_biases": shift, "saved_pct_on_the_other_half": saved, "curve": found.curve[:: max(1, options.steps // 20)]},
+    ).save(path)  # fmt: skip
+    last = found.curve[-10:]
+    print(
+        f"{path}: {path.stat().st_size / 1e3:.1f} kB; last steps: KL {sum(one['kl_nats'] for one in last) / len(last):.4f} nats at "
+        f"{sum(one['saved_pct'] for one in last) / len(last):.1f}% saved; {saved:.1f}% on the other half after {shift:+.2f} to all biases."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    torch.set_num_threads(options.threads)
+    (detection if options.what == "detection" else language)(options)
     return 0
 
 

@@ -31,6 +31,20 @@ Key = tuple[str, str, float]
 Say = Callable[[str], None]
 
 
+def study(seeds: Sequence[Seed], wide: bool, say: Say) -> dict[str, pd.DataFrame]:
+    """Every frame but the one of times, by the name of its file."""
+    rows, found = evaluations(seeds, wide, say)
+    return {
+        "evaluations": rows,
+        "differences": differences(found, len(seeds)),
+        "curves": curves(seeds),
+        "gradients": gradients(seeds[0]),
+        "scene": scene(seeds[0]),
+        "scene_boxes": boxes(seeds[0]),
+        "about": about(seeds),
+    }
+
+
 def evaluations(seeds: Sequence[Seed], wide: bool, say: Say) -> tuple[pd.DataFrame, dict[Key, list[Evaluation]]]:
     """Every detector under every policy: a row a seed, and the evaluations by detector, policy and dial."""
     rows: list[dict[str, object]] = []

@@ -121,6 +121,7 @@ class Workplace:
         return self._identities[key]
 
     def _identity(self, config: RunConfig) -> Identity:
+        from quicksilver.modules import learned_halting
         from quicksilver.modules.translators import files_behind
 
         modules = build_modules(config.modules)
@@ -145,6 +146,8 @@ class Workplace:
                 _check_calibration(name, path)
             for path in files_behind(entry, self.files(config)[0].folder):
                 digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
+            for path in learned_halting.files_behind(entry, self.files(config)[0].folder):
+                digests[f"gates.{name}.{path.name}"] = _file_digest(name, str(path), "gates")
         classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
         classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
         adapter = _adapter(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from quicksilver.atomic import write_atomically
+from quicksilver.modules import translators
 from quicksilver.modules.checks import number
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.translators import EMBEDDED, SHIPPED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
 FORMAT = "quicksilver-halting-gates-1"
-EMBEDDED = "embedded"
 BESIDE = "learned_halting"  # the folder beside a model with its gates
-SHIPPED = Path(__file__).resolve().parents[1] / "models" / "reference"
-REMEDY = "train gates for this model: python scripts/train_halting.py language MODEL"
+SUFFIX = ".safetensors"
+REMEDY = "train gates for this model: python scripts/train_halting.py language --model MODEL"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class TrainedGates:
         layers: after which a token may halt, 0-based, ascending.
         weight: (K, D) float32. bias: (K,) float32.
         n_layers: of the model. weights_digest: `model_digest` of the model; empty: of any with these layers and this width.
-        missing_kv: what later layers saw of halted tokens in training.
+        missing_kv: what later layers saw of halted tokens in training; predicts: the decision layers where their K/V were predicted
+            instead.
         provenance: how they were trained.
 
     Raises:
@@ -51,6 +53,7 @@ class TrainedGates:
     n_layers: int
     weights_digest: str = ""
     missing_kv: str = "drop"
+    predicts: tuple[int, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,6 +72,10 @@ class TrainedGates:
             raise ConfigError(
                 f"Gates after layers {list(self.layers)} of a model with {self.n_layers}: give layers in ascending order, from 0 to "
                 f"{self.n_layers - 2}."
+            )
+        if unknown := sorted(set(self.predicts) - set(self.layers)):
+            raise ConfigError(
+                f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {list(self.layers)}."
             )
 
     @classmethod
@@ -102,6 +109,7 @@ class TrainedGates:
             "n_layers": self.n_layers,
             "weights_digest": self.weights_digest,
             "missing_kv": self.missing_kv,
+            "predicts": list(self.predicts),
             "provenance": self.provenance,
         }
         tensors = {"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}
@@ -115,8 +123,8 @@ class TrainedGates:
                 facts = json.loads((file.metadata() or {})["quicksilver"])
                 if facts.pop("format") != FORMAT:
                     raise ConfigError(f"{path} holds no gates of format {FORMAT!r}: {REMEDY}.")
-                layers = tuple(facts.pop("layers"))
-                return cls(layers, file.get_tensor("weight").float(), file.get_tensor("bias").float(), **facts)
+                layers, predicts = tuple(facts.pop("layers")), tuple(facts.pop("predicts"))
+                return cls(layers, file.get_tensor("weight").float(), file.get_tensor("bias").float(), predicts=predicts, **facts)
         except FileNotFoundError:
             raise ConfigError(f"There are no gates {path}: {REMEDY}.") from None
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
@@ -131,16 +139,16 @@ class LearnedHalting(HaltingPolicy):
     paper says.
 
     Args:
-        gates: `embedded`, those that ship with the model; the path of a file of gates; or gates.
+        gates: the name of gates that ship with the model, such as `drop` or `predict`; the path of a file of gates; or gates.
         threshold: p below which a token halts: ½, the paper's, or one number for each decision layer; 0: nobody.
-        missing_kv: None: what the gates were trained with.
+        missing_kv: None: what the gates were trained with, layer by layer.
         window: not to be given: the gates say their layers.
 
     Raises:
         ConfigError: a threshold outside 0 to 1; by `bind`, gates of another model, and with `predict` gates where no translator ships.
     """
 
-    gates: TrainedGates | Path | str = EMBEDDED
+    gates: TrainedGates | Path | str = "drop"
     threshold: float | Sequence[float] = 0.5
     window: tuple[float, float] = (0.0, 1.0)
     missing_kv: MissingKV | None = None  # type: ignore[assignment]
@@ -169,10 +177,16 @@ class LearnedHalting(HaltingPolicy):
             raise ConfigError(
                 f"threshold has {len(self._thresholds)} numbers for gates after {len(found.layers)} layers: give one, or one for each."
             )
+        predicts = found.predicts if self._seen is None else ()
         each = self._thresholds * (len(found.layers) if len(self._thresholds) == 1 else 1)
         self._cut = {layer: _logit(p) for layer, p in zip(found.layers, each, strict=True)}
         super().bind(architecture)
-        beyond = [layer for layer in found.layers if layer > self.last_layer]
+        self._translators |= {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in predicts}
+        # A predicted token goes on to a layer that is not predicted.
+        last = architecture.n_layers - 3
+        beyond = [
+            layer for layer in found.layers if layer > (min(self.last_layer, last) if layer in predicts else self.last_layer)
+        ]
         if beyond:
             raise ConfigError(
                 f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers} and missing_kv={self.missing_kv}: "
@@ -182,14 +196,21 @@ class LearnedHalting(HaltingPolicy):
     def _found(self, architecture: Architecture) -> TrainedGates:
         if self._gates is not None:
             return self._gates
-        if str(self.gates) != EMBEDDED:
-            return TrainedGates.load(str(self.gates))
-        digest = model_digest(architecture.model)
-        for path in sorted(SHIPPED.glob(f"*/{BESIDE}/*.safetensors")):
+        source = str(self.gates)
+        if not _is_name(source):
+            return TrainedGates.load(source)
+        digest, names = model_digest(architecture.model), []
+        for path in sorted(SHIPPED.glob(f"*/{BESIDE}/*{SUFFIX}")):
             gates = TrainedGates.load(path)
             if gates.weights_digest == digest:
-                return gates
-        raise ConfigError(f"gates='embedded': none ship with this model (digest {digest[:12]}…): {REMEDY}.")
+                names.append(path.stem)
+                if path.stem == source:
+                    return gates
+        there = f"there are {', '.join(names)}" if names else f"none ship with this model (digest {digest[:12]}…)"
+        raise ConfigError(f"gates={source!r}: {there}; or {REMEDY}.")
+
+    def missing_kv_at(self, layer: int) -> str:
+        return "predict" if layer in self._translators else super().missing_kv_at(layer)
 
     def required_layers(self) -> frozenset[int]:
         return frozenset() if self._gates is None else frozenset(self._gates.layers)
@@ -207,3 +228,30 @@ def _logit(p: float) -> float:
     if p <= 0 or p >= 1:
         return -math.inf if p <= 0 else math.inf
     return math.log(p / (1 - p))
+
+
+def _is_name(source: str) -> bool:
+    """Whether gates are meant that ship with a model, not a file."""
+    return "/" not in source and not source.endswith(SUFFIX)
+
+
+def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
+    """The files that decide what a module with these arguments halts, and what later layers see of it; none where it has no gates.
+
+    Raises:
+        ConfigError: a file that cannot be read as gates.
+    """
+    source = entry.get("gates")
+    if not isinstance(source, str | Path):
+        return []
+    own = model_folder / BESIDE / f"{source}{SUFFIX}"
+    paths = (
+        [Path(source)]
+        if not _is_name(str(source))
+        else [own]
+        if own.is_file()
+        else sorted(SHIPPED.glob(f"*/{BESIDE}/{own.name}"))
+    )
+    if entry.get("missing_kv") is None and any(TrainedGates.load(path).predicts for path in paths):
+        paths += translators.files_behind({"missing_kv": "predict"}, model_folder)
+    return paths

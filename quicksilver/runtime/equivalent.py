@@ -7,12 +7,16 @@ left of it, the keep mask m^ℓ = m^{ℓ−1} · g^ℓ (B, N):
     states              h_i + m_i · (layer(h)_i − h_i)       a halted token stays as it is
 
 With m in {0, 1} the values are those of the run that drops halted tokens; a gate g that is 0 or 1 in value and has a derivative gives every
-decision a pseudo-gradient. Only the abstract and the introduction of the paper are at hand: the formulas are a reconstruction.
+decision a pseudo-gradient. Where the K/V of halted tokens are predicted they stay in sight, and later layers see
+
+    K, V                     g_j (own K, V)_j + (1 − g_j) (predicted K, V)_j
+
+Only the abstract and the introduction of the paper are at hand: the formulas are a reconstruction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -24,10 +28,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.translation import KVTranslator
 
 _NAME = "quicksilver_keep"
+_LEAST = 0.05  # of a query's attention
 _WIDER = 8  # columns, of which one is used: kernels like widths that are multiples of eight
 Derivative = Literal["both", "states", "attention"]
+KV = tuple[torch.Tensor, torch.Tensor]
 Gate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
@@ -35,13 +43,17 @@ class KeepMask:
     """What is left of each token, layer by layer.
 
     Attributes:
-        current: m after the newest gate; in_attention: as the layer under way weighs keys. None: everything is left.
+        current: m after the newest gate; seen: the same, but 1 for tokens whose K/V are predicted; in_attention: as the layer under way
+            weighs keys. None: everything is left.
+        predicted: what the layer under way mixes in: g (B, N), with K and V (B, H_kv, N, head_dim), in order of their gates.
         kept: (B, N) by layer: m entering the layer.
     """
 
     def __init__(self) -> None:
         self.current: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
         self.in_attention: torch.Tensor | None = None
+        self.predicted: list[tuple[torch.Tensor, KV]] = []
         self.kept: list[torch.Tensor | None] = []
 
 
@@ -49,13 +61,19 @@ _MASK: ContextVar[KeepMask | None] = ContextVar("keep_mask", default=None)  # of
 
 
 @contextmanager
-def equivalent_forward(model: PreTrainedModel, gate: Gate, derivative: Derivative = "both") -> Iterator[KeepMask]:
+def equivalent_forward(
+    model: PreTrainedModel,
+    gate: Gate,
+    derivative: Derivative = "both",
+    translators: Mapping[int, KVTranslator] | None = None,
+) -> Iterator[KeepMask]:
     """For the length of the context the model's forward is the equivalent one.
 
     Args:
         model: of a known family, with sdpa attention; called without cache and without padding.
         gate: called after each layer but the last with its index, its states (B, N, D) and m (B, N) so far; returns g (B, N), or None
             where nothing halts. Values other than 0 and 1 are a soft mask.
+        translators: by the layer that a gate stands after: who predicts the K/V of those that halt there. Other gates drop.
         derivative: through what a gate's derivative flows: `both` places where m stands, the `states` or the `attention` weights alone.
 
     Yields:
@@ -63,18 +81,27 @@ def equivalent_forward(model: PreTrainedModel, gate: Gate, derivative: Derivativ
 
     Raises:
         UnsupportedModelError: no adapter for the model's family.
+        ConfigError: while it runs, a gate that drops behind one that predicts.
     """
     arch = architecture_of(model)
     mask = KeepMask()
+    predicting = dict(translators or {})
+    stopped: list[tuple[torch.Tensor, Mapping[int, KV]]] = []  # g, and K before its rotation and V by layer
     before = model.config._attn_implementation
     previous: list[Any] = []
 
     def wrap(index: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if index == 0:
-                mask.current, mask.kept = None, []
+                mask.current, mask.seen, mask.kept = None, None, []
+                stopped.clear()
             mask.kept.append(mask.current)
-            mask.in_attention = mask.current.detach() if mask.current is not None and derivative == "states" else mask.current
+            mask.in_attention = mask.seen.detach() if mask.seen is not None and derivative == "states" else mask.seen
+            rotary = kwargs.get("position_embeddings")
+            mask.predicted = [
+                (g.detach() if derivative == "states" else g, (arch.rotate_keys(index, keys, rotary), values))
+                for g, (keys, values) in ((g, by_layer[index]) for g, by_layer in stopped if index in by_layer)
+            ]
             after = original(hidden, *args, **kwargs)
             if mask.current is not None:
                 m = mask.current.detach() if derivative == "attention" else mask.current
@@ -84,6 +111,14 @@ def equivalent_forward(model: PreTrainedModel, gate: Gate, derivative: Derivativ
                 g = gate(index, after, everything if mask.current is None else mask.current)
                 if g is not None:
                     mask.current = g if mask.current is None else mask.current * g
+                    if index in predicting:
+                        stopped.append((g, predicting[index].translate(after)))
+                    elif stopped:
+                        raise ConfigError(
+                            f"The gate after layer {index} drops tokens behind one that predicts their K/V: drop first, then predict."
+                        )
+                    else:
+                        mask.seen = mask.current
             return after
 
         return forward
@@ -113,22 +148,58 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Σ_j m_j e^{s_ij} v_j / Σ_k m_k e^{s_ik}, (B, M, H, head_dim), by the fused kernel.
-
-    The softmax's own denominator cancels: with a_ij the plain weights this is Σ a_ij m_j v_j / Σ a_ij m_j, and the denominator is one
-    more column of values. No score is −∞, so m = 0 has a derivative.
-    """
+    """Σ_j m_j e^{s_ij} v_j / Σ_k m_k e^{s_ik}, (B, M, H, head_dim), by the fused kernel: log m_j is added to scores, and the derivative by m,
+    which is there where m = 0, too, comes from `_slope`."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mask = _MASK.get()
+    for g, (keys, values) in reversed(
+        mask.predicted if mask is not None else []
+    ):  # the first gate that halts a token says what is seen
+        own = g[:, None, :, None]
+        key, value = own * key + (1 - own) * keys, own * value + (1 - own) * values
     if mask is None or mask.in_attention is None:
         return sdpa(module, query, key, value, attention_mask, **options)
-    weight, width = mask.in_attention[:, None, :, None], value.shape[-1]
+    m = mask.in_attention
+    scores = _visible(module, query, key, attention_mask) + m.detach().clamp(min=0).log()[:, None, None, :].to(query.dtype)
+    nobody = (scores == -torch.inf).all(-1, keepdim=True)  # (B, 1, M, 1)
+    attended, _ = sdpa(module, query, key, value, scores.masked_fill(nobody, 0.0), **options)
+    attended = attended.masked_fill(
+        nobody.transpose(1, 2), 0.0
+    )  # a query that sees nobody gets nothing, as from the kernel that masks
+    if not m.requires_grad:
+        return attended, None
+    slope = _slope(m, attended.detach(), (module, query.detach(), key.detach(), value.detach(), attention_mask), options)
+    return attended + (slope - slope.detach()), None
+
+
+def _visible(module: nn.Module, query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """What is added to scores, 0 or −∞: (1 or B, 1, M, N)."""
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        return attention_mask
+    shape = (query.shape[2], key.shape[2])
+    if attention_mask is None:
+        seen = torch.ones(shape, dtype=torch.bool, device=query.device)
+        attention_mask = (seen.tril() if getattr(module, "is_causal", True) else seen)[None, None]
+    return torch.zeros(attention_mask.shape, dtype=query.dtype, device=query.device).masked_fill(~attention_mask, -torch.inf)
+
+
+def _slope(m: torch.Tensor, attended: torch.Tensor, inputs: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+    """What has the derivative of attention by m and no other: with plain weights a_ij, that is a_ij (v_j − out_i) / Σ_k a_ik m_k.
+
+    One call of the fused kernel: Σ a_ij m_j v_j, and Σ a_ij m_j as one more column of values. A query whose attention is nearly all on halted
+    tokens would see one of them come back with any slope, hundreds of thousands and more, layer upon layer; the change itself is no more than
+    v_j − out_i. So the share of attention that is left is taken as `_LEAST` where it is less.
+    """
+    module, query, key, value, attention_mask = inputs
+    width = value.shape[-1]
     # The kernel wants q and k as wide as v: zeros say nothing to a score.
     query, key = (nn.functional.pad(part, (0, _WIDER)) for part in (query, key))
+    weight = m[:, None, :, None]
     column = nn.functional.pad(weight.expand(*value.shape[:3], 1), (0, _WIDER - 1))
-    both, _ = sdpa(module, query, key, torch.cat([value * weight, column], dim=-1), attention_mask, **options)
-    # A query that sees nobody gets nothing, as from the kernel that masks.
-    return both[..., :width] / both[..., width : width + 1].clamp(min=torch.finfo(both.dtype).tiny), None
+    values = torch.cat([value * weight, column], dim=-1)
+    both, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, values, attention_mask, **options)
+    left = both[..., width : width + 1]
+    return (both[..., :width] - attended * left) / left.detach().clamp(min=_LEAST)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:

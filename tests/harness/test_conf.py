@@ -70,7 +70,8 @@ def test_every_module_composes_and_its_yaml_lists_every_option_of_its_class(prot
             # a depth is its window
             overwritten = (
                 {"window"}
-                if name in ("static_depth", "static_exit", "one_shot_halting", "staged_halting", "word_class_halting")
+                if name
+                in ("static_depth", "static_exit", "one_shot_halting", "staged_halting", "word_class_halting", "learned_halting")
                 else set()
             )
             assert set(entry) - {"_target_"} == {f.name for f in dataclasses.fields(built)} - masks - overwritten

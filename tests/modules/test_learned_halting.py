@@ -12,11 +12,12 @@ from tiny import LAYERS, WIDTH, Batch
 from tiny_encoder import MODEL as ENCODER
 from tiny_encoder import states
 
-from quicksilver.modules import LearnedHalting
+from quicksilver.modules import LearnedHalting, learned_halting
 from quicksilver.modules.halting_gates import HaltingGates, SparsityController, straight_through
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.equivalent import KeepMask, equivalent_forward
+from quicksilver.runtime.pass_state import MISSING_KV
 
 
 def gates(seed: int = 0, bias: float = 0.3) -> HaltingGates:
@@ -173,5 +174,32 @@ def test_options_that_do_not_fit_are_refused():
         tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting(gates=trained(model), resume_layers=2)])
     with pytest.raises(ConfigError, match="not finite"):
         TrainedGates((0,), torch.tensor([[float("nan")]]), torch.zeros(1), 3)
-    with pytest.raises(ConfigError, match="none ship with this model"):
+    with pytest.raises(ConfigError, match="gates='drop': none ship with this model"):
         tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting()])
+    with pytest.raises(ConfigError, match="no gate stands after layer 1; there are"):
+        trained(model, predicts=(1,))
+
+
+def test_gates_say_layer_by_layer_what_is_dropped_and_what_is_predicted(monkeypatch):
+    model = tiny.load("gpt2")
+    translators = tiny.random_translators(tiny.Run(model, [], "compact", None).arch)
+    monkeypatch.setattr(learned_halting, "translator_for", lambda arch, source, layer: translators[layer - 1])
+    policy = LearnedHalting(gates=trained(model, seed=3, predicts=(2,)), threshold=0.6)
+    halted = tiny.forward(model, Batch((tuple(range(1, 25)),)), [policy]).trace.passes[0]
+    how = {layer: set(halted.halted_kv[halted.halt_layer == layer].tolist()) for layer in (0, 2)}
+    assert how == {0: {MISSING_KV.index("drop")}, 2: {MISSING_KV.index("predict")}}
+    dropped = tiny.forward(
+        model, Batch((tuple(range(1, 25)),)), [LearnedHalting(gates=policy.gates, threshold=0.6, missing_kv="drop")]
+    )
+    assert set(dropped.trace.passes[0].halted_kv[dropped.trace.passes[0].halt_layer == 2].tolist()) == {MISSING_KV.index("drop")}
+
+
+def test_a_record_is_of_the_files_behind_its_gates(tmp_path):
+    path = tmp_path / "learned_halting" / "mine.safetensors"
+    trained(tiny.load("gpt2")).save(path)
+    assert learned_halting.files_behind({"gates": "mine"}, tmp_path) == [path]
+    assert learned_halting.files_behind({"gates": str(path)}, tmp_path / "elsewhere") == [path]
+    assert learned_halting.files_behind({"tau_drift": 1.0}, tmp_path) == []
+    path.write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="cannot be read as gates"):
+        learned_halting.files_behind({"gates": "mine"}, tmp_path)

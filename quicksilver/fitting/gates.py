@@ -1,0 +1,344 @@
+"""Train the gates of learned halting on a frozen language model: KL to the dense model after a prompt, at a budget (docs/learned-halting.md).
+
+Gates alone are trained, by Adam, through the equivalent forward: prompt and continuation in one pass, in which tokens of the prompt halt and
+tokens after it do not. The loss is KL(dense ‖ halted) of the continuation plus λ Σ p / N over the prompt's tokens and all gates; λ follows
+the share of the prompt's executed FLOPs that shall be saved. At the end one number is added to all biases, the one that saves just so much on
+text of the other half: training leaves it near the budget, not at it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from quicksilver.atomic import write_atomically
+from quicksilver.fitting.continuation import kl_nats
+from quicksilver.modules.halting_gates import HaltingGates
+from quicksilver.modules.learned_halting import LearnedHalting, TrainedGates
+from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.equivalent import equivalent_forward
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.ledger import LayerWork, head_flops
+from quicksilver.runtime.run import apply
+
+Steps = Callable[[range], Iterable[int]]
+_ABOUT = "quicksilver"
+KEPT_EVERY = 10  # steps
+
+
+@dataclass(frozen=True)
+class GateRecipe:
+    """What decides the gates of one training.
+
+    Args:
+        layers: after which a token may halt; predicts: those of them where the K/V of later layers are predicted, the last ones.
+        saves_pct: of the prompt's executed FLOPs.
+        steps: of Adam, `batch_size` windows each; ten of them rising, then half a cosine.
+        start: spread of w · LN(h) before training.
+        strength, reaction: λ at the start, and how fast it follows the budget.
+        protect_first, protect_last: tokens of the prompt that never halt.
+
+    Raises:
+        ConfigError: a number out of range, a gate that drops behind one that predicts.
+    """
+
+    layers: tuple[int, ...]
+    predicts: tuple[int, ...] = ()
+    saves_pct: float = 40.0
+    steps: int = 80
+    batch_size: int = 4
+    learning_rate: float = 0.02
+    start: float = 0.5
+    strength: float = 0.05
+    reaction: float = 0.02
+    prompt_tokens: int = 448
+    protect_first: int = 4
+    protect_last: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
+            raise ConfigError(
+                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: all must be positive."
+            )
+        if not 0 < self.saves_pct < 100:
+            raise ConfigError(f"saves_pct={self.saves_pct} must lie between 0 and 100.")
+        behind = self.layers[len(self.layers) - len(self.predicts) :]
+        if tuple(self.predicts) != behind:
+            raise ConfigError(
+                f"predicts={list(self.predicts)} of layers={list(self.layers)}: tokens are dropped first and predicted later, so give the "
+                f"last of the layers, such as {list(self.layers[-1:])}."
+            )
+
+
+@dataclass
+class TrainedGatesRun:
+    """What a training leaves: the gates, and one entry a step: kl_nats, saved_pct, strength."""
+
+    gates: HaltingGates
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+def most_saved_pct(architecture: Architecture, recipe: GateRecipe) -> float:
+    """Percent of the prompt's executed FLOPs that is saved where all tokens that may halt do so at the first gate."""
+    n, protected = recipe.prompt_tokens, recipe.protect_first + recipe.protect_last
+    mask = [torch.ones(1, n)] * (recipe.layers[0] + 1)
+    left = torch.zeros(1, n)
+    left[:, :protected] = 1.0
+    mask += [left] * (architecture.n_layers - len(mask))
+    first_predicts = recipe.layers[0] in recipe.predicts
+    return saved_pct(architecture, mask, {recipe.layers[0]: 1 - left} if first_predicts else {})
+
+
+def saved_pct(architecture: Architecture, kept: Sequence[torch.Tensor], predicted: Mapping[int, torch.Tensor]) -> float:
+    """Percent of a prompt's executed FLOPs that is saved, output head included; mean over rows. The gates' own (2 D a token) are left out.
+
+    Args:
+        kept: m (B, P) entering each layer, 1 or 0.
+        predicted: by the layer of a gate that predicts: (B, P), 1 where a token halts there.
+    """
+    rows, n = kept[0].shape
+    head, total, ours = head_flops(architecture, 1).executed, 0, 0
+    for row in range(rows):
+        stopped = 0
+        for layer, m in enumerate(kept):
+            active = int(m[row].sum())
+            newly = int(predicted[layer - 1][row].sum()) if layer - 1 in predicted else 0
+            stopped += newly
+            later = 2 * architecture.kv_params_per_layer * newly * (architecture.n_layers - 1 - layer)
+            ours += LayerWork(1, active, active + stopped if stopped else None, newly, later).flops(architecture)
+            total += LayerWork(1, n, None).flops(architecture)
+        ours, total = ours + head, total + head
+    return 100 * (1 - ours / total)
+
+
+def train_gates(
+    architecture: Architecture,
+    ids: torch.Tensor,
+    recipe: GateRecipe,
+    *,
+    checkpoint: Path | None = None,
+    progress: Steps = iter,
+) -> TrainedGatesRun:
+    """Gates after `recipe`; the model is left as it is.
+
+    Args:
+        ids: (W, N) long, windows of calibration text, longer than the prompt.
+        checkpoint: where the state is kept every few steps and found again after a kill.
+
+    Raises:
+        ConfigError: windows no longer than the prompt, a budget that cannot be met, no translator for a gate that predicts, a checkpoint
+            of something else.
+        QuickSilverError: a loss that is not finite; the last good state stays.
+    """
+    if ids.ndim != 2 or ids.shape[1] <= recipe.prompt_tokens + 1 or not len(ids):
+        raise ConfigError(
+            f"Windows of shape {tuple(ids.shape)}: give at least one, longer than {recipe.prompt_tokens + 1} tokens."
+        )
+    gates = HaltingGates(architecture.width, recipe.layers)
+    TrainedGates.of(gates, architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
+    if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
+        raise ConfigError(
+            f"saves_pct={recipe.saves_pct:g} cannot be met: with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved. "
+            "Ask less, or give an earlier gate."
+        )
+    predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
+    trainer = _Trainer(architecture, ids, recipe, gates, predicting)
+    state = _State(checkpoint, trainer)
+    first = state.load()
+    if not first:
+        # From near the budget, with whom to halt left to chance: what is learned is whom, not how many.
+        start, _ = _nearest(
+            architecture, TrainedGates.of(gates, architecture, predicts=tuple(recipe.predicts)), ids[:2], recipe, 5
+        )
+        gates.bias.data.copy_(start.bias)
+    was = {name: p.requires_grad for name, p in architecture.model.named_parameters()}
+    architecture.model.requires_grad_(False)
+    try:
+        for step in progress(range(first, recipe.steps)):
+            trainer.step(step, checkpoint)
+            if (step + 1) % KEPT_EVERY == 0 or step == recipe.steps - 1:
+                state.save(step + 1)
+    finally:
+        for name, p in architecture.model.named_parameters():
+            p.requires_grad_(was[name])
+    return TrainedGatesRun(gates, trainer.curve)
+
+
+class _Trainer:
+    """One step after the other."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        ids: torch.Tensor,
+        recipe: GateRecipe,
+        gates: HaltingGates,
+        predicting: Mapping[int, BoundTranslator],
+    ) -> None:
+        self.arch, self.ids, self.recipe, self.gates, self.predicting = architecture, ids, recipe, gates, predicting
+        self.strength = recipe.strength
+        self.curve: list[dict[str, float]] = []
+        generator = torch.Generator().manual_seed(recipe.seed)
+        passes = -(-recipe.steps * recipe.batch_size // len(ids))
+        self.order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in range(passes)])
+        with torch.no_grad():
+            # Not zero: equal p would halt all tokens at once.
+            gates.weight.copy_(torch.randn(gates.weight.shape, generator=generator) * recipe.start / architecture.width**0.5)
+        self.optimiser = torch.optim.Adam(
+            [{"params": [gates.weight], "scale": 1.0}, {"params": [gates.bias], "scale": 2.0}], betas=(0.9, 0.98)
+        )
+        n = ids.shape[1]
+        self.may_halt = torch.zeros(1, n)
+        self.may_halt[:, recipe.protect_first : recipe.prompt_tokens - recipe.protect_last] = 1.0
+        self._dense: dict[int, torch.Tensor] = {}
+
+    def step(self, number: int, checkpoint: Path | None) -> None:
+        recipe = self.recipe
+        chosen = self.order[number * recipe.batch_size : (number + 1) * recipe.batch_size]
+        rate = recipe.learning_rate * min(1.0, (number + 1) / 10) * 0.5 * (1 + math.cos(math.pi * number / recipe.steps))
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate * group["scale"]
+        dense, batch = self._dense_log_probs(chosen), self.ids[chosen]
+        decisions: dict[int, torch.Tensor] = {}
+
+        def gate(layer: int, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
+            g = self.gates.gate(layer, hidden, kept)
+            if g is not None:
+                g = torch.where(self.may_halt.bool(), g, torch.ones_like(g))
+                decisions[layer] = (kept * (1 - g)).detach()
+            return g
+
+        with torch.enable_grad(), equivalent_forward(self.arch.model, gate, translators=self.predicting) as mask:
+            kl = kl_nats(dense, self._log_probs(batch)).mean()
+            loss = kl + self.strength * self.gates.sparsity(self.may_halt.expand(len(batch), -1))
+        if not bool(torch.isfinite(loss)):
+            raise QuickSilverError(
+                f"The loss of step {number} is not finite: give a smaller learning rate than {recipe.learning_rate:g}. "
+                + ("" if checkpoint is None else f"The last good state is {checkpoint}.")
+            )
+        prompt = slice(0, recipe.prompt_tokens)
+        kept = [torch.ones(len(batch), recipe.prompt_tokens) if m is None else m.detach()[:, prompt] for m in mask.kept]
+        saved = saved_pct(self.arch, kept, {layer: decisions[layer][:, prompt] for layer in recipe.predicts})
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        self.strength = max(0.0, self.strength + recipe.reaction * (recipe.saves_pct - saved) / recipe.saves_pct)
+        left = {f"left_after_{layer}": float((m * self.may_halt[:, prompt]).sum() / (self.may_halt.sum() * len(m)))
+                for layer, m in zip(recipe.layers, (kept[layer + 1] for layer in recipe.layers), strict=True)}  # fmt: skip
+        self.curve.append({"step": number, "kl_nats": float(kl.detach()), "saved_pct": saved, "strength": self.strength, **left})
+
+    def _log_probs(self, batch: torch.Tensor) -> torch.Tensor:
+        """Of the continuation: (B, N) -> (B, N − P, V)."""
+        following = batch.shape[1] - self.recipe.prompt_tokens
+        logits = self.arch.model(batch.to(self.arch.model.device), use_cache=False, logits_to_keep=following + 1).logits
+        return logits[:, :-1].float().log_softmax(-1)
+
+    def _dense_log_probs(self, chosen: torch.Tensor) -> torch.Tensor:
+        missing = [int(i) for i in chosen if int(i) not in self._dense]
+        if missing:
+            with torch.no_grad():
+                for i, said in zip(missing, self._log_probs(self.ids[missing]).half(), strict=True):
+                    self._dense[i] = said
+        return torch.stack([self._dense[int(i)] for i in chosen]).float()
+
+
+class _State:
+    """A training on disk: gates, Adam's moments, λ and the curve, in one safetensors file."""
+
+    def __init__(self, path: Path | None, trainer: _Trainer) -> None:
+        self.path, self.trainer = path, trainer
+        windows = [len(trainer.ids), int(trainer.ids.sum())]
+        self.of = {"recipe": json.loads(json.dumps(asdict(trainer.recipe))), "width": trainer.arch.width, "windows": windows}
+
+    def save(self, step: int) -> None:
+        if self.path is None:
+            return
+        tensors = {f"gates.{name}": value for name, value in self.trainer.gates.state_dict().items()}
+        for number, state in self.trainer.optimiser.state_dict()["state"].items():
+            tensors |= {f"optimiser.{number}.{name}": value for name, value in state.items()}
+        about = {**self.of, "step": step, "strength": self.trainer.strength, "curve": self.trainer.curve}
+        content = save({name: t.detach().clone().contiguous() for name, t in tensors.items()}, {_ABOUT: json.dumps(about)})
+        write_atomically(self.path, content)
+
+    def load(self) -> int:
+        """The step to go on from.
+
+        Raises:
+            ConfigError: a checkpoint of another training, or one that cannot be read.
+        """
+        if self.path is None or not self.path.is_file():
+            return 0
+        try:
+            with safe_open(str(self.path), framework="pt") as file:
+                about: dict[str, Any] = json.loads((file.metadata() or {})[_ABOUT])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise ConfigError(f"{self.path} cannot be read ({error}): remove it and train again.") from error
+        for name, own in self.of.items():
+            if about.get(name) != own:
+                raise ConfigError(
+                    f"{self.path} is the checkpoint of another training: its {name} is {about.get(name)}, and this one's {own}. "
+                    "Remove it, or give another place."
+                )
+        trainer = self.trainer
+        trainer.gates.load_state_dict({name: tensors[f"gates.{name}"] for name in trainer.gates.state_dict()})
+        state = trainer.optimiser.state_dict()
+        for name, tensor in tensors.items():
+            if name.startswith("optimiser."):
+                _, number, what = name.split(".", 2)
+                state["state"].setdefault(int(number), {})[what] = tensor
+        trainer.optimiser.load_state_dict(state)
+        trainer.strength, trainer.curve = about["strength"], about["curve"]
+        return about["step"]
+
+
+def at_budget(
+    architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
+) -> tuple[TrainedGates, float]:
+    """The gates with one number added to all biases, so that prompts of `ids` (W, N) save `recipe.saves_pct`, and what they save.
+
+    Raises:
+        ConfigError: no such number between −6 and 6 comes within 2% of the budget.
+    """
+    best = _nearest(architecture, gates, ids, recipe, tries)
+    if abs(best[1] - recipe.saves_pct) > 2:
+        raise ConfigError(
+            f"These gates save {best[1]:.1f}% at the nearest, not {recipe.saves_pct:g}%: train for more steps, or for another budget."
+        )
+    return best
+
+
+@torch.no_grad()
+def _nearest(
+    architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, tries: int
+) -> tuple[TrainedGates, float]:
+    dense = _executed(architecture, [], ids, recipe)
+    low, high = -6.0, 6.0  # added to w · LN(h) + b: the more, the fewer halt
+    best: tuple[TrainedGates, float] | None = None
+    for _ in range(tries):
+        middle = (low + high) / 2
+        tried = replace(gates, bias=gates.bias + middle)
+        halting = LearnedHalting(gates=tried, protect_first=recipe.protect_first, protect_last=recipe.protect_last)
+        saved = 100 * (1 - _executed(architecture, [halting], ids, recipe) / dense)
+        if best is None or abs(saved - recipe.saves_pct) < abs(best[1] - recipe.saves_pct):
+            best = tried, saved
+        low, high = (low, middle) if saved < recipe.saves_pct else (middle, high)
+    assert best is not None
+    return best
+
+
+def _executed(architecture: Architecture, modules: list[LearnedHalting], ids: torch.Tensor, recipe: GateRecipe) -> int:
+    with apply(architecture.model, modules) as run:
+        for row in ids[:, : recipe.prompt_tokens].to(architecture.model.device):
+            architecture.model(row[None], use_cache=True, logits_to_keep=1)
+        return run.flops.executed

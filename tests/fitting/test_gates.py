@@ -1,0 +1,151 @@
+"""Training gates on a language model: they come nearer to the dense answers at a budget, go on after a kill, and refuse what cannot be."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+
+from quicksilver.fitting import gates as fitting
+from quicksilver.fitting.gates import GateRecipe, at_budget, saved_pct, train_gates
+from quicksilver.modules import LearnedHalting
+from quicksilver.modules.learned_halting import TrainedGates
+from quicksilver.runtime import ConfigError, QuickSilverError, apply, architecture_of
+
+RECIPE = GateRecipe(
+    layers=(0, 1), saves_pct=25.0, steps=24, prompt_tokens=24, protect_first=1, protect_last=2, learning_rate=0.05
+)
+IDS = torch.randint(1, tiny.VOCABULARY, (8, 30), generator=torch.Generator().manual_seed(0))
+
+
+def predicting(monkeypatch: pytest.MonkeyPatch, arch) -> None:
+    """Random maps, as no translator ships with a tiny model."""
+    there = tiny.random_translators(arch)
+    for module in (fitting, __import__("quicksilver.modules.learned_halting", fromlist=["translator_for"])):
+        monkeypatch.setattr(module, "translator_for", lambda arch, source, layer: there[layer - 1])
+
+
+@pytest.mark.parametrize("predicts", [(), (1,)])
+def test_without_a_price_fewer_halt_with_one_more_do_and_the_model_is_left_alone(monkeypatch, predicts) -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    predicting(monkeypatch, arch)
+    before = copy.deepcopy(arch.model.state_dict())
+    recipe = replace(RECIPE, predicts=predicts, reaction=0.0)
+    free, dear = (train_gates(arch, IDS, replace(recipe, strength=strength)) for strength in (0.0, 5.0))
+    assert all(torch.equal(before[key], value) for key, value in arch.model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in arch.model.parameters())
+    assert free.curve[0]["kl_nats"] == pytest.approx(dear.curve[0]["kl_nats"])
+    for name in ("kl_nats", "saved_pct"):
+        ends = [sum(one[name] for one in found.curve[-4:]) / 4 for found in (free, dear)]
+        assert ends[0] < free.curve[0][name] < ends[1], name
+    trained = TrainedGates.of(dear.gates, arch, predicts=predicts)
+    gates, saved = at_budget(arch, trained, IDS, recipe)
+    assert saved == pytest.approx(25, abs=2)
+    assert torch.equal(gates.weight, trained.weight)
+
+
+def test_the_price_follows_the_budget() -> None:
+    curve = train_gates(architecture_of(tiny.load("gpt2")), IDS, replace(RECIPE, steps=8)).curve
+    for before, after in itertools.pairwise(curve):
+        assert (after["saved_pct"] < 25) == (after["strength"] > before["strength"]) or after["strength"] == 0
+
+
+@pytest.mark.parametrize("predicts", [(), (1,)])
+def test_what_a_step_counts_as_saved_is_what_the_runtime_saves(monkeypatch, predicts) -> None:
+    arch = architecture_of(tiny.load("llama"))
+    predicting(monkeypatch, arch)
+    made = TrainedGates(
+        (0, 1),
+        torch.randn(2, tiny.WIDTH, generator=torch.Generator().manual_seed(1)),
+        torch.zeros(2),
+        arch.n_layers,
+        predicts=predicts,
+    )
+    row = IDS[:1, :24]
+    with torch.no_grad(), apply(arch.model, [LearnedHalting(gates=made, protect_first=1, protect_last=2)]) as run:
+        arch.model(row, logits_to_keep=1)
+        ours = run.flops.executed - run.flops.signals
+        trace = run.trace.passes[0]
+    with torch.no_grad(), apply(arch.model, []) as run:
+        arch.model(row, logits_to_keep=1)
+        dense = run.flops.executed
+    kept = [trace.active(layer).float() for layer in range(arch.n_layers)]
+    stopped = {layer: (trace.halt_layer == layer).float() for layer in predicts}
+    assert 0 < kept[-1].sum() < 24
+    assert saved_pct(arch, kept, stopped) == pytest.approx(100 * (1 - ours / dense), abs=0.2)
+
+
+def test_a_killed_training_goes_on_where_it_was(tmp_path) -> None:
+    arch, recipe = architecture_of(tiny.load("gpt2")), replace(RECIPE, steps=20)
+    whole = train_gates(arch, IDS, recipe)
+
+    class Killed(Exception):
+        pass
+
+    def until(numbers: range):
+        for number in numbers:
+            if number == 13:
+                raise Killed
+            yield number
+
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(Killed):
+        train_gates(arch, IDS, recipe, checkpoint=path, progress=until)
+    numbers: list[int] = []
+    again = train_gates(arch, IDS, recipe, checkpoint=path, progress=lambda steps: numbers.extend(steps) or steps)
+    assert numbers == list(range(10, 20))
+    torch.testing.assert_close(again.gates.weight, whole.gates.weight)
+    assert [one["kl_nats"] for one in again.curve] == pytest.approx([one["kl_nats"] for one in whole.curve])
+    with pytest.raises(ConfigError, match="checkpoint of another training: its recipe"):
+        train_gates(arch, IDS, replace(recipe, seed=1), checkpoint=path)
+    path.write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        train_gates(arch, IDS, recipe, checkpoint=path)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(tmp_path, monkeypatch) -> None:
+    arch, path = architecture_of(tiny.load("gpt2")), tmp_path / "state.safetensors"
+    kl, calls = fitting.kl_nats, []
+
+    def breaks(dense: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return kl(dense, other) * (float("nan") if len(calls) > 12 else 1.0)
+
+    monkeypatch.setattr(fitting, "kl_nats", breaks)
+    with pytest.raises(QuickSilverError, match=r"loss of step 12 is not finite: .*last good state is .*state\.safetensors"):
+        train_gates(arch, IDS, RECIPE, checkpoint=path)
+    monkeypatch.setattr(fitting, "kl_nats", kl)
+    steps: list[int] = []
+    train_gates(arch, IDS, RECIPE, checkpoint=path, progress=lambda numbers: steps.extend(numbers) or numbers)
+    assert steps[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"saves_pct": 90.0}, r"saves_pct=90 cannot be met: with a first gate after layer 0 at most \d\d\.?\d?% is saved"),
+        ({"prompt_tokens": 29}, "longer than 30 tokens"),
+        ({"layers": (0, tiny.LAYERS - 1)}, "Gates after layers"),
+        ({"predicts": (1,)}, "none with this model"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changed, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        train_gates(architecture_of(tiny.load("gpt2")), IDS, replace(RECIPE, **changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"saves_pct": 0.0}, "saves_pct=0.0 must lie between 0 and 100"),
+        ({"predicts": (0,)}, r"predicts=\[0\] of layers=\[0, 1\]: tokens are dropped first and predicted later"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(changed, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(RECIPE, **changed)

@@ -11,7 +11,6 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
-from quicksilver.runtime.errors import ConfigError
 
 from . import runs
 from .table09_13_fusion_and_constituents import DEFINITIONS, fused, result
@@ -26,12 +25,10 @@ def rows() -> list[Row]:
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """A picture a definition."""
-    there = runs.measured(outcomes)
-    if not there or there[0].record is None:
-        raise ConfigError("no run has a record, and there is nothing to draw without one")
-    found = result(there[0].record)
+    there = runs.records(outcomes)
+    found = result(there[0])
     layers = np.array([one.layer for one in found.closest if one.precision])
-    depth = there[0].record.model.layers
+    depth = there[0].model.layers
     frames = []
     with style():
         drawing, axes = panels(1, 3, size=(10, 3.4), sharey=True)
@@ -54,8 +51,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 short = null.replace(" ", "_")
                 frame[[f"{short}_pct", f"{short}_pct_low", f"{short}_pct_high"]] = band
             axis.errorbar(layers, share[:, 0], yerr=[share[:, 0] - share[:, 1], share[:, 2] - share[:, 0]], color=PALETTE[1], linestyle="-", marker="o", capsize=2, elinewidth=0.8, label=f"the closest {found.share:.0%} of neighbours")  # fmt: skip
-            for place, outcome in enumerate(there):
-                one = fused(outcome.record) if outcome.record is not None else None
+            for place, record in enumerate(there):
+                one = fused(record)
                 if one is not None:
                     axis.plot([one.layer], [100 * one.precision[definition].value], marker="D", markersize=6, markerfacecolor="none", color="black", linestyle="", label="really fused there" if place == 0 else None)  # fmt: skip
             if definition == "short":

@@ -11,7 +11,6 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
-from quicksilver.runtime.errors import ConfigError
 
 from . import runs
 from .table02_08_12_halting_by_class import CLASSES, result
@@ -27,10 +26,8 @@ def rows() -> list[Row]:
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """One small picture a class."""
-    (outcome,) = outcomes
-    if outcome.record is None:
-        raise ConfigError(f"the run has no record ({outcome.reason}), and there is nothing to draw without it")
-    found = result(outcome.record)
+    (outcome,), (record,) = outcomes, runs.records(outcomes)
+    found = result(record)
     lines, frames = [], []
     with style():
         drawing, axes = panels(2, 3, size=(9, 5), sharex=True, sharey=True)
@@ -75,5 +72,9 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"Points beyond chance among tokens as frequent at the same place, at layer {found.layer}: {', '.join(lines)}.",
     )
     return Figure(
-        name, "Halting over depth by word class, gold tags", pd.concat(frames), drawing, (*said, *provenance.notes(outcomes))
+        name,
+        "Halting over depth by word class",
+        pd.concat(frames),
+        drawing,
+        (*said, *runs.whose_tags(outcomes), *provenance.notes(outcomes)),
     )

@@ -14,7 +14,6 @@ from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.verdicts import Estimate
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
-from quicksilver.runtime.errors import ConfigError
 
 from . import runs
 
@@ -30,10 +29,8 @@ def rows() -> list[Row]:
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Three pictures."""
-    (outcome,) = outcomes
-    if outcome.record is None:
-        raise ConfigError(f"the run has no record ({outcome.reason}), and there is nothing to draw without it")
-    found = outcome.record.measured("word_signals", WordSignalsResult)
+    (record,) = runs.records(outcomes)
+    found = record.measured("word_signals", WordSignalsResult)
     layers = np.arange(1, len(found.drift_explained["class"]) + 1)
     parts = []
     with style():
@@ -88,7 +85,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Signals of the dense model by word class",
         pd.concat(parts, ignore_index=True),
         drawing,
-        (*_said(found), *provenance.notes(outcomes)),
+        (*_said(found), *runs.whose_tags(outcomes), *provenance.notes(outcomes)),
     )
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quicksilver.harness.record import Record
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.runtime.errors import ConfigError
 
 TREEBANK = ("dataset=gum",)  # unless a person names another
 PAPER_DEPTHS = {12: 0.4, 15: 0.5, 20: 2 / 3}  # layer of the paper's 30 -> fraction of the depth
@@ -51,3 +53,23 @@ def fusion() -> list[Row]:
 def measured(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Those that have a record."""
     return [outcome for outcome in outcomes if outcome.record is not None]
+
+
+def records(outcomes: Sequence[Outcome]) -> list[Record]:
+    """What a figure is drawn from: the records there are, at least one.
+
+    Raises:
+        ConfigError: no run has one; says why the first has none.
+    """
+    found = [outcome.record for outcome in outcomes if outcome.record is not None]
+    if not found:
+        raise ConfigError(f"no run has a record ({outcomes[0].reason}), and there is nothing to draw without one")
+    return found
+
+
+def whose_tags(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    """Where tags are not gold: who tagged the text, and how many words of a held-out treebank are right."""
+    sources = {outcome.record.data.source for outcome in measured(outcomes) if outcome.record is not None}
+    return tuple(
+        f"Tags are not gold: the text is {said}." for _, mark, said in (one.partition("; ") for one in sorted(sources)) if mark
+    )

@@ -54,7 +54,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     counted = _counted(outcomes)
     failed = tuple(f"{outcome.row.technique}: {outcome.reason}." for outcome in outcomes if outcome.record is None)
     panels = (
-        Panel("rates", "Tokens halted by half of the depth, %", _rate_columns(), (*counted, *failed, *notes)),
+        Panel("rates", "Tokens halted by half of the depth, %", _rate_columns(), (*counted, *runs.whose_tags(outcomes), *failed, *notes)),
         Panel("nulls", "Percentage points above or below what chance gives among tokens that are alike", _null_columns(),
               ("Each with its 95% interval, clustered by sentence.",)),
         Panel("model", "Share of the deviance of “has halted” that a logistic model explains", _model_columns(),

@@ -10,8 +10,8 @@ from omegaconf import MISSING
 # OmegaConf 2.3 reads `Optional[int]` everywhere a config may come from; `int | None` it does not.
 # ruff: noqa: UP045
 
-READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos", "far-copy", "far-recall", "task")
-ANNOTATED = {"treebank": "penn", "treebank-upos": "upos"}  # reader -> tag set
+READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos", "tagged", "far-copy", "far-recall", "task")
+ANNOTATED = {"treebank": "penn", "treebank-upos": "upos", "tagged": "penn"}  # reader -> tag set
 MADE_HERE = ("pydoc", "far-copy", "far-recall")  # readers of texts that need no file
 FarContext = Literal["copy", "recall"]
 FORMS = ("raw", "tokenised")
@@ -88,6 +88,20 @@ class TaskConfig:
 
 
 @dataclass
+class TaggerConfig:
+    """Who tags a text without annotation.
+
+    Args:
+        name: `auto` (a spaCy model where one is installed, else `perceptron`), `perceptron`, or the name of a spaCy model.
+        train, test: CoNLL-U files, absolute or below data.root: what a perceptron is trained on, and what any tagger is judged by.
+    """
+
+    name: str = "auto"
+    train: str = MISSING
+    test: str = MISSING
+
+
+@dataclass
 class DatasetConfig:
     """Which text, cut into which windows.
 
@@ -95,7 +109,7 @@ class DatasetConfig:
         reader: `pydoc` (pydoc_data.topics), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl
             with `text`), `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language),
             `far-copy`, `far-recall` (texts of their own, made by seed; data/far_context.py),
-            `task` (labelled examples: their prompts and right answers are the text).
+            `tagged` (`lines`, tagged by `tagger`), `task` (labelled examples: their prompts and right answers are the text).
         form: `raw` or `tokenised` text, for the record: their perplexities do not compare.
         files, hub: where it is; files win where they exist.
         documents, calibration_documents: how many documents are scored, and how many after them calibrate (`documents` reader).
@@ -103,6 +117,7 @@ class DatasetConfig:
         windows: at most this many windows, spread evenly over the text; null: all.
         calibration_windows: the same for the calibration part.
         task: of the `task` reader; null: no labels.
+        tagger: of the `tagged` reader.
     """
 
     name: str = MISSING
@@ -116,3 +131,4 @@ class DatasetConfig:
     windows: Optional[int] = None
     calibration_windows: int = 16
     task: Optional[TaskConfig] = None
+    tagger: Optional[TaggerConfig] = None

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -65,6 +65,8 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
 
         task = read_task(config, part, root=root, cache=cache)
         return Text(text_of(task.examples), task.source)
+    if config.reader == "tagged":
+        return _tagged(config, part, root, cache)
     path = _local_path(config, part, root)
     if path is not None and path.exists():
         if config.reader in ANNOTATED:
@@ -74,6 +76,18 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
     if config.hub.id is None:
         raise ConfigError(_missing_file(config, part, path, root))
     return _from_hub(config, part, path, cache)
+
+
+def _tagged(config: DatasetConfig, part: Part, root: Path | None, cache: Path | None) -> Text:
+    """A text of lines with tags that are not gold; what calibrates needs none."""
+    from quicksilver.data.annotation.tagging import tag_text
+
+    plain = read_text(replace(config, reader="lines", tagger=None), part, root=root, cache=cache)
+    if part == "calibration":
+        return plain
+    assert config.tagger is not None  # checked where the config is composed
+    annotation, said = tag_text(plain.text, config.tagger, root, cache)
+    return Text(plain.text, f"{plain.source}; {said}", annotation)
 
 
 def _local_path(config: DatasetConfig, part: Part, root: Path | None) -> Path | None:

@@ -132,6 +132,7 @@ class RunConfig:
             (dataset, "hub"),
             (dataset, "reader"),
             (dataset, "part"),
+            (dataset, "tagger"),  # its tags are in the annotation's digest
         ]
         if not self.modules:
             idle.append((dataset, "calibration_windows"))
@@ -337,6 +338,10 @@ def check(config: RunConfig) -> None:
     _within("seed", config.seed, 0, GREATEST_SEED)
     if (config.dataset.reader == "task") != (config.dataset.task is not None):
         raise ConfigError(f"dataset.reader={config.dataset.reader}: the reader `task` goes with dataset.task, and with it alone.")
+    if (config.dataset.reader == "tagged") != (config.dataset.tagger is not None):
+        raise ConfigError(
+            f"dataset.reader={config.dataset.reader}: the reader `tagged` goes with dataset.tagger, and with it alone (dataset=wikitext103-tagged)."
+        )
     if config.dataset.task is not None:
         _at_least("dataset.task.shots", config.dataset.task.shots, 0)
         _at_least("dataset.task.examples", config.dataset.task.examples, 1)

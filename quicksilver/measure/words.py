@@ -44,8 +44,8 @@ def check_annotated(setting: Setting) -> None:
     """Raises ConfigError where the dataset has no annotation."""
     if not setting.annotated:
         raise ConfigError(
-            "enabled needs gold annotation, and this dataset has none: take dataset=gum, dataset=ud-ewt, or dataset=ud with a treebank of "
-            "your own."
+            "enabled needs annotation, and this dataset has none: take dataset=gum, dataset=ud-ewt, dataset=ud with a treebank of your own, or "
+            "dataset=wikitext103-tagged, whose tags are not gold."
         )
 
 
@@ -58,7 +58,8 @@ def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame,
     """One row a token that belongs to a word, in order of windows and slots; of the first `windows`, or of all.
 
     Columns: `window`, `slot`, `token_id`, `word` and `sentence` (numbers in the text), `piece` and `pieces` (number of the token in its
-    word, and how many that has), `occurrences` (of the token in the whole text), `tag`, `class`, `paper_class`.
+    word, and how many that has), `occurrences` (of the token in the whole text), `tag`, `class`, `paper_class`; of the smallest constituent that
+    holds its word and the next one, `joint_label` and `joint_words` (0: there is none).
 
     Raises:
         ConfigError: windows without annotation.
@@ -82,6 +83,7 @@ def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame,
             "piece": annotated.piece[:windows, :width][kept], "pieces": annotated.pieces[:windows, :width][kept],
             "occurrences": annotated.occurrences[:windows, :width][kept], "tag": note.tag[word[kept]],
             "class": classes(note)[word[kept]], "paper_class": classes(note, "paper")[word[kept]],
+            "joint_label": note.joint_label[word[kept]], "joint_words": note.joint_words[word[kept]],
         }
     )  # fmt: skip
     there = frame.groupby("sentence").size()

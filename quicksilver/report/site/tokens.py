@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from quicksilver.harness.record import Record
 from quicksilver.harness.window_tokens import window_tokens
+from quicksilver.measure.word_classes import WORDS
 from quicksilver.report.cells import signed
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.trace import PassTrace, Trace
@@ -34,7 +36,8 @@ def shown(record: Record) -> list[dict[str, Any]]:
     Each has `name`, `window` (its number; absent where a text was looked into), `texts` (tokens; None with `no_texts` saying why), `states` and `bits` (a string of L characters a token, coded as
     `coded` does; `bits` None where none was set), `fusions` ([token, carrier, layer, weight or None]), `merges` ([layer, slot, carrier]), `evictions`
     ([layer, slots]), `scored` (first scored token), `prompt` (whether what comes before is a prompt), `signals` (name to unit and
-    values by token and layer) and `nats` (by token, run and dense). Layers count from 1.
+    values by token and layer) and `nats` (by token, run and dense). Layers count from 1. A window
+    of annotated text has `words`, as `_words` says; other texts have None.
 
     Raises:
         ConfigError: trace or signals are damaged.
@@ -52,8 +55,31 @@ def shown(record: Record) -> list[dict[str, Any]]:
             words = {"texts": None, "no_texts": str(error)}
         scored = record.protocol.prompt_tokens if prompt else 1
         named = {"name": f"window {window}, {why}", "window": window, "prompt": prompt, "scored": scored}
-        texts.append({**named, "signals": {}, "nats": None, **words, **view})
+        texts.append({**named, "signals": {}, "nats": None, "words": _words(record, window), **words, **view})
     return texts
+
+
+def _words(record: Record, window: int) -> dict[str, Any] | None:
+    """Words and constituents of an annotated window, from the record of `measure=words`: None where there is none.
+
+    By token, `classes` (a word class as `coded` does, "" of none), `word` (number of its word, -1 of none); by word, `sentence` (its number) and
+    `joints` ([label, number of words] of the smallest constituent that holds it and the next word, [“”, 0] of none).
+    """
+    path = record.path / WORDS
+    if not path.is_file():
+        return None
+    frame = pd.read_parquet(path)
+    frame = frame[frame["window"] == window].sort_values("slot")
+    if frame.empty:
+        return None
+    count = int(frame["slot"].max()) + 1
+    number, first = np.unique(frame["word"], return_index=True)
+    classes, word = np.full(count, "", dtype=object), np.full(count, -1)
+    slots = frame["slot"].to_numpy()
+    classes[slots], word[slots] = frame["class"].to_numpy(), np.searchsorted(number, frame["word"])
+    own = frame.iloc[first]
+    joints = [[str(label), int(words)] for label, words in zip(own["joint_label"], own["joint_words"], strict=True)]
+    return {"classes": coded(classes.tolist()), "word": word.tolist(), "sentence": own["sentence"].tolist(), "joints": joints}
 
 
 def _looked_into(record: Record) -> Iterator[int]:
@@ -184,7 +210,7 @@ def _from_signals(record: Record, number: int) -> dict[str, Any]:
         if column in frame
     }
     text = record.texts[number]
-    whole = {"name": text.name, "texts": text.tokens, "prompt": False, "scored": 1, "merges": [], "evictions": []}
+    whole = {"name": text.name, "texts": text.tokens, "prompt": False, "scored": 1, "merges": [], "evictions": [], "words": None}
     return {**whole, "signals": signals, "nats": nats, **view}
 
 

@@ -10,6 +10,9 @@ const STATES = [
 const STATE = Object.fromEntries(STATES.map(([letter, name, words]) => [letter, { name, words }]));
 const box = document.getElementById("tokens"), detail = document.getElementById("detail"), map = document.getElementById("map");
 const channelChoice = document.getElementById("channel"), layerChoice = document.getElementById("layer"), textChoice = document.getElementById("window");
+const classChoice = document.getElementById("class"), tree = document.getElementById("tree");
+// Of a word class, its hue; light and dark pages mix it with their own ground.
+const HUES = { determiner: 210, preposition: 30, conjunction: 280, pronoun: 340, auxiliary: 160, content: 90, other: 0 };
 let view = null, here = 0, spans = [], picture = null;
 
 const decoded = ({ distinct, places }) => places.map((place) => distinct[place]);
@@ -23,6 +26,7 @@ function read(coded) {
     if (!carriers.has(carrier)) carriers.set(carrier, []);
     carriers.get(carrier).push({ token, layer });
   }
+  if (data.words) data.words = { ...data.words, classes: decoded(data.words.classes) };
   const width = (digit) => (digit === "0" ? 16 : Number(digit));
   return {
     ...data, carriers, carried, columns: data.states.length, layers: data.states[0].length,
@@ -44,6 +48,7 @@ function channels() {
     ["bits", "bits in the last layer", ["16", "2"], (i) => (4 - Math.log2(view.width(i, view.layers))) / 3],
     ["fusion", "fusion", ["not fused", "carried"], (i) => (view.carried.has(i) ? 1 : view.carriers.has(i) ? 0.45 : 0)],
   ].filter(([, , , share]) => view.states.some((_, i) => share(i) > 0));
+  if (view.words) all.push(["class", "word class", ["", ""], () => 0]);
   for (const [name, { unit, values }] of Object.entries(view.signals)) {
     const known = values.flat().filter((value) => value !== null), low = Math.min(...known), high = Math.max(...known);
     const share = (i) => { const value = values[i][layerChoice.value - 1]; return value === null ? 0 : (value - low) / (high - low || 1); };
@@ -54,13 +59,67 @@ function channels() {
 
 function shade() {
   const known = channels(), [, , ends, share, byLayer] = known.find(([name]) => name === channelChoice.value) ?? known[0];
+  const byClass = channelChoice.value === "class", wanted = view.words ? classChoice.value : "";
   spans.forEach((span, i) => {
-    const part = i < view.columns ? share(i) : 0;
-    span.style.background = part > 0 ? `color-mix(in srgb, var(--heat) ${Math.round(65 * part)}%, transparent)` : "";
+    const part = i < view.columns ? share(i) : 0, kind = view.words?.classes[i];
+    span.style.background = byClass && kind ? classColour(kind) : part > 0 ? `color-mix(in srgb, var(--heat) ${Math.round(65 * part)}%, transparent)` : "";
+    span.style.opacity = wanted && kind !== wanted ? 0.25 : "";
   });
-  document.getElementById("scale").innerHTML = `<span>${ends[0]}</span><i></i><span>${ends[1]}</span>`;
+  const scale = document.getElementById("scale");
+  scale.innerHTML = byClass ? view.kinds.map((kind) => `<span style="background:${classColour(kind)}">${kind}</span> `).join("") : `<span>${ends[0]}</span><i></i><span>${ends[1]}</span>`;
   document.getElementById("layer-choice").hidden = !byLayer;
   document.getElementById("layer-shown").textContent = layerChoice.value;
+}
+
+const classColour = (kind) => `hsl(${HUES[kind] ?? 0} ${kind === "other" ? 0 : 65}% 55% / 0.4)`;
+
+// Constituents of two words or more, of the words from `first` to `last`: [from, to, label]. Two neighbours say how many words the smallest
+// constituent has that holds both; it reaches as far as its neighbours say no more than that.
+function constituents(first, last) {
+  const { joints } = view.words, found = new Map();
+  for (let word = first; word < last; word += 1) {
+    const [label, words] = joints[word];
+    if (!words) continue;
+    let from = word, to = word + 1;
+    while (from > first && joints[from - 1][1] && joints[from - 1][1] <= words) from -= 1;
+    while (to < last && joints[to][1] && joints[to][1] <= words) to += 1;
+    found.set(`${from} ${to}`, [from, to, label]);
+  }
+  return [...found.values()].sort((a, b) => a[1] - a[0] - (b[1] - b[0]));
+}
+
+function drawSentence(i) {
+  const words = view.words, own = words?.word[i] ?? -1, section = document.getElementById("sentence");
+  section.hidden = own < 0 || view.texts === null;
+  if (section.hidden) return;
+  const number = words.sentence[own], first = words.sentence.indexOf(number), last = words.sentence.lastIndexOf(number);
+  const texts = Array.from({ length: last - first + 1 }, () => "");
+  words.word.forEach((word, token) => { if (word >= first && word <= last) texts[word - first] += view.texts[token]; });
+  const middles = [], wide = texts.map((text) => 8 * Math.max(2, text.trim().length) + 12);
+  wide.reduce((at, one) => { middles.push(at + one / 2); return at + one; }, 0);
+  const middle = (word) => middles[word - first], half = (word) => wide[word - first] / 2;
+  const arcs = view.fusions.map(([token, carrier, layer]) => [words.word[token] ?? -1, words.word[carrier] ?? -1, layer]).filter(([a, b]) => a !== b && [a, b].every((word) => word >= first && word <= last));
+  const tall = 18 + 12 * Math.max(0, ...arcs.map(([a, b]) => Math.abs(a - b))), base = tall + 16;
+  const levels = [], parts = [];
+  for (const [from, to, label] of constituents(first, last)) {
+    const level = 1 + Math.max(0, ...levels.filter(([a, b]) => a >= from && b <= to).map(([, , one]) => one));
+    levels.push([from, to, level]);
+    const y = base + 18 * level, left = middle(from) - half(from) + 4, right = middle(to) + half(to) - 4;
+    parts.push(`<path d="M${left} ${y - 5}v5H${right}v-5" fill="none" stroke="currentColor"/><text x="${(left + right) / 2}" y="${y + 11}" font-size="10">${escape(label)}</text>`);
+  }
+  for (const [a, b, layer] of arcs) {
+    const x = (middle(a) + middle(b)) / 2, top = tall - 10 * Math.abs(a - b);
+    parts.push(`<path d="M${middle(a)} ${tall}Q${x} ${2 * top - tall}  ${middle(b)} ${tall}" fill="none" stroke="var(--heat)" stroke-width="2"/><text x="${x}" y="${top - 2}" font-size="10">${layer}</text>`);
+  }
+  texts.forEach((text, place) => {
+    const word = first + place, kind = words.classes[words.word.indexOf(word)];
+    parts.push(`<rect x="${middle(word) - half(word) + 2}" y="${base - 14}" width="${wide[place] - 4}" height="18" rx="3" style="fill:${classColour(kind)}"${word === own ? ' stroke="currentColor"' : ""}/><text x="${middle(word)}" y="${base}">${escape(text.trim())}</text>`);
+  });
+  const width = wide.reduce((sum, one) => sum + one, 0), height = base + 18 * (1 + Math.max(0, ...levels.map(([, , level]) => level)));
+  tree.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  tree.setAttribute("width", width);
+  tree.setAttribute("height", height);
+  tree.innerHTML = `<g text-anchor="middle" font-size="13" fill="currentColor">${parts.join("")}</g>`;
 }
 
 function drawMap() {
@@ -89,7 +148,7 @@ function markMap() {
 
 function facts(i) {
   if (i >= view.columns) return [["", "only predicted: the model never processed it"]];
-  const known = [], halt = view.halt[i], fusion = view.carried.get(i), others = view.carriers.get(i), again = view.states[i].search(/[RN]/);
+  const known = view.words?.classes[i] ? [["word class", view.words.classes[i]]] : [], halt = view.halt[i], fusion = view.carried.get(i), others = view.carriers.get(i), again = view.states[i].search(/[RN]/);
   known.push(["halted", halt < view.layers ? `after layer ${halt} of ${view.layers}${again < 0 ? "" : `, computed again from layer ${again + 1}`}` : "never"]);
   known.push(["computed", `${view.layers - view.left[i]} of ${view.layers} layers`]);
   known.push(["K/V entries", `${view.layers - view.missing[i]} of ${view.layers} layers`]);
@@ -123,6 +182,7 @@ function show(i, scroll = false) {
   if (scroll) span.scrollIntoView({ block: "nearest" });
   const part = here >= view.scored ? "scored" : view.prompt ? "prompt" : "not scored";
   detail.innerHTML = `<div aria-live="polite"><h2>${escape(plain(here))}</h2><p class="note">token ${here}, ${part}</p><dl>${facts(here).map(([name, value]) => `<dt>${name}</dt><dd>${escape(value)}</dd>`).join("")}</dl></div>${here < view.columns ? strip(here) : ""}`;
+  drawSentence(here);
   markMap();
 }
 
@@ -170,6 +230,9 @@ function open(number) {
   const before = channelChoice.value, known = channels();
   channelChoice.replaceChildren(...known.map(([name, title]) => new Option(title, name)));
   if (known.some(([name]) => name === before)) channelChoice.value = before;
+  view.kinds = Object.keys(HUES).filter((kind) => view.words?.classes.includes(kind));
+  document.getElementById("class-choice").hidden = !view.words;
+  classChoice.replaceChildren(new Option("all", ""), ...view.kinds.map((kind) => new Option(kind, kind)));
   here = 0;
   shade();
   drawMap();
@@ -195,6 +258,7 @@ map.addEventListener("mousemove", (event) => {
   if (i !== here) show(i, true);
 });
 channelChoice.addEventListener("change", () => { shade(); show(here); });
+classChoice.addEventListener("change", shade);
 layerChoice.addEventListener("input", shade);
 textChoice.addEventListener("change", () => open(Number(textChoice.value)));
 addEventListener("themechange", () => { if (view) drawMap(); });

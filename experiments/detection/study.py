@@ -49,7 +49,7 @@ def note() -> tuple[str, ...]:
     if not said:
         return (f"The study was not made on this machine: {COMMAND}.",)
     return (
-        f"Made by the code behind `{COMMAND}`: {said['pillars']} pillars a scene, {said['layers']} layers of width {said['width']}, seeds {said['seeds']}, "
+        f"Made by `{COMMAND}`: {said['pillars']} pillars a scene, {said['layers']} layers of width {said['width']}, seeds {said['seeds']}, "
         f"{said['scenes']} scenes for training ({said['steps']} steps dense, then {said['tuning_steps']} each), "
         f"{said['validation_scenes']} others for measuring; target {said['target_tokens']} of token-layers; torch {said['torch']}.",
     )

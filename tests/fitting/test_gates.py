@@ -42,10 +42,19 @@ def test_without_a_price_fewer_halt_with_one_more_do_and_the_model_is_left_alone
     for name in ("kl_nats", "saved_pct"):
         ends = [sum(one[name] for one in found.curve[-4:]) / 4 for found in (free, dear)]
         assert ends[0] < free.curve[0][name] < ends[1], name
-    trained = TrainedGates.of(dear.gates, arch, predicts=predicts)
-    gates, saved = at_budget(arch, trained, IDS, recipe)
+
+
+def test_one_number_on_all_biases_meets_the_budget_or_it_is_said_that_none_does() -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    weight = torch.randn(2, tiny.WIDTH, generator=torch.Generator().manual_seed(1))
+    spread = TrainedGates((0, 1), weight, torch.tensor([2.0, 2.5]), arch.n_layers)
+    gates, saved = at_budget(arch, spread, IDS, RECIPE)
     assert saved == pytest.approx(25, abs=2)
-    assert torch.equal(gates.weight, trained.weight)
+    assert torch.equal(gates.weight, weight)
+    assert gates.bias.diff() == pytest.approx(0.5)
+    alike = TrainedGates((0, 1), torch.zeros_like(weight), torch.zeros(2), arch.n_layers)
+    with pytest.raises(ConfigError, match=r"save \d+\.\d% at the nearest, not 25%"):
+        at_budget(arch, alike, IDS, RECIPE)
 
 
 def test_the_price_follows_the_budget() -> None:

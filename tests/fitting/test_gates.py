@@ -53,7 +53,7 @@ def test_one_number_on_all_biases_meets_the_budget_or_it_is_said_that_none_does(
     assert torch.equal(gates.weight, weight)
     assert gates.bias.diff() == pytest.approx(0.5)
     alike = TrainedGates((0, 1), torch.zeros_like(weight), torch.zeros(2), arch.n_layers)
-    with pytest.raises(ConfigError, match=r"save \d+\.\d% at the nearest, not 25%"):
+    with pytest.raises(ConfigError, match=r"save -?\d+\.\d% at the nearest, not 25%"):
         at_budget(arch, alike, IDS, RECIPE)
 
 

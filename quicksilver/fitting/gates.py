@@ -59,7 +59,7 @@ class GateRecipe:
     learning_rate: float = 0.02
     start: float = 0.5
     strength: float = 0.05
-    reaction: float = 0.02
+    reaction: float = 0.2
     prompt_tokens: int = 448
     protect_first: int = 4
     protect_last: int = 32
@@ -195,7 +195,7 @@ class _Trainer:
             # Not zero: equal p would halt all tokens at once.
             gates.weight.copy_(torch.randn(gates.weight.shape, generator=generator) * recipe.start / architecture.width**0.5)
         self.optimiser = torch.optim.Adam(
-            [{"params": [gates.weight], "scale": 1.0}, {"params": [gates.bias], "scale": 2.0}], betas=(0.9, 0.98)
+            [{"params": [gates.weight], "scale": 1.0}, {"params": [gates.bias], "scale": 4.0}], betas=(0.9, 0.98)
         )
         n = ids.shape[1]
         self.may_halt = torch.zeros(1, n)

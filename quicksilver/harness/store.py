@@ -1,16 +1,15 @@
 """Where records live, and why none of them is ever half written.
 
 A run writes into a hidden sibling, `runs/.new-<fingerprint>-…`, and renames it when everything is on disk: a directory without
-the dot is whole, whatever happened. Each hidden directory is locked (flock) by the process that writes it; the kernel drops the
-lock when that process dies, kill -9 included, so whoever finds an unlocked one may remove it. Two processes after the same
-fingerprint take turns; if both write it all the same (somebody removed the locks), the second rename fails and its writer keeps
-the first's record.
+the dot is whole, whatever happened. Beside each hidden directory lies the lease of the process that writes it (lease.py), from before the
+directory is made until after it is gone; whoever finds one without a living holder, on this machine or another that shares the folder, may
+remove it. Two processes after the same fingerprint take turns; if both write it all the same (a lease ran out), the second rename fails and
+its writer keeps the first's record.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -21,16 +20,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
+from quicksilver.harness import lease
 from quicksilver.harness.record import CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
-_OWNER = "owner.lock"
-_NEW = ".new-"
+_NEW, _LEASE = ".new-", ".lease"
 
 
 class Draft:
@@ -104,17 +103,22 @@ class Store:
     def turn(self, fingerprint: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
         """Hold the right to make this record. Blocks while another process makes it; calls `waiting` once before it blocks."""
         with self.writing():
-            self.root.joinpath("locks").mkdir(parents=True, exist_ok=True)
-            file = self.root.joinpath("locks", f"{fingerprint}.lock").open("w")
-        with file:
-            if not _lock(file, wait=False):
-                if waiting is not None:
-                    waiting()
-                _lock(file, wait=True)
-            try:
-                yield
-            finally:
-                _unlock(file)
+            folder = self.root / "locks"
+            folder.mkdir(parents=True, exist_ok=True)
+            held = lease.wait(folder / f"{fingerprint}.lock", waiting)
+        try:
+            yield
+        finally:
+            held.release()
+
+    def in_the_making(self) -> dict[str, lease.Holder]:
+        """Fingerprints of the runs that living processes make now, and who they are, in the order they began."""
+        found: dict[str, lease.Holder] = {}
+        for path in self.runs.glob(f"{_NEW}*{_LEASE}") if self.runs.is_dir() else ():
+            who = lease.holder(path)
+            if who is not None:
+                found[path.name.removeprefix(_NEW).partition("-")[0]] = who
+        return dict(sorted(found.items(), key=lambda one: (one[1].since, one[0])))
 
     @contextmanager
     def draft(self, fingerprint: str) -> Iterator[Draft]:
@@ -122,16 +126,14 @@ class Store:
         with self.writing():
             self.runs.mkdir(parents=True, exist_ok=True)
             folder = self.runs / f"{_NEW}{fingerprint}-{os.getpid()}-{secrets.token_hex(4)}"
-            with self._store_lock():
-                folder.mkdir()
-                owner = (folder / _OWNER).open("w")
-                _lock(owner, wait=False)
+            held = lease.wait(folder.with_name(folder.name + _LEASE))
         try:
+            with self.writing():
+                folder.mkdir()
             yield Draft(self, folder, fingerprint)
         finally:
-            with owner:
-                _unlock(owner)
             shutil.rmtree(folder, ignore_errors=True)  # gone already when it was published
+            held.release()
 
     def publish(self, draft: Draft, data: Mapping[str, Any]) -> Record:
         """Write record.json and make the draft a record, in one rename. If another process was first, its record is returned.
@@ -140,7 +142,7 @@ class Store:
             QuickSilverError: the disk is full, or the folder cannot be written.
         """
         with self.writing():
-            names = sorted(p.name for p in draft.folder.iterdir() if p.name != _OWNER)
+            names = sorted(p.name for p in draft.folder.iterdir())
             content = {**data, "files": {name: _describe(draft.folder / name) for name in names}}
             (draft.folder / RECORD).write_text(
                 json.dumps({**content, CHECKSUM: checksum(content)}, indent=1, allow_nan=False) + "\n", encoding="utf-8"
@@ -148,13 +150,13 @@ class Store:
             for name in (*names, RECORD):
                 _to_disk(draft.folder / name)
             final = self.path(draft.fingerprint)
-            with self._store_lock():
-                (draft.folder / _OWNER).unlink()
-                try:
-                    os.rename(draft.folder, final)
-                except OSError as error:
-                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                        raise
+            try:
+                os.rename(draft.folder, final)
+            except OSError as error:
+                # ENOENT with a record in place: a file server that answered the first try too late was asked twice.
+                again = error.errno == errno.ENOENT and final.is_dir()
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not again:
+                    raise
             _to_disk(self.runs)
             return load_record(final)
 
@@ -163,14 +165,14 @@ class Store:
         if not self.runs.is_dir() or not os.access(self.runs, os.W_OK):
             return []  # nothing there, or a folder of finished records that is only to be read
         removed = []
-        with self.writing(), self._store_lock():
-            for folder in sorted(self.runs.glob(f"{_NEW}*")):
-                if _abandoned(folder / _OWNER):
-                    shutil.rmtree(folder, ignore_errors=True)
-                    removed.append(folder.name)
-            for path in sorted(self.root.glob("locks/*.lock")):
-                if _abandoned(path):
-                    path.unlink(missing_ok=True)
+        with self.writing():
+            for path in sorted(self.runs.glob(f"{_NEW}*")):
+                # The lease of a living draft is there before its folder and longer: without one, its writer is dead.
+                if not path.name.endswith(_LEASE) and not lease.is_held(path.with_name(path.name + _LEASE)) and path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                    removed.append(path.name)
+            for path in sorted((*self.runs.glob(f"{_NEW}*{_LEASE}"), *self.root.glob("locks/*.lock"))):
+                lease.remove_abandoned(path)
         return removed
 
     def write_json(self, relative: str, data: Any) -> Path:
@@ -190,17 +192,6 @@ class Store:
         """`write_json` for what can be found out again: a folder that is read-only, or a full disk, does not stop anybody."""
         with suppress(QuickSilverError):
             self.write_json(relative, data)
-
-    @contextmanager
-    def _store_lock(self) -> Iterator[None]:
-        # Held for moments: making, publishing and removing drafts must not overlap, or a draft could be seen between its mkdir
-        # and its lock.
-        with (self.runs / ".lock").open("w") as file:
-            _lock(file, wait=True)
-            try:
-                yield
-            finally:
-                _unlock(file)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -237,27 +228,6 @@ def _check_folder(root: Path) -> None:
         raise ConfigError(f"results_dir={root} cannot be a folder: {why}. {remedy}") from error
     if not stat.S_ISDIR(mode):
         raise ConfigError(f"results_dir={root} is no folder. {remedy}")
-
-
-def _lock(file: IO[str], *, wait: bool) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(file: IO[str]) -> None:
-    # Closing alone would not do: a child forked meanwhile holds the same open file, and the lock with it.
-    fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _abandoned(lock: Path) -> bool:
-    try:
-        with lock.open("r+") as file:
-            return _lock(file, wait=False)
-    except FileNotFoundError:
-        return True  # its writer died between two steps: living ones make and publish drafts under the store's lock
 
 
 def _describe(path: Path) -> dict[str, Any]:

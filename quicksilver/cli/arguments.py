@@ -44,6 +44,28 @@ def split(words: Sequence[str], options: type[Options], command: str) -> tuple[O
     return _typed(options, given, own), overrides
 
 
+def taken(words: Sequence[str], options: type[Options]) -> tuple[Options, list[str]]:
+    """The command's own keys out of words that may be options of Hydra's as well: `limit=3`, `--limit=3`, `--limit 3`; and what is left.
+
+    Raises:
+        ConfigError: a value of another type, or none.
+    """
+    own = {field.name: field for field in dataclasses.fields(cast(Any, options))}
+    given, rest = {}, []
+    waiting = iter(words)
+    for word in waiting:
+        key, equals, value = word.partition("=")
+        name = key.removeprefix("--")
+        if name not in own or not (equals or key.startswith("--")):
+            rest.append(word)
+            continue
+        found = value if equals else next(waiting, None)
+        if not found:
+            raise ConfigError(f"{word} needs a value.")
+        given[name] = found
+    return _typed(options, given, own), rest
+
+
 def check_overrides(words: Sequence[str], command: str) -> list[str]:
     """`words` of a command that has no keys of its own.
 

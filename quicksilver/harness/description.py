@@ -7,7 +7,7 @@ misspelt name is an error of the type checker.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from quicksilver.measure.quality import QualityResult
@@ -84,7 +84,13 @@ class CalibrationEntry:
 
 @dataclass(frozen=True)
 class EnvironmentEntry:
-    """The machine and the libraries; `memory_bytes` is the machine's, `load_average` that of the last minute."""
+    """The machine and the libraries.
+
+    Attributes:
+        memory_bytes: of the machine; load_average: of the last minute.
+        other_runs: fingerprints of runs that other processes made on this machine meanwhile, in the same results folder.
+        job: of a cluster's scheduler, and whether the node was this job's alone; None: there was none.
+    """
 
     python: str
     torch: str
@@ -96,6 +102,8 @@ class EnvironmentEntry:
     memory_bytes: int
     load_average: float
     gpu: str | None
+    other_runs: list[str] = field(default_factory=list)
+    job: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 from quicksilver.harness.description import EnvironmentEntry
 
 
-def environment() -> EnvironmentEntry:
-    """The machine and the libraries, for the record."""
+def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
+    """The machine and the libraries, for the record.
+
+    Args:
+        other_runs: made on this machine meanwhile.
+    """
     import psutil
     import torch
     import transformers
@@ -26,7 +31,20 @@ def environment() -> EnvironmentEntry:
         memory_bytes=psutil.virtual_memory().total,
         load_average=os.getloadavg()[0],
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        other_runs=list(other_runs),
+        job=_job(),
     )
+
+
+def _job() -> str | None:
+    """`slurm 17_3 on node5, 4 of 64 cores`; the whole node is said to be one."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    cores = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    whole = cores.isdecimal() and int(cores) >= (os.cpu_count() or 1)
+    share = "the whole node" if whole else f"{cores or '?'} of {os.cpu_count()} cores"
+    return f"slurm {job} on {os.environ.get('SLURMD_NODENAME', platform.node())}, {share}"
 
 
 def _cpu_name() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -66,8 +67,14 @@ def _explain_keys(parsed: Sequence[Override], extra_dirs: Sequence[Path]) -> str
     ]
     if extra_dirs:
         selected.append(f"hydra.searchpath=[{','.join(f'file://{d}' for d in extra_dirs)}]")
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        base = hydra_compose("run", [word for word in selected if "${" not in word])
+    running = GlobalHydra.instance()
+    outer = running.hydra  # of a sweep that is being composed
+    running.clear()
+    try:
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            base = hydra_compose("run", [word for word in selected if "${" not in word])
+    finally:
+        running.hydra = outer
     for override in parsed:
         if override in groups or override.is_add() or override.is_force_add():
             continue

@@ -126,7 +126,10 @@ class Record(Description):
         """Why times of this run may be worth less than they look, from every measurement that reads a clock."""
         sections = (self.content, *(one for one in self.content.values() if isinstance(one, Mapping)))
         lists = (entry for section in sections for key, entry in section.items() if str(key).endswith("timing_warnings"))
-        return list(dict.fromkeys(str(warning) for entry in lists if isinstance(entry, list) for warning in entry))
+        found = [entry for entry in lists if isinstance(entry, list)]
+        beside = len(self.environment.other_runs) if found else 0
+        shared = [f"{beside} other run{'s were' if beside > 1 else ' was'} made on this machine meanwhile"] if beside else []
+        return list(dict.fromkeys([*(str(warning) for entry in found for warning in entry), *shared]))
 
     @cached_property
     def texts(self) -> list[LookedInto]:

@@ -118,13 +118,18 @@ def is_done(config: RunConfig) -> bool:
 
 
 def ensure(
-    configs: Sequence[RunConfig], *, progress: Callable[[Progress], None] | None = None, workplace: Workplace | None = None
+    configs: Sequence[RunConfig],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    workplace: Workplace | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> list[Record]:
     """Records of `configs`, in their order; runs what has none.
 
     Args:
         progress: called often; cheap callbacks only.
         workplace: of an earlier `plan` or `ensure`, whose texts, digests and loaded model serve again.
+        labels: by fingerprint, what runs are called in a sweep; it stands before what they are.
 
     Raises:
         ConfigError: a config that cannot be run; nothing was run then.
@@ -138,7 +143,8 @@ def ensure(
     planned = plan(configs, workplace)
     missing = [step for step in planned if not step.done]
     for number, step in enumerate(missing):
-        _ensure_one(step, workplace, _Reporter(progress, number, len(missing), step.config.label))
+        label = " | ".join(filter(None, ((labels or {}).get(step.fingerprint), step.config.label)))
+        _ensure_one(step, workplace, _Reporter(progress, number, len(missing), label))
     records = []
     for config in configs:
         record = store_of(config).get(workplace.fingerprint(config if config.modules else config.dense()))
@@ -175,7 +181,7 @@ def _ensure_one(step: Planned, workplace: Workplace, report: _Reporter) -> Recor
             return made_meanwhile
         with store.draft(step.fingerprint) as draft:
             record = _run(step, workplace, store, draft, report)
-    mirror(record, step.config.tracker, store.root)
+    mirror(record, step.config.tracker, store.root, name=report.label)
     return record
 
 
@@ -185,9 +191,10 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
     from quicksilver.measure.bench import Bench
 
     config, started, clock = step.config, _now(), time.monotonic()
-    draft.event("started", label=config.label, pid=os.getpid())
+    draft.event("started", label=report.label, pid=os.getpid())
     report("load", 0.0)
     threads_before = torch.get_num_threads()
+    beside = _others(store, step.fingerprint)
     try:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -215,11 +222,20 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
         for name, write in bench.files.items():
             draft.write(name, write)
         draft.event("finished")
+        beside = sorted({*beside, *_others(store, step.fingerprint)})
         described = _describe(step, workplace, loaded, windows, modules, calibration)
+        described["environment"] = encoded(environment(beside))
         finished = {"started": started, "finished": _now(), "seconds": round(time.monotonic() - clock, 3)}
         return store.publish(draft, described | finished | scalars)
     finally:
         torch.set_num_threads(threads_before)
+
+
+def _others(store: Store, mine: str) -> list[str]:
+    """Fingerprints of the runs that other processes make on this machine now."""
+    making = store.in_the_making()
+    own = making.get(mine)
+    return [other for other, who in making.items() if other != mine and own is not None and who.machine == own.machine]
 
 
 def _now() -> str:
@@ -339,5 +355,4 @@ def _describe(
         "config": dataclasses.asdict(config),
         "identity": workplace.identity(config).to_json(),
         "package": {"version": __version__, "numerics_version": numerics.VERSION},
-        "environment": encoded(environment()),
     }

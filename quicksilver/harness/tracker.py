@@ -33,6 +33,7 @@ def mirror(
     config: TrackerConfig,
     results_dir: Path,
     *,
+    name: str | None = None,
     group: str | None = None,
     tags: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
@@ -40,6 +41,7 @@ def mirror(
     """Send one finished record to the tracker of the config: its numbers, and its files as an artefact.
 
     Args:
+        name: of the run; None: its label.
         group: runs that belong together; None: those of the same model, text and protocol.
         more: further numbers.
 
@@ -53,7 +55,7 @@ def mirror(
     if tags:
         about["tags"] = list(tags)
     try:
-        with start(config, results_dir, id=record.fingerprint, name=record.label, **about) as run:
+        with start(config, results_dir, id=record.fingerprint, name=name or record.label, **about) as run:
             run.log(scalars(record) | differences(record) | dict(more or {}))
             run.log_artifact(str(record.path), name=f"record-{record.fingerprint}", type="record")
     except QuickSilverError as error:

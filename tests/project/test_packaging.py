@@ -98,9 +98,9 @@ def test_the_lock_pins_exact_versions_and_names_no_host_and_no_path():
 
 
 def requirements() -> list[str]:
-    # `peers` is torchao alone: importing it prints, and costs every start seconds, so `make` does not install it.
+    # `peers` is torchao alone: importing it prints, and costs every start seconds, so `make` does not install it; nor `ray`, which is large.
     # What `lm-eval` needs contradicts the lock.
-    extras = {name: lines for name, lines in EXTRAS.items() if name not in ("peers", "docs", "lm-eval")}
+    extras = {name: lines for name, lines in EXTRAS.items() if name not in ("peers", "docs", "lm-eval", "ray")}
     return [
         *PROJECT["project"]["dependencies"],
         *(line for lines in extras.values() for line in lines),

@@ -5,7 +5,8 @@ quicksilver run -m modules=[halting] modules.halting.tau_drift=p10,p25,p40
 quicksilver run --cfg job modules=[halting]     prints the composed config
 quicksilver run --help                          prints the groups and their choices
 
-A run that has its record is not repeated.
+A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4 (docs/sweeps-and-budgets.md);
+`quicksilver sweep status NAME` says how far it is.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from quicksilver.cli.arguments import taken
 from quicksilver.cli.door import say
 from quicksilver.harness.choices import config_dir
 from quicksilver.harness.config import RunConfig, check_words, run_config
@@ -33,10 +33,6 @@ from quicksilver.harness.overrides import quoted
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 OWN_HELP = True  # Hydra's: it lists the choices
-
-
-class JobFailed(Exception):
-    """A job of a sweep failed and has said so; the others go on."""
 
 
 class PastHydra(BaseException):
@@ -51,7 +47,6 @@ def job(cfg: DictConfig) -> None:
     from quicksilver.cli.talk import watched
     from quicksilver.harness.terminal import summary
 
-    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     # Unresolved: a word with ${…} in it may be what is wrong.
     task = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     overrides = [str(word) for word in task] if isinstance(task, list) else []
@@ -72,10 +67,7 @@ def job(cfg: DictConfig) -> None:
         print(summary(record), flush=True)
         _say_where_to_sync(config, record.fingerprint)
     except QuickSilverError as error:
-        if not sweep:
-            raise PastHydra(error) from error
-        say(f"{' '.join(overrides)}: {error}")
-        raise JobFailed from error
+        raise PastHydra(error) from error
 
 
 def _say_where_to_sync(config: RunConfig, fingerprint: str) -> None:
@@ -101,29 +93,32 @@ def main(words: Sequence[str]) -> int:
         ConfigError: a config that cannot be run.
         QuickSilverError: a run that failed.
     """
+    from quicksilver.cli import sweeping
+
+    asked, rest = taken(words, sweeping.SweepOptions)
+    options, overrides = _split(rest)
+    overrides = quoted(overrides)
+    check_overrides(overrides)
+    extra_dirs = _extra_dirs(options, there=False)
+    asks_hydra = [word for word in options if word.startswith(_ANSWERED_BY_HYDRA)]
+    many = [word for word in options if word in ("-m", "--multirun")]
+    if not asks_hydra and (many or sweeping.is_sweep(overrides, extra_dirs)):
+        return sweeping.main(overrides, extra_dirs, asked)
+    if asked != sweeping.SweepOptions():
+        raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
+    return _one_run(options, overrides)
+
+
+def _one_run(options: list[str], overrides: list[str]) -> int:
     # Hydra prints what it catches and exits by itself; with this it raises, and one readable message can be made of it.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    options, overrides = _split(words)
-    overrides = quoted(overrides)
     before = sys.argv
     try:
-        check_overrides(overrides)
         check_files(_extra_dirs(options))
         check_words(overrides, _extra_dirs(options))
-        with tempfile.TemporaryDirectory(prefix="quicksilver-sweep-") as folder:
-            # Hydra wants a folder for each sweep; what belongs to keep of one is in its records.
-            sweep_dir = (
-                [] if any(override.startswith("hydra.sweep.dir=") for override in overrides) else [f"hydra.sweep.dir={folder}"]
-            )
-            # argparse takes overrides on one side of the options only
-            sys.argv = ["quicksilver run", *options, *overrides, *sweep_dir]
-            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(job)()
-    except JobFailed:
-        say(
-            "At least one job of this sweep failed (above). The others have their records; the same command repeats only "
-            "what failed."
-        )
-        return 1
+        # argparse takes overrides on one side of the options only
+        sys.argv = ["quicksilver run", *options, *overrides]
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(job)()
     except PastHydra as carrier:
         raise carrier.error from carrier
     except (HydraException, OmegaConfBaseException) as error:
@@ -133,6 +128,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
+_ANSWERED_BY_HYDRA = ("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
 _TAKE_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c")
 
 
@@ -148,7 +144,8 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return options, overrides
 
 
-def _extra_dirs(options: list[str]) -> list[Path]:
-    """Folders with yaml files of the user's own."""
-    given = [Path(options[i + 1]).absolute() for i, word in enumerate(options) if word in ("--config-dir", "-cd")]
-    return [folder for folder in given if folder.is_dir()]
+def _extra_dirs(options: list[str], *, there: bool = True) -> list[Path]:
+    """Folders with yaml files of the user's own; `there`: those that are."""
+    words = [word for option in options for word in option.split("=", 1)] if any("=" in option for option in options) else options
+    given = [Path(words[i + 1]).absolute() for i, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
+    return [folder for folder in given if folder.is_dir() or not there]

@@ -1,0 +1,315 @@
+"""`quicksilver run -m`: the runs of a sweep in one process, or handed to a launcher's workers.
+
+Hydra's own multirun composes every run twice, starts from nothing for each, and knows no sweep once it is over. Here the words of the command
+line and of conf/ mean the same, and a sweep has a manifest in the results folder (harness/sweep.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from quicksilver.cli.door import say
+from quicksilver.cli.talk import show_fault, width
+from quicksilver.harness import lease
+from quicksilver.harness.composing import Composer, hydra_started
+from quicksilver.harness.config import RunConfig, check_words
+from quicksilver.harness.explain import explain
+from quicksilver.harness.hydra_section import check_hydra
+from quicksilver.harness.launchers import SERIAL, check_launcher, launch, launcher_name
+from quicksilver.harness.run import Progress, ensure, plan
+from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
+from quicksilver.harness.terminal import progress_bar, summary
+from quicksilver.harness.tracker import check_tracker
+from quicksilver.harness.workplace import Workplace
+from quicksilver.report.sweep_status import Board, duration
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+
+@dataclass
+class SweepOptions:
+    """Keys of a sweep that are no part of a run.
+
+    Attributes:
+        name: of the sweep; None: of its experiment, and what only the same runs get.
+        limit: make no more than so many runs that have no record; the others wait for the same command without it.
+        workers: processes at once, of a launcher that has several; None: as the launcher's yaml says.
+    """
+
+    name: str | None = None
+    limit: int | None = None
+    workers: int | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: names the value.
+        """
+        if self.name is not None:
+            check_name(self.name)
+        for key in ("limit", "workers"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"{key}={value} is out of range: at least 1.")
+
+
+@dataclass
+class Composed:
+    """The runs of a sweep with their configs; of one that cannot be composed or planned, why."""
+
+    runs: list[SweepRun]
+    configs: dict[int, RunConfig]
+    errors: dict[int, QuickSilverError]
+    place: Workplace
+
+
+def is_sweep(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> bool:
+    """Whether the words are of a sweep without saying -m: an experiment may."""
+    if not any(word.startswith(("experiment=", "hydra.mode=")) for word in overrides):
+        return False
+    with hydra_started(extra_dirs):
+        return str(_settings(overrides, extra_dirs).mode).endswith("MULTIRUN")
+
+
+def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptions) -> int:
+    """Make the runs of a sweep; returns the exit code: 1 where one failed.
+
+    Raises:
+        ConfigError: nothing of it can be run.
+    """
+    asked.check()
+    with hydra_started(extra_dirs):
+        settings = _settings(overrides, extra_dirs)
+        composed = compose_runs(overrides, settings, extra_dirs)
+        first = next(iter(composed.configs.values()))
+        if len({config.results_dir for config in composed.configs.values()}) > 1:
+            raise ConfigError("results_dir: a sweep has one results folder: its manifest lies there.")
+        experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
+        manifest = Manifest(
+            name=asked.name or default_name(composed.runs, experiment),
+            words=("-m", *overrides),
+            runs=tuple(composed.runs),
+            extra_dirs=tuple(str(folder.absolute()) for folder in extra_dirs),
+            launcher=launcher_name(settings),
+            own=any(config.records == "own" for config in composed.configs.values()),
+        )
+        workers = check_launcher(settings, composed.configs.values(), Path(first.results_dir), asked.workers)
+        sweep = Sweep(first.results_dir, dataclasses.replace(manifest, workers=workers))
+        with sweep.headed():
+            sweep.create()
+            sweep.forget_failures()
+            for number, error in composed.errors.items():
+                sweep.failed(manifest.runs[number - 1], error)
+                say(f"{manifest.label(manifest.runs[number - 1])}: {error}")
+            trouble = _make(sweep, composed, asked, settings)
+        return _close(sweep, trouble)
+
+
+def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
+    """The section `hydra` of a sweep's config, composed of the words that are the same in every run."""
+    check_words(overrides, extra_dirs)
+    parser = OverridesParser.create()
+    try:
+        fixed = [word for word in overrides if not parser.parse_override(word).is_sweep_override()]
+        settings: DictConfig = hydra_compose("run", fixed, return_hydra_config=True).hydra
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(explain(error, overrides, extra_dirs)) from error
+    check_hydra(settings)
+    return settings
+
+
+def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> Composed:
+    """Compose and plan every run, within `hydra_started`. Loads no model.
+
+    Raises:
+        ConfigError: not one of them can be run; the first says why.
+    """
+    params = OmegaConf.to_container(settings.sweeper.get("params") or OmegaConf.create({}), resolve=True)
+    assert isinstance(params, dict)
+    words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        swept = expanded(words, [f"{key!s}={value}" for key, value in params.items()], loader)
+    except HydraException as error:
+        raise ConfigError(explain(error, overrides, extra_dirs)) from error
+    composer, place = Composer(extra_dirs), Workplace()
+    runs, configs, errors = [], {}, {}
+    for number, (words_of_run, differing) in enumerate(swept, start=1):
+        fingerprint = None
+        try:
+            config = composer.compose(words_of_run)
+            check_tracker(config.tracker)
+            fingerprint = plan([config], place)[-1].fingerprint
+            configs[number] = config
+        except QuickSilverError as error:
+            errors[number] = error
+        runs.append(SweepRun(number, words_of_run, differing, fingerprint))
+    if not configs:
+        raise errors[1]
+    return Composed(runs, configs, errors, place)
+
+
+def _make(sweep: Sweep, composed: Composed, asked: SweepOptions, settings: DictConfig) -> QuickSilverError | None:
+    """The runs that have no record; returns what went wrong with workers that were to make them."""
+    wanted = [run.number for run in sweep.manifest.runs if is_open(sweep, run)][: asked.limit]
+    done = sum(state.state == "done" for state in sweep.states())
+    later = len(sweep.manifest.runs) - done - len(composed.errors) - len(wanted)
+    print(
+        f"Sweep {sweep.manifest.name}: {len(sweep.manifest.runs)} runs, {done} with a record, {len(wanted)} to do"
+        f"{f', {later} later (limit={asked.limit})' if later else ''}. {sweep.folder / 'index.html'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    board = Board(sweep)
+    board.write()
+    if not wanted:
+        return None
+    if sweep.manifest.launcher == SERIAL:
+        work_through(sweep, composed.configs.__getitem__, composed.place, wanted, board)
+        return None
+    workers = min(sweep.manifest.workers, len(wanted))
+    task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
+    try:
+        with _watched(board):
+            launch(settings, task, workers, sweep.folder.absolute() / "workers")
+    except QuickSilverError as error:
+        return error
+    return None
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a launcher's worker does: it takes runs of a sweep until none is left. Sent to it by its name and these values.
+
+    Attributes:
+        wanted: numbers of the runs.
+    """
+
+    results_dir: str
+    name: str
+    wanted: tuple[int, ...]
+
+    def __call__(self, _: Any = None) -> int:
+        """Returns how many runs the sweep has left.
+
+        Raises:
+            QuickSilverError: the manifest cannot be seen from here.
+        """
+        try:
+            sweep = Sweep.load(self.results_dir, self.name)
+        except ConfigError as error:
+            raise QuickSilverError(
+                f"{lease.host_name()} cannot see {Path(self.results_dir) / 'sweeps' / self.name}: give a results_dir that all nodes share. ({error})"
+            ) from error
+        extra_dirs = [Path(folder) for folder in sweep.manifest.extra_dirs]
+        with hydra_started(extra_dirs):
+            composer = Composer(extra_dirs)
+
+            def config_of(number: int) -> RunConfig:
+                config = composer.compose(sweep.manifest.runs[number - 1].overrides)
+                return dataclasses.replace(config, results_dir=self.results_dir)
+
+            work_through(sweep, config_of, Workplace(), self.wanted, Board(sweep), shown=False)
+        return sum(state.state in ("waiting", "running") for state in sweep.states())
+
+
+@contextmanager
+def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
+    """Within, say on stderr how far workers are, whenever that has changed."""
+    over, said = threading.Event(), ""
+
+    def look() -> None:
+        nonlocal said
+        while not over.wait(every_s):
+            rows = board.rows()
+            counts = [row["state"] for row in rows]
+            if (now := str(sorted(counts))) != said:
+                said = now
+                print(board.headline(rows), file=sys.stderr, flush=True)
+
+    watcher = threading.Thread(target=look, name="quicksilver-sweep", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def work_through(
+    sweep: Sweep,
+    config_of: Callable[[int], RunConfig],
+    place: Workplace,
+    wanted: Sequence[int],
+    board: Board,
+    *,
+    shown: bool = True,
+) -> None:
+    """Make runs one after the other, and say so.
+
+    Args:
+        config_of: the config of a run, by its number.
+        wanted: numbers of the runs.
+        shown: what each record says goes to stdout.
+    """
+    seconds: list[float] = []
+    with progress_bar() as bar:
+
+        def make(run: SweepRun) -> None:
+            label = sweep.manifest.label(run)
+            states = [state for state in sweep.states() if state.run.number in wanted]
+            left = time_left_s(states, seconds, 1)
+            place_in_all = sum(state.state in ("done", "failed") for state in states)
+            if not sys.stderr.isatty():
+                print(f"{label}{f', about {duration(left)} left' if left else ''}", file=sys.stderr, flush=True)
+            began, first = time.monotonic(), True
+
+            def progress(now: Progress) -> None:
+                nonlocal first
+                if first and now.phase != "wait":
+                    first = False
+                    board.write()  # its draft is there: the page says that it runs
+                bar(Progress(place_in_all, len(wanted), now.label, now.phase, (place_in_all + now.fraction) / len(wanted)))
+
+            config = config_of(run.number)
+            names = {} if run.fingerprint is None else {run.fingerprint: label}
+            try:
+                (record,) = ensure([config], progress=progress, workplace=place, labels=names)
+            except QuickSilverError as error:
+                say(f"{label}: {error}")
+                raise
+            seconds.append(time.monotonic() - began)
+            if shown:
+                print(f"{label}\n{summary(record)}", flush=True)
+
+        work(sweep, make, only=set(wanted), changed=board.write, on_fault=show_fault)
+
+
+def _close(sweep: Sweep, trouble: QuickSilverError | None) -> int:
+    """Say how it ended; returns the exit code."""
+    board = Board(sweep)
+    board.write()
+    states = [state.state for state in sweep.states()]
+    print(f"\n{board.text(width())}", flush=True)
+    failed = states.count("failed")
+    if failed:
+        run_or_runs = "One run of this sweep" if failed == 1 else f"{failed} runs of this sweep"
+        say(f"{run_or_runs} failed (above). The others have their records; the same command repeats only what failed.")
+    if trouble is not None:
+        say(f"{trouble} {states.count('done')} of {len(states)} runs have their records; the same command goes on.")
+    return 1 if failed or trouble is not None else 0

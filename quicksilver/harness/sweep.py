@@ -1,0 +1,378 @@
+"""A sweep: many runs under one name, what becomes of each, and making them.
+
+results/sweeps/NAME/
+    manifest.json   the runs: overrides, which of them differ, fingerprints. Written once, before the first run
+    failed/         one file a run that failed, with the reason; gone once the run is tried again
+    index.html      the table of the runs, written anew whenever one begins or ends
+    workers/        log files of launchers that write some
+
+Whether a run is done is not written here: its record is, in the store, and which runs are in the making the store knows as well. So the state
+of a sweep is right whoever was killed when, and several processes, on several machines, work through one manifest (`work`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from quicksilver.harness import lease
+from quicksilver.harness.store import Store
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+SCHEMA_VERSION = 1
+FOLDER, MANIFEST, PAGE = "sweeps", "manifest.json", "index.html"
+_NAME = re.compile(r"[\w][\w.+-]{0,99}")
+
+State = Literal["done", "running", "failed", "waiting"]
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep.
+
+    Attributes:
+        number: from 1.
+        overrides: the run.
+        differing: those of them in which the runs of the sweep differ.
+        fingerprint: of its record; None: it could not be planned.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    differing: tuple[str, ...]
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a sweep is.
+
+    Attributes:
+        words: the command line behind `quicksilver run`, for whoever wants to go on with it.
+        extra_dirs: folders with yaml files of the user's own.
+        launcher: of conf/hydra/launcher; workers: processes that make runs at once.
+        own: only records of this machine count.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    runs: tuple[SweepRun, ...]
+    extra_dirs: tuple[str, ...] = ()
+    launcher: str = "basic"
+    workers: int = 1
+    own: bool = False
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def same_runs(self, other: Manifest) -> bool:
+        """Whether both are of the same runs, however they are launched."""
+        return [_what(run) for run in self.runs] == [_what(run) for run in other.runs] and self.own == other.own
+
+    def label(self, run: SweepRun) -> str:
+        """`[17/200] tau_drift=p40`, the run's name everywhere."""
+        return " ".join((f"[{run.number}/{len(self.runs)}]", *(_short(text, run.differing) for text in run.differing)))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Keys in which the runs differ."""
+        return tuple(dict.fromkeys(text.partition("=")[0] for run in self.runs for text in run.differing))
+
+
+def _what(run: SweepRun) -> Any:
+    return run.fingerprint or run.overrides
+
+
+def _short(text: str, beside: Sequence[str]) -> str:
+    """`modules.halting.tau_drift=p10` as `tau_drift=p10`, unless another of them ends in the same word."""
+    key, _, value = text.partition("=")
+    last = key.rpartition(".")[2]
+    alone = sum(other.partition("=")[0].rpartition(".")[2] == last for other in beside) == 1
+    return f"{last if alone else key}={value}"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What became of one run.
+
+    Attributes:
+        folder: its record; None: there is none.
+        where: of a run in the making: host and process, and since when; of a failed one, where it failed.
+        error: of a failed run.
+    """
+
+    run: SweepRun
+    state: State
+    folder: Path | None = None
+    where: str | None = None
+    since: str | None = None
+    error: str | None = None
+
+
+# --- what is swept --------------------------------------------------------------------------------------------------------------
+
+
+def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The runs of a sweep in Hydra's order, each as its overrides and those of them that differ.
+
+    Args:
+        words: of the command line, `seed=0,1`.
+        params: of an experiment's `hydra.sweeper.params`, where the command line does not say otherwise.
+        loader: Hydra's config loader, which `glob(*)` asks for the choices.
+
+    Raises:
+        ConfigError: a range without steps.
+        HydraException: a word that is no override.
+    """
+    parser = OverridesParser.create(config_loader=loader)
+    given = {parser.parse_override(word).key_or_group for word in words}
+    axes = []
+    for word in (*(param for param in params if parser.parse_override(param).key_or_group not in given), *words):
+        override = parser.parse_override(word)
+        if not override.is_sweep_override():
+            axes.append([word])
+        elif override.is_discrete_sweep():
+            axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            raise ConfigError(
+                f"{word}: a sweep needs single values: choice(…), range(…), or hydra/sweeper=optuna, which draws some."
+            )
+    swept = [len(axis) > 1 for axis in axes]
+    return [
+        (tuple(run), tuple(text for text, varies in zip(run, swept, strict=True) if varies)) for run in itertools.product(*axes)
+    ]
+
+
+def check_name(name: str) -> str:
+    """
+    Raises:
+        ConfigError: it would be no single folder.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name={name!r}: the name of a sweep is a folder: letters, digits, and . _ + - between them.")
+    return name
+
+
+def default_name(runs: Sequence[SweepRun], experiment: str | None) -> str:
+    """A name that only the same runs get."""
+    digest = hashlib.sha256(json.dumps([_what(run) for run in runs]).encode()).hexdigest()[:6]
+    return f"{experiment or 'sweep'}-{digest}"
+
+
+# --- where it lies --------------------------------------------------------------------------------------------------------------
+
+
+class Sweep:
+    """A manifest in a results folder, and the state of its runs."""
+
+    def __init__(self, results_dir: Path | str, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.store = Store(results_dir, own=manifest.own)
+        self.folder = self.store.root / FOLDER / manifest.name
+
+    @classmethod
+    def load(cls, results_dir: Path | str, name: str) -> Sweep:
+        """
+        Raises:
+            ConfigError: there is no sweep of that name; those there are are named. Or its manifest is damaged.
+        """
+        folder = Path(results_dir) / FOLDER / check_name(name)
+        try:
+            return cls(results_dir, _read(folder / MANIFEST))
+        except FileNotFoundError:
+            there = names(results_dir)
+            hint = f"There are: {', '.join(there)}." if there else "There is none: quicksilver run -m … makes one."
+            raise ConfigError(f"There is no sweep {name} in {Path(results_dir) / FOLDER}. {hint}") from None
+
+    def create(self) -> None:
+        """Write the manifest, or find it: the same command goes on with its sweep.
+
+        Raises:
+            ConfigError: there is a sweep of that name with other runs.
+        """
+        path = self.folder / MANIFEST
+        with suppress(FileNotFoundError):
+            there = _read(path)
+            if not there.same_runs(self.manifest):
+                raise ConfigError(
+                    f"name={self.manifest.name}: there is a sweep of that name with other runs ({_difference(there, self.manifest)}). "
+                    f"Give another name=…, or remove {self.folder}; its records stay."
+                )
+        self.store.write_json(str(path.relative_to(self.store.root)), {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
+
+    @contextmanager
+    def headed(self) -> Iterator[None]:
+        """Within, this process is the head of the sweep: the only one that launches its runs.
+
+        Raises:
+            ConfigError: another one lives.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "head.lock"
+        held = lease.take(path)
+        if held is None:
+            who = lease.holder(path)
+            where = f"process {who.pid} of {who.host} since {who.since}" if who is not None else "another process"
+            raise ConfigError(
+                f"name={self.manifest.name}: this sweep runs already ({where}). Look at it with "
+                f"`quicksilver sweep status {self.manifest.name} results_dir={self.store.root}`, or give another name=…"
+            )
+        try:
+            yield
+        finally:
+            held.release()
+
+    def states(self) -> list[RunState]:
+        """What became of each run, right now."""
+        making = self.store.in_the_making()
+        failed = {path.stem: path for path in (self.folder / "failed").glob("*.json")}
+        return [self._state(run, making, failed.get(f"{run.number:04d}")) for run in self.manifest.runs]
+
+    def _state(self, run: SweepRun, making: dict[str, lease.Holder], failed: Path | None) -> RunState:
+        # `making` was seen first: a run that has ended since has its record by now.
+        who = making.get(run.fingerprint or "")
+        folder = self.store.folder(run.fingerprint) if run.fingerprint is not None else None
+        if folder is not None and folder.exists():
+            return RunState(run, "done", folder)
+        if who is not None:
+            return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since)
+        if failed is not None:
+            with suppress(OSError, ValueError, KeyError):
+                said = json.loads(failed.read_text(encoding="utf-8"))
+                return RunState(run, "failed", where=said["host"], since=said["time"], error=said["error"])
+        return RunState(run, "waiting")
+
+    def failed(self, run: SweepRun, error: Exception) -> None:
+        """Keep why a run failed."""
+        about = {
+            "error": str(error) or repr(error),
+            "host": lease.host_name(),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self.store.write_json(f"{FOLDER}/{self.manifest.name}/failed/{run.number:04d}.json", about)
+
+    def forget_failures(self) -> None:
+        """All of them are to be tried again."""
+        shutil.rmtree(self.folder / "failed", ignore_errors=True)
+
+
+def names(results_dir: Path | str) -> list[str]:
+    """The sweeps of a results folder."""
+    return sorted(path.parent.name for path in (Path(results_dir) / FOLDER).glob(f"*/{MANIFEST}"))
+
+
+def labels(results_dir: Path | str) -> dict[str, str]:
+    """Of every run of every sweep, `NAME [17/200] tau_drift=p40` by fingerprint; of a run that several have, the first by name."""
+    found: dict[str, str] = {}
+    for name in names(results_dir):
+        with suppress(ConfigError, FileNotFoundError):
+            manifest = _read(Path(results_dir) / FOLDER / name / MANIFEST)
+            for run in manifest.runs:
+                if run.fingerprint is not None:
+                    found.setdefault(run.fingerprint, f"{name} {manifest.label(run)}")
+    return found
+
+
+def _read(path: Path) -> Manifest:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("schema_version") != SCHEMA_VERSION:
+            raise ValueError("another version wrote it")
+        runs = tuple(
+            SweepRun(run["number"], tuple(run["overrides"]), tuple(run["differing"]), run["fingerprint"])
+            for run in content.pop("runs")
+        )
+        lists = {key: tuple(content.pop(key)) for key in ("words", "extra_dirs")}
+        return Manifest(**content, **lists, runs=runs)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): remove its folder, and repeat the command; records stay.") from error
+
+
+def _difference(there: Manifest, here: Manifest) -> str:
+    if len(there.runs) != len(here.runs):
+        return f"{len(there.runs)} of them, and now {len(here.runs)}"
+    pairs = zip(there.runs, here.runs, strict=True)
+    old, new = next(((old, new) for old, new in pairs if _what(old) != _what(new)), (there.runs[0], here.runs[0]))
+    was, now = (
+        " ".join(word for word in one.overrides if word not in other.overrides) for one, other in ((old, new), (new, old))
+    )
+    return f"run {old.number} had {was or 'another text, model or version'}" + (f", and now {now}" if now else "")
+
+
+def time_left_s(states: Sequence[RunState], seconds: Sequence[float], workers: int) -> float | None:
+    """Until the last run is done, from the mean of those that are; None: none is.
+
+    Args:
+        seconds: of runs that are done.
+        workers: how many are made at once.
+    """
+    left = sum(state.state in ("waiting", "running") for state in states)
+    if not left:
+        return 0.0
+    return sum(seconds) / len(seconds) * left / max(1, min(workers, left)) if seconds else None
+
+
+# --- making its runs ------------------------------------------------------------------------------------------------------------
+
+
+def work(
+    sweep: Sweep,
+    make: Callable[[SweepRun], object],
+    *,
+    only: Collection[int] | None = None,
+    changed: Callable[[], None] | None = None,
+    on_fault: Callable[[Exception], None] | None = None,
+    nap_s: float = 0.2,
+) -> int:
+    """Make the runs that have no record, one after the other; those that another process makes are left to it, and taken over if it dies.
+
+    A run that fails leaves its reason in the sweep, and the others go on.
+
+    Args:
+        make: one run; returns when its record is there.
+        only: numbers of runs; all others are left alone.
+        changed: called when a run begins, and when it has ended.
+        on_fault: told of what is no QuickSilverError.
+        nap_s: between two looks at runs that others make.
+
+    Returns:
+        How many this call tried to make.
+    """
+    tried: set[int] = set()
+    tell = changed or (lambda: None)
+    mine = [run for run in sweep.manifest.runs if only is None or run.number in only]
+    while True:
+        making = sweep.store.in_the_making()
+        left = [run for run in mine if run.number not in tried and is_open(sweep, run)]
+        free = next((run for run in left if run.fingerprint not in making), None)
+        if free is None:
+            if not left:
+                break
+            time.sleep(nap_s)  # all that is left is being made elsewhere
+            continue
+        tried.add(free.number)
+        try:
+            make(free)
+        except Exception as error:
+            sweep.failed(free, error)
+            if on_fault is not None and not isinstance(error, QuickSilverError):
+                on_fault(error)
+        tell()
+    return len(tried)
+
+
+def is_open(sweep: Sweep, run: SweepRun) -> bool:
+    """Whether it is neither done nor known to fail."""
+    if run.fingerprint is not None and sweep.store.folder(run.fingerprint).exists():
+        return False
+    return not (sweep.folder / "failed" / f"{run.number:04d}.json").exists()

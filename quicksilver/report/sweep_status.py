@@ -1,0 +1,180 @@
+"""What a sweep has found so far: a table that fills while it runs, in the terminal and as a page beside its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from quicksilver.atomic import write_atomically
+from quicksilver.harness import lease
+from quicksilver.harness.record import Record, load_record
+from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity
+from quicksilver.harness.sweep import PAGE, RunState, Sweep, time_left_s
+from quicksilver.report.cells import NO_VALUE, signed
+from quicksilver.runtime.errors import ConfigError
+
+STATES = ("done", "running", "failed", "waiting")
+_NUMBERS = {
+    "ppl": "perplexity",
+    "delta_ppl_pct": "Δ to dense, %",
+    "kl_nats": "KL, nats",
+    "executed_flops_saved_pct": "executed FLOPs saved, %",
+    "seconds": "took, s",
+}
+
+
+class Board:
+    """The table of one sweep. Keeps what it read of records, which never change."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self._found: dict[str, Mapping[str, Any]] = {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a run: `number`, `state`, its settings by key, numbers of its record, `where`, `since`, `error`."""
+        return [self._row(state) for state in self.sweep.states()]
+
+    def _row(self, state: RunState) -> dict[str, Any]:
+        settings = dict(text.partition("=")[::2] for text in state.run.differing)
+        row: dict[str, Any] = {"number": state.run.number, "state": state.state, "settings": settings}
+        row |= {"where": state.where, "since": state.since, "error": state.error, "fingerprint": state.run.fingerprint}
+        if state.folder is not None:
+            if state.folder.name not in self._found:
+                try:
+                    self._found[state.folder.name] = numbers(load_record(state.folder))
+                except ConfigError as error:
+                    return row | {"error": str(error)}
+            row |= self._found[state.folder.name]
+        return row
+
+    def time_left_s(self, rows: Sequence[Mapping[str, Any]]) -> float | None:
+        """Until the last run is done; None: nobody can know yet."""
+        running = sum(row["state"] == "running" for row in rows)
+        # A run that was there before the sweep says how long one takes as well.
+        return time_left_s(self.sweep.states(), [row["seconds"] for row in rows if "seconds" in row], max(1, running))
+
+    def headline(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """`NAME: 17 of 200 done, 2 running, 1 failed, 180 waiting; about 12 min left`."""
+        counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
+        said = [f"{counts['done']} of {len(rows)} done"]
+        said += [f"{counts[state]} {state}" for state in STATES[1:] if counts[state]]
+        left = self.time_left_s(rows)
+        words = "" if not left or not (counts["running"] or counts["done"]) else f"; about {duration(left)} left"
+        return f"{self.sweep.manifest.name}: {', '.join(said)}{words}"
+
+    def text(self, width: int | None = None) -> str:
+        """The headline and the table, for a terminal of so many columns."""
+        from rich.console import Console
+        from rich.table import Table
+
+        rows = self.rows()
+        axes = self.sweep.manifest.axes
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for title in ("run", *(axis.rpartition(".")[2] for axis in axes)):
+            table.add_column(title, overflow="fold")
+        table.add_column("state")
+        for title in _NUMBERS.values():
+            table.add_column(title, justify="right")
+        table.add_column("record, or why not", overflow="fold")
+        for row in rows:
+            about = row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or ""
+            settings = (row["settings"].get(axis, "") for axis in axes)
+            table.add_row(str(row["number"]), *settings, row["state"], *(cell(row, key) for key in _NUMBERS), about)
+        console = Console(width=width or 200, no_color=True, highlight=False, soft_wrap=False)
+        with console.capture() as capture:
+            console.print(table)
+        lines = (line.rstrip() for line in capture.get().splitlines())
+        return "\n".join((self.headline(rows), *lines))
+
+    def write(self) -> None:
+        """Write the page anew. Whoever writes looks first, and one writes at a time: an older look never replaces a newer one."""
+        folder = self.sweep.folder
+        with self.sweep.store.writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            held = lease.wait(folder / "page.lock")
+            try:
+                write_atomically(folder / PAGE, self.html().encode())
+            finally:
+                held.release()
+
+    def html(self) -> str:
+        """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""
+        rows = self.rows()
+        axes = self.sweep.manifest.axes
+        counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
+        open_ = counts["running"] or counts["waiting"]
+        assets = files("quicksilver.report.site").joinpath("templates")
+        style, script = (assets.joinpath(name).read_text(encoding="utf-8") for name in ("site.css", "runs.js"))
+        # Sorted by a word of the reader's after a reload as well: runs.js keeps the search in the address.
+        refresh = '<meta http-equiv="refresh" content="10">' if open_ else ""
+        heads = "".join(
+            f'<th scope="col">{escape(title)}</th>' for title in ("run", *(axis.rpartition(".")[2] for axis in axes), "state")
+        )
+        heads += "".join(f'<th scope="col" class="right">{escape(title)}</th>' for title in _NUMBERS.values())
+        bar = "".join(f'<span class="{state}" style="flex-grow:{counts[state]}"></span>' for state in STATES if counts[state])
+        boxes = "".join(
+            f'<label><input type="checkbox" name="state" value="{state}" checked> {state} {counts[state]}</label> '
+            for state in STATES if counts[state]
+        )  # fmt: skip
+        return (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{escape(self.headline(rows))}</title>'
+            f"<style>{style}{_STYLE}</style></head><body><main><h1>{escape(self.sweep.manifest.name)}</h1>"
+            f'<p class="lead">{escape(self.headline(rows))}</p><div class="progress">{bar}</div>'
+            f'<p class="note">As of {datetime.now(UTC).isoformat(timespec="seconds")}. Made by <code>quicksilver run '
+            f"{escape(' '.join(self.sweep.manifest.words))}</code></p>"
+            f'<form id="runs-tools"><input id="runs-search" type="search" placeholder="search" aria-label="Search"> {boxes}'
+            f'<span id="runs-shown"></span></form><div class="scroll"><table id="runs"><thead><tr>{heads}'
+            f'<th scope="col">record, or why not</th></tr></thead><tbody>{"".join(_html_row(row, axes) for row in rows)}</tbody>'
+            f'</table></div><div id="runs-compared"></div></main><script>{script}</script></body></html>\n'
+        )
+
+
+def numbers(record: Record) -> dict[str, Any]:
+    """What a row shows of a record."""
+    row: dict[str, Any] = {"ppl": record.quality.ppl, "seconds": record.seconds, "kl_nats": record.quality.kl_nats}
+    if record.dense is not None:
+        row["delta_ppl_pct"] = 100 * (record.quality.ppl / record.dense.ppl - 1)
+        row["executed_flops_saved_pct"] = record.flops_saved_pct("executed")
+        frame = record.windows
+        if len(frame) >= MIN_WINDOWS:
+            paired = paired_perplexity(frame["nll_nats"], frame["tokens"], frame["dense_nll_nats"])
+            row |= {"delta_ppl_pct": paired.relative_pct, "low": paired.relative_pct_low, "high": paired.relative_pct_high}
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def cell(row: Mapping[str, Any], key: str) -> str:
+    """A number of a row in print, with its interval where it has one."""
+    value = row.get(key)
+    if value is None:
+        return NO_VALUE
+    if key == "delta_ppl_pct":
+        ends = f" [{signed(row['low'], 2)} {signed(row['high'], 2)}]" if "low" in row else ""
+        return signed(value, 2) + ends
+    return signed(value) if key.endswith("_pct") else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _html_row(row: Mapping[str, Any], axes: Sequence[str]) -> str:
+    about = row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or ""
+    cells = "".join(f"<td>{escape(row['settings'].get(axis, ''))}</td>" for axis in axes)
+    cells += f'<td class="state">{row["state"]}</td>'
+    cells += "".join(
+        f'<td class="right" data-value="{"" if row.get(key) is None else format(row[key], ".9g")}">{escape(cell(row, key))}</td>'
+        for key in _NUMBERS
+    )
+    head = f'<th scope="row" data-value="{row["number"]}">{row["number"]}</th>'
+    return f'<tr data-state="{row["state"]}" data-name="run {row["number"]}">{head}{cells}<td class="wrap">{escape(str(about))}</td></tr>'
+
+
+_STYLE = """
+.progress { display: flex; gap: 2px; height: .8rem; max-width: 46rem; } .progress span { min-width: 3px; background: var(--rule); }
+.progress .done { background: var(--good); } .progress .running { background: var(--accent); } .progress .failed { background: var(--bad); }
+tr[data-state=running] .state { color: var(--accent); } tr[data-state=failed] .state { color: var(--bad); }
+"""

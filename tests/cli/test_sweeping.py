@@ -1,0 +1,253 @@
+"""`quicksilver run -m` and `quicksilver sweep`: runs under one name, made in one process, found again by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from harness_world import make_world
+
+import quicksilver.harness.run as harness_run
+from quicksilver.cli import door, sweeping
+from quicksilver.harness import lease
+from quicksilver.harness.record import record_frame
+from quicksilver.harness.sweep import Sweep, labels
+from quicksilver.harness.workplace import Workplace
+from quicksilver.models import loading
+from quicksilver.report.sweep_status import Board
+from quicksilver.runtime.errors import QuickSilverError
+
+DEPTHS = ["modules=[static_depth]", "modules.static_depth.layer=1,2,3", "measure=sweep"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[str]:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def words(world, results) -> list[str]:
+    return [*world, "dataset.windows=3", f"results_dir={results}"]
+
+
+def sweep(*words: str) -> int:
+    return door.main(["run", "-m", *words])
+
+
+def states(results: Path, name: str = "depths") -> list[str]:
+    return [state.state for state in Sweep.load(results, name).states()]
+
+
+@pytest.fixture(scope="module")
+def made(world, tmp_path_factory):
+    """A finished sweep of three runs: its results folder, what it printed, and how often a model was loaded."""
+    results = tmp_path_factory.mktemp("made") / "results"
+    loads, load = [], loading.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quicksilver.harness.workplace.load", lambda *args: loads.append(1) or load(*args))
+        assert sweep(*world, "dataset.windows=3", f"results_dir={results}", "name=depths", *DEPTHS) == 0
+    return results, len(loads)
+
+
+def test_a_model_is_loaded_once_for_all_runs(made):
+    results, loads = made
+    assert loads == 1
+    assert len(record_frame(results)) == 4  # with the dense one
+    assert states(results) == ["done"] * 3
+
+
+def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words):
+    results, _ = made
+    assert {path.name for path in results.iterdir()} <= {"runs", "locks", "cache", "sweeps"}
+    assert {path.name for path in (results / "sweeps" / "depths").iterdir()} == {"manifest.json", "index.html"}
+    assert not [path for path in results.rglob("*") if path.is_dir() and path.name != "locks" and not list(path.iterdir())]
+    manifest = Sweep.load(results, "depths").manifest
+    assert manifest.axes == ("modules.static_depth.layer",)
+    assert [manifest.label(run) for run in manifest.runs] == ["[1/3] layer=1", "[2/3] layer=2", "[3/3] layer=3"]
+
+
+def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
+    results, _ = made
+    assert door.main(["sweep", "status", "depths", f"results_dir={results}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("depths: 3 of 3 done\n")
+    page = (results / "sweeps" / "depths" / "index.html").read_text()
+    frame = record_frame(results)
+    for fingerprint, ppl in frame[frame["dense_fingerprint"].notna()]["ppl"].items():
+        assert re.search(rf"\b{re.escape(f'{ppl:.4g}')}\b.*{fingerprint}", out)
+        assert fingerprint in page
+    assert page.count('data-state="done"') == 3
+    assert "http-equiv" not in page  # there is nothing to wait for
+    assert not re.search(r'(?:src|href)="(?!#)', page)  # it loads nothing
+    assert door.main(["sweep", "list", f"results_dir={results}"]) == 0
+    assert capsys.readouterr().out == "depths: 3 of 3 done\n"
+
+
+def test_every_run_has_its_place_and_its_settings_as_its_name(words, results, capsys, monkeypatch):
+    mirrored = []
+    monkeypatch.setattr(harness_run, "mirror", lambda record, *_, name: mirrored.append(name))
+    assert sweep(*words, "modules=[static_depth]", "modules.static_depth.layer=1,2", "seed=0,1", "measure=sweep", "name=two") == 0
+    out, err = capsys.readouterr()
+    wanted = [f"[{i}/4] layer={layer} seed={seed}" for i, (layer, seed) in enumerate([(1, 0), (1, 1), (2, 0), (2, 1)], 1)]
+    assert [line for line in out.splitlines() if line.startswith("[")] == wanted
+    assert all(label in err for label in wanted)
+    assert [name.partition(" | ")[0] for name in mirrored if "[" in name] == wanted
+    assert sorted(labels(results).values()) == [f"two {label}" for label in wanted]
+
+
+def test_runs_that_are_done_are_not_made_again_and_a_limit_leaves_some_for_later(words, results, capsys, monkeypatch):
+    assert sweep(*words, *DEPTHS, "name=depths", "--limit", "2") == 0
+    assert states(results) == ["done", "done", "waiting"]
+    assert "1 later (limit=2)" in capsys.readouterr().err
+    made = []
+    run = harness_run._run
+    monkeypatch.setattr(harness_run, "_run", lambda step, *rest: made.append(step.config.label) or run(step, *rest))
+    assert sweep(*words, *DEPTHS, "name=depths") == 0
+    assert len(made) == 1
+    assert states(results) == ["done"] * 3
+
+
+def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monkeypatch):
+    run = harness_run._run
+
+    def broken(step, *rest):
+        if step.config.modules and step.config.modules["static_depth"]["layer"] == 2:
+            raise QuickSilverError("the logits are not finite")
+        return run(step, *rest)
+
+    monkeypatch.setattr(harness_run, "_run", broken)
+    assert sweep(*words, *DEPTHS, "name=depths") == 1
+    out, err = capsys.readouterr()
+    assert states(results) == ["done", "failed", "done"]
+    assert "[2/3] layer=2: the logits are not finite" in err
+    assert out.splitlines()[-2].endswith("the logits are not finite") or "the logits are not finite" in out
+    assert door.main(["sweep", "status", "depths", f"results_dir={results}"]) == 1
+    assert "2 of 3 done, 1 failed" in capsys.readouterr().out
+    monkeypatch.setattr(harness_run, "_run", run)
+    assert sweep(*words, *DEPTHS, "name=depths") == 0
+    assert states(results) == ["done"] * 3
+    assert not (results / "sweeps" / "depths" / "failed").exists()
+
+
+def test_while_it_runs_the_status_says_which_one(words, results, monkeypatch, capsys):
+    seen = []
+    run = harness_run._run
+
+    def looking(step, *rest):
+        made = run(step, *rest)
+        seen.append(step.config.label)
+        return made
+
+    def during(self, *args):
+        state = Sweep.load(results, "depths").states()
+        seen.append([one.state for one in state])
+        board = Board(Sweep.load(results, "depths"))
+        assert "as of" in board.html().lower()
+        return measured(self, *args)
+
+    from quicksilver.measure import bench
+
+    measured = bench.run_measurements
+    monkeypatch.setattr(bench, "run_measurements", during)
+    monkeypatch.setattr(harness_run, "_run", looking)
+    assert sweep(*words, *DEPTHS, "name=depths") == 0
+    during_runs = [one for one in seen if isinstance(one, list)]
+    assert during_runs == [
+        ["waiting"] * 3,
+        ["running", "waiting", "waiting"],
+        ["done", "running", "waiting"],
+        ["done", "done", "running"],
+    ]
+
+
+# --- what is refused before anything starts ------------------------------------------------------------------------------------------
+
+
+def refused(capsys, *words: str) -> str:
+    """The one line that a sweep is refused with."""
+    assert sweep(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    monkeypatch.setattr(sweeping, "ensure", lambda *_, **__: pytest.fail("a run was started"))
+
+
+def test_another_sweep_of_the_same_name_is_refused(made, world, nothing_runs, capsys):
+    results, _ = made
+    others = [word.replace("1,2,3", "1,2") for word in DEPTHS]
+    said = refused(capsys, *world, "dataset.windows=3", f"results_dir={results}", "name=depths", *others)
+    assert "there is a sweep of that name with other runs (3 of them, and now 2)" in said
+    others = [word.replace("1,2,3", "1,2,4") for word in DEPTHS]
+    said = refused(capsys, *world, "dataset.windows=3", f"results_dir={results}", "name=depths", *others)
+    assert "run 3 had modules.static_depth.layer=3, and now modules.static_depth.layer=4" in said
+    assert states(results) == ["done"] * 3
+
+
+def test_a_sweep_that_runs_already_is_refused(words, results, nothing_runs, capsys):
+    there = results / "sweeps" / "depths"
+    there.mkdir(parents=True)
+    held = lease.take(there / "head.lock")
+    said = refused(capsys, *words, *DEPTHS, "name=depths")
+    assert f"this sweep runs already (process {os.getpid()} of {lease.host_name()}" in said
+    held.release()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("name=a/b", "the name of a sweep is a folder"),
+        ("limit=0", "limit=0 is out of range"),
+        ("limit=x", "needs a whole number"),
+        ("results_dir=a,b", "one results folder"),
+        ("--config-dir=/not/there", "there is no such folder"),
+        ("seed=interval(0,1)", "a sweep needs single values"),
+        ("sead=0,1", "Did you mean"),
+        ("model.path=/not/there", "there is no folder"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(words, nothing_runs, capsys, word, says):
+    assert says in refused(capsys, *words, *DEPTHS, word)
+
+
+def test_keys_of_a_sweep_are_refused_for_a_single_run(words, capsys):
+    assert door.main(["run", *words, "limit=3"]) == 2
+    assert "keys of a sweep" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_not_there_is_named_with_those_that_are(made, capsys):
+    results, _ = made
+    assert door.main(["sweep", "status", "depth", f"results_dir={results}"]) == 2
+    assert "There is no sweep depth" in (said := capsys.readouterr().err)
+    assert "There are: depths." in said
+    (results / "sweeps" / "torn").mkdir()
+    (results / "sweeps" / "torn" / "manifest.json").write_text('{"schema_version": 1, "name"')
+    assert door.main(["sweep", "status", "torn", f"results_dir={results}"]) == 2
+    assert "is damaged" in capsys.readouterr().err
+    (results / "sweeps" / "torn" / "manifest.json").unlink()
+    (results / "sweeps" / "torn").rmdir()
+
+
+def test_the_memory_of_a_process_does_not_hold_what_is_done(words, results):
+    """What a workplace keeps grows with models and texts, not with runs."""
+    place = Workplace()
+    with sweeping.hydra_started():
+        composer = sweeping.Composer()
+        for seed in range(5):
+            harness_run.ensure(
+                [composer.compose([*words, "measure=sweep", "modules=[static_depth]", f"seed={seed}"])], workplace=place
+            )
+    assert len(place._texts) == len(place._files) == len(place._windows) == 1
+    assert all(len(json.dumps(identity.to_json())) < 20_000 for identity in place._identities.values())

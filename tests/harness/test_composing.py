@@ -15,7 +15,7 @@ RUNS = [
     ["modules=[]", "measure=sweep", "results_dir='a, b'"],
     ["experiment=e9_grid", "modules.adaptive_quantization.tau_low=0.2", "modules.adaptive_quantization.tau_high=0.55"],
     ["experiment=e9_grid", "modules.adaptive_quantization.tau_low=0.25", "dataset.windows=9"],
-    ["measure.latency.enabled=false", "+measure.audit.probes=1"],
+    ["measure.latency.enabled=false", "++measure.audit.probes=1"],
     ["modules=[kv_skipping,halting]", "~modules.halting.tau_entropy", "modules.halting.tau_drift=p10"],
     ["data.root=${oc.env:HOME}", "decision_layers=[1,2]", "threads=null"],
 ]

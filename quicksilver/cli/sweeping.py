@@ -97,8 +97,6 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         settings = _settings(overrides, extra_dirs)
         composed = compose_runs(overrides, settings, extra_dirs)
         first = next(iter(composed.configs.values()))
-        if len({config.results_dir for config in composed.configs.values()}) > 1:
-            raise ConfigError("results_dir: a sweep has one results folder: its manifest lies there.")
         experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
         manifest = Manifest(
             name=asked.name or default_name(composed.runs, experiment),
@@ -148,16 +146,25 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
     except HydraException as error:
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
     composer, place = Composer(extra_dirs), Workplace()
-    runs, configs, errors = [], {}, {}
-    for number, (words_of_run, differing) in enumerate(swept, start=1):
-        fingerprint = None
+    configs: dict[int, RunConfig] = {}
+    errors: dict[int, QuickSilverError] = {}
+    for number, (words_of_run, _) in enumerate(swept, start=1):
         try:
-            config = composer.compose(words_of_run)
-            check_tracker(config.tracker)
-            fingerprint = plan([config], place)[-1].fingerprint
-            configs[number] = config
+            configs[number] = composer.compose(words_of_run)
         except QuickSilverError as error:
             errors[number] = error
+    if len({config.results_dir for config in configs.values()}) > 1:
+        raise ConfigError("results_dir: a sweep has one results folder: its manifest lies there.")
+    runs = []
+    for number, (words_of_run, differing) in enumerate(swept, start=1):
+        fingerprint = None
+        if number in configs:
+            try:
+                check_tracker(configs[number].tracker)
+                fingerprint = plan([configs[number]], place)[-1].fingerprint
+            except QuickSilverError as error:
+                errors[number] = error
+                del configs[number]
         runs.append(SweepRun(number, words_of_run, differing, fingerprint))
     if not configs:
         raise errors[1]
@@ -273,7 +280,7 @@ def work_through(
         def make(run: SweepRun) -> None:
             label = sweep.manifest.label(run)
             states = [state for state in sweep.states() if state.run.number in wanted]
-            left = time_left_s(states, seconds, 1)
+            left = time_left_s(sum(state.state in ("waiting", "running") for state in states), seconds)
             place_in_all = sum(state.state in ("done", "failed") for state in states)
             if not sys.stderr.isatty():
                 print(f"{label}{f', about {duration(left)} left' if left else ''}", file=sys.stderr, flush=True)

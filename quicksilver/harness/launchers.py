@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from quicksilver.harness import lease
 from quicksilver.harness.config import RunConfig
@@ -153,7 +153,7 @@ def launch(settings: DictConfig, task: Callable[[Any], Any], workers: int, log_d
         run_mode=RunMode.MULTIRUN,
         from_shell=False,
     )
-    with open_dict(cfg.hydra.launcher):
+    with read_write(cfg.hydra), open_dict(cfg.hydra.launcher):
         cfg.hydra.launcher.workers = workers
         OmegaConf.resolve(cfg.hydra.launcher)
         del cfg.hydra.launcher["workers"]

@@ -217,9 +217,10 @@ class Sweep:
         Raises:
             ConfigError: another one lives.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "head.lock"
-        held = lease.take(path)
+        with self.store.writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = lease.take(path)
         if held is None:
             who = lease.holder(path)
             where = f"process {who.pid} of {who.host} since {who.since}" if who is not None else "another process"
@@ -292,7 +293,7 @@ def _read(path: Path) -> Manifest:
             SweepRun(run["number"], tuple(run["overrides"]), tuple(run["differing"]), run["fingerprint"])
             for run in content.pop("runs")
         )
-        lists = {key: tuple(content.pop(key)) for key in ("words", "extra_dirs")}
+        lists: dict[str, Any] = {key: tuple(content.pop(key)) for key in ("words", "extra_dirs")}
         return Manifest(**content, **lists, runs=runs)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged ({error}): remove its folder, and repeat the command; records stay.") from error
@@ -309,14 +310,13 @@ def _difference(there: Manifest, here: Manifest) -> str:
     return f"run {old.number} had {was or 'another text, model or version'}" + (f", and now {now}" if now else "")
 
 
-def time_left_s(states: Sequence[RunState], seconds: Sequence[float], workers: int) -> float | None:
-    """Until the last run is done, from the mean of those that are; None: none is.
+def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float | None:
+    """Until the last of `left` runs is done, from the mean of those that are; None: none is.
 
     Args:
         seconds: of runs that are done.
         workers: how many are made at once.
     """
-    left = sum(state.state in ("waiting", "running") for state in states)
     if not left:
         return 0.0
     return sum(seconds) / len(seconds) * left / max(1, min(workers, left)) if seconds else None

@@ -52,9 +52,10 @@ class Board:
 
     def time_left_s(self, rows: Sequence[Mapping[str, Any]]) -> float | None:
         """Until the last run is done; None: nobody can know yet."""
-        running = sum(row["state"] == "running" for row in rows)
+        states = [row["state"] for row in rows]
+        left, running = states.count("waiting") + states.count("running"), states.count("running")
         # A run that was there before the sweep says how long one takes as well.
-        return time_left_s(self.sweep.states(), [row["seconds"] for row in rows if "seconds" in row], max(1, running))
+        return time_left_s(left, [row["seconds"] for row in rows if "seconds" in row], running)
 
     def headline(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """`NAME: 17 of 200 done, 2 running, 1 failed, 180 waiting; about 12 min left`."""

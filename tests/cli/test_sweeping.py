@@ -20,7 +20,7 @@ from quicksilver.models import loading
 from quicksilver.report.sweep_status import Board
 from quicksilver.runtime.errors import QuickSilverError
 
-DEPTHS = ["modules=[static_depth]", "modules.static_depth.layer=1,2,3", "measure=sweep"]
+DEPTHS = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5,0.8", "measure=sweep"]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words
     assert {path.name for path in (results / "sweeps" / "depths").iterdir()} == {"manifest.json", "index.html"}
     assert not [path for path in results.rglob("*") if path.is_dir() and path.name != "locks" and not list(path.iterdir())]
     manifest = Sweep.load(results, "depths").manifest
-    assert manifest.axes == ("modules.static_depth.layer",)
-    assert [manifest.label(run) for run in manifest.runs] == ["[1/3] layer=1", "[2/3] layer=2", "[3/3] layer=3"]
+    assert manifest.axes == ("modules.static_depth.depth",)
+    assert [manifest.label(run) for run in manifest.runs] == ["[1/3] depth=0.2", "[2/3] depth=0.5", "[3/3] depth=0.8"]
 
 
 def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
@@ -94,9 +94,12 @@ def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
 def test_every_run_has_its_place_and_its_settings_as_its_name(words, results, capsys, monkeypatch):
     mirrored = []
     monkeypatch.setattr(harness_run, "mirror", lambda record, *_, name: mirrored.append(name))
-    assert sweep(*words, "modules=[static_depth]", "modules.static_depth.layer=1,2", "seed=0,1", "measure=sweep", "name=two") == 0
+    assert (
+        sweep(*words, "modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "seed=0,1", "measure=sweep", "name=two")
+        == 0
+    )
     out, err = capsys.readouterr()
-    wanted = [f"[{i}/4] layer={layer} seed={seed}" for i, (layer, seed) in enumerate([(1, 0), (1, 1), (2, 0), (2, 1)], 1)]
+    wanted = [f"[{i}/4] depth={depth} seed={seed}" for i, (depth, seed) in enumerate([(0.2, 0), (0.2, 1), (0.5, 0), (0.5, 1)], 1)]
     assert [line for line in out.splitlines() if line.startswith("[")] == wanted
     assert all(label in err for label in wanted)
     assert [name.partition(" | ")[0] for name in mirrored if "[" in name] == wanted
@@ -119,7 +122,7 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monke
     run = harness_run._run
 
     def broken(step, *rest):
-        if step.config.modules and step.config.modules["static_depth"]["layer"] == 2:
+        if step.config.modules and step.config.modules["static_depth"]["depth"] == 0.5:
             raise QuickSilverError("the logits are not finite")
         return run(step, *rest)
 
@@ -127,8 +130,8 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monke
     assert sweep(*words, *DEPTHS, "name=depths") == 1
     out, err = capsys.readouterr()
     assert states(results) == ["done", "failed", "done"]
-    assert "[2/3] layer=2: the logits are not finite" in err
-    assert out.splitlines()[-2].endswith("the logits are not finite") or "the logits are not finite" in out
+    assert "[2/3] depth=0.5: the logits are not finite" in err
+    assert "the logits are not finite" in out
     assert door.main(["sweep", "status", "depths", f"results_dir={results}"]) == 1
     assert "2 of 3 done, 1 failed" in capsys.readouterr().out
     monkeypatch.setattr(harness_run, "_run", run)
@@ -187,12 +190,12 @@ def nothing_runs(monkeypatch):
 
 def test_another_sweep_of_the_same_name_is_refused(made, world, nothing_runs, capsys):
     results, _ = made
-    others = [word.replace("1,2,3", "1,2") for word in DEPTHS]
+    others = [word.replace("0.2,0.5,0.8", "0.2,0.5") for word in DEPTHS]
     said = refused(capsys, *world, "dataset.windows=3", f"results_dir={results}", "name=depths", *others)
     assert "there is a sweep of that name with other runs (3 of them, and now 2)" in said
-    others = [word.replace("1,2,3", "1,2,4") for word in DEPTHS]
+    others = [word.replace("0.2,0.5,0.8", "0.2,0.5,0.9") for word in DEPTHS]
     said = refused(capsys, *world, "dataset.windows=3", f"results_dir={results}", "name=depths", *others)
-    assert "run 3 had modules.static_depth.layer=3, and now modules.static_depth.layer=4" in said
+    assert "run 3 had modules.static_depth.depth=0.8, and now modules.static_depth.depth=0.9" in said
     assert states(results) == ["done"] * 3
 
 

@@ -19,7 +19,7 @@ from quicksilver.harness.sweep import Sweep
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 NAMES = ["joblib", "ray", "submitit_local", "submitit_slurm"]
-DEPTHS = ["modules=[static_depth]", "modules.static_depth.layer=1,2,3", "measure=sweep", "dataset.windows=3", "name=depths"]
+DEPTHS = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5,0.8", "measure=sweep", "dataset.windows=3", "name=depths"]
 
 
 def settings_of(*words: str):
@@ -122,7 +122,7 @@ def test_a_worker_makes_what_is_left(tmp_path, capsys):
     assert sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))() == 1
     states = [state.state for state in Sweep.load(tmp_path / "results", "depths").states()]
     assert states == ["done", "done", "waiting"]
-    assert "[2/3] layer=2" in capsys.readouterr().err
+    assert "[2/3] depth=0.5" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[None]:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         path: ConfigSearchPath = GlobalHydra.instance().config_loader().get_search_path()
         for folder in extra_dirs:
-            path.append("command-line", f"file://{folder.absolute()}")
+            path.prepend("command-line", f"file://{folder.absolute()}", anchor="schema")  # the schema stays last
         if extra_dirs:  # the loader keeps the sources it found
             _search_again(path)
         yield

@@ -67,14 +67,13 @@ def _explain_keys(parsed: Sequence[Override], extra_dirs: Sequence[Path]) -> str
     ]
     if extra_dirs:
         selected.append(f"hydra.searchpath=[{','.join(f'file://{d}' for d in extra_dirs)}]")
-    running = GlobalHydra.instance()
-    outer = running.hydra  # of a sweep that is being composed
-    running.clear()
+    outer = GlobalHydra.instance().hydra  # of a sweep that is being composed
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             base = hydra_compose("run", [word for word in selected if "${" not in word])
     finally:
-        running.hydra = outer
+        GlobalHydra.instance().hydra = outer  # the context left another instance
     for override in parsed:
         if override in groups or override.is_add() or override.is_force_add():
             continue

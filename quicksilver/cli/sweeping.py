@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from quicksilver.cli.door import say
+from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.cli.talk import show_fault, width
 from quicksilver.harness import lease
 from quicksilver.harness.composing import Composer, hydra_started
@@ -33,39 +34,12 @@ from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_hydra
 from quicksilver.harness.launchers import SERIAL, check_launcher, launch, launcher_name
 from quicksilver.harness.run import Progress, ensure, plan
-from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
+from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, default_name, expanded, is_open, time_left_s, work
 from quicksilver.harness.terminal import progress_bar, summary
 from quicksilver.harness.tracker import check_tracker
 from quicksilver.harness.workplace import Workplace
 from quicksilver.report.sweep_status import Board, duration
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-
-
-@dataclass
-class SweepOptions:
-    """Keys of a sweep that are no part of a run.
-
-    Attributes:
-        name: of the sweep; None: of its experiment, and what only the same runs get.
-        limit: make no more than so many runs that have no record; the others wait for the same command without it.
-        workers: processes at once, of a launcher that has several; None: as the launcher's yaml says.
-    """
-
-    name: str | None = None
-    limit: int | None = None
-    workers: int | None = None
-
-    def check(self) -> None:
-        """
-        Raises:
-            ConfigError: names the value.
-        """
-        if self.name is not None:
-            check_name(self.name)
-        for key in ("limit", "workers"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"{key}={value} is out of range: at least 1.")
 
 
 @dataclass
@@ -80,8 +54,6 @@ class Composed:
 
 def is_sweep(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> bool:
     """Whether the words are of a sweep without saying -m: an experiment may."""
-    if not any(word.startswith(("experiment=", "hydra.mode=")) for word in overrides):
-        return False
     with hydra_started(extra_dirs):
         return str(_settings(overrides, extra_dirs).mode).endswith("MULTIRUN")
 

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.cli.arguments import taken
 from quicksilver.cli.door import say
+from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.harness.choices import config_dir
 from quicksilver.harness.config import RunConfig, check_words, run_config
 from quicksilver.harness.explain import explain
@@ -93,18 +94,19 @@ def main(words: Sequence[str]) -> int:
         ConfigError: a config that cannot be run.
         QuickSilverError: a run that failed.
     """
-    from quicksilver.cli import sweeping
-
-    asked, rest = taken(words, sweeping.SweepOptions)
+    asked, rest = taken(words, SweepOptions)
     options, overrides = _split(rest)
     overrides = quoted(overrides)
     check_overrides(overrides)
     extra_dirs = _extra_dirs(options, there=False)
     asks_hydra = [word for word in options if word.startswith(_ANSWERED_BY_HYDRA)]
     many = [word for word in options if word in ("-m", "--multirun")]
-    if not asks_hydra and (many or sweeping.is_sweep(overrides, extra_dirs)):
-        return sweeping.main(overrides, extra_dirs, asked)
-    if asked != sweeping.SweepOptions():
+    if not asks_hydra and (many or any(word.startswith(_MAY_SWEEP) for word in overrides)):
+        from quicksilver.cli import sweeping
+
+        if many or sweeping.is_sweep(overrides, extra_dirs):
+            return sweeping.main(overrides, extra_dirs, asked)
+    if asked != SweepOptions():
         raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
     return _one_run(options, overrides)
 
@@ -128,6 +130,7 @@ def _one_run(options: list[str], overrides: list[str]) -> int:
     return 0
 
 
+_MAY_SWEEP = ("experiment=", "hydra.mode=")  # without -m
 _ANSWERED_BY_HYDRA = ("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
 _TAKE_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c")
 

@@ -1,0 +1,37 @@
+"""Keys of a sweep that are no part of a run. Light: a refusal of a single run need not load what a sweep needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quicksilver.runtime.errors import ConfigError
+
+_NAME = re.compile(r"[\w][\w.+-]{0,99}")
+
+
+@dataclass
+class SweepOptions:
+    """Keys of a sweep that are no part of a run.
+
+    Attributes:
+        name: of the sweep; None: of its experiment, and what only the same runs get.
+        limit: make no more than so many runs that have no record; the others wait for the same command without it.
+        workers: processes at once, of a launcher that has several; None: as the launcher's yaml says.
+    """
+
+    name: str | None = None
+    limit: int | None = None
+    workers: int | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: names the value.
+        """
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ConfigError(f"name={self.name!r}: the name of a sweep is a folder: letters, digits, and . _ + - between them.")
+        for key in ("limit", "workers"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"{key}={value} is out of range: at least 1.")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from quicksilver.runtime.errors import ConfigError
-
-_NAME = re.compile(r"[\w][\w.+-]{0,99}")
 
 
 @dataclass
@@ -29,8 +26,6 @@ class SweepOptions:
         Raises:
             ConfigError: names the value.
         """
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise ConfigError(f"name={self.name!r}: the name of a sweep is a folder: letters, digits, and . _ + - between them.")
         for key in ("limit", "workers"):
             value = getattr(self, key)
             if value is not None and value < 1:

@@ -34,7 +34,7 @@ from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_hydra
 from quicksilver.harness.launchers import SERIAL, check_launcher, launch, launcher_name
 from quicksilver.harness.run import Progress, ensure, plan
-from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, default_name, expanded, is_open, time_left_s, work
+from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
 from quicksilver.harness.terminal import progress_bar, summary
 from quicksilver.harness.tracker import check_tracker
 from quicksilver.harness.workplace import Workplace
@@ -65,6 +65,8 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         ConfigError: nothing of it can be run.
     """
     asked.check()
+    if asked.name is not None:
+        check_name(asked.name)
     with hydra_started(extra_dirs):
         settings = _settings(overrides, extra_dirs)
         composed = compose_runs(overrides, settings, extra_dirs)

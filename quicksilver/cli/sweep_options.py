@@ -15,11 +15,13 @@ class SweepOptions:
         name: of the sweep; None: of its experiment, and what only the same runs get.
         limit: make no more than so many runs that have no record; the others wait for the same command without it.
         workers: processes at once, of a launcher that has several; None: as the launcher's yaml says.
+        plan: only say what would run and what it would take; of a single run as well.
     """
 
     name: str | None = None
     limit: int | None = None
     workers: int | None = None
+    plan: bool = False
 
     def check(self) -> None:
         """

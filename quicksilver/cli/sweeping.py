@@ -69,6 +69,8 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         check_name(asked.name)
     with hydra_started(extra_dirs):
         settings = _settings(overrides, extra_dirs)
+        if asked.plan:
+            return say_plan(overrides, settings, extra_dirs)
         composed = compose_runs(overrides, settings, extra_dirs)
         first = next(iter(composed.configs.values()))
         experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
@@ -92,6 +94,19 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         return _close(sweep, trouble)
 
 
+def say_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> int:
+    """Print what would run and what it would take, within `hydra_started`; loads nothing.
+
+    Raises:
+        ConfigError: a run that cannot be composed, or whose model or text is not known.
+    """
+    from quicksilver.harness.estimate import estimates, table
+
+    composer = Composer(extra_dirs)
+    print(table(estimates([composer.compose(words) for words, _ in runs_of(overrides, settings, extra_dirs)])))
+    return 0
+
+
 def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
     """The section `hydra` of a sweep's config, composed of the words that are the same in every run."""
     check_words(overrides, extra_dirs)
@@ -105,20 +120,31 @@ def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfi
     return settings
 
 
-def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> Composed:
-    """Compose and plan every run, within `hydra_started`. Loads no model.
+def runs_of(
+    overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The runs of a sweep, each as its overrides and those in which the runs differ, within `hydra_started`.
 
     Raises:
-        ConfigError: not one of them can be run; the first says why.
+        ConfigError: a word that is no override.
     """
     params = OmegaConf.to_container(settings.sweeper.get("params") or OmegaConf.create({}), resolve=True)
     assert isinstance(params, dict)
     words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
     loader = GlobalHydra.instance().config_loader()
     try:
-        swept = expanded(words, [f"{key!s}={value}" for key, value in params.items()], loader)
+        return expanded(words, [f"{key!s}={value}" for key, value in params.items()], loader)
     except HydraException as error:
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
+
+
+def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> Composed:
+    """Compose and plan every run, within `hydra_started`. Loads no model.
+
+    Raises:
+        ConfigError: not one of them can be run; the first says why.
+    """
+    swept = runs_of(overrides, settings, extra_dirs)
     composer, place = Composer(extra_dirs), Workplace()
     configs: dict[int, RunConfig] = {}
     errors: dict[int, QuickSilverError] = {}

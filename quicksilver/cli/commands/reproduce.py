@@ -12,6 +12,7 @@ beside the repository's, as NAME-mine.
 Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself, and
 
   svg=true             write a figure's vector graphics as well
+  plan=true            only say what would run, and what it would take on this machine (docs/recipes.md)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quicksilver.cli.arguments import check_overrides, split
+from quicksilver.cli.arguments import check_overrides, taken
 from quicksilver.cli.talk import counted, explain, show_fault, watched, width
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import run_missing
@@ -31,9 +32,11 @@ from quicksilver.report.reproduction import base_config, build, command_of, jobs
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quicksilver.harness.config import RunConfig
     from quicksilver.harness.jobs import Job
 
 KINDS = ("table", "figure")
+LONG = ("gpt2-large", "llama2-7b")  # models whose tables take so long that it is said before
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Options:
     """The command's own keys, as its help has them."""
 
     svg: bool = False
+    plan: bool = False
 
 
 def main(words: Sequence[str]) -> int:
@@ -54,18 +58,20 @@ def main(words: Sequence[str]) -> int:
         )
     if not rest or "=" in rest[0]:
         raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
-    options, _ = split([word for word in rest[1:] if word.startswith("svg=")], Options, "reproduce")
-    overrides = check_overrides([word for word in rest[1:] if not word.startswith("svg=")], f"reproduce {what} {rest[0]}")
+    options, others = taken(rest[1:], Options)
+    overrides = check_overrides(others, f"reproduce {what} {rest[0]}")
     if not any(override.split("=")[0] == "records" for override in overrides):
         overrides = [
             *overrides,
             "records=own",
         ]  # who asks for one table wants it measured here; the repository's stands beside it
-    return reproduce(find(what, rest[0]), overrides, svg=options.svg)
+    return reproduce(find(what, rest[0]), overrides, svg=options.svg, plan=options.plan)
 
 
-def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False) -> int:
+def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False, plan: bool = False) -> int:
     """Run what is missing, print and write the artefact, with `svg` a figure's vector graphics too; returns the exit code.
+
+    With `plan` nothing is run: what would be is printed, with what it would take. Long work says so by itself before it starts.
 
     Raises:
         ConfigError: overrides that no run of the artefact could have.
@@ -74,6 +80,11 @@ def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False
     base = base_config(overrides)
     answers = Answers(base.results_dir, own=base.records == "own")
     jobs = jobs_of(artefact, overrides, answers)
+    missing = [job.config for job in jobs if job.config is not None]
+    if plan or (missing and base.model.name in LONG):
+        _say_estimates(missing)
+    if plan:
+        return 0
     run_missing(jobs, answers, watch=watched, on_fault=show_fault)
     failed = [job for job in jobs if job.error is not None]
     if jobs and all(job.record is None for job in jobs):
@@ -87,6 +98,12 @@ def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False
     print("Written: " + ", ".join(map(str, made.written)))
     explain(failed)
     return 1 if failed else 0
+
+
+def _say_estimates(missing: Sequence[RunConfig]) -> None:
+    from quicksilver.harness.estimate import estimates, table
+
+    print(table(estimates(missing)) if missing else "Every run has its record: nothing would run.", flush=True)
 
 
 def reproduce_all(overrides: Sequence[str]) -> int:

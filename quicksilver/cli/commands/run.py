@@ -6,7 +6,7 @@ quicksilver run --cfg job modules=[halting]     prints the composed config
 quicksilver run --help                          prints the groups and their choices
 
 A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4 (docs/sweeps-and-budgets.md);
-`quicksilver sweep status NAME` says how far it is.
+`quicksilver sweep status NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md).
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def main(words: Sequence[str]) -> int:
     extra_dirs = _extra_dirs(options, there=False)
     asks_hydra = [word for word in options if word.startswith(_ANSWERED_BY_HYDRA)]
     many = [word for word in options if word in ("-m", "--multirun")]
-    if not asks_hydra and (many or any(word.startswith(_MAY_SWEEP) for word in overrides)):
+    if not asks_hydra and (many or asked.plan or any(word.startswith(_MAY_SWEEP) for word in overrides)):
         from quicksilver.cli import sweeping
 
-        if many or sweeping.is_sweep(overrides, extra_dirs):
+        if many or asked.plan or sweeping.is_sweep(overrides, extra_dirs):
             return sweeping.main(overrides, extra_dirs, asked)
     if asked != SweepOptions():
         raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")

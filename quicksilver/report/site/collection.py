@@ -6,6 +6,7 @@ rest is there all the same.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from quicksilver.harness.record import Record, load_record
 from quicksilver.harness.store import Store
+from quicksilver.harness.sweep import labels
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.writing import without_folders
@@ -187,7 +189,27 @@ class Collection:
                 except Exception as error:  # whatever a damaged record does: it is left out, and the others stay
                     self.trouble(run, error)
                     run.record = None
-        return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[0])))
+        self._tell_apart(list(runs.values()))
+        return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[1].differing, item[0])))
+
+    def _tell_apart(self, runs: Sequence[NamedRecord]) -> None:
+        """Give each run the settings that are its own, and its place in a sweep."""
+        places = labels(self.root)
+        flat = {run.fingerprint: _flat(run.record.identity.config) for run in runs if run.record is not None}
+        own = _varied(flat.values())
+        same: dict[str, list[NamedRecord]] = {}
+        for run in runs:
+            run.sweep = places.get(run.fingerprint)
+            if run.record is not None:
+                found = flat[run.fingerprint]
+                run.settings = {key: str(without_folders(found[key])) for key in own if key in found}
+                same.setdefault(run.label, []).append(run)
+        for group in same.values():
+            # Measurements and seeds tell runs apart only where nothing of the run itself does.
+            keys = _varied([flat[run.fingerprint] for run in group])
+            first = tuple(key for key in keys if not key.startswith("measure."))
+            for run in group:
+                run.varied = first or keys
 
     def _run(self, fingerprint: str, pieces: list[Piece]) -> NamedRecord:
         path = Store(self.root).folder(fingerprint)
@@ -218,6 +240,24 @@ class Collection:
     def _without_root(self, what: str) -> str:
         # Where the results lie must not show on the pages.
         return what.replace(f"{self.root}/", "")
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A configuration as one level, `modules.halting.tau_drift` to its value in print."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def _varied(settings: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
+    """Keys that not all have with the same value, sorted."""
+    found = list(settings)
+    keys = sorted({key for one in found for key in one})
+    return tuple(key for key in keys if len({one.get(key) for one in found}) > 1)
 
 
 def grouped(problems: Sequence[Problem]) -> list[tuple[str, list[str], str]]:

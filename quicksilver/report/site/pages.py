@@ -30,7 +30,7 @@ from quicksilver.report.site.collection import Collection, NamedRecord, Piece, P
 from quicksilver.report.site.grid import grid, prose
 from quicksilver.report.writing import without_folders, write_files
 
-_ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js")
+_ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js", "runs.js")
 _PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
 
 
@@ -75,7 +75,7 @@ class Site:
         contents["tokens.html"] = self._page("tokens_index.html", traced=traced)
         written = [run for run in self.there.runs.values() if run.samples is not None]
         contents["texts.html"] = self._page("samples_index.html", written=written)
-        contents["runs.html"] = self._page("runs.html", runs=list(self.there.runs.values()))
+        contents["runs.html"] = self._runs_page()
         claims = self._page(
             "claims.html",
             claims=self._claim_rows("claim"),
@@ -92,6 +92,17 @@ class Site:
             problems=self.there.problems,
         )
         return contents
+
+    def _runs_page(self) -> bytes:
+        runs = list(self.there.runs.values())
+        records = [run.record for run in runs if run.record is not None]
+        filters = {
+            "model": sorted({record.model.name for record in records}),
+            "text": sorted({record.data.name for record in records}),
+            "protocol": sorted({record.protocol.name for record in records}),
+        }
+        settings = {run.fingerprint: dict(run.settings) for run in runs if run.record is not None}
+        return self._page("runs.html", runs=runs, filters=filters, settings=settings)
 
     def _panels(self) -> Iterable[tuple[str, list[tuple[Record, Record]]]]:
         """The panels of every frame with the records in them that are there."""

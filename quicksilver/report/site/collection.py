@@ -77,10 +77,18 @@ class NamedRecord:
     row: Mapping[str, Any] = field(default_factory=dict)
     trace: str | None = None  # its page of tokens
     samples: str | None = None  # its page of generated texts
+    settings: Mapping[str, str] = field(default_factory=dict)  # of its configuration, what is not the same in every run
+    varied: tuple[str, ...] = ()  # keys of those in which runs with the same label differ
+    sweep: str | None = None  # `NAME [17/200] tau_drift=p40`
 
     @property
     def label(self) -> str:
         return str(without_folders(self.record.label)) if self.record is not None else "no record"
+
+    @property
+    def differing(self) -> str:
+        """`tau_drift=p40, resume_layers=4`: what tells it from runs of the same label; "": nothing."""
+        return ", ".join(f"{key.rpartition('.')[2]}={self.settings[key]}" for key in self.varied if key in self.settings)
 
 
 class Collection:

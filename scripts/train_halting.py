@@ -39,6 +39,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     timed.add_argument("--timing-only", action="store_true", help="time the finished detectors and write nothing else")
     detection.add_argument("--checkpoints", type=Path, default=ROOT / "outputs" / "detection")
     detection.add_argument("--output", type=Path, default=ROOT / "results" / "detection")
+    detection.add_argument(
+        "--folder", type=Path, help="of KITTI or nuScenes, instead of made scenes (give --checkpoints and --output, too)"
+    )
     detection.add_argument("--scenes", type=int, default=Plan().scenes)
     detection.add_argument("--validation", type=int, default=Plan().validation)
     detection.add_argument("--steps", type=int, default=Plan().steps)
@@ -86,7 +89,7 @@ def train_part(seed: Seed, part: str) -> None:
 def detection(options: argparse.Namespace) -> None:
     plan = Plan(
         scenes=options.scenes, validation=options.validation, steps=options.steps, tuning_steps=options.tuning_steps,
-        tokens=options.tokens, seeds=tuple(options.seeds),
+        tokens=options.tokens, seeds=tuple(options.seeds), folder=options.folder,
     )  # fmt: skip
     seeds = [Seed(plan, seed, options.checkpoints, progress) for seed in options.seeds]
     wide = not options.no_wide

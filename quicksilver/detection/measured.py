@@ -201,7 +201,7 @@ def about(seeds: Sequence[Seed]) -> pd.DataFrame:
     """What the study is of: one row a fact."""
     plan = seeds[0].plan
     facts = {
-        "seeds": ", ".join(str(seed.seed) for seed in seeds), "width": plan.shape.width, "wide": plan.wide.width, "layers": plan.shape.layers,
+        "data": "made scenes" if plan.folder is None else plan.folder.name, "seeds": ", ".join(str(seed.seed) for seed in seeds), "width": plan.shape.width, "wide": plan.wide.width, "layers": plan.shape.layers,
         "pillars": plan.maker.grid.n_pillars, "scenes": plan.scenes, "validation_scenes": plan.validation, "steps": plan.steps,
         "tuning_steps": plan.tuning_steps, "target_tokens": plan.tokens, "quicksilver": quicksilver.__version__,
         "torch": str(torch.__version__), "threads": torch.get_num_threads(), "machine": platform.machine(),

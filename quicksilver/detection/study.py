@@ -13,12 +13,14 @@ import numpy as np
 from quicksilver.detection.evaluate import Evaluation, ScenePolicy, evaluate
 from quicksilver.detection.model import PillarDetector, detector
 from quicksilver.detection.pillars import Batch, batch_of
-from quicksilver.detection.scenes import SceneMaker
+from quicksilver.detection.readers import read_scenes
+from quicksilver.detection.scenes import Scene, SceneMaker
 from quicksilver.detection.training import Recipe, Shape, Trained, train, trained
 from quicksilver.modules import StagedHalting, StaticDepth
 from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.modules.learned_halting import LearnedHalting, TrainedGates
 from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
@@ -38,6 +40,10 @@ class Plan:
         scenes, validation: how many of them.
         steps, tuning_steps: of the dense training, and of every training after it, the dense control's included.
         tokens: share of token-layers that gates are trained for.
+        folder: of KITTI or nuScenes, whose first frames are trained on and whose last ones are measured; None: scenes are made.
+
+    Raises:
+        ConfigError: by the data, a folder with fewer frames.
     """
 
     shape: Shape = field(default_factory=Shape)
@@ -49,13 +55,29 @@ class Plan:
     tokens: float = 0.45
     seeds: tuple[int, ...] = (0, 1, 2)
     maker: SceneMaker = field(default_factory=SceneMaker)
+    folder: Path | None = None
+
+    @cached_property
+    def _frames(self) -> list[Scene]:
+        assert self.folder is not None
+        found = read_scenes(self.folder, self.maker.grid, self.scenes + self.validation)
+        if len(found) < self.scenes + self.validation:
+            raise ConfigError(
+                f"{self.folder} has {len(found)} frames, and {self.scenes} for training with {self.validation} for measuring were asked for: ask for fewer "
+                "(--scenes, --validation)."
+            )
+        return found
 
     @cached_property
     def training_data(self) -> Batch:
+        if self.folder is not None:
+            return batch_of(self._frames[: self.scenes], self.maker.grid)
         return batch_of([self.maker.scene(seed) for seed in range(self.scenes)], self.maker.grid)
 
     @cached_property
     def validation_data(self) -> Batch:
+        if self.folder is not None:
+            return batch_of(self._frames[self.scenes :], self.maker.grid)
         return batch_of([self.maker.scene(VALIDATION + seed) for seed in range(self.validation)], self.maker.grid)
 
 

@@ -12,6 +12,8 @@ from quicksilver.data.annotation.classes import CLASSES, classes, table
 from quicksilver.data.annotation.conllu import sentences
 from quicksilver.data.annotation.treebank import joined, read_treebank
 from quicksilver.data.annotation.trees import joints, trees
+from quicksilver.data.text import read_text
+from quicksilver.harness.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -119,3 +121,49 @@ def test_a_treebank_that_is_not_whole_is_refused(tmp_path: Path):
     (folder / "splits.md").write_text("# nothing")
     with pytest.raises(ConfigError, match="no section 'dev'"):
         read_treebank(folder, "test", "penn")
+
+
+ITALIAN = """# sent_id = it-1
+# text = Parla della città.
+1\tParla\tparlare\tVERB\tV\t_\t0\troot\t_\t_
+2-3\tdella\t_\t_\t_\t_\t_\t_\t_\t_
+2\tdi\tdi\tADP\tE\t_\t4\tcase\t_\t_
+3\tla\til\tDET\tRD\t_\t4\tdet\t_\t_
+4\tcittà\tcittà\tNOUN\tS\t_\t1\tobl\t_\tSpaceAfter=No
+5\t.\t.\tPUNCT\tFS\t_\t1\tpunct\t_\t_
+
+"""
+JAPANESE = """# sent_id = ja-1
+# text = 猫が見た。
+1\t猫\t猫\tNOUN\t名詞\t_\t3\tnsubj\t_\tSpaceAfter=No
+2\tが\tが\tADP\t助詞\t_\t1\tcase\t_\tSpaceAfter=No
+3\t見\t見る\tVERB\t動詞\t_\t0\troot\t_\tSpaceAfter=No
+4\tた\tた\tAUX\t助動詞\t_\t3\taux\t_\tSpaceAfter=No
+5\t。\t。\tPUNCT\t補助記号\t_\t3\tpunct\t_\t_
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (ITALIAN, ["content", "preposition", "determiner", "content", "other"]),
+        (JAPANESE, ["content", "preposition", "content", "auxiliary", "other"]),
+    ],
+)
+def test_any_language_is_read_by_its_universal_tags(content: str, expected: list[str], tmp_path: Path):
+    path = tmp_path / "xx-ud-test.conllu"
+    path.write_text(content, encoding="utf-8")
+    text = read_text(compose(["dataset=ud", f"dataset.files.test={path}"]).dataset)
+    assert text.annotation is not None
+    assert classes(text.annotation).tolist() == expected
+    forms = [text.text[start:end] for start, end in zip(text.annotation.start, text.annotation.end, strict=True)]
+    assert "".join(dict.fromkeys(forms)) == text.text.replace(" ", "")  # "della" is two words and stands once
+
+
+def test_a_language_whose_treebank_is_not_at_hand_is_said_to_be_missing():
+    with pytest.raises(ConfigError, match="dataset=ud has no text to score: give dataset.files.test=") as said:
+        read_text(compose(["dataset=ud"]).dataset)
+    assert "\n" not in str(said.value)
+    with pytest.raises(ConfigError, match="dataset=ud: there is no file /nowhere/xx.conllu"):
+        read_text(compose(["dataset=ud", "dataset.files.test=/nowhere/xx.conllu"]).dataset)

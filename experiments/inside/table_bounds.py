@@ -67,6 +67,8 @@ LEGEND = (
     "dense state. Every token of the texts is halted; the fused ones are spread evenly over them.",
     "Constants: L_j is how much layer j stretches a small change of one token's own state, in the direction that it stretches most; the largest over the "
     "tokens that are followed. The paper gives none. all 1: layers that stretch nothing.",
+    "D.4 is Lipschitz continuity itself, so it holds wherever the constant is large enough for the pair; how much larger the bound is than the error is what can be "
+    "learned. B.4 and N add constants up where continuity alone would multiply them: that they hold is a finding.",
     "the bound holds: of the cases, with its 95% interval clustered by window. bound ÷ error: below 1 it fails; far above 1 it promises little.",
 )
 

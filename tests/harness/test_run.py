@@ -51,6 +51,7 @@ def finished(world, tmp_path_factory):
     """One fully measured run per protocol, made once for all tests that only read: (results folder, records by protocol)."""
     results = tmp_path_factory.mktemp("shared") / "results"
     words = [*world, f"results_dir={results}", "measure=default", "measure.latency.repeats=3", "measure.batch_windows=2"]
+    words.append("measure.emissions.enabled=false")  # finding out what the machine can read takes seconds
     both = [compose([*words, *THRESHOLD]), compose([*words, *CAPACITY])]
     records = ensure(both)
     return results, dict(zip(("all", "continuation"), records, strict=True))

@@ -158,7 +158,7 @@ def test_annotation_is_part_of_what_a_record_is_of(words: list[str], tmp_path):
 
 
 def test_without_annotation_or_trees_there_is_no_number(words: list[str], tmp_path):
-    with pytest.raises(ConfigError, match=r"measure\.word_classes\.enabled needs gold annotation.*dataset=gum"):
+    with pytest.raises(ConfigError, match=r"measure\.word_classes\.enabled needs annotation.*dataset=gum"):
         compose(["modules=[halting]", "measure=words"])
     with pytest.raises(ConfigError, match=r"measure\.word_classes\.depth=1"):
         compose([*words, "measure.word_classes.depth=1"])

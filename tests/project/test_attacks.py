@@ -491,7 +491,7 @@ def test_a_store_is_made_of_a_folder_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "other"), [("figure", "3", "There is a table 3."), ("table", "15", "There is a figure 8/15.")]
+    ("kind", "number", "other"), [("table", "22", "There is a figure 22."), ("table", "15", "There is a figure 8/15.")]
 )
 def test_an_artefact_that_is_not_there_names_those_of_its_kind(kind, number, other, capsys):
     assert door.main(["reproduce", kind, number]) == 2

@@ -327,7 +327,7 @@ class Clock:
     def __init__(self, patch: pytest.MonkeyPatch, moment: int) -> None:
         self.left = moment
         patch.setattr(training_state.os, "rename", self.wrap(os.rename))
-        patch.setattr(training, "save_file", self.wrap(training.save_file))
+        patch.setattr(training_state, "save_file", self.wrap(training_state.save_file))
         for name in ("unlink", "rmdir", "mkdir", "write_text"):
             patch.setattr(Path, name, self.wrap(getattr(Path, name)))
 

@@ -34,10 +34,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, shared_weight_copy
+from quicksilver.modules.fastest_linear import FastestLinear
 from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.runtime import RuntimeModule, apply
+from quicksilver.runtime.quantized.choosing import Kind, choose
 from quicksilver.runtime.quantized.codes import ByWidth
 from quicksilver.runtime.quantized.integer import IntegerExecutor
+from quicksilver.runtime.quantized.kernels import KERNELS
 from quicksilver.runtime.quantized.linear import LinearLayer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,6 +165,15 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
         y, code, scale = x.bfloat16(), int8(weight), (weight.abs().amax(1) / 127).bfloat16()
         return lambda: torch._weight_int8pack_mm(y, code, scale).add_(bias)
 
+    def fastest(weight: torch.Tensor) -> Call:
+        linear = nn.Linear(width, channels)
+        linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+        if not chosen:
+            chosen.append(choose([linear]).of(Kind.of(weight, rows)))
+        product = KERNELS[chosen[0]].prepare(linear)
+        return lambda: product(x)
+
+    chosen: list[str] = []
     calls = {
         "float32": each(lambda weight: lambda: F.linear(x, weight, bias)),
         "bfloat16": each(in_bfloat16),
@@ -171,6 +183,8 @@ def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[
         "fbgemm dynamic, one scale a batch": each(fbgemm_dynamic),
         "_weight_int8pack_mm, bfloat16 inputs": each(weight_only),
     }
+    product = each(fastest)
+    calls[f"auto, which takes {chosen[0]}"] = product
     if importlib.util.find_spec("torchao") is not None:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
@@ -216,9 +230,11 @@ def models(options: argparse.Namespace, layers: int) -> dict[str, tuple[PreTrain
         "float32, int8 from half depth": (shared_weight_copy(single), quantised(0.5)),
         "float32, int8 from half depth, K/V as they are": (shared_weight_copy(single), quantised(0.5, kv=False)),
         "float32, int8 from the second layer on": (shared_weight_copy(single), quantised(0.0)),
+        "float32, each product by the fastest kernel": (shared_weight_copy(single), [FastestLinear()]),
         "bfloat16": (half, []),
         "bfloat16, int8 from half depth": (shared_weight_copy(half), quantised(0.5)),
         "bfloat16, int8 from the second layer on": (shared_weight_copy(half), quantised(0.0)),
+        "bfloat16, each product by the fastest kernel": (shared_weight_copy(half), [FastestLinear()]),
     }
 
 

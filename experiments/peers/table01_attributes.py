@@ -24,7 +24,7 @@ PAPER: dict[str, tuple[tuple[str, str, str, str, str], tuple[str, ...]]] = {
     "Mixture-of-experts routing": ((YES, YES, NO, NO, NO), ()),
     "Speculative decoding": ((NO, "light wrapper", YES, NO, "limited"), ("PromptLookup",)),
     "Attention/layer pruning": ((YES, "model patch", NO, NO, "limited"), ()),
-    "Quantization": ((YES, "compiler patch", NO, NO, YES), ("Int8Dynamic", "BFloat16")),
+    "Quantization": ((YES, "compiler patch", NO, NO, YES), ("Int8Dynamic", "BFloat16", "FastestLinear")),
     "Token merging": (("sometimes", "light patch", YES, YES, YES), ("TokenMerging",)),
     "Sparse attention": ((YES, YES, NO, NO, NO), ("SlidingWindow", "SinkAttention")),
     "Low-rank approximation": ((YES, YES, NO, NO, "limited"), ()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 from quicksilver.harness.description import EnvironmentEntry
 
@@ -20,12 +19,14 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
     import torch
     import transformers
 
+    from quicksilver.runtime.quantized.choosing import processor
+
     return EnvironmentEntry(
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
         platform=platform.platform(),
-        cpu=_cpu_name(),
+        cpu=processor(),
         cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         memory_bytes=psutil.virtual_memory().total,
@@ -45,12 +46,3 @@ def _job() -> str | None:
     whole = cores.isdecimal() and int(cores) >= (os.cpu_count() or 1)
     share = "the whole node" if whole else f"{cores or '?'} of {os.cpu_count()} cores"
     return f"slurm {job} on {os.environ.get('SLURMD_NODENAME', platform.node())}, {share}"
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -279,8 +279,12 @@ def _put_dense_beside(scalars: dict[str, Any], bench: Bench, dense: Record) -> N
 def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) -> tuple[list[Any], CalibrationEntry | None]:
     """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
     from quicksilver.modules.calibration import calibrate_modules
+    from quicksilver.runtime.quantized.choosing import ChoosesKernels
 
     modules = build_modules(config.modules, workplace.model(config).tokenizer)
+    for module in modules:
+        if isinstance(module, ChoosesKernels) and module.measures:
+            module.choices = workplace.kernel_choices(config)
     if not any(asks_for_calibration(module) for module in modules):
         return modules, None
     windows, text = workplace.windows(config, "calibration"), workplace.text(config, "calibration")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
     from quicksilver.measure.fidelity import DensePasses
     from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.quantized.choosing import Choices
 
 _DIGESTS = "cache/digests.json"
 
@@ -39,6 +40,7 @@ class Workplace:
         self._windows: dict[tuple[str, ...], Windows] = {}
         self._identities: dict[str, Identity] = {}
         self._dense: tuple[str, DensePasses] | None = None
+        self._kernels: dict[tuple[str, str, str, int | None, str], Choices] = {}
 
     def text(self, config: RunConfig, part: Part) -> Text:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
@@ -110,6 +112,15 @@ class Workplace:
                 raise ConfigError(f"dataset={config.dataset.name}, {part} part ({text.source}): {error}") from error
         return self._windows[key]
 
+    def kernel_choices(self, config: RunConfig) -> Choices:
+        """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
+        from quicksilver.harness.kernels import kernel_choices
+
+        key = (self.files(config)[1], config.model.dtype, config.model.device_map, config.threads, config.results_dir)
+        if key not in self._kernels:
+            self._kernels[key] = kernel_choices(config, key[0], lambda: self.model(config).model)
+        return self._kernels[key]
+
     def fingerprint(self, config: RunConfig) -> str:
         return self.identity(config).fingerprint
 
@@ -123,6 +134,7 @@ class Workplace:
     def _identity(self, config: RunConfig) -> Identity:
         from quicksilver.modules import learned_halting
         from quicksilver.modules.translators import files_behind
+        from quicksilver.runtime.quantized.choosing import ChoosesKernels
 
         modules = build_modules(config.modules)
         text = self.text(config, "test")
@@ -148,6 +160,9 @@ class Workplace:
                 digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
             for path in learned_halting.files_behind(entry, self.files(config)[0].folder):
                 digests[f"gates.{name}.{path.name}"] = _file_digest(name, str(path), "gates")
+        for name, module in zip(sorted(config.modules), modules, strict=True):
+            if isinstance(module, ChoosesKernels) and module.measures:
+                digests[f"kernels.{name}"] = self.kernel_choices(config).digest
         classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
         classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
         adapter = _adapter(config)

@@ -69,9 +69,21 @@ def _matrix_matrix(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any = No
     return 2 * a[0] * a[1] * b[1]
 
 
+def _by_channel(a: torch.Size, weight: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * weight[0]
+
+
+def _packed(a: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # Weights packed for a library have no shape that can be asked for: their channels are those of the result.
+    return 2 * a[0] * a[1] * out_shape[-1]
+
+
 FORMULAS: dict[Any, Callable[..., int]] = {
     **{operator: _attention_formula(operator) for operator in _FUSED_ATTENTION},
     aten._int_mm: _matrix_matrix,  # a product of integers is as many operations as one of floats
+    aten._weight_int8pack_mm: _by_channel,
+    torch.ops.onednn.qlinear_pointwise: _packed,
+    torch.ops.quantized.linear_dynamic: _packed,
     aten.mv: _matrix_vector,  # torch counts matrix-matrix products only
     aten.addmv: _added_matrix_vector,
     aten.dot: _dot,

@@ -2,6 +2,7 @@
 
 The first rows of a panel are the model's own schedules at 40% and 50% of the prompt's work, chosen on calibration text
 (docs/predicted-kv.md). The rows below take one part away and leave the rest as it is, so their budgets differ and stand beside their cost.
+Controls have the schedule of the 40% row and a map that knows less; they are fitted on the calibrating part of the run's own text.
 More windows than Table 11 has: differences of a percent need them.
 """
 
@@ -14,6 +15,8 @@ from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import Panel, Table
 
 OURS, WITHOUT, FORMATS = "The model's own schedules", "At 40%, one part taken away", "Number formats"
+CONTROLS = "Controls at 40%: maps fitted when the run begins"
+FIT_WINDOWS = ("dataset.calibration_windows=40",)  # of the calibrating part; 20 thousand tokens
 SCHEDULES = (("40", "40% of the prompt's work", "quicksilver", ()), ("50", "50%", "quicksilver_50", ()))
 # section -> key, what is printed, modules, overrides
 ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
@@ -22,6 +25,12 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
         ("drop_all", "nothing predicted: the second stage is dropped too", "quicksilver", ("modules.quicksilver.missing_kv=drop",)),
         ("project", "projected, not predicted (SwiftKV, untrained)", "quicksilver", ("modules.quicksilver.missing_kv=project",)),
         ("oldest", "nothing but the oldest dropped, at the same work", "halting_attention", ("modules.halting.signal=position",)),
+    ),
+    CONTROLS: (
+        ("fitted", "ridge on the windows of this text alone, true pairs", "fitted_prediction", FIT_WINDOWS),
+        ("shuffled", "the same, fitted on shuffled tokens", "fitted_prediction", ("modules.fitted_prediction.control=shuffled", *FIT_WINDOWS)),
+        ("mean", "mean K/V of each layer and head", "fitted_prediction", ("modules.fitted_prediction.control=mean", *FIT_WINDOWS)),
+        ("static", "none dropped: all predicted at the layer that saves 40%", "fitted_prediction", ("modules.fitted_prediction.drop_oldest=false", *FIT_WINDOWS)),
     ),
     FORMATS: (
         ("bfloat16", "bfloat16 alone", "bfloat16", ()),

@@ -14,7 +14,7 @@ import pandas as pd
 
 VERBS = ("halt", "skip_kv", "fuse", "set_bits")  # of TokenState
 METHODS = ("merge_cache", "evict", "span", "applied")  # of the kinds of module that are no TokenPolicy
-_CONTROLS = "quicksilver.modules.controls"  # nulls and oracles are no techniques
+_CONTROLS = ("quicksilver.modules.controls", "quicksilver.fitting")  # nulls, oracles and controls are no techniques
 
 
 def techniques() -> pd.DataFrame:

@@ -33,6 +33,7 @@ QUANTISED = "int8_dynamic"  # what Figures 8 and 15 set to 1.00
 CLAIM = "section3.quantized_baseline"
 FOUR = "paper.four"  # a row of Table 11, and the same record
 
+FIT_WINDOWS = ("dataset.calibration_windows=40",)  # 20 thousand tokens, ten and more for each coefficient
 # module in conf/modules -> section, what is printed, the dial at this budget
 PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "static_exit": (WORK, "Static early exit", ("modules.static_exit.depth=0.6",)),
@@ -42,13 +43,22 @@ PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_pruning": (WORK, "Prompt pruning (LazyLLM)", ()),
     "one_shot_halting": (WORK, "One-shot halting (DASH)", ()),
     "quicksilver.projected": (WORK, "K/V projected (SwiftKV, untrained)", ("modules.quicksilver.missing_kv=project",)),
+    "fitted_prediction.static": (
+        WORK, "All predicted at one layer, none dropped", ("modules.fitted_prediction.drop_oldest=false", *FIT_WINDOWS)
+    ),
+    "fitted_prediction.shuffled": (
+        WORK, "Control: map fitted on shuffled tokens", ("modules.fitted_prediction.control=shuffled", *FIT_WINDOWS)
+    ),
+    "fitted_prediction.mean": (
+        WORK, "Control: mean K/V, not predicted", ("modules.fitted_prediction.control=mean", *FIT_WINDOWS)
+    ),
     "sliding_window": (CACHE, "Sliding window", ("modules.sliding_window.window=347",)),
     "sink_attention": (CACHE, "Sinks and window (StreamingLLM)", ("modules.sink_attention.window=343",)),
     "heavy_hitter": (CACHE, "Heavy hitters (H2O)", ("modules.heavy_hitter.heavy=173", "modules.heavy_hitter.recent=173")),
     "bfloat16": (FORMAT, "bfloat16", ()),
     QUANTISED: (FORMAT, "Dynamic int8", ()),
     "prompt_lookup": (FORMAT, "Prompt lookup (speculative)", ()),
-}
+}  # fmt: skip
 _PEER = ("measure.null_control.enabled=false",)
 # Ours: modules joined by `+` -> what is printed, further overrides. Those in float32 are rows of Table 11, and the same records. A number format
 # goes with any of them. Yamls called `*best*` are rows as well.

@@ -5,7 +5,8 @@ quicksilver fit model=gpt2-large text=[wikitext103,python-docs] windows=480 data
 quicksilver fit model=reference-gpt2 layers=[9] distill=120
 
 One dense pass over the fitting half of the calibration text, memory independent of its length; stopped and asked again it goes on where it
-was. Paragraphs that share 13 words with the test part of any dataset at hand are left out, counted and recorded. docs/predicted-kv.md
+was. Paragraphs that share 13 words with the test part of any dataset at hand are left out, counted and recorded. Time and peak memory are
+printed and written beside the maps (MODEL.cost.json). docs/predicted-kv.md
 
 Keys of its own:
   layers=[7,8]      source layers, from 0; default: half to three quarters of the depth
@@ -81,6 +82,7 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
     import torch
     from tqdm import tqdm
 
+    from quicksilver.fitting.cost import priced
     from quicksilver.fitting.fit import fit_translators
     from quicksilver.harness.workplace import Workplace
     from quicksilver.runtime.architecture import architecture_of
@@ -94,18 +96,26 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
         )
     folder = Path(options.output or Path(config.results_dir) / "translators")
     control = f".{options.control}" if options.control else ""
-    found = fit_translators(
-        arch, text, options.layers or list(range(arch.n_layers // 2, 3 * arch.n_layers // 4 + 1)),
-        ridge=options.ridge, control=options.control, checkpoint=folder / f".{config.model.name}{control}.sums.safetensors",
-        progress=lambda batches: tqdm(batches, desc=f"fitting {config.model.name}", unit="batch", file=sys.stderr),
-    )  # fmt: skip
+    layers = options.layers or list(range(arch.n_layers // 2, 3 * arch.n_layers // 4 + 1))
+
+    def fitted() -> dict[int, Translator]:
+        found = fit_translators(
+            arch, text, layers, ridge=options.ridge, control=options.control,
+            checkpoint=folder / f".{config.model.name}{control}.sums.safetensors",
+            progress=lambda batches: tqdm(batches, desc=f"fitting {config.model.name}", unit="batch", file=sys.stderr),
+        )  # fmt: skip
+        if options.distill:
+            found = {layer: _distilled(arch, translator, text, options.distill) for layer, translator in found.items()}
+        return found
+
+    found, cost = priced(fitted, model=config.model.name, layers=layers, distill_steps=options.distill, tokens=text.ids.numel())
     written = []
     for layer, translator in found.items():
-        if options.distill:
-            translator = _distilled(arch, translator, text, options.distill)
         path = folder / f"{config.model.name}.layer{layer}{control}.safetensors"
         translator.save(path, getattr(torch, options.dtype))
         written.append(path)
+    print(cost.line())
+    cost.save(folder / f"{config.model.name}{control}.cost.json")
     return written
 
 

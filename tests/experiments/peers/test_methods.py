@@ -50,8 +50,11 @@ def test_every_row_is_a_module_that_there_is_and_the_keys_are_unique() -> None:
     assert len({row.key for row in rows}) == len(rows)
     assert {name for row in rows for name in row.needs} <= set(choices("modules"))
     there = {path.stem for path in (Path(quicksilver.__file__).parent / "baselines").glob("[!_]*.py")}
-    # Projected K/V is a peer that our own stages can run: SwiftKV without its training.
-    assert {row.needs[0] for row in rows if row.section not in (methods.DENSE, methods.OURS)} == there | {"quicksilver"}
+    # Projected K/V is a peer that our own stages can run, SwiftKV without its training, and so are the controls of prediction.
+    assert {row.needs[0] for row in rows if row.section not in (methods.DENSE, methods.OURS)} == there | {
+        "quicksilver",
+        "fitted_prediction",
+    }
 
 
 def test_the_frontier_is_of_what_is_beyond_noise_and_interval(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_attributes_are_read_off_the_classes() -> None:
     assert found.loc["heavy_hitter", "acts"] == "between passes"
     assert found.loc["confidence_exit", "acts"] == "anywhere"
     assert found.loc["prompt_lookup", "weights"] == "frozen"
-    assert found.loc["int8_dynamic", "excludes"] == "adaptive_quantization, bfloat16, channel_sparsity"
+    assert found.loc["int8_dynamic", "excludes"] == "adaptive_quantization, bfloat16, channel_sparsity, fastest_linear"
     assert found.loc["one_shot_halting", "source"] == "2604.18103"
     assert not {"static_depth", "random_halting"} & set(found.index)
     # every peer says where it comes from

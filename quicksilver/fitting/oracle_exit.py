@@ -1,0 +1,277 @@
+"""A ceiling of early exit where every position is scored: an oracle says who may leave, with a fitted exit head and predicted K/V."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quicksilver.fitting.fit import fit_translators
+from quicksilver.fitting.regression import RIDGE, TOKENS_PER_COEFFICIENT
+from quicksilver.fitting.text import FitText
+from quicksilver.measure.latency import shared_weight_copy
+from quicksilver.modules.checks import choice, count, number
+from quicksilver.modules.thresholds import Fitted, model_digest
+from quicksilver.modules.translators import BoundTranslator, Translator
+from quicksilver.runtime.architecture import Architecture, architecture_of
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.ledger import LayerWork, head_flops
+from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.view import LayerView
+
+WINDOW = (0.25, 0.75)  # of the depth: layers before which tokens may leave
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Where tokens leave, and with what they are read.
+
+    Attributes:
+        before: the first layer that they do not go through.
+        head: (1 + D, D) float32; last state ≈ h + [1, h] · head.
+        tau_nats: a token leaves whose KL(dense ‖ exit) is below it.
+        share: of the calibration text's tokens that may leave: how many do.
+        kl_nats: mean over all of them, the ones that stay as 0.
+    """
+
+    before: int
+    head: torch.Tensor
+    tau_nats: float
+    share: float
+    kl_nats: float
+
+
+@dataclass(kw_only=True)
+class OracleExit(TokenPolicy, Fitted):
+    """Tokens leave before one layer where an oracle knows that it costs least; no rule that has to find out can do better.
+
+    The oracle runs the dense model beside this one and compares, token by token, what the exit head would say with what the whole model
+    does: a token leaves where KL(dense ‖ exit) is below a threshold. What it runs is in no ledger: that makes it an oracle. All else is
+    paid for: layers, predicted K/V, the exit head. Exit head and K/V map are ridge regressions on calibration text. Of the layers in the
+    middle half of the depth the one is taken at which the leaving tokens lose least there; the threshold is the quantile that saves
+    `saves_pct` there.
+
+    Causal but for the oracle: a decision reads the token and those before it, through all layers. `lookahead=true` marks that.
+    It acts in passes that start a sequence. Rows of a batch keep different numbers of tokens and are computed as long as the longest: with one
+    row a batch *executed* operations are those of its own tokens.
+
+    Args:
+        saves_pct: of the executed operations of a window whose positions are all scored, its output head included.
+        head: `fitted`, or `lens`: the model's own norm and output head on the state as it is.
+        missing_kv: `predict`, or `project`: K/V by each later layer's own projection of the frozen state.
+        protect_first: the first tokens never leave.
+
+    Raises:
+        ConfigError: an option out of range; in `fit`, too little text, or more asked for than leaving saves; by `apply`, a module that was
+            not fitted, or that was fitted to other weights.
+    """
+
+    saves_pct: float = 20.0
+    head: str = "fitted"
+    missing_kv: str = "predict"
+    protect_first: int = 4
+    lookahead: bool = False
+    priority: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        number("saves_pct", self.saves_pct, 0.0, 100.0)
+        choice("head", self.head, ("fitted", "lens"))
+        choice("missing_kv", self.missing_kv, ("predict", "project"))
+        count("protect_first", self.protect_first)
+        self._exit: Exit | None = None
+        self._map: Translator | None = None
+        self._digest: str | None = None
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def fitted(self) -> bool:
+        return self._exit is not None
+
+    @property
+    def exit(self) -> Exit:
+        """What was fitted; raises ConfigError before `fit`."""
+        if self._exit is None:
+            raise ConfigError("oracle_exit has no exit head: call fit(model, windows) with calibration text first.")
+        return self._exit
+
+    @property
+    def translators(self) -> dict[int, KVTranslator]:
+        return {} if self._translator is None else {self.exit.before - 1: self._translator}
+
+    # -- fitting ---------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fit(self, model: Any, windows: torch.Tensor, batch_size: int = 8) -> None:
+        """Fit an exit head for each candidate layer, take the layer that loses least, fit its K/V map.
+
+        Args:
+            windows: (W, N) long, calibration text.
+        """
+        arch = architecture_of(model)
+        first, last = (round(part * arch.n_layers) for part in WINDOW)
+        candidates = list(range(max(1, first), min(last, arch.n_layers - 2) + 1))
+        shares = {layer: share_that_saves(arch, layer, self.saves_pct, windows.shape[1]) for layer in candidates}
+        reached = {layer: share for layer, share in shares.items() if share is not None}
+        if not reached:
+            raise ConfigError(
+                f"saves_pct={self.saves_pct:g}: not even all tokens leaving before layer {candidates[0]} saves so much: ask for less."
+            )
+        heads = {layer: torch.zeros(1 + arch.width, arch.width) for layer in reached}
+        if self.head == "fitted":
+            heads = _exit_heads(arch, windows, list(reached), batch_size, self.protect_first)
+        costs: dict[int, list[torch.Tensor]] = {layer: [] for layer in reached}
+        for batch in windows.split(batch_size):
+            states, dense = _states(arch, batch.to(model.device), [*reached])
+            for layer in reached:
+                kl = _kl_nats(arch, dense, _read(states[layer], heads[layer].to(dense.device)))
+                costs[layer].append(kl[:, self.protect_first :].flatten().cpu())
+        of_those_that_may = windows.shape[1] / max(1, windows.shape[1] - self.protect_first)
+        exits = [
+            _exit(layer, heads[layer], torch.cat(costs[layer]), min(1.0, share * of_those_that_may))
+            for layer, share in reached.items()
+        ]
+        self._exit = min(exits, key=lambda one: one.kl_nats)
+        if self.missing_kv == "predict":
+            digest = hashlib.sha256(windows.cpu().contiguous().numpy().astype("<i8").tobytes()).hexdigest()
+            text = FitText(windows, {"windows": len(windows), "digest": digest})
+            self._map = fit_translators(arch, text, [self._exit.before], batch_size=batch_size)[self._exit.before]
+        self._digest = model_digest(model)
+
+    # -- deciding --------------------------------------------------------------------------------------------------------------------
+
+    def bind(self, architecture: Architecture) -> None:
+        self._head = self.exit.head.to(architecture.model.device)
+        found = model_digest(architecture.model)
+        if self._digest != found:
+            raise ConfigError(
+                f"oracle_exit was fitted to other weights (digest {str(self._digest)[:12]}…, this model's is {found[:12]}…): fit it again."
+            )
+        self._translator: BoundTranslator | None = None if self._map is None else self._map.bound(architecture)
+        self._architecture = architecture
+        self._oracle = architecture_of(shared_weight_copy(architecture.model))  # plain, whatever happens to the model
+
+    def required_layers(self) -> frozenset[int]:
+        return frozenset({self.exit.before - 1})
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == self.exit.before - 1
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if not view.is_prompt or view.pass_ids is None:
+            return
+        known = view.pass_ids >= 0
+        dense = self._oracle.model(input_ids=view.pass_ids.clamp(min=0), attention_mask=known.long(), use_cache=False).logits
+        dense = dense.gather(1, view.index[..., None].expand(-1, -1, dense.shape[-1])).float().log_softmax(-1)
+        read = _read(view.after, self._head)
+        leaving = tokens.active & (view.slots >= self.protect_first) & (_kl_nats(self._oracle, dense, read) < self.exit.tau_nats)
+        tokens.halt(leaving, missing_kv=self.missing_kv, translator=self._translator)
+        view.add_signal_flops(2 * self._head.numel() * int(leaving.sum()) if self.head == "fitted" else 0)
+        # The frozen states come back before the final norm; there those that left are what the exit head makes of them.
+        left = torch.zeros_like(known).scatter(1, view.index, leaving)
+        _once(self._architecture.final_norm, left, self._head)
+
+
+def _once(norm: nn.Module, left: torch.Tensor, head: torch.Tensor) -> None:
+    """Exchange the states of `left` (B, N) when all of a pass's next enter the final norm; then it is gone."""
+
+    def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        states = args[0]
+        if states.shape[:-1] != left.shape:
+            return None
+        handle.remove()
+        return (torch.where(left[..., None], _read(states, head), states), *args[1:])
+
+    handle = norm.register_forward_pre_hook(before)
+
+
+def _read(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """The exit head's last state: (..., D) -> (..., D)."""
+    return states + (head[0] + states.float() @ head[1:]).to(states.dtype)
+
+
+def _kl_nats(arch: Architecture, dense: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """KL(dense ‖ exit): log-probabilities (B, M, V) and last states (B, M, D) -> (B, M); row by row, as logits are large."""
+    rows = [
+        (row.exp() * (row - arch.logits(state).float().log_softmax(-1))).sum(-1) for row, state in zip(dense, last, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _states(arch: Architecture, ids: torch.Tensor, layers: Sequence[int]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """States entering layers (L: after the last), (B, N, D) each, and the dense log-probabilities (B, N, V)."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(index: int) -> Any:
+        def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            found[index] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+        return hook
+
+    wanted = [(arch.layers[layer], layer) for layer in layers]
+    handles = [module.register_forward_pre_hook(keep(index), with_kwargs=True) for module, index in wanted]
+    handles.append(arch.final_norm.register_forward_pre_hook(lambda _, args: found.__setitem__(arch.n_layers, args[0])))
+    try:
+        logits = arch.model(input_ids=ids, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, logits.float().log_softmax(-1)
+
+
+def _exit_heads(
+    arch: Architecture, windows: torch.Tensor, layers: Sequence[int], batch_size: int, protect_first: int
+) -> dict[int, torch.Tensor]:
+    """Ridge regression of what the layers from each on add to a state: (1 + D, D) float32 by layer."""
+    rows = 1 + arch.width
+    tokens = windows.shape[0] * max(0, windows.shape[1] - protect_first)
+    if tokens < TOKENS_PER_COEFFICIENT * rows:
+        raise ConfigError(
+            f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {TOKENS_PER_COEFFICIENT * rows} tokens (ten for "
+            "each), by more windows or more text."
+        )
+    xx = {layer: torch.zeros(rows, rows, dtype=torch.float64) for layer in layers}
+    xy = {layer: torch.zeros(rows, arch.width, dtype=torch.float64) for layer in layers}
+    for batch in windows.split(batch_size):
+        states, _ = _states(arch, batch.to(arch.model.device), layers)
+        last = states[arch.n_layers][:, protect_first:].flatten(0, 1).float()
+        for layer in layers:
+            own = states[layer][:, protect_first:].flatten(0, 1).float()
+            x = F.pad(own, (1, 0), value=1.0)
+            xx[layer] += (x.T @ x).cpu().double()
+            xy[layer] += (x.T @ (last - own)).cpu().double()
+    identity = torch.eye(rows, dtype=torch.float64)
+    penalties = {layer: RIDGE * xx[layer].diagonal().mean() * identity for layer in layers}
+    return {layer: torch.linalg.solve(xx[layer] + penalties[layer], xy[layer]).float() for layer in layers}
+
+
+def _exit(layer: int, head: torch.Tensor, kl_nats: torch.Tensor, share: float) -> Exit:
+    """kl_nats: of each token of the calibration text."""
+    tau = float(kl_nats.sort().values[min(len(kl_nats) - 1, round(share * len(kl_nats)))])
+    leaving = kl_nats < tau
+    return Exit(layer, head, tau, float(leaving.float().mean()), float((kl_nats * leaving).mean()))
+
+
+def share_that_saves(arch: Architecture, before: int, saves_pct: float, n_tokens: int) -> float | None:
+    """The least share of tokens that must leave before a layer to save so much of a window whose positions are all scored; None: not
+    even all."""
+    head = head_flops(arch, n_tokens).executed
+    whole = arch.n_layers * LayerWork(1, n_tokens, None).flops(arch) + head
+    for leaving in range(n_tokens + 1):
+        stays, keys = n_tokens - leaving, n_tokens if leaving else None
+        translated = 2 * arch.kv_params_per_layer * leaving * (arch.n_layers - 1 - before)
+        work = before * LayerWork(1, n_tokens, None).flops(arch) + LayerWork(1, stays, keys, leaving, translated).flops(arch)
+        work += (arch.n_layers - 1 - before) * LayerWork(1, stays, keys).flops(arch)
+        work += head + 2 * (1 + arch.width) * arch.width * leaving
+        if work <= whole * (1 - saves_pct / 100):
+            return leaving / n_tokens
+    return None

@@ -1,0 +1,73 @@
+"""An ingredient pays where it saves something, worsens nothing, and does not move the answers further from the dense model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fakes
+import numpy as np
+import pandas as pd
+import pytest
+
+from quicksilver.experiments.ablation import table_composition as composition
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import check_allowed_by_protocol
+from quicksilver.report.artefacts import Outcome
+
+
+def test_every_row_is_a_run_that_the_protocol_takes_and_no_two_are_the_same() -> None:
+    rows = composition.rows()
+    configs = [compose(row.overrides) for row in rows]
+    for config in configs:
+        check_allowed_by_protocol(config)
+    assert len({str(config) for config in configs}) == len(rows)
+    test = {row.key: config for row, config in zip(rows, configs, strict=True) if row.panel == composition.PANEL}
+    assert {config.dataset.part for config in test.values()} == {"test"}
+    assert {config.dataset.part for row, config in zip(rows, configs, strict=True) if row.panel == composition.SEARCH} == {
+        "calibration"
+    }
+    for name in composition.ALL:  # what is left out is what is missing
+        assert set(test["all"].modules) - set(test[f"out.{name}"].modules) == set(test[f"add.{name}"].modules) - {"quicksilver"}
+    fused = test["add.fusion"].modules
+    assert fused["quicksilver"]["schedule"]["drop_share"] == 0
+    assert fused["token_fusion"]["protect_last"] == 32
+
+
+def outcome(results: Path, key: str, kl: float, *, saved: float, faster: float = 0.0, wobble: float = 0.0) -> Outcome:
+    row = next(row for row in composition.rows() if row.panel == composition.PANEL and row.key == key)
+    dense = fakes.make(results, "dense continuation", "continuation")
+    if key == "dense":
+        return Outcome(row, dense, dense)
+    record = fakes.make(
+        results, key, "continuation", per_token=0.01, saved=saved, faster=faster, prompt_timed=True, noise_pct=2.0
+    )
+    noise = wobble * np.random.default_rng(len(key)).standard_normal(fakes.WINDOW_COUNT)
+    record.__dict__["windows"] = record.windows.assign(kl_nats=kl + noise)
+    return Outcome(row, record, dense)
+
+
+@pytest.mark.parametrize(
+    ("kl", "saved", "faster", "verdict"),
+    [
+        (0.020, 0.50, 0.40, "pays"),
+        (0.020, 0.40, 0.60, "pays"),
+        (0.040, 0.50, 0.60, "does not pay"),  # further from the dense model
+        (0.020, 0.40, 0.41, "does not pay"),  # within the noise
+        (0.020, 0.50, 0.30, "does not pay"),  # less work, more time
+    ],
+)
+def test_the_verdict_reads_work_time_and_divergence(tmp_path: Path, kl: float, saved: float, faster: float, verdict: str) -> None:
+    outcomes = [
+        outcome(tmp_path / "a", "dense", 0, saved=0),
+        outcome(tmp_path / "b", "preset", 0.020, saved=0.40, faster=0.40, wobble=0.001),
+        outcome(tmp_path / "c", "add.skipping", kl, saved=saved, faster=faster, wobble=0.001),
+    ]
+    frame = pd.DataFrame(composition.comparison.frame(outcomes))
+    (said,) = composition.findings(outcomes, frame)
+    assert said.startswith(
+        f"Skipped K/V entries: {verdict} (added to the preset: operations of the prompt {100 * saved - 40:+.1f}"
+    )
+    change = composition.kl_change(outcomes[2], outcomes[1])
+    assert change is not None
+    assert change.low < change.value < change.high
+    assert change.value == pytest.approx(kl - 0.020, abs=1e-3)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,7 +43,7 @@ class FittedPrediction(PresetHalting, Fitted):
     control: str = NONE
     drop_oldest: bool = True
     prompt_tokens: int = 448
-    translator: Any = field(default=EMBEDDED, init=False)
+    translator: ClassVar[str] = EMBEDDED  # type: ignore[misc]  # no option: it is fitted here
 
     def __post_init__(self) -> None:
         super().__post_init__()

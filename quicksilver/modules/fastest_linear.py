@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ class FastestLinear(Transform, ChoosesKernels):
     Args:
         product: `auto`, or the name of a kernel of `runtime.quantized.kernels` for every product that it can compute; others stay as
             they are.
+
+    Attributes:
         choices: what was measured; None: `auto` measures when it is applied, once in a process.
 
     Raises:
@@ -44,10 +46,10 @@ class FastestLinear(Transform, ChoosesKernels):
     """
 
     product: str = AUTO
-    choices: Choices | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         choice("product", self.product, (AUTO, *KERNELS))
+        self.choices: Choices | None = None
         self._ran: dict[str, None] = {}
 
     @property

@@ -22,18 +22,24 @@ def choices(model: object, name: str, rows: int) -> Choices:
     return Choices(dict.fromkeys(kinds, name), {})
 
 
+def chosen(found: Choices) -> FastestLinear:
+    module = FastestLinear()
+    module.choices = found
+    return module
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_products_are_computed_as_chosen_and_the_model_is_as_before(family: str) -> None:
     model = tiny.load(family)
     dense = tiny.forward(model, EVEN, []).logits
-    as_it_is = FastestLinear(choices=Choices({}, {}))
+    as_it_is = chosen(Choices({}, {}))
     assert torch.equal(tiny.forward(model, EVEN, [as_it_is]).logits, dense)
     assert "float for 16 x" in as_it_is.kernel
-    by_rows = FastestLinear(choices=choices(model, "weight_only", 48))
+    by_rows = chosen(choices(model, "weight_only", 48))
     moved = float((tiny.forward(model, EVEN, [by_rows]).logits - dense).norm() / dense.norm())
     assert 1e-5 < moved < 0.05
     assert "weight_only for 16 x" in by_rows.kernel
-    one_row = FastestLinear(choices=choices(model, "weight_only", 1))
+    one_row = chosen(choices(model, "weight_only", 1))
     assert torch.equal(tiny.forward(model, EVEN, [one_row]).logits, dense)  # no product here has one row
     assert torch.equal(tiny.forward(model, EVEN, []).logits, dense)
 

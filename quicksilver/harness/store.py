@@ -143,7 +143,7 @@ class Store:
         """
         with self.writing():
             names = sorted(p.name for p in draft.folder.iterdir())
-            content = {**data, "files": {name: _describe(draft.folder / name) for name in names}}
+            content = {**data, "files": {name: described(draft.folder / name) for name in names}}
             (draft.folder / RECORD).write_text(
                 json.dumps({**content, CHECKSUM: checksum(content)}, indent=1, allow_nan=False) + "\n", encoding="utf-8"
             )
@@ -230,7 +230,7 @@ def _check_folder(root: Path) -> None:
         raise ConfigError(f"results_dir={root} is no folder. {remedy}")
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def described(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 

@@ -38,6 +38,11 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     assert str(store.root) not in (again.path / "record.json").read_text()
     assert again.quality == record.quality
     assert again.windows.equals(record.windows)
+    assert again.files["windows.parquet"].bytes < 0.7 * record.files["windows.parquet"].bytes
+    assert {path.name: path.read_bytes() for path in again.path.iterdir()} == {
+        path.name: path.read_bytes()
+        for path in keep(store, {record.fingerprint: set()})[-1].parent.joinpath(record.fingerprint).iterdir()
+    }
     assert store.get(record.fingerprint).path.parent.name == KEPT
     assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
     assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}

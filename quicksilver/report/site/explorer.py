@@ -23,6 +23,8 @@ _NUMBERS = (
     *("kv_bytes_saved_pct", "speedup_pct", "noise_floor_pct", "prompt_speedup_pct", "prompt_noise_floor_pct"),
 )
 _MIN_RECORDS = 2
+_NONE = "none"
+_SCALE = 3  # fewer numbers are no scale
 
 
 def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> list[dict[str, Any]]:
@@ -32,8 +34,9 @@ def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> lis
         panels: a title, and records with their dense records. A set of records that an earlier panel had is not shown again.
 
     Returns:
-        per sweep: `title`, `where` (modules, model, text, protocol), `options` (each with its `values` in order) and `records`, each with the
-        place of its value in every option, its numbers and their intervals. Options that always change together are one option.
+        per sweep: `title`, `where` (modules, model, text, protocol), `options` (each with its `values` in order, and whether that is an order of
+        numbers, `ordered`) and `records`, each with the place of its value in every option, its numbers and their intervals. Options that always
+        change together are one option. What has most to move through comes first: a scale of at least three numbers, then by the number of records.
     """
     found, seen = [], set()
     for title, pairs in panels:
@@ -47,7 +50,14 @@ def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> lis
             if sweep is not None:
                 seen.add(names)
                 found.append(sweep)
-    return found
+    return sorted(found, key=_interest)
+
+
+def _interest(sweep: Mapping[str, Any]) -> tuple[bool, int]:
+    """Key that puts first what a person can learn from: several numbers of one option, with different outcomes; then many records."""
+    scale = any(option["ordered"] and len(option["values"]) >= _SCALE for option in sweep["options"])
+    outcomes = {(record["executed_flops_saved_pct"], record["delta_ppl_pct"][0]) for record in sweep["records"]}
+    return not (scale and len(outcomes) >= _SCALE), -len(sweep["records"])
 
 
 def _group(record: Record) -> tuple[str, ...]:
@@ -68,8 +78,8 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
             rows.append((record, against_dense(record, dense)))
         except QuickSilverError:
             continue  # too few windows for an interval: its own page says so
-    if len(rows) < _MIN_RECORDS:
-        return None
+    if len({(row.get("executed_flops_saved_pct"), row.get("delta_ppl_pct")) for _, row in rows}) < _MIN_RECORDS:
+        return None  # one outcome, whatever is set: there is nothing to move through
     options = _options([settings(record) for record, _ in rows])
     first = rows[0][0]
     return {
@@ -83,7 +93,7 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
                 first.execution,
             )
         ),
-        "options": [{"name": option["name"], "also": option["also"], "values": option["values"]} for option in options],
+        "options": [{key: value for key, value in option.items() if key != "places"} for option in options],
         "records": [
             {
                 "fingerprint": record.fingerprint,
@@ -97,14 +107,28 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
 
 
 def settings(record: Record) -> dict[str, str]:
-    """The options of a record's modules, `halting.tau_drift`, in print."""
+    """The options of a record's modules, `halting.tau_drift`, in words."""
     modules: Mapping[str, Mapping[str, Any]] = record.config["modules"]
     return {
-        f"{module}.{name}": value if isinstance(value, str) else json.dumps(value)
+        f"{module}.{name}": _named(value)
         for module, entry in modules.items()
         for name, value in entry.items()
         if name != "_target_"
     }
+
+
+def _named(value: Any) -> str:
+    """A value as words: `off`, `0.27 to 0.8`, `and, to, by`; numbers and text as they are."""
+    if value is None:
+        return _NONE
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_named(one)}" for key, one in value.items()) or _NONE
+    if isinstance(value, list):
+        numbers = len(value) == 2 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in value)
+        return (" to " if numbers else ", ").join(map(_named, value)) or _NONE
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _options(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -112,25 +136,26 @@ def _options(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     names = sorted({name for row in rows for name in row})
     together: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        values = [row.get(name, "null") for row in rows]
+        values = [row.get(name, _NONE) for row in rows]
         seen = list(dict.fromkeys(values))
         if len(seen) > 1:
             together.setdefault(tuple(map(seen.index, values)), []).append(name)
     options = []
     for members in together.values():
         # The member that reads as numbers gives the order; the others follow it.
-        name = min(members, key=lambda one: (sum(_order(row.get(one, "null"))[0] for row in rows), members.index(one)))
-        values = sorted({row.get(name, "null") for row in rows}, key=_order)
+        name = min(members, key=lambda one: (sum(_order(row.get(one, _NONE))[0] for row in rows), members.index(one)))
+        values = sorted({row.get(name, _NONE) for row in rows}, key=_order)
         also = [
             {
                 "name": other,
-                "values": [next(row.get(other, "null") for row in rows if row.get(name, "null") == v) for v in values],
+                "values": [next(row.get(other, _NONE) for row in rows if row.get(name, _NONE) == v) for v in values],
             }
             for other in members
             if other != name
         ]
-        places = [values.index(row.get(name, "null")) for row in rows]
-        options.append({"name": name, "also": also, "values": values, "places": places})
+        places = [values.index(row.get(name, _NONE)) for row in rows]
+        ordered = all(_order(value)[0] == 0 for value in values)
+        options.append({"name": name, "also": also, "values": values, "places": places, "ordered": ordered})
     return sorted(options, key=lambda option: (-len(option["values"]), option["name"]))
 
 

@@ -29,7 +29,7 @@ from quicksilver.report.site.grid import grid
 from quicksilver.report.site.pages import Site, make
 from quicksilver.report.table import Panel, Table
 from quicksilver.report.writing import without_folders
-from quicksilver.report.written import PrintedPanel, PrintedRow, Section, read
+from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, read
 from quicksilver.runtime.trace import Trace
 
 LAYERS, WINDOW, PROMPT = 24, 512, 448  # the size that the viewer must answer quickly for
@@ -206,7 +206,7 @@ def test_a_written_table_is_laid_out_as_it_was_printed(made, site):
         "perplexity against dense",
         "",
     ]
-    assert sum(span for _, span in laid_out.groups) == len(laid_out.headers) == len(laid_out.right)
+    assert sum(span for _, span, _ in laid_out.groups) == len(laid_out.headers) == len(laid_out.right)
     assert [line.cells[0] for line in laid_out.lines] == list(RUNS)
     page = (site / "table11.html").read_text(encoding="utf-8")
     assert page.count("<tr>") == len(RUNS) + 1
@@ -489,6 +489,39 @@ def test_a_set_of_records_is_shown_once(records):
     assert [one["title"] for one in explorer.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
 
 
+def test_the_first_sweep_has_something_to_move_through():
+    def sweep(name: str, values: list[str], ordered: bool, deltas: list[float]) -> dict[str, Any]:
+        found = [{"executed_flops_saved_pct": 1.0, "delta_ppl_pct": [delta, delta, delta]} for delta in deltas]
+        return {"title": name, "options": [{"values": values, "ordered": ordered}], "records": found}
+
+    names = sweep("names", ["a", "b", "c", "d"], False, [1.0, 2.0, 3.0, 4.0])
+    flat = sweep("flat", ["1", "2", "3"], True, [1.0, 1.0, 1.0])
+    scale = sweep("scale", ["1", "2", "3"], True, [1.0, 2.0, 3.0])
+    assert [one["title"] for one in sorted([flat, names, scale], key=explorer._interest)] == ["scale", "names", "flat"]
+
+
+def test_records_of_one_outcome_are_no_sweep(records, monkeypatch):
+    monkeypatch.setattr(
+        explorer, "against_dense", lambda record, dense: {"executed_flops_saved_pct": 1.0, "delta_ppl_pct": 2.0, "ppl": 3.0}
+    )
+    assert sweep_of(records, "signal.drift", "signal.random", "share") == []
+
+
+def test_values_are_named_and_not_written_as_json():
+    values = [None, True, [0.27, 0.8], ["and", "to"], {"low": 2}, [], 0.5, "p25"]
+    assert list(map(explorer._named, values)) == ["none", "on", "0.27 to 0.8", "and, to", "low: 2", "none", "0.5", "p25"]
+
+
+def test_the_papers_columns_may_be_folded_where_others_are_left():
+    def columns(*groups: str) -> PrintedPanel:
+        return PrintedPanel("", "", tuple(Heading(group, "h") for group in groups), ())
+
+    measured = grid(columns("", "paper reports", "paper reports", "measured", "measured"))
+    assert measured.reported == (False, True, True, False, False)
+    assert measured.groups == (("", 1, False), ("paper reports", 2, True), ("measured", 2, False))
+    assert not any(grid(columns("", "the paper", "the paper", "")).reported)  # nothing but the paper's
+
+
 def test_values_are_in_their_own_order():
     rows = [{"a": value, "b": other} for value, other in (("p25", "x"), ("p5", "y"), ("p10", "z"), ("null", "w"))]
     (option,) = explorer._options(rows)
@@ -554,6 +587,12 @@ class Page:
             str(value),
         )
 
+    def draw(self) -> None:
+        """Bring the first chart that is shown into view, and wait until it is drawn."""
+        first = "[...document.querySelectorAll('.chart')].find((one) => one.offsetParent)"
+        self(f"{first}.scrollIntoView()")
+        self.wait(f"return {first}.classList.contains('drawn')")
+
     def errors(self) -> list[str]:
         return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
@@ -577,6 +616,49 @@ def test_a_narrow_window_scrolls_in_one_direction_only(browser, site, records):
         browser.set_window_size(1280, 900)
 
 
+def test_a_chart_is_drawn_when_it_comes_into_view_on_the_pages_own_background(browser, site, records):
+    page = site / "runs" / f"{records['share'].fingerprint}.html"
+    far = page.with_name("far.html")
+    far.write_text(page.read_text().replace('<div class="chart"', '<div style="height: 5000px"></div><div class="chart"', 1))
+    try:
+        opened = Page(browser, far)
+        assert opened("return document.querySelectorAll('.chart.drawn').length") == 0
+        clear = "return getComputedStyle(document.querySelector('.chart')).backgroundColor"
+        assert opened(clear) == opened("return getComputedStyle(document.body).backgroundColor")
+        opened.draw()
+        assert opened("return document.querySelector('.chart').quicksilverDocument !== undefined")
+        assert opened.errors() == []
+    finally:
+        far.unlink()
+
+
+def test_the_ledger_fits_a_window_and_a_telephone(browser, site):
+    wide = "return [...document.querySelectorAll('.scroll')].every((one) => one.scrollWidth <= one.clientWidth)"
+    try:
+        for width in (1400, 500):
+            browser.set_window_size(width, 900)
+            assert Page(browser, site / "claims.html")(wide), width
+    finally:
+        browser.set_window_size(1280, 900)
+
+
+def test_on_a_telephone_the_measured_columns_come_first_and_the_reported_on_demand(browser, site):
+    shown = "return [...document.querySelectorAll('thead th.reported')].filter((one) => one.offsetParent).length"
+    page = Page(browser, site / "table11.html")
+    assert page(shown) > 0
+    assert not page.find(".fold").is_displayed()
+    browser.set_window_size(500, 900)
+    try:
+        page = Page(browser, site / "table11.html")
+        assert page(shown) == 0
+        first = "return document.querySelector('tbody td:not(.reported)').getBoundingClientRect().right <= innerWidth"
+        assert page(first)
+        page.find(".fold input").click()
+        assert page(shown) > 0
+    finally:
+        browser.set_window_size(1280, 900)
+
+
 def test_both_themes(browser, site):
     page = Page(browser, site / "index.html")
     page("localStorage.clear()")
@@ -589,6 +671,7 @@ def test_both_themes(browser, site):
         assert brightness(Page(browser, site / "table11.html")) > 200  # remembered
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
         chart = Page(browser, site / "explorer.html")
+        chart.draw()
         before = chart("return Bokeh.documents[0].all_models.size")
         chart.find("#theme").click()
         assert brightness(chart) < 60
@@ -687,7 +770,8 @@ def test_a_slider_moves_from_record_to_record(browser, site, records):
     page.choose(f"#option-{share}", sweep["options"][share]["values"].index("0.2"))
     assert sweep["records"][page("return current")]["fingerprint"] == records["share"].fingerprint
     assert "Also changed" in page.text("#result")
-    assert page.find(f"#option-{signal}").get_attribute("aria-valuetext") == "drift"
+    assert page(f"return document.querySelector('#option-{signal}').selectedOptions[0].textContent") == "drift"
+    page.draw()
     ring = page(
         "return document.querySelector('[data-sweep=\"0\"] .chart').quicksilverDocument.get_model_by_name('now').data.delta"
     )

@@ -1,5 +1,5 @@
 "use strict";
-// From record to record. A slider goes over the values that records have; the record with the new value that otherwise differs least is
+// From record to record. A slider or a list goes over the values that records have; the record with the new value that otherwise differs least is
 // shown, so that every position is a run.
 
 const sweeps = JSON.parse(document.getElementById("sweeps").textContent);
@@ -23,6 +23,11 @@ function nearest(option, value) {
   return best;
 }
 
+// Numbers have an order and get a slider; names have none and are chosen by name.
+const control = (option, k) => option.ordered
+  ? `<input id="option-${k}" data-option="${k}" type="range" min="0" max="${option.values.length - 1}" step="1" list="ticks-${k}"><datalist id="ticks-${k}">${option.values.map((_, i) => `<option value="${i}"></option>`).join("")}</datalist>`
+  : `<select id="option-${k}" data-option="${k}">${option.values.map((value, i) => `<option value="${i}">${safe(value)}</option>`).join("")}</select>`;
+
 function select(i, moved = -1) {
   const before = sweep.records[current], record = sweep.records[i];
   const changed = sweep.options.filter((option, k) => k !== moved && moved >= 0 && before.at[k] !== record.at[k]);
@@ -30,8 +35,8 @@ function select(i, moved = -1) {
   sweep.options.forEach((option, k) => {
     const input = form.querySelector(`[data-option="${k}"]`), value = option.values[record.at[k]];
     input.value = record.at[k];
-    input.setAttribute("aria-valuetext", value);
-    form.querySelector(`[data-value="${k}"]`).textContent = value;
+    if (option.ordered) input.setAttribute("aria-valuetext", value);
+    form.querySelector(`[data-value="${k}"]`).textContent = option.ordered ? value : "";
     form.querySelector(`[data-also="${k}"]`).textContent = option.also.map((other) => `${other.name}=${other.values[record.at[k]]}`).join(", ");
   });
   const versus = record.versus_null_ppl, judged = versus[0] == null ? "" : versus[2] < 0 ? " (better than its null)" : versus[1] > 0 ? " (worse than its null)" : " (no difference to its null)";
@@ -59,8 +64,8 @@ function open(number) {
   sweep = sweeps[number];
   for (const place of document.querySelectorAll(".sweep-chart")) place.hidden = Number(place.dataset.sweep) !== number;
   form.innerHTML = sweep.options.map((option, k) => `<div class="option"><label for="option-${k}"><span>${safe(option.name)}</span><output data-value="${k}" for="option-${k}"></output></label>
-    <input id="option-${k}" data-option="${k}" type="range" min="0" max="${option.values.length - 1}" step="1" list="ticks-${k}"><datalist id="ticks-${k}">${option.values.map((_, i) => `<option value="${i}"></option>`).join("")}</datalist><div class="also" data-also="${k}"></div></div>`).join("");
-  for (const input of form.querySelectorAll("input")) input.addEventListener("input", () => {
+    ${control(option, k)}<div class="also" data-also="${k}"></div></div>`).join("");
+  for (const input of form.querySelectorAll("[data-option]")) input.addEventListener("input", () => {
     const option = Number(input.dataset.option);
     select(nearest(option, Number(input.value)), option);
   });

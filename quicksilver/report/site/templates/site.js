@@ -25,9 +25,9 @@ function setUpTheme() {
 
 // Charts are drawn on the page's own background; only their words and lines need the theme's colours.
 const documents = [];
-function paintCharts() {
+function paintCharts(which) {
   const ink = colour("soft"), rule = colour("rule");
-  for (const doc of documents) {
+  for (const doc of which) {
     for (const model of doc.all_models) {
       if (/Axis$/.test(model.type)) model.setv({ axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: ink, major_tick_line_color: ink, minor_tick_line_color: null });
       else if (model.type === "Grid") model.setv({ grid_line_color: rule });
@@ -37,17 +37,33 @@ function paintCharts() {
   }
 }
 
-async function drawCharts() {
-  for (const place of document.querySelectorAll(".chart")) {
-    const item = JSON.parse(document.getElementById(place.dataset.item).textContent);
-    const views = await Bokeh.embed.embed_item(item, place.id);
-    const doc = [...views][0].model.document;
-    documents.push(doc);
-    place.quicksilverDocument = doc;
-    place.dispatchEvent(new Event("drawn"));
-  }
-  paintCharts();
-  document.body.dataset.charts = "drawn";
+// A chart is drawn when it comes into view: a page of thirty would take a quarter of a minute before it answers.
+const waiting = new Set();
+async function drawChart(place) {
+  waiting.add(place);
+  document.body.dataset.charts = "drawing";
+  const item = JSON.parse(document.getElementById(place.dataset.item).textContent);
+  const views = await Bokeh.embed.embed_item(item, place.id);
+  const doc = [...views][0].model.document;
+  documents.push(doc);
+  place.quicksilverDocument = doc;
+  paintCharts([doc]);
+  place.classList.add("drawn");
+  place.dispatchEvent(new Event("drawn"));
+  waiting.delete(place);
+  if (!waiting.size) document.body.dataset.charts = "drawn";
+}
+
+function drawCharts() {
+  const observer = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      observer.unobserve(entry.target);
+      drawChart(entry.target);
+    }
+    if (!waiting.size) document.body.dataset.charts = "drawn"; // what is in view
+  }, { rootMargin: "200px" });
+  for (const place of document.querySelectorAll(".chart")) observer.observe(place);
 }
 
 function setUpLedger() {
@@ -70,7 +86,7 @@ function setUpLedger() {
   for (const box of boxes) box.addEventListener("change", filter);
 }
 
-addEventListener("themechange", paintCharts);
+addEventListener("themechange", () => paintCharts(documents));
 addEventListener("DOMContentLoaded", () => {
   document.querySelector(`nav a[data-name="${document.body.dataset.page}"]`)?.setAttribute("aria-current", "page");
   setUpTheme();

@@ -45,7 +45,7 @@ function channels() {
     ["left", "layers left out", ["none", "all"], (i) => view.left[i] / view.layers],
     ["missing", "layers without a K/V entry", ["none", "all"], (i) => view.missing[i] / view.layers],
     ["halt", "halting depth", ["never", "before the first layer"], (i) => 1 - view.halt[i] / view.layers],
-    ["bits", "bits in the last layer", ["16", "2"], (i) => (4 - Math.log2(view.width(i, view.layers))) / 3],
+    ["bits", "bits in the last layer", ["full", "2"], (i) => (4 - Math.log2(view.width(i, view.layers))) / 3],
     ["fusion", "fusion", ["not fused", "carried"], (i) => (view.carried.has(i) ? 1 : view.carriers.has(i) ? 0.45 : 0)],
   ].filter(([, , , share]) => view.states.some((_, i) => share(i) > 0));
   if (view.words) all.push(["class", "word class", ["", ""], () => 0]);
@@ -166,7 +166,7 @@ function strip(i) {
   const [name, signal] = Object.entries(view.signals).find(([one]) => one === channelChoice.value) ?? Object.entries(view.signals)[0] ?? ["", null];
   const cells = [["head", "layer"], ["head", "state"], ["head", view.bits ? "bits" : ""], ["head", name]];
   [...view.states[i]].forEach((letter, k) => {
-    cells.push(["", k + 1], [`state ${STATE[letter].name}`, STATE[letter].words], ["", view.bits ? view.width(i, k + 1) : ""], ["", signal?.values[i][k] ?? ""]);
+    cells.push(["", k + 1], [`state ${STATE[letter].name}`, STATE[letter].words], ["", view.bits ? (view.width(i, k + 1) < 16 ? view.width(i, k + 1) : "full") : ""], ["", signal?.values[i][k] ?? ""]);
   });
   return `<div class="strip">${cells.map(([kind, words]) => `<span class="${kind}">${escape(words)}</span>`).join("")}</div>`;
 }

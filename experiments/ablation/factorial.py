@@ -270,7 +270,8 @@ def _synergy_columns() -> tuple[Column, ...]:
 
 def draw(rows: pd.DataFrame) -> Drawing:
     """Main effects and pairs as matrices (operations, perplexity), and δ of every set. Call it inside `style()`."""
-    from quicksilver.report.figure import HATCHES, PALETTE, SEQUENTIAL, panels
+    from quicksilver.report.figure import HATCHES, PALETTE, panels
+    from quicksilver.report.labels import heat_look, write_cells
 
     drawing, plots = panels(1, 3, size=(11.0, 3.4), width_ratios=[1, 1, 1.25])
     effects = rows[rows["panel"] == EFFECTS].set_index("key")
@@ -279,12 +280,9 @@ def draw(rows: pd.DataFrame) -> Drawing:
         matrix = np.full((len(LETTERS), len(LETTERS)), np.nan)
         for i, j in itertools.combinations_with_replacement(range(len(LETTERS)), 2):
             matrix[j, i] = factor * effects.loc["".join(dict.fromkeys(LETTERS[i] + LETTERS[j])), f"effect_{name}"]
-        image = plot.imshow(matrix, cmap=SEQUENTIAL)
-        drawing.colorbar(image, ax=plot)
-        middle = (np.nanmin(matrix) + np.nanmax(matrix)) / 2
-        for j, i in zip(*np.nonzero(~np.isnan(matrix)), strict=True):
-            colour = "white" if matrix[j, i] < middle else "black"
-            plot.text(i, j, signed(matrix[j, i]), ha="center", va="center", fontsize=8, color=colour)
+        drawing.colorbar(plot.imshow(matrix, **heat_look(matrix)), ax=plot)
+        there = zip(*np.nonzero(~np.isnan(matrix)), strict=True)
+        write_cells(plot, matrix, {(int(j), int(i)): signed(matrix[j, i]) for j, i in there}, 8)
         plot.set_xticks(range(len(LETTERS)), LETTERS)
         plot.set_yticks(range(len(LETTERS)), [f"{FACTORS[letter][2]} {letter}" for letter in LETTERS])
         plot.set_title(f"Effects and interactions of pairs:\n{title}", fontsize=8)
@@ -299,9 +297,9 @@ def draw(rows: pd.DataFrame) -> Drawing:
         plot.bar(places + 0.4 * k - 0.2, middle, 0.4, yerr=spread, error_kw={"elinewidth": 0.7}, **bars)
     plot.plot(places[-1], reported_synergy(), marker="D", linestyle="", color=PALETTE[1], label="the paper's numbers (P.4)")
     plot.axhline(0, color="black", linewidth=0.8, linestyle="-", marker="")
-    plot.set_xticks(places, deltas["key"], rotation=45)
+    plot.set_xticks(places, deltas["key"], rotation=90)
     plot.set_xlabel("mechanisms together")
     plot.set_ylabel("δ, points of dense FLOPs")
-    plot.set_title("Synergy δ (P.1): below 0 is sub-additive", fontsize=8)
-    plot.legend(loc="lower left")
+    plot.set_title("Synergy δ (P.1): below 0, savings overlap", fontsize=8)
+    plot.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
     return drawing

@@ -14,6 +14,7 @@ from quicksilver.harness.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style
+from quicksilver.report.labels import legend_below
 
 from . import costs
 
@@ -52,10 +53,10 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 bottom += ms
             plot.set_title(RUNS[key])
             plot.set_xlabel("layer")
+            plot.set_xticks(sorted({1, *range(4, len(bottom) + 1, 4), len(bottom)}))
             plot.grid(axis="x", visible=False)
         axes[0, 0].set_ylabel("time in one pass, ms")
-        axes[0, -1].set_ylim(top=1.55 * axes[0, -1].get_ylim()[1])  # room for the legend above the bars
-        axes[0, -1].legend(loc="upper left", fontsize=6)
+        legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=len(GROUPS))
     caption = (
         "Medians over rounds of one pass over a batch of prompts. The components are timed in a pass of their own; Table 7 "
         "compares their sum with an untouched pass. Embedding and output head belong to no layer.",

@@ -150,7 +150,11 @@ def _widths(axes: Axes, record: Record) -> pd.DataFrame:
     for edge in range(1, n_tokens):
         axes.axvline(edge - 0.5, color="white", linewidth=0.4, linestyle="-", marker="")
     axes.legend(
-        handles=sentences.held_legend(frame["held"]), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2
+        handles=sentences.held_legend(frame["held"], record.model.dtype),
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=4,
+        borderaxespad=0.2,
     )
     return frame
 

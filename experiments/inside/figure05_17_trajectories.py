@@ -151,13 +151,16 @@ def _caption(outcomes: Sequence[Outcome], record: Record, signals: pd.DataFrame,
     jump = ""
     if fused:
         at = signals[(signals["slot"] == fused[0].slot) & (signals["layer"] == fused[0].until)]
-        jump = f" Fused, the carrier's state is {float(at['sdi_l2'].iloc[0]):.0f} away from its dense one, of a norm of {float(at['dense_state_norm'].iloc[0]):.0f}."
+        jump = (
+            f" Right after the fusion the carrier's state is {float(at['sdi_l2'].iloc[0]):.0f} away from its dense one, whose norm is "
+            f"{float(at['dense_state_norm'].iloc[0]):.0f}."
+        )
     return sentences.caption(
         outcomes,
         TEXT,
-        "Star: halts; cross: fused with its neighbour. From there on the token's own trajectory ends; faint, in its colour: how the dense model would "
-        f"have gone on. Grey: the other tokens in the dense model.{jump}",
-        "Components of the dense states of all layers and tokens but the first, which is often far off (an attention sink; median norm here "
-        f"{first:.0f} against {others:.0f}).",
-        "Drawn are: of the tokens that nothing is fused with, the one nearest the middle that never halts and the one that halts first; and the first pair that is fused.",
+        "States of a few tokens, layer by layer. Star: the token halts here; cross: it is fused with its neighbour. From there on the faint line in "
+        f"its colour shows the same token in the dense model. Grey: the other tokens, dense.{jump}",
+        "Drawn: the token nearest the middle of the sentence that never halts, the token that halts first, and the first pair that is fused.",
+        "Left: first two principal components of the dense states, over all layers and all tokens but the first, which often lies far off (an "
+        f"attention sink; its median norm is {first:.0f}, that of the others {others:.0f}).",
     )

@@ -17,7 +17,7 @@ from quicksilver.report.figure import MARKERS, PALETTE, Figure, panels, style
 from . import sentences
 
 TEXT = sentences.SENTENCE
-KINDS = {"forced": "forced to halt", "natural": "halts by itself", "full": "all layers"}
+KINDS = {"forced": "Forced to halt", "natural": "Halt by themselves", "full": "Go through all layers"}
 NAMED = 6  # tokens named in a panel
 
 
@@ -85,13 +85,13 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         axes[0, 0].set_ylabel("drift relative to the state (ratio)")
         _legend(axes[0, 2])
     entry = record.config["modules"]["halting"]
-    words = f"Told to halt: {', '.join(entry['forced_ids'])}; told not to: {', '.join(entry['full_ids'])}."
+    words = f"Forced to halt: {', '.join(entry['forced_ids'])}; kept to the last layer: {', '.join(entry['full_ids'])}."
     caption = sentences.caption(
         outcomes,
         TEXT,
-        "Relative drift ‖h(ℓ) − h(ℓ−1)‖ / ‖h(ℓ)‖ of each token from layer 2 on. A curve ends where its token halts (marker); faint: what the dense "
-        "model would have gone on with. A token halts by itself only if its entropy is below a threshold as well. Grey: layers after which tokens may "
-        f"halt. {words}",
+        "Relative drift ‖h(ℓ) − h(ℓ−1)‖ / ‖h(ℓ)‖: how far each layer moves a token's state. A curve ends at the marker, where its token halts; "
+        "faint: the same token in the dense model. A token halts by itself where its drift and its entropy (not drawn) are both below their "
+        f"thresholds. Grey: layers after which tokens may halt. {words}",
         _behind(frame, sentences.window(record)),
         "The paper draws the absolute L2 norm against a threshold of 1.0 (its Figure 9); in this model that norm is "
         f"{record.signals(TEXT)['dense_drift_l2'].median():.0f} in the median.",
@@ -124,13 +124,13 @@ def _behind(frame: pd.DataFrame, window: tuple[int, int]) -> str:
     parts = []
     for where, members in (
         ("before", computed[computed["slot"] < forced.min()]),
-        ("behind", computed[computed["slot"] > forced.min()]),
+        ("after", computed[computed["slot"] > forced.min()]),
     ):
         if not members.empty:
             parts.append(
                 f"{members['drift_relative'].mean():.2f} {where} the first forced token (dense {members['dense_drift_relative'].mean():.2f})"
             )
-    return f"Mean drift in these layers: {', '.join(parts)}."
+    return f"Mean drift of the tokens that are computed in the grey layers: {', '.join(parts)}."
 
 
 def _apart(end: pd.Series, slot: int, members: pd.DataFrame) -> bool:

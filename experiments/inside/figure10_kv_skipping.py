@@ -59,8 +59,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = sentences.caption(
         outcomes,
         TEXT,
-        f"Left: the K/V entries of one sentence; {100 * frame['kv'].mean():.0f}% of the dense cache are there. Halted tokens take part again in "
-        "the last layers and leave entries there. The first tokens are protected: they keep theirs while they are halted.",
+        f"Left: the K/V entries of one sentence; {100 * frame['kv'].mean():.0f}% of the dense cache are there. Halted tokens are computed again in "
+        "the last layers and have entries there. The first tokens are protected: they keep their entries while they are halted.",
         "Right: the share of K/V entries that each layer holds, over all prompts of the run. Dashed: over all layers together.",
     )
     both = pd.concat([frame, shares.assign(token="", entry="all prompts")], ignore_index=True)

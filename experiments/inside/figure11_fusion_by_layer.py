@@ -47,7 +47,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = sentences.caption(
         outcomes,
         TEXT,
-        f"Fusion in steps: at every second layer from 0.4 of the depth on, the closest neighbours become one token, which lives on in the later one's "
-        f"place. {merged} of {len(frame)} tokens go into a neighbour, {len(words)} super-tokens are left; what they carry stands above them.",
+        "Each column is a token, going up through the layers. At every second layer from 0.4 of the depth on, the closest neighbours are fused into "
+        f"one token in the place of the later one. {merged} of {len(frame)} tokens are fused into a neighbour, {len(words)} super-tokens are left, with "
+        "the text they carry above them.",
     )
     return Figure(name, "Figure 11: tokens that go into their neighbours", frame, drawing, caption)

@@ -42,7 +42,9 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = sentences.caption(
         outcomes,
         TEXT,
-        f"Tokens {slots.start} to {slots.stop - 1} of a prompt of {n_tokens}: {merged} of {len(shown)} go into a neighbour, {int((shown['carries'] != '').sum())} "
-        "super-tokens are left; what they carry stands to the right. Fusion in steps, at every second layer from 0.4 of the depth on. A cross without an arrow: what it goes into lies beyond the stretch.",
+        "Each row is a token, going through the layers from left to right. At a cross it is fused into a later neighbour (arrow), which carries it "
+        f"from there on: {merged} of these {len(shown)} tokens are fused, {int((shown['carries'] != '').sum())} super-tokens are left, with the text "
+        "they carry at the right. A cross without an arrow: the neighbour is not among these rows.",
+        f"Tokens {slots.start} to {slots.stop - 1} of a prompt of {n_tokens}. Fusion acts at every second layer from 0.4 of the depth on.",
     )
-    return Figure(name, "Figure 12: lives of tokens under fusion", shown, drawing, caption)
+    return Figure(name, "Figure 12: tokens of running text under fusion", shown, drawing, caption)

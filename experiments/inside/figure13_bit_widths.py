@@ -38,13 +38,18 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             panel.axvline(decided - 0.5, color="black", linewidth=1, linestyle="--", marker="")
             panel.text(decided - 0.5, -0.8, "widths decided", ha="center", va="bottom", fontsize=7)
         panel.set(xlabel="layer", ylabel="token")
-        panel.legend(handles=sentences.held_legend(frame["held"]), loc="center left", bbox_to_anchor=(1.01, 0.5), title="held at")
+        panel.legend(
+            handles=sentences.held_legend(frame["held"], record.model.dtype),
+            loc="center left",
+            bbox_to_anchor=(1.01, 0.5),
+            title="held at",
+        )
     counts = frame.loc[frame["layer"] == n_layers, "bits"].value_counts().sort_index(ascending=False)
     caption = sentences.caption(
         outcomes,
         TEXT,
-        "The width at which each token is held in each layer: the inputs of linear layers and the K/V entries. "
-        + ", ".join(f"{count} tokens end at {width} bits" for width, count in counts.items())
-        + ". The paper decides after layer 15 of 30.",
+        "Bit-width of each token in each layer: of the inputs of linear layers and of its K/V entries. In the last layer "
+        + ", ".join(f"{count} tokens are at {sentences.width(int(bits))}" for bits, count in counts.items())
+        + f". Before the dashed line everything is {record.model.dtype}. The paper decides after layer 15 of 30.",
     )
     return Figure(name, "Figure 13: bit-width of each token by layer", frame, drawing, caption)

@@ -43,11 +43,12 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = sentences.caption(
         outcomes,
         TEXT,
-        f"Entropy of the logit lens where widths are decided, after layer {decided}: below tau_low 2 bits, up to tau_high 4, above 8. The thresholds are "
-        "the 30th and 70th percentile of calibrating text; a short sentence, whose tokens have little before them, lies higher.",
-        f"Right: {len(windows)} tokens of {windows['text'].nunique()} windows of the run's text.",
+        f"Left: entropy of each token after layer {decided}, where bit-widths are decided (logit lens). Below tau_low a token gets 2 bits, up to "
+        f"tau_high 4, above it 8. Right: the widths of {len(windows)} tokens of the run's text ({windows['text'].nunique()} windows).",
+        "The thresholds are the 30th and the 70th percentile on calibrating text. Tokens of a short sentence have little context, so that their "
+        "entropies lie higher.",
     )
-    return Figure(name, "Figure 14: precision by entropy", frame, drawing, caption)
+    return Figure(name, "Figure 14: bit-width by entropy", frame, drawing, caption)
 
 
 def decision(record: Record) -> tuple[int, float, float]:
@@ -93,5 +94,5 @@ def _shares(axes: Axes, windows: pd.DataFrame) -> None:
         axes.text(value, i, f" {value:.0f}%", va="center", fontsize=7)
     axes.set_yticks(range(len(names)), names.values())
     axes.invert_yaxis()
-    axes.set(xlabel="tokens (%)", xlim=(0, max(values) * 1.2), title="the run's text")
+    axes.set(xlabel="tokens (%)", xlim=(0, max(values) * 1.2), title="Running text")
     axes.grid(visible=False, axis="y")

@@ -45,9 +45,10 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         middle.legend(loc="lower right")
         first = sentences.layers(frame[(frame["text"] == sentences.WINDOW) & (frame["layer"] > 0)], "held")
         sentences.draw_held(right, first, origin="lower", extent=(-0.5, first.shape[1] - 0.5, 0.5, n_layers + 0.5))
-        right.set(xlabel="token of the first window (slot)", ylabel="layer", title="Bit-widths")
+        right.set(xlabel="token of the first window (slot)", ylabel="layer", title="Bit-widths of one window")
         right.set_yticks(range(1, n_layers + 1, 3))
-        right.legend(handles=sentences.held_legend(frame["held"]), loc="lower right", ncols=4, columnspacing=1, framealpha=1)
+        handles = sentences.held_legend(frame["held"], record.model.dtype)
+        right.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, columnspacing=1)
     drawn = frame[["text", "layer", "slot", "dense_entropy_nats", "bits"]].round(4)
     return Figure(name, "Figure 19: entropy and bit-widths", drawn, drawing, _caption(outcomes, frame, chosen, tau["tau_low"]))
 
@@ -72,15 +73,16 @@ def _caption(
     inner = mean.loc[1:]
     deep = frame[frame["layer"] == chosen[-1]]["dense_entropy_nats"]
     share = frame.loc[frame["layer"] == mean.index.max(), "bits"].value_counts(normalize=True).sort_index(ascending=False)
-    said = ", ".join(f"{100 * part:.0f}% at {width} bits" for width, part in share.items())
+    said = ", ".join(f"{100 * part:.0f}% at {sentences.width(int(bits))}" for bits, part in share.items())
     trend = "falls" if mean[chosen[-1]] < mean[chosen[0]] else "rises"
     return sentences.caption(
         outcomes,
         None,
-        f"Left: {frame.loc[frame['layer'] == 1].shape[0]} tokens of {frame['text'].nunique()} windows of the run's text, layers {', '.join(map(str, chosen))} "
-        f"(10, 15 and 20 of 30 in the paper). Mean entropy {trend} from {mean[chosen[0]]:.2f} to {mean[chosen[-1]]:.2f} nats between them; the paper "
-        f"says it falls with depth. Over all layers it is lowest in layer {inner.idxmin()} ({inner.min():.2f}) and highest in layer {inner.idxmax()} ({inner.max():.2f}).",
+        f"Left, middle: entropy of the logit lens in the dense model, {frame.loc[frame['layer'] == 1].shape[0]} tokens of "
+        f"{frame['text'].nunique()} windows. Layers {', '.join(map(str, chosen))} stand for 10, 15 and 20 of the paper's 30. Between them the mean {trend} "
+        f"from {mean[chosen[0]]:.2f} to {mean[chosen[-1]]:.2f} nats; the paper says that it falls with depth. Right: widths from the deciding layer "
+        f"on, over all windows {said}.",
+        f"Over all layers the mean is lowest in layer {inner.idxmin()} ({inner.min():.2f}) and highest in layer {inner.idxmax()} ({inner.max():.2f}).",
         f"In layer {chosen[-1]}, {100 * (deep < 1.0).mean():.0f}% of the tokens are below the paper's tau_low of 1.0 (it says more than 45%), "
         f"{100 * (deep < tau_low[chosen[-1] - 1]).mean():.0f}% below the calibrated {tau_low[chosen[-1] - 1]:.2f}.",
-        f"Right: {said} of these tokens from the deciding layer on.",
     )

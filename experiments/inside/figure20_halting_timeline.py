@@ -47,9 +47,9 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = sentences.caption(
         outcomes,
         TEXT,
-        f"Each column is a token, each row a layer. Colour: the larger of drift and entropy, each over its threshold in that layer; below 1 the "
-        f"token halts (bar). {int((halted < last).sum())} of {len(halted)} tokens halt; hatched cells are not computed. Halted tokens take part again "
-        "in the last layers (resume_layers), where nothing halts any more: those cells have no score.",
+        "Colour: how far a token is from halting, the larger of drift and entropy, each divided by its threshold in that layer. Where that falls "
+        f"below 1 between the broken lines, the token halts (black bar): {int((halted < last).sum())} of {len(halted)} do. In the last layers they "
+        "are computed again (resume_layers), and none halts there.",
     )
     return Figure(name, "Figure 20: halting timeline", frame, drawing, caption, {"gif": animation})
 
@@ -100,11 +100,11 @@ def _draw(drawing: Drawing, axes: Axes, frame: pd.DataFrame, window: tuple[int, 
     bar = drawing.colorbar(image, ax=axes, pad=0.01, ticks=[0.7, 1, 1.4, 2], extend="both")
     bar.ax.set_yticklabels(["0.7", "1: halts below", "1.4", "2"])
     bar.ax.minorticks_off()
-    bar.set_label("score over threshold (ratio)")
+    bar.set_label("drift or entropy over its threshold (ratio)")
     handles = [
-        Patch(facecolor="black", label="cut-off: halts after this layer"),
+        Patch(facecolor="black", label="halts after this layer"),
         Patch(facecolor="#f4f4f4", edgecolor="#b0b0b0", hatch="////", label="halted: not computed"),
-        Patch(facecolor="#cfcfcf", label="takes part again"),
+        Patch(facecolor="#cfcfcf", label="computed again"),
         Line2D(
             [], [], color="black", linewidth=0.9, linestyle=(0, (6, 3)), marker="", label="tokens may halt between these lines"
         ),

@@ -17,7 +17,7 @@ from scipy.stats import spearmanr
 
 from quicksilver.harness.record import Record
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import PALETTE, SEQUENTIAL, Figure, panels, style
+from quicksilver.report.figure import DIVERGING, PALETTE, SEQUENTIAL, Figure, panels, style
 
 from . import sentences
 
@@ -48,15 +48,22 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame["error_attribution_nats"] = frame["dense_gradient_x_state"].abs()
     frame["loss_change_nats"] = frame["nll_nats"] - frame["dense_nll_nats"]
     with style():
-        drawing, axes = panels(4, 1, size=(10, 8), sharex=True, height_ratios=[1, 1, 1, 0.55])
-        _heat(drawing, axes[0, 0], frame, "sdi_l2", "Semantic Drift Index ‖h_dense − h_run‖₂", "state units")
+        drawing, axes = panels(4, 1, size=(10, 10.4), height_ratios=[1, 1, 1, 0.6])
+        _heat(
+            drawing,
+            axes[0, 0],
+            frame,
+            "sdi_l2",
+            "Semantic Drift Index (SDI) ‖h_dense − h_run‖₂: how far halting moved the state",
+            "state units",
+        )
         _heat(drawing, axes[1, 0], frame, "error_attribution_nats", "Error attribution |∂L/∂h · h|, dense model", "nats")
         _heat(
             drawing,
             axes[2, 0],
             frame,
             "attributed_nats",
-            "What the deviation should cost, to first order: ∂L/∂h · (h_run − h_dense)",
+            "Loss that the drift should add, to first order: ∂L/∂h · (h_run − h_dense)",
             "nats",
             signed=True,
         )
@@ -68,8 +75,10 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             color=np.where(change["loss_change_nats"] > 0, PALETTE[1], PALETTE[2]),
         )
         bars.axhline(0, color="black", linewidth=0.6, linestyle="-", marker="")
-        bars.set(ylabel="nats", xlabel="token", title="What this token's own prediction lost (above 0) or gained")
-        bars.set_xticks(range(len(change)), sentences.labels(change["token"]), rotation=90, fontsize=6.5)
+        bars.set(ylabel="nats", xlabel="token", title="Change of the loss of this token's own prediction (above 0: worse)")
+        for plot in axes.flat:
+            plot.set_xticks(range(len(change)), sentences.labels(change["token"]), rotation=90, fontsize=6)
+            plot.set_xlim(-0.5, len(change) - 0.5)
         bars.grid(visible=False, axis="x")
     caption = sentences.caption(outcomes, TEXT, *_findings(frame), _harm(record))
     return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, caption)
@@ -88,7 +97,7 @@ def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str, title:
         else LogNorm(min(float(np.quantile(usual, 0.03)) if usual.size else size, size / 10), size)
     )
     image = axes.imshow(
-        values, norm=norm, cmap="cividis" if signed else SEQUENTIAL, origin="lower", aspect="auto",
+        values, norm=norm, cmap=DIVERGING if signed else SEQUENTIAL, origin="lower", aspect="auto",
         extent=(-0.5, table.shape[1] - 0.5, -0.5, table.index[-1] + 0.5),
     )  # fmt: skip
     halted = ~sentences.layers(frame, "active").astype(bool)
@@ -112,12 +121,12 @@ def _findings(frame: pd.DataFrame) -> tuple[str, ...]:
     harm = spearmanr(drift.iloc[:-1], change.iloc[1:].abs())
     estimate = frame[frame["layer"] == last]["attributed_nats"].sum()
     return (
-        "L: nats of the sentence in the dense model. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Black "
-        "bars: the token halts here. Blank: the two runs are still equal. Colours are logarithmic, except in the third panel. "
-        "After the last layer gradient times state is 0, because the final norm undoes any scaling.",
-        f"Over the tokens, SDI after the last layer and mean attribution have a rank correlation of {both.statistic:+.2f} (p = {both.pvalue:.2g}): the paper says they "
-        f"overlap substantially. SDI and the size of the change of the next token's loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
-        f"The sentence's loss changes by {change.sum():+.1f} nats; to first order the deviations after the last layer should change it by {estimate:+.1f}.",
+        "The same sentence runs twice, dense and with halting. Black bar: the token halts after this layer. White: both runs are still equal. "
+        f"Rank correlation over tokens of drift after the last layer with mean attribution: {both.statistic:+.2f} (p = {both.pvalue:.2g}; the paper "
+        f"says that they overlap substantially), with the size of the next token's change of loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
+        "L: loss of the sentence in the dense model, nats. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Colours are "
+        "logarithmic, except in the third panel. After the last layer gradient times state is 0, because the final norm undoes any scaling.",
+        f"The sentence's loss changes by {change.sum():+.1f} nats; to first order the drift after the last layer should change it by {estimate:+.1f}.",
     )
 
 

@@ -18,6 +18,7 @@ from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.claims.verdicts import Estimate
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.labels import legend_below
 
 from . import trace_counts
 
@@ -60,33 +61,27 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             one = mine.iloc[0]
             law = f"α {one['alpha']:.3f} [{one['alpha_low']:.3f} {one['alpha_high']:.3f}], R² {one['r_squared']:.2f}"
             style_of = {"color": PALETTE[place]}
-            plot.plot(
-                mine["layer"],
-                mine["active_pct"],
-                marker=MARKERS[place],
-                linestyle="",
-                label=f"{KEYS[str(key)]}: {law}",
-                **style_of,
-            )
+            dash, marker = DASHES[place % len(DASHES)], MARKERS[place]
+            plot.plot(mine["layer"], mine["active_pct"], marker=marker, linestyle="", **style_of)
             at = np.array([0, *fitted["layer"]])
-            plot.plot(
-                at, 100 * np.exp(-one["alpha"] * at), linestyle=DASHES[place % len(DASHES)], marker="", linewidth=1, **style_of
-            )
+            plot.plot(at, 100 * np.exp(-one["alpha"] * at), linestyle=dash, marker="", linewidth=1, **style_of)
+            plot.plot([], [], linestyle=dash, marker=marker, linewidth=1, label=f"{KEYS[str(key)]}: {law}", **style_of)
         plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
         plot.set_yscale("log")
         plot.set_yticks([10, 20, 30, 50, 70, 100], ["10", "20", "30", "50", "70", "100"])
         plot.minorticks_off()
         plot.set_xlabel("layer")
         plot.set_ylabel("active tokens of a prompt, %")
-        plot.legend(loc="lower left")
+        title = "points: measured; lines: the exponential N·exp(−α·ℓ) fitted to them"
+        legend_below(drawing, plot.get_legend_handles_labels()[0], ncols=2, title=title)
     caption = (
-        "Points: share of a prompt's tokens that take part in a layer. Lines: N·exp(−α·ℓ) through 100% before the first layer, "
-        "least squares in logarithms. A line is drawn where it was fitted: up to the layer from which halted tokens take part "
-        "again. Brackets: 95% intervals, bootstrap over windows. R² below 0: the mean of all layers fits better than an "
-        "exponential decay.",
+        "Share of a prompt's tokens that are computed in each layer. The paper says that it falls exponentially (App. J, K). A fit starts at 100% "
+        "before the first layer and ends before the layer from which halted tokens are computed again (resume_layers). R² below 0: the mean of "
+        "all layers fits better than an exponential.",
+        "Fit: least squares in logarithms. Brackets: 95% intervals of α, bootstrap over windows.",
         *provenance.notes(outcomes),
     )
-    return Figure(name, "Active tokens by layer, and the exponential that the paper sees in them", frame, drawing, caption)
+    return Figure(name, "Active tokens by layer, with exponential fits", frame, drawing, caption)
 
 
 def decay(panel: Mapping[str, Outcome]) -> Estimate | None:

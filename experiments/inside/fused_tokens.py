@@ -115,7 +115,9 @@ def draw_lives(axes: Axes, signals: pd.DataFrame, slots: range, *, across: bool)
 def lives_legend(*, short: bool = False) -> list[Line2D]:
     """Handles for a legend of `draw_lives`; `short` for a narrow place."""
     merged, together = (
-        ("merged", "super-token") if short else ("goes into a neighbour (×, arrow)", "super-token; as wide as it carries tokens")
+        ("merged", "super-token")
+        if short
+        else ("goes into a neighbour (×, arrow)", "super-token: the thicker, the more it carries")
     )
     return [
         Line2D([], [], color=ALONE, linestyle="-", marker="", linewidth=1.2, label="stays alone"),

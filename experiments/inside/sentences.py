@@ -40,7 +40,7 @@ def overridden() -> Row:
     """The same with words that must halt and words that must not."""
     overrides = (f"modules.halting.forced_ids=[{','.join(FORCED)}]", f"modules.halting.full_ids=[{','.join(FULL)}]")
     row = halting()
-    return Row("", "", "overridden", "Token halting, some words told", (*row.overrides, *overrides))
+    return Row("", "", "overridden", "Token halting with forced words", (*row.overrides, *overrides))
 
 
 def quantization() -> Row:
@@ -88,9 +88,11 @@ def halted_after(active: pd.DataFrame) -> pd.Series:
     return (idle.idxmax() - 1).where(idle.any(), active.index[-1])
 
 
+UNTOUCHED = "untouched"  # in the model's own dtype
+_UNTOUCHED_BITS = 16  # as records write it, whatever the dtype is
 # From dark to light: readable in grey.
 HELD = {
-    "16 bits": "#14213d",
+    UNTOUCHED: "#14213d",
     "8 bits": "#1f7a8c",
     "4 bits": "#de8b22",
     "2 bits": "#f4de95",
@@ -100,9 +102,14 @@ HELD = {
 
 
 def held(signals: pd.DataFrame) -> pd.Series:
-    """How each token is held in each layer, one of `HELD`: its bits, or halted, or carried by a neighbour that it was fused with."""
-    state = signals["bits"].map("{} bits".format).where(signals["active"], "halted")
+    """How each token is held in each layer, one of `HELD`: its bits or untouched, or halted, or carried by a neighbour it was fused with."""
+    state = signals["bits"].map(width).where(signals["active"], "halted")
     return state.where(signals["carrier"] == signals["slot"], "carried")
+
+
+def width(bits: int) -> str:
+    """`8 bits`, or `untouched`."""
+    return UNTOUCHED if bits == _UNTOUCHED_BITS else f"{bits} bits"
 
 
 def draw_held(axes: Axes, states: pd.DataFrame, **options: Any) -> None:
@@ -115,9 +122,9 @@ def draw_held(axes: Axes, states: pd.DataFrame, **options: Any) -> None:
     axes.grid(visible=False)
 
 
-def held_legend(present: Iterable[str]) -> list[Patch]:
-    """Handles for a legend of the states that are there."""
-    words = {"halted": "halted: not computed", "carried": "carried by a neighbour"}
+def held_legend(present: Iterable[str], dtype: str) -> list[Patch]:
+    """Handles for a legend of the states that are there, in a model of `dtype`."""
+    words = {UNTOUCHED: f"{dtype}, untouched", "halted": "halted: not computed", "carried": "carried by a neighbour"}
     there = set(present)
     return [
         Patch(facecolor=colour, edgecolor="#808080", linewidth=0.5, label=words.get(name, name))
@@ -169,8 +176,8 @@ def _thresholds(record: Record) -> tuple[str, ...]:
     assert record.calibration is not None  # of percentiles
     windows = record.calibration.windows
     return (
-        f"Thresholds: {', '.join(percentiles)}, percentiles in each layer of {windows} windows of the dataset's calibrating part, for sentences "
-        "too; the tables use others.",
+        f"Thresholds: {', '.join(percentiles)}, percentiles of the signal in each layer, over {windows} windows of the dataset's calibrating "
+        "part. The tables use other percentiles.",
     )
 
 
@@ -181,7 +188,8 @@ def _cost(outcome: Outcome) -> str:
     low, high = signed(change.relative_pct_low), signed(change.relative_pct_high)
     prefix = "prompt_" if outcome.record.flops("prompt_nominal") is not None else ""
     saved = [f"{outcome.record.flops_saved_pct(f'{prefix}{ledger}'):.0f}%" for ledger in ("nominal", "paper")]
+    technique = outcome.row.technique[:1].lower() + outcome.row.technique[1:]
     return (
-        f"{outcome.row.technique} so set changes the perplexity of the run's text by {signed(change.relative_pct)}% [{low} {high}] and saves "
+        f"With these settings {technique} changes the perplexity of the run's text by {signed(change.relative_pct)}% [{low} {high}] and saves "
         f"{saved[0]} of the {'prompts’ ' if prefix else ''}FLOPs in the nominal and {saved[1]} in the paper's ledger."
     )

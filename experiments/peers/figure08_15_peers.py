@@ -1,15 +1,16 @@
 """Figures 8 and 15: inference time against existing acceleration methods, over that of quantization, and what that time costs.
 
-Above the frontier of time and perplexity; below the bars of the paper's figures, with its one number that its text repeats: 0.40 of a
-quantized baseline. `table_peers` prints the same records.
+Bars of time as in the paper's figures, with the one number that its text repeats, 0.40 of a quantized baseline; beside them what the time
+costs. `table_peers` prints the same records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
@@ -17,10 +18,13 @@ from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.claims.verdicts import Estimate
 from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.labels import legend_below
 
 from . import methods
 
-SECTIONS = (methods.DENSE, methods.WORK, methods.CACHE, methods.FORMAT, methods.OURS)
+SECTIONS = (methods.OURS, methods.WORK, methods.CACHE, methods.FORMAT, methods.DENSE)
+COLOURS = dict(zip(SECTIONS, (PALETTE[1], PALETTE[3], PALETTE[5], PALETTE[6], GREY), strict=True))  # ours stand out
+HATCH = dict(zip(SECTIONS, HATCHES, strict=False))
 
 
 def rows() -> list[Row]:
@@ -29,83 +33,78 @@ def rows() -> list[Row]:
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """The frontier, and the bars."""
+    """A row a method: time of the prompt, Δ perplexity."""
     frame = methods.frame(outcomes)
-    frame["number"] = [str(1 + place) for place in range(len(frame))]
+    shown = frame.dropna(subset=["prompt_time_ratio"]).sort_values("prompt_time_ratio", ascending=False).reset_index(drop=True)
     with style():
-        drawing, plots = panels(2, 1, size=(7.2, 8.0), gridspec_kw={"height_ratios": [1.25, 1]})
-        _frontier(plots[0, 0], frame)
-        _bars(plots[1, 0], frame)
+        drawing, plots = panels(1, 2, size=(9.6, 0.24 * len(shown) + 1.3), sharey=True, width_ratios=[1.5, 1])
+        _times(plots[0, 0], shown)
+        _losses(plots[0, 1], shown)
+        plots[0, 0].set_yticks(range(len(shown)), shown["technique"])
+        for label, best in zip(plots[0, 0].get_yticklabels(), shown["front"], strict=True):
+            label.set_fontweight("bold" if best else "normal")
+        handles = [
+            Patch(facecolor=COLOURS[one], hatch=HATCH[one], edgecolor="white", label=one)
+            for one in SECTIONS
+            if one in set(shown["section"])
+        ]
+        legend_below(drawing, handles, ncols=3)
     said = (
-        "Above: time of the prompt over that of the dense model (median; bars: quartiles of rounds in turns) and Δ perplexity of the tokens "
-        "after it (bars: 95% intervals), linear below 1% and logarithmic above. Numbers: the "
-        "names below. Ringed and joined: the frontier, where no other row is as "
-        "fast for no more loss; a speedup within the noise floor and a Δ whose interval has 0 in it count as 0. Below: the same times over "
-        "that of dynamic int8, as in the paper's figures.",
+        "Left: time of the prompt over that of the dense model in float32 (median; bars: quartiles of rounds in turns), the fastest on top. "
+        "Right: perplexity added to the tokens after it (95% intervals), linear below 1% and logarithmic above. Bold and ringed: no other "
+        "method is as fast for no more loss.",
+        "A speedup within the noise floor and a Δ whose interval has 0 in it count as 0 for that.",
     )
     return Figure(
         name,
-        "Peers and ours: time against perplexity",
+        "Existing methods and ours: time of a prompt and perplexity after it",
         frame,
         drawing,
         (*said, *methods.findings(frame), *provenance.notes(outcomes)),
     )
 
 
-def _frontier(plot: Any, frame: pd.DataFrame) -> None:
-    timed = frame.dropna(subset=["prompt_time_ratio"])
-    for place, section in enumerate(SECTIONS):
-        points = timed[timed["section"] == section]
-        y = points["delta_ppl_pct"].fillna(0.0)
-        spread = [(y - points["delta_ppl_pct_low"]).fillna(0.0), (points["delta_ppl_pct_high"] - y).fillna(0.0)]
-        x = points["prompt_time_ratio"]
-        low, high = (1 - points[f"prompt_speedup_pct_{end}"] / 100 for end in ("high", "low"))
-        sideways = [(x - low).clip(lower=0).fillna(0.0), (high - x).clip(lower=0).fillna(0.0)]
-        plot.errorbar(
-            x, y, xerr=sideways, yerr=spread, linestyle="", marker=MARKERS[place], color=PALETTE[place], elinewidth=0.7, capsize=1.5,
-            label=section,
-        )  # fmt: skip
-    for place, (_, row) in enumerate(timed.sort_values("prompt_time_ratio").iterrows()):
-        loss = row["delta_ppl_pct"] if pd.notna(row["delta_ppl_pct"]) else 0.0
-        aside = ((5, 4), (5, -9), (-9, 4), (-9, -9))[place % 4]  # neighbours in time do not write over each other
-        plot.annotate(row["number"], (row["prompt_time_ratio"], loss), xytext=aside, textcoords="offset points", size=6.5)
-    best = timed[timed["front"]].sort_values("prompt_time_ratio")
-    plot.plot(
-        best["prompt_time_ratio"], best["delta_ppl_pct"].fillna(0.0), linestyle=(0, (4, 2)), linewidth=0.9, color="black", marker="o",
-        markersize=9, markerfacecolor="none", label="frontier",
-    )  # fmt: skip
-    plot.set_yscale("symlog", linthresh=1.0)
-    plot.set_xscale("log")
-    low, high = timed["prompt_time_ratio"].min(), timed["prompt_time_ratio"].max()
-    plot.set_xticks(
-        shown := [tick for tick in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0) if 0.8 * low < tick < 1.2 * high], map(str, shown)
-    )
-    plot.set_xticks([], minor=True)
-    plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
-    plot.axvline(1, color=GREY, linewidth=0.8, linestyle="-", marker="")
-    plot.set_xlabel("time of the prompt, × dense float32")
-    plot.set_ylabel("Δ perplexity after it, % of dense")
-    plot.legend(loc="upper right")
-
-
-def _bars(plot: Any, frame: pd.DataFrame) -> None:
-    timed = frame.dropna(subset=["versus_int8"]).sort_values("versus_int8", ascending=False)
-    for place, section in enumerate(SECTIONS):
-        chosen = timed["section"] == section
+def _times(plot: Axes, shown: pd.DataFrame) -> None:
+    x = shown["prompt_time_ratio"]
+    low, high = (1 - shown[f"prompt_speedup_pct_{end}"] / 100 for end in ("high", "low"))
+    ends = [(x - low).clip(lower=0).fillna(0.0), (high - x).clip(lower=0).fillna(0.0)]
+    for section, rows in shown.groupby("section"):
         plot.barh(
-            [i for i, one in enumerate(chosen) if one], timed.loc[chosen, "versus_int8"], color=PALETTE[place], edgecolor="white",
-            hatch=HATCHES[place], height=0.7,
+            rows.index, x[rows.index], color=COLOURS[str(section)], hatch=HATCH[str(section)], edgecolor="white", height=0.72
+        )
+    plot.errorbar(x, shown.index, xerr=ends, linestyle="", marker="", color="black", elinewidth=0.7, capsize=1.5)
+    for i, (value, end) in enumerate(zip(x, x + ends[1], strict=True)):
+        plot.text(end, i, f" {value:.2f}", va="center", size=6)
+    plot.axvline(1, color="black", linewidth=0.8, linestyle="-", marker="")
+    quantised = shown.loc[shown["key"] == methods.QUANTISED, "prompt_time_ratio"]
+    if len(quantised):
+        claimed = reported()[methods.CLAIM].values["time_ratio"]
+        paper = claimed * float(quantised.iloc[0])
+        plot.axvline(paper, color="black", linewidth=1.0, linestyle=(0, (4, 2)), marker="", zorder=3)
+        plot.text(
+            paper, 1.0, f"the paper's QuickSilver:\n{claimed:.2f} of dynamic int8", transform=plot.get_xaxis_transform(), size=6, ha="center",
+            va="bottom",
         )  # fmt: skip
-    for i, value in enumerate(timed["versus_int8"]):
-        plot.text(value, i, f" {value:.2f}", va="center", size=6)
-    claimed = reported()[methods.CLAIM].values["time_ratio"]
-    plot.axvline(
-        claimed, color="black", linewidth=1.0, linestyle=(0, (4, 2)), marker="", label=f"QuickSilver in the paper: {claimed:.2f}"
-    )
-    plot.set_yticks(range(len(timed)), timed["technique"] + "  (" + timed["number"] + ")")
-    plot.set_xlabel("time of the prompt, × dynamic int8")
+    plot.text(1, 1.0, "dense", transform=plot.get_xaxis_transform(), size=6, ha="center", va="bottom")
+    plot.set_xlim(0, 1.12 * max((x + ends[1]).max(), 1.0) if len(x) else None)
+    plot.set_xlabel("time of the prompt, × dense float32")
     plot.grid(axis="y", visible=False)
-    plot.legend(loc="upper right")
+
+
+def _losses(plot: Axes, shown: pd.DataFrame) -> None:
+    y = shown["delta_ppl_pct"].fillna(0.0)
+    ends = [(y - shown["delta_ppl_pct_low"]).fillna(0.0), (shown["delta_ppl_pct_high"] - y).fillna(0.0)]
+    for place, (section, rows) in enumerate(shown.groupby("section")):
+        at = rows.index
+        plot.errorbar(
+            y[at], at, xerr=[end[at] for end in ends], linestyle="", marker=MARKERS[place], color=COLOURS[str(section)], elinewidth=0.9, capsize=1.5,
+        )  # fmt: skip
+    best = shown.index[shown["front"]]
+    plot.plot(y[best], best, linestyle="", marker="o", markersize=9, markerfacecolor="none", color="black")
+    plot.axvline(0, color="black", linewidth=0.8, linestyle="-", marker="")
+    plot.set_xscale("symlog", linthresh=1.0)
+    plot.set_xlabel("Δ perplexity after it, % of dense")
+    plot.minorticks_off()
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------------------

@@ -32,4 +32,4 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "record",
     ]
     caption = (*threshold_grid.legend(found), *sweeps.notes(outcomes, name))
-    return Figure(name, "The 5 x 5 grid of entropy thresholds (E.9)", found[["key", *shown]], drawing, caption)
+    return Figure(name, "Grid of entropy thresholds for bit-widths (E.9)", found[["key", *shown]], drawing, caption)

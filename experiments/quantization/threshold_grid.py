@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from quicksilver.report import sweeps
@@ -67,10 +68,11 @@ def legend(rows: pd.DataFrame) -> tuple[str, ...]:
         if point is not None:
             chosen.append(f"λ = {factor:g}: ({point[LOW]}, {point[HIGH]})")
     return (
-        f"U = λ·ΔFLOPs - ΔPPL with λ = {own:g} (E.9), against a uniform 8 bits from the same layer on: ΔFLOPs the share of the prompt's "
-        "operations that goes beyond it in the paper's ledger, ΔPPL in perplexity. The uniform 8 bits hold the tokens after the prompt "
-        "too; min-max leaves those alone.",
-        "Chosen (τ_low, τ_high): " + ("; ".join(chosen) or "nothing was measured") + ".",
+        "Tokens whose entropy is below τ_low get 2 bits, up to τ_high 4, above 8. Everything is compared with all tokens at 8 bits from the "
+        "same layer on. ΔFLOPs: operations of the prompt saved beyond that, in the paper's ledger. ΔPPL: perplexity added. "
+        f"U = λ·ΔFLOPs - ΔPPL is the paper's measure of worth, λ = {own:g} (E.9).",
+        "The run at 8 bits quantises the tokens after the prompt too; the grid leaves those alone, because scaling entropies needs all of them.",
+        "Best point (τ_low, τ_high) by λ: " + ("; ".join(chosen) or "nothing was measured") + ".",
     )
 
 
@@ -89,10 +91,13 @@ COLUMNS = (Column("E.9", "ΔFLOPs %", _delta_flops), Column("E.9", "U", _utility
 def draw(rows: pd.DataFrame) -> Drawing:
     """Heatmaps of ΔFLOPs, ΔPPL and U over the thresholds, the best point framed, and cost over saving. Call it inside `style()`."""
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
-    from quicksilver.report.figure import GREY, PALETTE, SEQUENTIAL, panels
+    from quicksilver.report.figure import GREY, PALETTE, panels
+    from quicksilver.report.labels import heat_look, write_cells
 
     drawing, plots = panels(2, 2, size=(7.2, 6.0))
+    halo = withStroke(linewidth=3.6, foreground="white")
     points = rows.dropna(subset=["utility"])
     chosen = best(rows, lambda_of_the_paper())
     shown = (
@@ -102,21 +107,17 @@ def draw(rows: pd.DataFrame) -> Drawing:
     )
     for plot, (column, title, factor, decimals) in zip(plots.flat, shown, strict=False):
         matrix = factor * points.pivot(index=LOW, columns=HIGH, values=column)
-        image = plot.imshow(matrix, cmap=SEQUENTIAL, origin="lower", aspect="auto")
-        drawing.colorbar(image, ax=plot)
-        middle = (matrix.min().min() + matrix.max().max()) / 2
-        for i, low in enumerate(matrix.index):
-            for j, high in enumerate(matrix.columns):
-                value = matrix.loc[low, high]
-                if not math.isnan(value):
-                    colour = "white" if value < middle else "black"
-                    plot.text(j, i, f"{value:.{decimals}f}", ha="center", va="center", fontsize=6.5, color=colour)
-                if chosen is not None and (low, high) == (chosen[LOW], chosen[HIGH]):
-                    plot.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor=PALETTE[1], linewidth=2))
+        values = matrix.to_numpy(dtype=float)
+        drawing.colorbar(plot.imshow(values, origin="lower", aspect="auto", **heat_look(values)), ax=plot)
+        texts = {(i, j): f"{value:.{decimals}f}" for (i, j), value in np.ndenumerate(values) if not math.isnan(value)}
+        write_cells(plot, values, texts)
+        if chosen is not None:
+            corner = matrix.columns.get_loc(chosen[HIGH]) - 0.5, matrix.index.get_loc(chosen[LOW]) - 0.5
+            plot.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.6, path_effects=[halo]))
         plot.set_xticks(range(len(matrix.columns)), matrix.columns)
         plot.set_yticks(range(len(matrix.index)), matrix.index)
-        plot.set_xlabel("τ_high (share of the range of entropies)")
-        plot.set_ylabel("τ_low (share of the range of entropies)")
+        plot.set_xlabel("τ_high, on entropies scaled to 0…1")
+        plot.set_ylabel("τ_low, on entropies scaled to 0…1")
         plot.set_title(title, fontsize=8)
         plot.grid(False)
     plane = plots[1][1]
@@ -128,9 +129,9 @@ def draw(rows: pd.DataFrame) -> Drawing:
     plane.plot(100 * front["delta_flops"], front["base_delta_ppl"], color=PALETTE[1], linestyle="--", marker="", label="front")
     if chosen is not None:
         place = (100 * chosen["delta_flops"], chosen["base_delta_ppl"])
-        plane.plot(*place, marker="s", markersize=9, fillstyle="none", linestyle="", color=PALETTE[1], label="greatest U")
+        plane.plot(*place, marker="s", markersize=9, fillstyle="none", linestyle="", color="black", label="greatest U")
     plane.set_xlabel("ΔFLOPs against uniform 8 bits, %")
     plane.set_ylabel("ΔPPL against uniform 8 bits, perplexity")
     plane.set_title("Cost over saving, with 95% intervals", fontsize=8)
-    plane.legend(loc="upper left")
+    plane.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     return drawing

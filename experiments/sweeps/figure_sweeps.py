@@ -14,14 +14,14 @@ from quicksilver.report.sweeps import PROMPT, Sweep
 
 ALONE = {"halting alone": ("modules=[halting]",)}
 SWEEPS = (
-    Sweep("b2_halting", "B.2: percentiles of drift, entropy"),
-    Sweep("minimum_depth", "Window of depth for halting"),
-    Sweep("resume_layers", "Layers in which halted tokens resume"),
-    Sweep("missing_kv", "Layers that resume, K/V of halted tokens"),
-    Sweep("c3_kv_skipping", "C.3: percentile of attention", ("kv_bytes_saved_pct",), ALONE, "halting alone"),
-    Sweep("d3_fusion", "D.3: depth, percentile of distance", PROMPT),
-    Sweep("decision_depth", "Depth at which widths are decided", ("paper_flops_saved_pct",)),
-    Sweep("faq_tau_entropy", "FAQ: τ as entropy's threshold, nats"),
+    Sweep("b2_halting", "Percentile of drift, of entropy (B.2)"),
+    Sweep("minimum_depth", "Layers in which tokens may halt"),
+    Sweep("resume_layers", "Last layers that halted tokens rejoin"),
+    Sweep("missing_kv", "Last layers rejoined, K/V of halted tokens"),
+    Sweep("c3_kv_skipping", "KV skipping: percentile of attention (C.3)", ("kv_bytes_saved_pct",), ALONE, "halting alone"),
+    Sweep("d3_fusion", "Fusion: depth, percentile of distance (D.3)", PROMPT),
+    Sweep("decision_depth", "Depth at which bit-widths are decided", ("paper_flops_saved_pct",)),
+    Sweep("faq_tau_entropy", "Entropy threshold τ in nats (FAQ)"),
 )
 
 
@@ -32,4 +32,4 @@ def rows() -> list[Row]:
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """One plot a sweep."""
-    return sweeps.figure(outcomes, name, "Saving against cost in the sweeps", SWEEPS)
+    return sweeps.figure(outcomes, name, "Saving against cost, option by option", SWEEPS)

@@ -31,6 +31,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 1)))
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "++++", "oooo")
 SEQUENTIAL = "viridis"  # lightness rises all the way: heatmaps stay readable in grey
+DIVERGING = "RdBu_r"  # for values of both signs: white is 0
 GREY = "#8a8a8a"
 
 _CAPTION_SIZE = 6.5  # points
@@ -38,6 +39,7 @@ _CHARACTERS_AN_INCH = 20  # of the caption's font, with a little room to spare
 _DPI = 160
 _COLOURS = 256
 _CAPTION_LINES = 4
+_MOST_ROWS = 500  # in the JSON: longer frames are drawn from traces, and nobody looks records up in them
 _SENTENCE_ENDS = re.compile(r"(?<=[a-z0-9)%”\]][.!?]) (?=[A-Z])")
 MADE = "How it was made"
 
@@ -96,7 +98,8 @@ class Figure:
 
         content = io.BytesIO()
         whole = Image.open(io.BytesIO(self._picture("png", {"Software": None}))).convert("RGB")
-        whole.quantize(_COLOURS, dither=Image.Dither.NONE).save(content, "PNG", optimize=True)
+        # Not by what is frequent: a colour bar is small, and must not change its colours.
+        whole.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(content, "PNG", optimize=True)
         return content.getvalue()
 
     def csv(self) -> str:
@@ -104,9 +107,9 @@ class Figure:
         return self.frame.to_csv(index=False, float_format="%.8g", lineterminator="\n")
 
     def written(self) -> Written:
-        """What is written, as data."""
+        """What is written, as data; the rows of a long frame stand in the CSV alone."""
         return Written(
-            "figure", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame), caption=self.shown()[0],
+            "figure", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame) if len(self.frame) <= _MOST_ROWS else (), caption=self.shown()[0],
             legend=self.shown()[1],
             records=sorted_once((*self.records, *named_records(self.frame))), claims=self.claims,
             pictures=tuple(f"{self.name}.{suffix}" for suffix in ("png", *self.extras)),

@@ -245,6 +245,7 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
 def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[Sweep]) -> Figure:
     """What is saved against what it costs, one plot a sweep, with intervals; the front is joined by a line."""
     from quicksilver.report.figure import Figure, panels, style
+    from quicksilver.report.labels import label_points
 
     rows = frame(outcomes, sweeps)
     with style():
@@ -252,11 +253,14 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[
         drawing, plots = panels(lines, _PLOTS_A_LINE, size=(2.9 * _PLOTS_A_LINE, 2.7 * lines))
         for plot in plots.flat[len(sweeps) :]:
             plot.remove()
-        for plot, sweep in zip(plots.flat, sweeps, strict=False):
-            draw_front(plot, rows[rows["panel"] == sweep.experiment], sweep)
+        labels = {
+            plot: draw_front(plot, rows[rows["panel"] == sweep.experiment], sweep)
+            for plot, sweep in zip(plots.flat, sweeps, strict=False)
+        }
+        label_points(drawing, labels)
     said = (
-        "Perplexity added over what is saved. Bars: 95% intervals, paired by window. Labels: the value of the last option. "
-        "Broken line: the front. Lower is better, further right saves more."
+        "Each picture varies the options in its title; a point is one run, its label the value of the last of them. Up: perplexity added, with "
+        "95% intervals paired by window; right: what is saved. Broken line: the front, the runs that no other beats in both."
     )
     drawn = ["panel", "section", "key", *(key for sweep in sweeps for key in sweep.axes()), *(sweep.shown[0] for sweep in sweeps)]
     costs = [name for name in rows if re.fullmatch(r"(base_)?delta_ppl_pct(_low|_high)?", name)]
@@ -270,23 +274,19 @@ def notes(outcomes: Sequence[Outcome], name: str) -> tuple[str, ...]:
     return (*lines, f"Records: {sum(outcome.record is not None for outcome in outcomes)}, named in {name}.csv.")
 
 
-def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> None:
+def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float, float, str]]:
     """One sweep into `plot` (matplotlib axes): a series for each value of the first of two axes, labelled by the other; the front as a
-    line. Against the sweep's base where it has one."""
+    line. Against the sweep's base where it has one. Returns x, y and text of the labels, for `label_points`."""
     from quicksilver.report.figure import GREY, MARKERS, PALETTE
 
     gain, cost = sweep.shown[0], "base_delta_ppl_pct" if sweep.base else "delta_ppl_pct"
     *outer, inner = sweep.axes()
     swept = rows[rows["section"].eq("")].dropna(subset=[gain, cost]).sort_values(gain, kind="stable")
     series = list(swept.groupby(outer[0], sort=False)) if outer else [("", swept)]
-    side = dict.fromkeys(swept.index, 1) | dict.fromkeys(swept.index[1::2], -1)  # labels above and below in turns
     for place, (value, points) in enumerate(sorted(series, key=lambda one: str(one[0]))):
         spread = [points[cost] - points[f"{cost}_low"], points[f"{cost}_high"] - points[cost]]
         look = {"fmt": MARKERS[place], "color": PALETTE[place], "ecolor": GREY, "elinewidth": 0.7, "capsize": 1.5}
         plot.errorbar(points[gain], points[cost], yerr=spread, label=f"{_short(outer[0])}={value}" if outer else None, **look)
-        for index, point in points.iterrows():
-            offset = {"xytext": (3, 4 * side[index]), "textcoords": "offset points", "va": "bottom" if side[index] > 0 else "top"}
-            plot.annotate(point[inner], (point[gain], point[cost]), fontsize=5.5, **offset)
     best = swept[swept["front"]]
     plot.plot(best[gain], best[cost], color=PALETTE[1], linestyle="--", marker="", linewidth=1)
     if swept[f"{cost}_low"].min() > 0 and swept[cost].max() > _WIDE * swept[cost].min():
@@ -297,3 +297,7 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> None:
     plot.margins(x=0.15, y=0.12)
     if outer and not swept.empty:
         plot.legend(fontsize=6)
+    return [
+        (float(point[gain]), float(point[cost]), str(point[inner]).strip("[]").replace(",", " to "))
+        for _, point in swept.iterrows()
+    ]

@@ -74,7 +74,8 @@ class Written:
         panels: of a table, as printed.
         legend: what the columns mean (table).
         caption: sentences below the picture (figure); how it was made stands in `legend`.
-        columns, rows: the frame behind it, a value a column: text, number, truth, or None where there is none.
+        columns, rows: the frame behind it, a value a column: text, number, truth, or None where there is none. No rows where a figure has more
+            than 500: they stand in its CSV.
         records: fingerprints of the records that it is made of.
         claims: what the paper reports that is answered here: entries of reported*.yaml, or entry.quantity.
         pictures: names of the picture files beside it, the one to show first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 
 import matplotlib
@@ -9,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
+from PIL import Image
 
 from quicksilver.report.figure import DASHES, HATCHES, MARKERS, PALETTE, Figure, panels, style
 
@@ -57,6 +59,17 @@ def test_title_and_caption_are_in_the_picture():
     assert heights[1] > heights[0]
 
 
+def test_a_long_frame_stands_in_the_csv_alone():
+    with style():
+        drawing, _ = panels()
+    short, long = (Figure("x", "t", pd.DataFrame({"value": range(rows), "record": "a" * 20}), drawing, ()) for rows in (500, 501))
+    assert len(short.written().rows) == 500
+    assert long.written().rows == ()
+    assert long.written().columns == short.written().columns
+    assert long.written().records == ("a" * 20,)
+    assert len(long.csv().splitlines()) == 502
+
+
 def test_a_busy_picture_is_small():
     """What is committed stays below 250 KB a picture: a scatter of noise as large as the largest figure."""
     draw = np.random.default_rng(0)
@@ -66,6 +79,19 @@ def test_a_busy_picture_is_small():
             for kind in range(6):
                 plot.plot(*draw.normal(size=(2, 120)), linestyle="", label=str(kind))
     assert len(Figure("x", "t", pd.DataFrame(), drawing, ("A caption. " * 40,)).png()) < 250_000
+
+
+def test_a_picture_keeps_its_colours_where_there_are_few_of_them(tmp_path):
+    """A heatmap may fill the picture; the bar of another must have its own colours all the same."""
+    ramp = np.linspace(-1, 1, 256)[None]
+    with style():
+        drawing, axes = panels(2, 1, size=(7, 5), height_ratios=[30, 1])
+        axes[0, 0].imshow(np.random.default_rng(0).normal(size=(60, 60)), cmap="viridis", aspect="auto")
+        axes[1, 0].imshow(ramp, cmap="RdBu_r", aspect="auto")
+    made = Figure("x", "t", pd.DataFrame(), drawing, ())
+    true = np.asarray(Image.open(io.BytesIO(made._picture("png", {}))).convert("RGB")).astype(int)
+    shown = np.asarray(Image.open(io.BytesIO(made.png())).convert("RGB")).astype(int)
+    assert np.abs(true - shown).max() <= 16
 
 
 def image_height(png: bytes) -> int:

@@ -124,7 +124,7 @@ def test_widths_follow_the_entropy_and_its_thresholds(made, outcomes):
     # Widths change nothing in the layers before, so what decided is what the record says.
     assert (frame["width_bits"] == expected).all()
     widths = made["figure", "13"].frame
-    assert set(widths.loc[widths["layer"] <= decided, "held"]) == {"16 bits"}
+    assert set(widths.loc[widths["layer"] <= decided, "held"]) == {sentences.UNTOUCHED}
     sentence = frame[frame["text"] == sentences.SENTENCE].set_index("slot")["width_bits"]
     last = widths[widths["layer"] == LAYERS].set_index("slot")["bits"]
     assert (last == sentence).all()
@@ -180,8 +180,17 @@ def test_words_are_put_together_before_they_are_classed():
 
 
 def test_widths_can_be_told_apart_in_grey():
-    grey = [np.dot(to_rgb(sentences.HELD[f"{bits} bits"]), (0.2126, 0.7152, 0.0722)) for bits in (16, 8, 4, 2)]
+    grey = [np.dot(to_rgb(sentences.HELD[sentences.width(bits)]), (0.2126, 0.7152, 0.0722)) for bits in (16, 8, 4, 2)]
     assert min(np.diff(grey)) > 0.1
+
+
+@pytest.mark.parametrize("number", ["13", "19"])
+def test_what_is_not_quantized_is_called_by_the_models_dtype(made, number):
+    figure = made["figure", number]
+    legends = [axes.get_legend() for axes in figure.drawing.axes]
+    words = [text.get_text() for legend in legends if legend is not None for text in legend.get_texts()]
+    assert "float32, untouched" in words
+    assert "16 bits" not in " ".join((*words, *figure.caption))
 
 
 def test_tokens_can_be_read():

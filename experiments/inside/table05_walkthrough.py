@@ -143,9 +143,9 @@ def _legend(frame: pd.DataFrame) -> tuple[str, ...]:
         + ", ".join(f"{count} are held at {width:.0f} bits" for width, count in widths.items())
         + ".",
         "Layers are counted from 1. 1: the token halts after this layer, with this drift (relative) and this entropy (nats, "
-        "logit lens); it takes part again in the last layers. 2: a halted token without K/V cannot be attended to. 3: the last "
-        "token of a group carries it (its number). 4: the bit-width from half the depth on, by the entropy after the deciding "
-        "layer. -: untouched.",
+        "logit lens); it takes part again in the last layers. 2: in how many layers the token has no K/V entry, so that "
+        "no later token sees it. 3: the token that it is fused into, with its number, and after which layer. 4: the bit-width from half the depth "
+        "on, and the entropy by which it was chosen. -: nothing was done to it.",
         "Order at one layer: halting, K/V, fusion, precision (2.4). A token that halted or was fused before gets no bit-width.",
         "What the paper says of a word (in a model of 30 layers) stands beside every token that is that whole word. The paper's "
         "rule for K/V contradicts its own text: it skips at 15.18 > 0.45, which is the opposite of convergence, and 1.00 is not "

@@ -71,7 +71,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         axes[0, 0].legend(loc="upper left", fontsize=6, ncols=2)
     one = found.closest[-1]
     said = (
-        "Pairs of two words of one sentence. Bands of the nulls: where 95% of as many pairs by chance lie; bars: 95% intervals clustered by sentence. "
+        "Pairs of two words of one sentence. Bands: 95% range of as many random pairs; bars: 95% intervals clustered by sentence. "
         f"Left out of the closest, from the first layer to layer {one.layer}: {_within(found.closest[0]):.0f} to {_within(one):.0f}% are pairs "
         "inside one word.",
     )

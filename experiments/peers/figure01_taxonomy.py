@@ -20,7 +20,7 @@ BRANCHES = {
     "halt": "how deep a token goes",
     "fuse": "which tokens are one",
     "merge_cache": "which tokens are one",
-    "set_bits": "how precisely a token is held",
+    "set_bits": "at which precision a token is held",
     "skip_kv": "which K/V is kept",
     "evict": "which K/V is kept",
     "span": "how far back queries see",
@@ -78,9 +78,9 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         for x, text in ((0.205, "decides about"), (0.49, "module"), (0.68, "acts"), (0.80, "weights")):
             axis.text(x, -1, text, va="center", ha="left", size=7, style="italic", color="#555555")
     said = (
-        "Every class of conf/modules but the nulls, by the verb that it calls; bold: the paper's four mechanisms. acts: anywhere where a decision reads a "
-        "token and those before it, in prompts where it reads later ones too. None of them trains the model.",
-        "Of the paper's categories these have no class here: " + ", ".join(one.lower() for one, (_, classes) in PAPER.items() if not classes) + ".",
+        "Every mechanism of conf/modules but the nulls, grouped by what it decides about; bold: the paper's four. acts anywhere: a decision reads a "
+        "token and those before it; in prompts: it reads later tokens too; between passes: it changes the cache alone. None of them trains the model.",
+        "Categories of the paper that are not implemented here: " + ", ".join(one.lower() for one, (_, classes) in PAPER.items() if not classes) + ".",
     )  # fmt: skip
     return Figure(name, "Figure 1: taxonomy of what is implemented", frame, drawing, said)
 

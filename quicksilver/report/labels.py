@@ -101,7 +101,14 @@ def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, f
         taken += [Bbox.from_extents(x - dot, y - dot, x + dot, y + dot) for x, y in at]
         for own, (x, y, text) in zip(at, points, strict=True):
             written = plot.annotate(
-                text, (x, y), (0, 0), textcoords="offset points", fontsize=size, in_layout=False, annotation_clip=False
+                text,
+                (x, y),
+                (0, 0),
+                textcoords="offset points",
+                fontsize=size,
+                va="bottom",
+                in_layout=False,
+                annotation_clip=False,
             )
             box = written.get_window_extent()
             place = _free_place(own, box.width, box.height, size * drawing.dpi / 72, taken, strokes, plot.bbox)

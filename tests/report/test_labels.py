@@ -55,13 +55,15 @@ def test_lines_that_end_together_have_names_that_can_be_read_beside_them():
 
 def test_points_that_lie_together_have_names_that_cover_no_other_and_no_legend():
     draw = np.random.default_rng(0)
-    points = [(float(x), float(y), f"p{i}") for i, (x, y) in enumerate(draw.normal(0, 0.02, (6, 2)))]
     with style():
         drawing, axes = panels(size=(4, 3))
         plot = axes[0, 0]
         plot.plot([-1, 1], [-1, 1], linestyle="", label="far")
-        plot.plot([x for x, _, _ in points], [y for _, y, _ in points], linestyle="", label="near")
-        plot.legend(loc="center")  # where the points are
+        plot.legend(loc="center")
+        drawing.draw_without_rendering()
+        edge = plot.get_legend().get_window_extent()
+        near = plot.transData.inverted().transform(((edge.x0 + edge.x1) / 2, edge.y1 + 3)) + draw.normal(0, 0.02, (6, 2))
+        points = [(float(x), float(y), f"p{i}") for i, (x, y) in enumerate(near)]
         label_points(drawing, {plot: points})
         drawing.draw_without_rendering()
         boxes = [words(one) for one in texts_of(plot)]

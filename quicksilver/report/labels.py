@@ -37,11 +37,12 @@ def write_cells(plot: Axes, values: np.ndarray, texts: Mapping[tuple[int, int], 
 
 
 def legend_below(drawing: Drawing, handles: Sequence[Any], **options: Any) -> None:
-    """A legend for the whole drawing, below all axes, where it covers nothing; `options` as of `Figure.legend`."""
-    # Anchored by transform: the figure's own box is another one while a tight picture is saved.
-    drawing.legend(
-        handles=handles, loc="outside lower center", bbox_to_anchor=(0, 0, 1, 1), bbox_transform=drawing.transFigure, **options
-    )
+    """A legend for the whole drawing, below all axes, where it covers nothing; `options` as of `Figure.legend`. To be called last."""
+    legend = drawing.legend(handles=handles, loc="outside lower center", **options)
+    drawing.draw_without_rendering()
+    drawing.set_layout_engine("none")  # its room is made
+    # The figure's own box, which a legend is bound to, is another one while a tight picture is saved.
+    legend.set_bbox_to_anchor((0, 0, 1, 1), drawing.transFigure)
 
 
 def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.062) -> None:

@@ -96,13 +96,16 @@ def _packed(path: Path) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
+    table, frame = pq.read_table(path), pd.read_parquet(path)
     floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
-    content = pa.BufferOutputStream()
-    pq.write_table(
-        table.replace_schema_metadata(None), content, compression="zstd", compression_level=_LEVEL, use_dictionary=False, write_statistics=False,
-        store_schema=False, column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
-    )  # fmt: skip
-    packed = content.getvalue().to_pybytes()
-    # Types that need a description of their own (categories, indices) would come back as others.
-    return packed if pd.read_parquet(io.BytesIO(packed)).equals(pd.read_parquet(path)) else path.read_bytes()
+    # Without pandas' description where the frame is the same without: it is as long as the numbers. Nullable integers need it.
+    for described_by in (None, table.schema.metadata):
+        content = pa.BufferOutputStream()
+        pq.write_table(
+            table.replace_schema_metadata(described_by), content, compression="zstd", compression_level=_LEVEL, use_dictionary=False,
+            write_statistics=False, store_schema=False, column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        )  # fmt: skip
+        packed: bytes = content.getvalue().to_pybytes()
+        if pd.read_parquet(io.BytesIO(packed)).equals(frame):
+            return packed
+    return path.read_bytes()

@@ -21,6 +21,8 @@ from quicksilver.harness.store import KEPT, Store, described
 
 _LARGE_BYTES = 1_000_000
 _LEVEL = 19  # of zstd: written once, read often
+_PANDAS = b"pandas"
+_PLAIN = ("int64", "float64", "object")  # parquet says as much
 
 
 def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
@@ -98,14 +100,20 @@ def _packed(path: Path) -> bytes:
 
     table, frame = pq.read_table(path), pd.read_parquet(path)
     floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
-    # Without pandas' description where the frame is the same without: it is as long as the numbers. Nullable integers need it.
-    for described_by in (None, table.schema.metadata):
-        content = pa.BufferOutputStream()
-        pq.write_table(
-            table.replace_schema_metadata(described_by), content, compression="zstd", compression_level=_LEVEL, use_dictionary=False,
-            write_statistics=False, store_schema=False, column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
-        )  # fmt: skip
-        packed: bytes = content.getvalue().to_pybytes()
-        if pd.read_parquet(io.BytesIO(packed)).equals(frame):
-            return packed
-    return path.read_bytes()
+    content = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        content, table.schema.remove_metadata(), compression="zstd", compression_level=_LEVEL, use_dictionary=False, write_statistics=False,
+        store_schema=False, column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+    ) as writer:  # fmt: skip
+        writer.write_table(table.replace_schema_metadata(None))
+        if needed := _description(table.schema.metadata):
+            writer.add_key_value_metadata({_PANDAS: json.dumps(needed).encode()})
+    packed: bytes = content.getvalue().to_pybytes()
+    return packed if pd.read_parquet(io.BytesIO(packed)).equals(frame) else path.read_bytes()
+
+
+def _description(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """What pandas has to be told about a table that it would not read right by itself: nullable integers, say. It is as long as the numbers."""
+    told = json.loads((metadata or {}).get(_PANDAS, b"{}"))
+    columns = [column for column in told.get("columns", ()) if column["numpy_type"] not in _PLAIN]
+    return {**told, "columns": columns, "index_columns": [], "column_indexes": []} if columns else {}

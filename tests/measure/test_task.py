@@ -130,6 +130,17 @@ def test_batches_are_equally_long_and_hold_every_example_once(world):
         encode([Example("a", ("x" * 20, "y"), 0, 0)], tokenizer, 16)
 
 
+def test_what_was_cut_is_said_with_the_score():
+    found = TaskResult("accuracy", 0.75, {}, 0.5, 24, 3, 400, 1, 1, 1, 0, 4.0)
+    assert found.line() == "accuracy 75.0 on 24 examples, 3 cut on the left to fit (majority class 50.0)"
+    assert "cut" not in (TaskResult("accuracy", 0.75, {}, 0.5, 24, 0, 400, 1, 1, 1, 0, 4.0).line() or "")
+
+
+def test_an_unknown_task_names_those_that_there_are():
+    with pytest.raises(ConfigError, match=r"dataset=sst3: there is no such dataset\..*sst2"):
+        compose(["dataset=sst3", "measure=task"])
+
+
 def test_a_text_without_labels_is_refused(tmp_path):
     words = [word for word in make_world(tmp_path / "world") if not word.startswith("measure")]
     with pytest.raises(ConfigError, match=r"measure=task needs labelled examples"):

@@ -271,6 +271,7 @@ def main() -> int:
     if reason is not None:
         print(f"No trial: {reason}.", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then as well
     folder = Path(tempfile.mkdtemp(prefix="quicksilver-slurm-"))
     try:
         print(json.dumps(trial(folder, asked.runs, asked.speed), indent=1))

@@ -157,6 +157,8 @@ def launch(settings: DictConfig, task: Callable[[Any], Any], workers: int, log_d
         cfg.hydra.launcher.workers = workers
         OmegaConf.resolve(cfg.hydra.launcher)
         del cfg.hydra.launcher["workers"]
+        if cfg.hydra.launcher.get("exclusive") is False:
+            del cfg.hydra.launcher["exclusive"]  # sbatch has --exclusive, and nothing for its opposite
     context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
     try:
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,10 +81,12 @@ def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False
     answers = Answers(base.results_dir, own=base.records == "own")
     jobs = jobs_of(artefact, overrides, answers)
     missing = [job.config for job in jobs if job.config is not None]
-    if plan or (missing and base.model.name in LONG):
-        _say_estimates(missing)
     if plan:
+        _say_estimates(missing)
         return 0
+    if missing and base.model.name in LONG:
+        with suppress(ConfigError):  # of what cannot be known before, nothing is said
+            _say_estimates(missing)
     run_missing(jobs, answers, watch=watched, on_fault=show_fault)
     failed = [job for job in jobs if job.error is not None]
     if jobs and all(job.record is None for job in jobs):

@@ -45,7 +45,7 @@ def read_scenes(folder: Path, grid: Grid, limit: int | None = None) -> list[Scen
             f"{folder} is neither a KITTI folder (velodyne/, label_2/, calib/) nor a nuScenes folder (v1.0-*/, samples/): give the folder that has "
             "these."
         )
-    found = []
+    found: list[Scene] = []
     for name, points, solids, labels in frames:
         if limit is not None and len(found) == limit:
             break

@@ -47,13 +47,19 @@ def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[None]:
     check_files(extra_dirs)
     Plugins.instance()  # finds the launchers that are installed
     forget_schemas()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        path: ConfigSearchPath = GlobalHydra.instance().config_loader().get_search_path()
-        for folder in extra_dirs:
-            path.prepend("command-line", f"file://{folder.absolute()}", anchor="schema")  # the schema stays last
-        if extra_dirs:  # the loader keeps the sources it found
-            _search_again(path)
-        yield
+    outer = GlobalHydra.instance().hydra  # a launcher's worker is started by a Hydra of its own
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            path: ConfigSearchPath = GlobalHydra.instance().config_loader().get_search_path()
+            for folder in extra_dirs:
+                # The schema stays last.
+                path.prepend("command-line", f"file://{folder.absolute()}", anchor="schema")
+            if extra_dirs:  # the loader keeps the sources it found
+                _search_again(path)
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def _search_again(path: ConfigSearchPath) -> None:

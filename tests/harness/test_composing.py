@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from quicksilver.harness.composing import Composer, hydra_started
 from quicksilver.harness.config import compose
@@ -73,3 +74,13 @@ def test_a_run_does_not_change_the_next_one():
         before = composer.compose(["modules=[halting]"])
         composer.compose(["modules=[halting]", "modules.halting.tau_drift=p99", "seed=7"])
         assert composer.compose(["modules=[halting]"]) == before
+
+
+def test_a_hydra_that_runs_already_is_left_as_it_was():
+    with hydra_started():
+        outer = GlobalHydra.instance().hydra
+        with hydra_started():  # as in a worker, which a launcher's Hydra started
+            assert Composer().compose(["seed=3"]).seed == 3
+        assert GlobalHydra.instance().hydra is outer
+        assert Composer().compose(["seed=4"]).seed == 4
+    assert not GlobalHydra.instance().is_initialized()

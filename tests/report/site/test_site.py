@@ -198,7 +198,7 @@ def test_a_written_table_is_laid_out_as_it_was_printed(made, site):
     written = read(made / "tables" / "table11.json")
     assert written.title == "Table 11: a < b | c"
     laid_out = grid(written.panels[0])
-    assert [group for group, _ in laid_out.groups] == [
+    assert [group for group, *_ in laid_out.groups] == [
         "",
         "paper reports",
         "measured",

@@ -56,6 +56,7 @@ ACTING: Mapping[str, Mapping[str, Any]] = {
     "token_fusion_paper_g3": {"tau_fuse": 620.0},
 }
 IDLE = ("prompt_lookup",)  # it changes `generate` alone
+TRAINED = ("learned_halting",)  # its gates belong to whole models: tests/modules/test_learned_halting.py
 WITH = {"kv_skipping": "halting", "kv_skipping_paper_c4": "halting"}  # these ask about tokens that halted
 TOGETHER = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
 MEASURED = (
@@ -101,7 +102,7 @@ def cases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for protocol in MODELS:
         found[f"dense {protocol}"] = {"protocol": protocol, "modules": {}}
-        selections = [(name, *([WITH[name]] if name in WITH else [])) for name in choices("modules")]
+        selections = [(name, *([WITH[name]] if name in WITH else [])) for name in choices("modules") if name not in TRAINED]
         for names in [*selections, TOGETHER]:
             entries: dict[str, Any] = {}
             for name in names:

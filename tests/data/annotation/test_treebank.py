@@ -162,7 +162,7 @@ def test_any_language_is_read_by_its_universal_tags(content: str, expected: list
 
 
 def test_a_language_whose_treebank_is_not_at_hand_is_said_to_be_missing():
-    with pytest.raises(ConfigError, match="dataset=ud has no text to score: give dataset.files.test=") as said:
+    with pytest.raises(ConfigError, match="dataset.files.test has no value: dataset=ud needs dataset.files.test=") as said:
         read_text(compose(["dataset=ud"]).dataset)
     assert "\n" not in str(said.value)
     with pytest.raises(ConfigError, match="dataset=ud: there is no file /nowhere/xx.conllu"):

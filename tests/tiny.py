@@ -78,14 +78,23 @@ FAMILIES = (
 EAGER_ONLY = ("gemma2",)  # caps the scores of its attention, which sdpa cannot
 STORIES = "stories260K"
 MODELS = (*FAMILIES, STORIES)
-# Families whose layers differ most: they meet every attention implementation in the quick suite, the others in `make test-all`.
-UNALIKE = ("gpt2", "llama", "gpt_neox", "gemma2")
+# Families whose layers differ most: they meet every invariant in the quick suite. The others meet the first of them there (compact is masked,
+# the ledgers, dense is dense) and the rest in `make test-all`.
+UNALIKE = ("gpt2", "llama", "qwen2-mixed", "gpt_neox", "gemma2")
 
 
-def with_attention(names: Sequence[str]) -> list[Any]:
-    """(name, attention) of every family under both implementations."""
-    eager = [pytest.param(name, "eager", marks=() if name in UNALIKE else pytest.mark.slow) for name in names]
-    return [*((name, "sdpa") for name in names), *eager]
+def thinned(names: Sequence[str]) -> list[Any]:
+    """Families, those that are like another one marked slow."""
+    return [name if name in UNALIKE else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def with_attention(names: Sequence[str], *, all_sdpa: bool = False) -> list[Any]:
+    """(name, attention) of every family under both implementations, those that are like another one marked slow; `all_sdpa`: not under sdpa."""
+    return [
+        pytest.param(name, attention, marks=() if name in UNALIKE or (all_sdpa and attention == "sdpa") else pytest.mark.slow)
+        for attention in ("sdpa", "eager")
+        for name in names
+    ]
 
 
 NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data"

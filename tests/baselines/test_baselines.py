@@ -70,7 +70,7 @@ DENSE: dict[str, RuntimeModule] = {
 }
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
 @pytest.mark.parametrize("name", DENSE)
 def test_where_its_dial_stands_at_nothing_a_peer_is_the_dense_model(name: str, family: str) -> None:
     model = tiny.load(family)
@@ -80,7 +80,7 @@ def test_where_its_dial_stands_at_nothing_a_peer_is_the_dense_model(name: str, f
     assert torch.equal(peer.logits[:, :24], dense.logits[:, :24]) or "confidence" in name  # a cosine or a lens is not a decision
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_is_no_no_op_and_compact_is_masked(name: str, family: str) -> None:
     model = tiny.load(family)
@@ -468,7 +468,7 @@ def test_where_nothing_is_chosen_there_is_no_null() -> None:
 # -- what changes the model ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
 def test_int8_changes_logits_within_a_bound_and_its_layers_are_integer(family: str) -> None:
     model = tiny.load(family)
     dense = tiny.forward(model, EVEN, []).logits
@@ -516,7 +516,7 @@ def test_torchao_is_asked_for_by_name_or_gives_the_same() -> None:
         tiny.forward(model, EVEN, [Int8Dynamic(backend="torchao"), Halting(halted_share=0.5, missing_kv="project")])
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
 def test_bfloat16_is_the_model_loaded_in_bfloat16(family: str) -> None:
     model, converted = tiny.build(family), tiny.build(family).to(torch.bfloat16)
     for name, buffer in tiny.build(family).named_buffers():  # transformers keeps them in float32 when it loads

@@ -31,7 +31,7 @@ def run(*words: str) -> int:
 
 
 def test_one_run_prints_what_its_record_says(words, capsys):
-    assert run(*words, *CAPACITY, "measure=default", "measure.latency.repeats=3") == 0
+    assert run(*words, *CAPACITY, "measure=default", "measure.latency.repeats=3", "measure.emissions.enabled=false") == 0
     out, err = capsys.readouterr()
     folder = Path(out.splitlines()[-1].split()[-1])
     record = load_record(folder)

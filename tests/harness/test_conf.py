@@ -11,6 +11,7 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from thinning import first
 
 from quicksilver.harness.choices import GROUPS, choices, config_dir
 from quicksilver.harness.config import RunConfig, compose, sweep_jobs
@@ -41,6 +42,7 @@ def test_every_choice_of_a_group_composes(group, subtests):
                 assert config.measure["name"] == choice
 
 
+@pytest.mark.slow
 def test_every_model_composes_with_all_modules_at_once(subtests):
     by_key: dict[str, str] = {}  # one yaml for each: several of one module are refused
     for name in choices("modules"):
@@ -55,7 +57,7 @@ def test_every_model_composes_with_all_modules_at_once(subtests):
             assert config.label.startswith("x | " if more else f"{model} | python-docs | ")
 
 
-@pytest.mark.parametrize("protocol", choices("protocol"))
+@pytest.mark.parametrize("protocol", first(choices("protocol")))
 def test_every_module_composes_and_its_yaml_lists_every_option_of_its_class(protocol, subtests):
     """An option that the yaml leaves out could not be given on the command line."""
     masks = {"full_mask", "forced_mask", "keep_mask", "exempt_mask", "protected_mask"}  # tensors: for scripts only
@@ -210,7 +212,7 @@ def test_lists_of_a_yaml_reach_a_module_as_plain_lists():
     assert list(halting.full_ids) == [3, 5]
 
 
-@pytest.mark.parametrize("experiment", choices("experiment"))
+@pytest.mark.parametrize("experiment", first(choices("experiment"), 3))
 def test_a_sweep_here_is_the_sweep_that_hydra_runs(experiment):
     jobs = sweep_jobs(experiment)
     cfg = OmegaConf.load(config_dir() / "experiment" / f"{experiment}.yaml")

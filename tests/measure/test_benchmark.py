@@ -14,6 +14,7 @@ SHAPE = {"batch": 2, "sequence": 12, "layers": 3, "decay-layers": 4, "width": 16
 TINY = [f"--{name}={value}" for name, value in SHAPE.items()] + ["--repeats=3", "--warmup=1"]
 
 
+@pytest.mark.slow
 def test_every_section_is_measured_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "deeper" / "benchmark.json"
     assert benchmark.main([*TINY, "--dtypes", "float32", "--output", str(output)]) == 0

@@ -331,7 +331,9 @@ def assert_same_bits(batch: Batch, one: Trace, other: Trace) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name not in tiny.EAGER_ONLY])  # eager refuses a blind token
+@pytest.mark.parametrize(
+    "name", tiny.thinned([name for name in tiny.FAMILIES if name not in tiny.EAGER_ONLY])
+)  # eager refuses a blind token
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
 @settings(max_examples=5)
 def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> None:
@@ -345,7 +347,7 @@ def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> Non
         tiny.assert_close(batch.real(cut.logits), batch.real(whole.logits))
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(data=st.data())
 @settings(max_examples=5)
 def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(name: str, data: st.DataObject) -> None:
@@ -433,7 +435,7 @@ def test_a_trace_keeps_its_bits_in_a_file_and_its_null_has_the_same_mix(tmp_path
     assert mix_of(drawn.trace)[16] == 0
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 def test_all_at_16_bits_is_the_plain_model_bit_for_bit(name: str) -> None:
     model = tiny.load(name)
     for batch in (Batch((tuple(range(1, 15)),) * 2), BATCH):
@@ -447,7 +449,7 @@ def test_all_at_16_bits_is_the_plain_model_bit_for_bit(name: str) -> None:
             assert found.run.flops.paper == dense.run.flops.paper
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 def test_fewer_bits_do_more(name: str) -> None:
     model = tiny.load(name) if name in tiny.EAGER_ONLY else precise(name)  # eager Gemma 2 makes NaN of padding in float64
     dense = tiny.forward(model, BATCH, [])
@@ -489,7 +491,7 @@ def test_the_residual_scope_holds_the_hidden_state_once() -> None:
     assert torch.equal(held[4], model.base_model.layers[3](held[3], position_embeddings=rotary))  # from there on as ever
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @pytest.mark.parametrize("weights", ["int8", "token"])
 def test_integers_are_close_to_what_they_are_simulated_as(name: str, weights: Any) -> None:
     """One scale a token and the same weights: equal, up to the rounding of int8's float arithmetic."""
@@ -560,7 +562,7 @@ def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype)
 # -- ledgers, bytes --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @pytest.mark.parametrize("execution", ["simulate", "int8"])
 def test_executed_is_what_is_counted_from_outside(name: str, execution: Any) -> None:
     """Integer products are operations like others."""

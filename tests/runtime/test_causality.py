@@ -78,7 +78,7 @@ def leak(
 ROWS = st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=4, max_size=16).map(tuple)
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data(), row=ROWS, seed=st.integers(0, 99), execution=st.sampled_from(["compact", "masked"]))
 @settings(max_examples=8)
 def test_what_comes_after_does_not_matter(
@@ -112,7 +112,7 @@ def test_the_same_check_finds_a_module_that_looks_ahead(execution: str) -> None:
     assert max(honest) < (1e-5, True)
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(data=st.data(), row=ROWS, seed=st.integers(0, 99))
 @settings(max_examples=4)
 def test_after_a_prompt_that_looked_ahead_nothing_looks_ahead(

@@ -28,7 +28,7 @@ from quicksilver.runtime import (
 # -- compact and masked ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
 @given(data=st.data())
 @settings(max_examples=10)
 def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
@@ -48,7 +48,7 @@ def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero", "predict", "mixed"])
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 def test_the_modes_differ_from_dense_and_from_each_other(name: str, missing_kv: str) -> None:
     """A runtime that did nothing would agree with itself: the other tests compare executions, this one asks that there is an effect."""
     model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
@@ -63,7 +63,7 @@ def test_the_modes_differ_from_dense_and_from_each_other(name: str, missing_kv: 
     assert counts[-1] < counts[0] == 32
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
 @settings(max_examples=5)
 def test_every_token_may_go_even_the_first(name: str, data: st.DataObject) -> None:
@@ -230,7 +230,7 @@ class LensAtHalt(TokenPolicy):
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(batch=tiny.batches(low=6))
 @settings(max_examples=3)
 def test_a_halted_tokens_logits_are_the_logit_lens_where_it_halted(name: str, execution: str, batch: Batch) -> None:
@@ -331,7 +331,7 @@ def test_attention_received_is_the_models_own(
             torch.testing.assert_close(module.found[0, layer][i, :n], expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(data=st.data(), last_queries=st.sampled_from([1, 4, None]), reduce=st.sampled_from(["mean", "max"]))
 @settings(max_examples=4)
 def test_attention_received_is_the_same_packed_and_masked(
@@ -403,7 +403,7 @@ class Lens(TokenPolicy):
         self.entropies.append(expected)
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 def test_entropy_is_that_of_the_logit_lens_in_nats(name: str) -> None:
     lens = Lens()
     found = tiny.forward(tiny.load(name), Batch((tuple(range(1, 12)), (5, 6, 7))), [lens])

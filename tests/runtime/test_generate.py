@@ -42,7 +42,7 @@ def generate(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
 @settings(max_examples=2)
 def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
@@ -56,7 +56,7 @@ def test_compact_generates_what_masked_generates(name: str, strategy: str, data:
     assert blind or torch.equal(compact, masked)
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(batch=tiny.batches(low=2, high=10), policy=tiny.hashed(protect=1))
 @settings(max_examples=2)
 @torch.no_grad()

@@ -19,7 +19,7 @@ flops = pytest.importorskip("quicksilver.measure.flop_counter")
 # -- floating-point operations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
+@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
 @settings(max_examples=4)
 def test_executed_is_what_is_counted_from_outside(name: str, attention: str, execution: str, data: st.DataObject) -> None:
@@ -36,7 +36,7 @@ def test_executed_is_what_is_counted_from_outside(name: str, attention: str, exe
         assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero"])
 def test_most_of_a_run_spent_on_halted_tokens_is_counted_too(name: str, missing_kv: str) -> None:
     """Nearly everything is halted early: an error in the price of K/V for halted tokens could not hide behind the rest."""
@@ -136,7 +136,7 @@ def storage_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
 @settings(max_examples=6)
 @torch.no_grad()
@@ -281,7 +281,7 @@ def test_a_repeated_cache_is_billed_twice_and_a_reset_one_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(batch=tiny.batches(low=2, high=10), policy=tiny.hashed(), data=st.data())
 @settings(max_examples=4)
 @torch.no_grad()

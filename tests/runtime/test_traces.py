@@ -32,7 +32,7 @@ def assert_same_trace(a: Trace, b: Trace) -> None:
 # -- 7: replay -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
 @settings(max_examples=6)
 def test_a_replayed_trace_is_the_run_again(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -107,7 +107,7 @@ def test_a_trace_counts_what_was_active(data: st.DataObject, batch: Batch, polic
 # -- 8: seeds --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(batch=tiny.batches(), modules=tiny.policies(), execution=st.sampled_from(["compact", "masked"]))
 @settings(max_examples=4)
 def test_the_same_run_twice_is_the_same_to_the_bit(name: str, batch: Batch, modules: list[RuntimeModule], execution: str) -> None:

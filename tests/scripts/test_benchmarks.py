@@ -28,6 +28,7 @@ GPU = [
 ]
 
 
+@pytest.mark.slow
 def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--shapes", "tiny", "tiny-llama", "--batch", "1", "2", "--sequence", "12", "--rates", "0.5", "--cell-seconds", "60"]
     assert break_even.main([*words, "--output", str(tmp_path)]) == 0
@@ -66,6 +67,7 @@ def test_where_halting_starts_to_pay_noise_does_not_count(steps: list[tuple[int,
     assert break_even.break_even(cells(*steps))["rate"].to_list() == [rate]
 
 
+@pytest.mark.slow
 def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--shape",
@@ -154,6 +156,7 @@ def test_what_cannot_be_captured_is_a_finding(tmp_path: Path, monkeypatch: pytes
     assert [row["what"] for row in rows if "failed" not in row] == ["dense", "half halted, eager"]
 
 
+@pytest.mark.slow
 def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 

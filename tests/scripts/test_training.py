@@ -157,6 +157,7 @@ def test_training_changes_the_weights_and_the_loss_falls(uninterrupted: Path) ->
     assert (uninterrupted / "tiny" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_recipe_give_equal_weights_and_another_seed_others(
     tmp_path: Path, data: Path, uninterrupted: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_the_end_may_be_moved_until_the_decay_has_begun(
     assert_equal_weights(weights(tmp_path), weights(uninterrupted))
 
 
+@pytest.mark.slow
 def test_a_run_may_be_shortened_from_a_step_it_has_not_passed(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

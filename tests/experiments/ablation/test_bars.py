@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fakes
 import pytest
+from thinning import first
 
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome, find
@@ -72,7 +73,7 @@ def test_the_picture_says_why_there_is_no_bar_and_how_high_the_others_are(tmp_pa
         assert "%" in axes.get_ylabel()
 
 
-@pytest.mark.parametrize("number", ["6", "7"])
+@pytest.mark.parametrize("number", first(["6", "7"]))
 def test_the_same_records_give_the_same_bytes(tmp_path, number):
     artefact = find("figure", number)
     first, second = (artefact.build(outcomes(tmp_path / name, number), artefact.name) for name in ("a", "b"))

@@ -597,6 +597,7 @@ class Page:
         return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
+@pytest.mark.slow
 def test_pages_load_without_a_console_error(browser, site):
     for path in pages(site):
         page = Page(browser, path)

@@ -137,11 +137,12 @@ def test_what_a_small_deviation_is_said_to_cost_is_what_it_costs():
 
 def test_nothing_is_left_on_the_model(model):
     hooks = {name: (len(one._forward_hooks), len(one._forward_pre_hooks)) for name, one in model.named_modules()}
+    gradients = [parameter.grad for parameter in model.parameters()]  # other tests share this model
     with torch.no_grad():
         before = model(IDS[None]).logits
         look_inside(model, IDS, modules(), attribution=True)
         assert torch.equal(model(IDS[None]).logits, before)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is was for parameter, was in zip(model.parameters(), gradients, strict=True))
     assert {name: (len(one._forward_hooks), len(one._forward_pre_hooks)) for name, one in model.named_modules()} == hooks
 
 

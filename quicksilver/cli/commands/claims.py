@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import check_overrides
 from quicksilver.cli.commands.reproduce import collected, jobs_of_all
@@ -18,6 +19,10 @@ from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import workplace
 from quicksilver.report.artefacts import artefacts
 from quicksilver.report.reproduction import MINE, all_kept, base_config, make_command, name_of, recorded
+from quicksilver.report.written import read
+
+if TYPE_CHECKING:
+    from quicksilver.harness.store import Store
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,7 +51,8 @@ def main(words: Sequence[str]) -> int:
             judged()
     answers.save()
     name = name_of("claims", base, overrides)
-    table = ledger(sources, name if all(all_kept(source.outcomes, store) for source in sources) else f"{name}{MINE}")
+    whole = all(all_kept(source.outcomes, store) for source in sources) and not _lacks(store, name)
+    table = ledger(sources, name if whole else f"{name}{MINE}")
     print(table.text(width()))
     contents = {"md": table.markdown().encode(), "csv": table.csv().encode(), "json": table.written().json()}
     contents = {f"{table.name}.{suffix}": content for suffix, content in contents.items()}
@@ -55,3 +61,9 @@ def main(words: Sequence[str]) -> int:
     for artefact, trouble in troubles.items():
         print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)
     return 1 if failed or troubles else 0
+
+
+def _lacks(store: Store, name: str) -> bool:
+    """Whether the written ledger names records that are not here, too large to be kept: it says more than what can be said now."""
+    path = store.root / f"{name}.json"
+    return path.is_file() and any(store.get(fingerprint) is None for fingerprint in read(path).records)

@@ -7,30 +7,26 @@ neither, and whatever goes wrong, Hydra composes from the start, so that its wor
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from quicksilver.harness.choices import GROUPS, config_dir
+from quicksilver.harness.choices import config_dir
 from quicksilver.harness.config import RunConfig, check_words, run_config
 from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_files, check_hydra
 from quicksilver.harness.launchers import forget_schemas
-from quicksilver.harness.overrides import quoted
+from quicksilver.harness.overrides import is_value, parsed, quoted, with_values
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -93,10 +89,10 @@ class Composer:
 
     def _raw(self, overrides: list[str]) -> DictConfig:
         try:
-            parsed = [_parsed(text) for text in overrides]
+            read = [parsed(text) for text in overrides]
         except HydraException as error:
             raise ConfigError(explain(error, overrides, self._extra_dirs)) from error
-        groups = tuple(text for text, override in zip(overrides, parsed, strict=True) if not _is_value(override))
+        groups = tuple(text for text, override in zip(overrides, read, strict=True) if not is_value(override))
         if groups not in self._checked:
             check_words(groups, self._extra_dirs)
             self._checked.add(groups)
@@ -105,14 +101,10 @@ class Composer:
                 self._bases[groups] = self._by_hydra([*groups])
             except ConfigError:
                 return self._by_hydra(overrides)  # a value may be what is missing, and all words are worth naming
-        cfg = copy.deepcopy(self._bases[groups])
         try:
-            for override in parsed:
-                if _is_value(override):
-                    OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+            return with_values(self._bases[groups], read)
         except OmegaConfBaseException:
             return self._by_hydra(overrides)
-        return cfg
 
     def _by_hydra(self, overrides: list[str]) -> DictConfig:
         check_words(overrides, self._extra_dirs)
@@ -124,15 +116,3 @@ class Composer:
         with open_dict(cfg):
             del cfg["hydra"]
         return cfg
-
-
-def _is_value(override: Override) -> bool:
-    """Whether it gives a value to a key that is there, and chooses nothing."""
-    key = override.key_or_group
-    plain = override.type == OverrideType.CHANGE and override.package is None and "/" not in key
-    return plain and key not in GROUPS and not key.startswith("hydra.")
-
-
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> Override:
-    return OverridesParser.create().parse_override(text)

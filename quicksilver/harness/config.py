@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -32,7 +30,7 @@ from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, D
 from quicksilver.harness.choices import GROUPS, choices, config_dir, files_stamp
 from quicksilver.harness.explain import explain, explain_value, suggest
 from quicksilver.harness.hydra_section import check_hydra, check_selected
-from quicksilver.harness.overrides import parsed, quoted
+from quicksilver.harness.overrides import is_value, parsed, quoted, with_values
 from quicksilver.harness.parts import build_measurements, is_on, measurement_class
 from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, ModelConfig
@@ -219,22 +217,15 @@ def _compose_raw(overrides: list[str]) -> DictConfig:
         raise ConfigError(explain(error, overrides)) from error
 
 
-_SELECTS = re.compile(rf"(?:{'|'.join(GROUPS)})=.+", re.DOTALL)
-_SETS = re.compile(r"(?!hydra\b)\w[\w.]*=.+", re.DOTALL)  # neither added nor deleted, and nothing of Hydra's own
-
-
 def _hydra_config(overrides: list[str]) -> DictConfig:
-    """What Hydra composes. It reads every file anew for every config, a tenth of a second: runs that select the same files share one
-    reading, and their values are set in a copy of it, by the function with which Hydra itself does both."""
-    if all(map(_SETS.fullmatch, overrides)):
-        selecting = tuple(override for override in overrides if _SELECTS.fullmatch(override))
-        try:
-            cfg = copy.deepcopy(_selected(selecting, files_stamp()))
-            ConfigLoaderImpl._apply_overrides_to_config([parsed(one) for one in overrides if one not in selecting], cfg)
-            return cfg
-        except (HydraException, OmegaConfBaseException, YAMLError):
-            pass  # composed in one go, the error is Hydra's of these very words
-    return _composed_by_hydra(overrides)
+    """What Hydra composes. It reads every file anew for every config, a tenth of a second: runs whose groups are the same share one reading,
+    and their values are set in a copy of it."""
+    try:
+        read = [parsed(one) for one in overrides]
+        selecting = tuple(text for text, one in zip(overrides, read, strict=True) if not is_value(one))
+        return with_values(_selected(selecting, files_stamp()), read)
+    except (HydraException, OmegaConfBaseException, YAMLError):
+        return _composed_by_hydra(overrides)  # in one go, so that the error is Hydra's of these very words
 
 
 @lru_cache(maxsize=512)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
-_MATMUL_SHARE = 0.6  # of the speed of a large product, what a decoder layer of the paper's sizes reaches (scripts/benchmark.py)
+_MATMUL_SHARE = 0.6  # of the speed of a large product: assumed of a decoder layer, measured nowhere here
 _TRACE_BYTES = 6  # a token and layer of a record, at most
 _VARIANTS = 3  # that take turns while time is taken: dense, the run, dense again
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
+from quicksilver.harness.choices import GROUPS
 from quicksilver.runtime.errors import ConfigError
 
 _KEY_AND_VALUE = re.compile(r"([+~]{0,2}[A-Za-z_][\w./@]*)=(.+)", re.DOTALL)
@@ -37,6 +40,26 @@ def parsed(override: str) -> Override:
         HydraException: it is none.
     """
     return OverridesParser.create().parse_override(override)
+
+
+def is_value(override: Override) -> bool:
+    """Whether it gives a value to a key that is there, and chooses nothing."""
+    key = override.key_or_group
+    plain = override.type == OverrideType.CHANGE and override.package is None and "/" not in key
+    return plain and key not in GROUPS and not key.startswith("hydra.")
+
+
+def with_values(base: DictConfig, overrides: Sequence[Override]) -> DictConfig:
+    """A copy of what the groups compose, with the values that `overrides` give set in it, as Hydra sets them after its groups.
+
+    Raises:
+        OmegaConfBaseException: a key that is not there, a value of another type.
+    """
+    cfg = copy.deepcopy(base)
+    for override in overrides:
+        if is_value(override):
+            OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+    return cfg
 
 
 def _readable(override: str) -> str:

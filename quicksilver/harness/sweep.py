@@ -144,9 +144,7 @@ def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) ->
         elif override.is_discrete_sweep():
             axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
         else:
-            raise ConfigError(
-                f"{word}: a sweep needs single values: choice(…), range(…), or hydra/sweeper=optuna, which draws some."
-            )
+            raise ConfigError(f"{word}: a sweep needs single values: give choice(…) or range(…).")
     swept = [len(axis) > 1 for axis in axes]
     return [
         (tuple(run), tuple(text for text, varies in zip(run, swept, strict=True) if varies)) for run in itertools.product(*axes)

@@ -13,6 +13,7 @@ from quicksilver.runtime.cache.entries import (
     without_padding,
 )
 from quicksilver.runtime.cache.storage import KV, Storage, own
+from quicksilver.runtime.rows import take_kv
 
 
 class DenseRows(Storage):
@@ -38,8 +39,7 @@ class DenseRows(Storage):
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
         if layout.order is not None:
-            index = layout.order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-            keys, values = keys.gather(2, index), values.gather(2, index)
+            keys, values = take_kv(keys, layout.order), take_kv(values, layout.order)
         self._store(layout.entries, layout.valid, keys, values)
         return keys, values
 
@@ -111,8 +111,7 @@ class DenseRows(Storage):
 
     def _store_packed(self, entries: Entries, present: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         entries, present, order = packed_to_the_left(entries, present)
-        index = order[:, None, :, None].expand_as(keys)
-        self._store_trimmed(entries, present, keys.gather(2, index), values.gather(2, index))
+        self._store_trimmed(entries, present, take_kv(keys, order), take_kv(values, order))
 
     def _store_trimmed(self, entries: Entries, present: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         entries, trimmed, width = without_padding(entries, present)

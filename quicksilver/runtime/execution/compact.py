@@ -10,6 +10,7 @@ from quicksilver.runtime.execution.halted import kv_of_halted, translation_flops
 from quicksilver.runtime.execution.plan import KV, Attended, LayerCall, LayerPlan, LayerResult, Machine
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.ledger import LayerWork
+from quicksilver.runtime.rows import join_kv
 
 
 class CompactPort:
@@ -22,7 +23,7 @@ class CompactPort:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
         plan, new = self.plan, (keys, values)
         if self.halted:
-            keys, values = (_joined(parts) for parts in zip(new, *self.halted, strict=True))
+            keys, values = (join_kv(parts) for parts in zip(new, *self.halted, strict=True))
         stored = (keys, values) if plan.target is None else plan.target.write(plan.planned, keys, values)
         if not plan.own_keys_only or (plan.layout is not None and plan.layout.order is None):
             keys, values = stored  # without an order, a new store holds just the queries' own, at their widths already
@@ -43,7 +44,7 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
     if packing.width == 0:
         # Nobody takes part: what is halted but not skipped may still have to be stored.
         if store is not None and plan.layout is not None:
-            store.write(plan.layout, *(_joined(parts) for parts in zip(*halted, strict=True)))
+            store.write(plan.layout, *(join_kv(parts) for parts in zip(*halted, strict=True)))
         output, attended, keys_seen = call.hidden, None, 0
     else:
         port = CompactPort(plan, halted, machine)
@@ -58,8 +59,3 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
         store.advance(forward.n, forward.n_real)
     work = LayerWork(forward.batch, packing.width, keys_seen, projected, translation_flops(plan, call, forward))
     return LayerResult(output, packing, work, attended)
-
-
-def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """(B, H_kv, ., head_dim) one after the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -7,6 +7,7 @@ import torch
 from quicksilver.runtime.execution.plan import KV, HaltedKV, LayerCall, LayerPlan, Machine
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.phases import phase
+from quicksilver.runtime.rows import take_kv
 
 
 @phase("halted_kv")
@@ -17,7 +18,7 @@ def kv_of_halted(halted: HaltedKV, call: LayerCall, forward: Forward, machine: M
         case "copy":
             assert forward.newest_kv is not None
             keys, values = forward.newest_kv
-            return _taken(keys, packing.order), _taken(values, packing.order)
+            return (keys, values) if packing.order is None else (take_kv(keys, packing.order), take_kv(values, packing.order))
         case "project":
             frozen = packing.take(call.hidden)
             predict_later_layers(halted, frozen, call, forward)
@@ -41,10 +42,3 @@ def translation_flops(plan: LayerPlan, call: LayerCall, forward: Forward) -> int
     """What `predict_later_layers` took, a row."""
     translators = forward.executed.translators
     return sum(one.packing.width * translators[call.layer].flops_per_token for one in plan.halted if one.translator == call.layer)
-
-
-def _taken(states: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """(B, H_kv, N, head_dim) -> (B, H_kv, E, head_dim)."""
-    if order is None:
-        return states
-    return states.gather(2, order[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout
 from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.phases import phase
 from quicksilver.runtime.precision import PrecisionExecutor
+from quicksilver.runtime.rows import put_rows, take_rows
 
 KV = tuple[torch.Tensor, torch.Tensor]
 Way = Literal["plain", "append", "compact", "masked"]
@@ -31,6 +32,8 @@ class Packing:
     order: torch.Tensor | None
     real: torch.Tensor | None
     width: int
+    # All layers of a kind are handed the same factors: packed once.
+    _rotary: list[tuple[Rotary, Rotary]] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     @phase("gather")
@@ -54,8 +57,7 @@ class Packing:
         """(B, N, ...) -> (B, A, ...)."""
         if self.order is None:
             return x
-        index = self.order.reshape(*self.order.shape, *([1] * (x.ndim - 2))).expand(-1, -1, *x.shape[2:])
-        return x.gather(1, index)
+        return take_rows(x, self.order)
 
     @phase("scatter")
     def put(self, full: torch.Tensor, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
@@ -64,11 +66,18 @@ class Packing:
             packed_new = torch.where(self.real[..., None], packed_new, packed_old)
         if self.order is None:
             return packed_new
-        return full.scatter(1, self.order[..., None].expand_as(packed_new), packed_new)
+        return put_rows(full, self.order, packed_new)
 
     def rotary(self, rotary: Rotary | None, batch: int) -> Rotary | None:
         """Rotary factors (1 or B, N, ...) of the packed tokens."""
-        return None if rotary is None else (self.take(rows(rotary[0], batch)), self.take(rows(rotary[1], batch)))
+        if rotary is None:
+            return None
+        for whole, packed in self._rotary:
+            if whole is rotary:
+                return packed
+        packed = (self.take(rows(rotary[0], batch)), self.take(rows(rotary[1], batch)))
+        self._rotary.append((rotary, packed))
+        return packed
 
 
 def rows(x: torch.Tensor, batch: int) -> torch.Tensor:

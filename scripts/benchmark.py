@@ -8,6 +8,8 @@ callables that take turns in one run; the first of them is timed twice a round, 
                the share of executed FLOPs saved; 1 means that every operation not executed is time not spent
     fusion     30% of the prompt fused away at a third of the depth: the same ratio, and the price of choosing the pairs
     decide     the price of deciding alone: modules decide, everything is executed
+    predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on the shapes of
+               --shapes: the realization ratio of the prompt, and time per token decoded after it against after a dense prompt
     generate   greedy decoding: tokens per second without a module; time per token when every token stops at half depth
     repeat     the same ratio measured three times over: how far apart its medians are
 
@@ -30,16 +32,21 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import ROOT, environment
-from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
+from shapes import ROOT, SHAPES, Shape, environment, model_of
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate
+from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate, shared_weight_copy
 from quicksilver.modules.controls import ExponentialDecay, StaticDepth
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
+from quicksilver.modules.presets import Schedule
+from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.translators import BoundTranslator, ModelShape, Translator
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
+from quicksilver.runtime.architecture import architecture_of
 
-SECTIONS = ("none", "decay", "fusion", "decide", "generate", "repeat")
+SECTIONS = ("none", "decay", "fusion", "decide", "predicted", "generate", "repeat")
+LAYERS_OF_WIDE = 4  # of shapes wider than --width: a pass of 8 × 512 tokens takes half a minute
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
 
 
@@ -110,7 +117,7 @@ class Bench:
 
 
 def forward(
-    model: GPT2LMHeadModel,
+    model: PreTrainedModel,
     ids: torch.Tensor,
     modules: Sequence[RuntimeModule] | None,
     execution: Literal["compact", "decide"] = "compact",
@@ -127,7 +134,7 @@ def forward(
     return plain if modules is None else under
 
 
-def executed_flops(model: GPT2LMHeadModel, modules: Sequence[RuntimeModule], call: Callable[[], object]) -> int:
+def executed_flops(model: PreTrainedModel, modules: Sequence[RuntimeModule], call: Callable[[], object]) -> int:
     with apply(model, modules) as run:
         call()
         return run.flops.executed
@@ -217,6 +224,57 @@ def decide(bench: Bench) -> None:
     for name in policies:
         overhead = transformed(times.ratio(name, "plain"), lambda r: 100 * (r - 1))
         bench.found("decide", f"deciding costs: {name}", overhead, times, ("at most", 2.0), "%")
+
+
+def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTranslator:
+    """A map of the right shape: what it costs does not depend on what it predicts."""
+    architecture = architecture_of(model)
+    shape = ModelShape.of(architecture)
+    sizes = (1 + shape.width, shape.n_layers - 1 - source_layer, 2, shape.n_kv_heads, shape.head_dim)
+    weight = 0.02 * torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    return Translator(source_layer, weight, shape, model_digest(model)).bound(architecture)
+
+
+def predicted(bench: Bench) -> None:
+    for name in bench.options.shapes:
+        predicted_of(bench, SHAPES[name])
+
+
+def predicted_of(bench: Bench, shape: Shape) -> None:
+    o = bench.options
+    layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
+    model = model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=bench.dtype, device=o.device)
+    ids = bench.input_ids()
+    schedule = Schedule(max(1, round(layers * 3 / 16)), 0.2, max(2, round(layers * 5 / 8)))
+    module = schedule.halting(translator=random_translator(model, schedule.predict_before))
+    plain = shared_weight_copy(model)
+    what = f"{shape.name} × {layers} layers, {schedule}"
+    with apply(model, [module]) as run:
+        passes = {"plain": forward(plain, ids, None), "predicted": forward(model, ids, None)}
+        passes["predicted"]()
+        executed = run.flops.executed
+        saved = 1 - executed / executed_flops(plain, [], passes["plain"])
+        times = bench.alternate(passes)
+        steps = bench.alternate({"plain": decoding(plain, ids, o.new_tokens), "predicted": decoding(model, ids, o.new_tokens)})
+    ratio = times.ratio("predicted", "plain")
+    bench.found(
+        "predicted", f"realization ratio, {what} ({100 * saved:.1f}% of FLOPs saved)", realized(ratio, saved), times, ("at least", 0.9),
+        executed_flops_saved=saved, time_saved=1 - ratio.median, layers=layers,
+    )  # fmt: skip
+    slower = transformed(steps.ratio("predicted", "plain"), lambda r: 100 * (r - 1))
+    bench.found("predicted", f"decoding after it, slower: {what}", slower, steps, ("at most", 1.5), "%", layers=layers)
+
+
+def decoding(model: PreTrainedModel, ids: torch.Tensor, n: int) -> Callable[[], None]:
+    """`n` further tokens after the prompt `ids`, whose cache is made once and cropped back each time."""
+    cache = model(ids, use_cache=True).past_key_values
+
+    def steps() -> None:
+        for i in range(n):
+            model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        cache.crop(-n)
+
+    return steps
 
 
 class StepClock(LogitsProcessor):
@@ -326,6 +384,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--heads", type=int, default=20)
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=["gpt2-large", "llama2-7b"], help="of predicted")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=33, help="of generate, the first of which belongs to the prompt's pass")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")
@@ -362,7 +421,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(
             f"[bold]The machine is busy[/bold] (load {load:.2f}): the ratios below carry its noise; see the noise floor."
         )
-    runs = {"none": no_module, "decay": decay, "fusion": fusion, "decide": decide, "generate": generate, "repeat": repeat}
+    runs = {
+        "none": no_module,
+        "decay": decay,
+        "fusion": fusion,
+        "decide": decide,
+        "predicted": predicted,
+        "generate": generate,
+        "repeat": repeat,
+    }
     findings: list[Finding] = []
     for name in options.only:
         for dtype in options.dtypes:

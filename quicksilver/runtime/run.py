@@ -36,6 +36,7 @@ from quicksilver.runtime.generation import user_prompts_only
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
 from quicksilver.runtime.phases import phase
+from quicksilver.runtime.rows import take_rows
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.visibility import Visibility
 
@@ -289,7 +290,7 @@ class Run:
             output = self._deciding.about_tokens(policies, call, current, result, watched=watched, attention_output=attended)
         if layer == self.arch.n_layers - 1 and current.executed.fusions:
             # What was merged away reads as the super-token that carried it (ToMe's unmerge): the model gets N states back.
-            output = output.gather(1, current.executed.representatives()[..., None].expand_as(output))
+            output = take_rows(output, current.executed.representatives())
         return output
 
     def _execute(self, plan: LayerPlan, call: LayerCall, current: Forward) -> LayerResult:

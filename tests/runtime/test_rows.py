@@ -50,7 +50,8 @@ def test_gradients_go_to_the_rows_that_moved() -> None:
     order = torch.tensor([[2, 0]])
     new = torch.zeros(1, 2, 2, requires_grad=True)
     (put_rows(states, order, new) * torch.tensor([1.0, 10.0, 100.0])[None, :, None]).sum().backward()
-    assert states.grad is not None and new.grad is not None
+    assert states.grad is not None
+    assert new.grad is not None
     assert states.grad[0, :, 0].tolist() == [0, 10, 0]
     assert new.grad[0, :, 0].tolist() == [100, 1]
 

@@ -245,7 +245,7 @@ def predicted_of(bench: Bench, shape: Shape) -> None:
     layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
     model = model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=bench.dtype, device=o.device)
     ids = bench.input_ids()
-    schedule = Schedule(max(1, round(layers * 3 / 16)), 0.2, max(2, round(layers * 5 / 8)))
+    schedule = Schedule(max(1, round(layers * 3 / 16)), 0.2, max(2, round(layers * 5 / 8)), protect_last=min(32, o.sequence // 8))
     module = schedule.halting(translator=random_translator(model, schedule.predict_before))
     plain = shared_weight_copy(model)
     what = f"{shape.name} × {layers} layers, {schedule}"

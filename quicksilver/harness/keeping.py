@@ -1,8 +1,8 @@
 """Records that the repository has: what its tables, figures and ledger name, small enough for git.
 
 results/records/<fingerprint>/ holds record.json and windows.parquet, and of the larger files those that something is drawn from. Parquet files
-are written again in two fifths of their bytes. What was left out is named in record.json, whose checksum is made anew; identity and fingerprint
-stay.
+are written again in two fifths of their bytes, traces are gzipped. What was left out is named in record.json, whose checksum is made anew;
+identity and fingerprint stay.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import CHECKSUM, EVENTS, RECORD, TRACE, Record, checksum, load_record
+from quicksilver.harness.record import CHECKSUM, EVENTS, PACKED_TRACE, RECORD, TRACE, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store, described
+from quicksilver.runtime.trace import pack
 
 _LARGE_BYTES = 1_000_000
+_LEFT_OUT = {TRACE, PACKED_TRACE, EVENTS}  # unless something is drawn from them
 _LEVEL = 19  # of zstd: written once, read often
 _PANDAS = b"pandas"
 _PLAIN = ("int64", "float64", "object")  # parquet says as much
@@ -38,8 +40,8 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     records: dict[str, tuple[Record, set[str]]] = {}
 
     def add(record: Record, names: Collection[str]) -> None:
-        small = {name for name, file in record.files.items() if file.bytes < _LARGE_BYTES and name not in (TRACE, EVENTS)}
-        if small | {TRACE, EVENTS} >= set(record.files):
+        small = {name for name, file in record.files.items() if file.bytes < _LARGE_BYTES and name not in _LEFT_OUT}
+        if small | _LEFT_OUT >= set(record.files):
             records.setdefault(record.fingerprint, (record, small))[1].update(names)
 
     for fingerprint, names in wanted.items():
@@ -80,14 +82,21 @@ def _name(source: str) -> str:
 
 def _copy(record: Record, folder: Path, names: Collection[str]) -> None:
     folder.mkdir(parents=True)
-    files = {name: described for name, described in record.content["files"].items() if name in names}
-    for name in files:
-        if name.endswith(".parquet"):
-            (folder / name).write_bytes(_packed(record.path / name))
-            files[name] = described(folder / name)
+    files = {}
+    for name in record.files:
+        plain = TRACE if name == PACKED_TRACE else name
+        if plain not in names:
+            continue
+        kept = folder / (PACKED_TRACE if plain == TRACE else name)
+        if plain == TRACE:
+            kept.write_bytes(pack(record.path / name))
+        elif name.endswith(".parquet"):
+            kept.write_bytes(_packed(record.path / name))
         else:
-            shutil.copyfile(record.path / name, folder / name)
-    left_out = sorted({*record.content.get("left_out", ()), *record.content["files"]} - set(files))
+            shutil.copyfile(record.path / name, kept)
+        files[kept.name] = described(kept)
+    had = {TRACE if name == PACKED_TRACE else name for name in record.files}
+    left_out = sorted({*record.content.get("left_out", ()), *(had - set(names))})
     content = _without_places(record.content) | {"files": files, "left_out": left_out}
     text = json.dumps({**content, CHECKSUM: checksum(content)}, allow_nan=False)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 results/runs/<fingerprint>/
     record.json         config, environment, protocol, all scalars with their units in the names
     windows.parquet     per window: tokens, bytes, nll_nats, FLOPs …
-    trace.safetensors   every decision (absent in a dense record)
+    trace.safetensors   every decision (absent in a dense record); trace.safetensors.gz in a record that the repository keeps
     signals.safetensors what happened to each token of a few texts, layer by layer (with measure.signals)
     events.jsonl        what happened when
 
@@ -40,6 +40,7 @@ R = TypeVar("R", bound=Result)
 
 SCHEMA_VERSION = 4
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
+PACKED_TRACE = TRACE + ".gz"  # in records that the repository keeps
 SIGNALS = "signals.safetensors"
 CHECKSUM = "checksum"
 # A run may execute more than dense inference (signals, drafts that are thrown away), but no mechanism here does so twenty times over, and
@@ -144,7 +145,7 @@ class Record(Description):
         Raises:
             ConfigError: the file is damaged.
         """
-        return self._checked(TRACE) if TRACE in self.files else None
+        return next((self._checked(name) for name in (TRACE, PACKED_TRACE) if name in self.files), None)
 
     @property
     def events_path(self) -> Path:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
-from collections.abc import Iterable
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, active_tokens
 
 SCHEMA = "quicksilver-trace-2"
+PACKED = ".gz"  # suffix of a file that `pack` made; `Trace.load` reads both
 _ABOUT = "quicksilver"  # key of the one entry of metadata, a JSON object
 _TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
 
@@ -141,7 +146,7 @@ class Trace:
     @classmethod
     def load(cls, path: Path | str) -> Trace:
         try:
-            with safe_open(str(path), framework="pt") as file:
+            with _plain(Path(path)) as plain, safe_open(str(plain), framework="pt") as file:
                 about = json.loads((file.metadata() or {}).get(_ABOUT, "{}"))
                 if about.get("schema") != SCHEMA:
                     raise ConfigError(
@@ -155,6 +160,27 @@ class Trace:
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             raise ConfigError(f"{path} is not a readable trace: {error}") from error
         return cls(n_layers, passes)
+
+
+def pack(path: Path) -> bytes:
+    """The file of a trace, gzipped: a hundredth of its bytes, as most decisions are alike. The same file gives the same bytes."""
+    with _plain(path) as plain:
+        return gzip.compress(plain.read_bytes(), mtime=0)
+
+
+@contextmanager
+def _plain(path: Path) -> Iterator[Path]:
+    """The file as safetensors reads it, unpacked where it is gzipped."""
+    if path.suffix != PACKED:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        unpacked = Path(folder) / path.stem
+        try:
+            unpacked.write_bytes(gzip.decompress(path.read_bytes()))
+        except (EOFError, zlib.error) as error:
+            raise ValueError(str(error)) from error
+        yield unpacked
 
 
 def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_column: int) -> PassTrace:

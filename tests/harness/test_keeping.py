@@ -6,15 +6,17 @@ import json
 import shutil
 
 import pytest
+import torch
 from harness_world import make_world
 
 from quicksilver.harness.answers import INDEX, Answer, Answers
 from quicksilver.harness.config import compose
 from quicksilver.harness.keeping import keep
-from quicksilver.harness.record import TRACE, check_files, load_record, record_frame
+from quicksilver.harness.record import PACKED_TRACE, TRACE, check_files, load_record, record_frame
 from quicksilver.harness.run import ensure, plan, store_of
 from quicksilver.harness.store import KEPT, Store
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.trace import Trace
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,29 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     assert store.get(record.fingerprint).path.parent.name == KEPT
     assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
     assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}
+
+
+def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
+    config, record, _ = made
+    store = Store(config.results_dir)
+    whole, size = Trace.load(record.trace_path), record.trace_path.stat().st_size
+    away = store.root / "away"
+    for runs in (store.runs, away):  # from runs/, and again from records/ where the runs are gone
+        keep(store, {record.fingerprint: {TRACE}})
+        kept = load_record(store.root / KEPT / record.fingerprint)
+        check_files(kept)
+        assert kept.trace_path is not None
+        assert kept.trace_path.name == PACKED_TRACE
+        assert kept.trace_path.stat().st_size < 0.5 * size
+        assert TRACE not in kept.content["left_out"]
+        for one, other in zip(Trace.load(kept.trace_path).passes, whole.passes, strict=True):
+            assert torch.equal(one.halt_layer, other.halt_layer)
+        if runs.exists():
+            runs.rename(away)
+    away.rename(store.runs)
+    kept.trace_path.write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match="not a readable trace"):
+        Trace.load(kept.trace_path)
 
 
 def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path) -> None:

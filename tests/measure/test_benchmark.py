@@ -11,7 +11,7 @@ import torch
 
 torch.set_num_threads(1)
 SHAPE = {"batch": 2, "sequence": 12, "layers": 3, "decay-layers": 4, "width": 16, "heads": 2, "vocabulary": 31, "new-tokens": 3}
-TINY = [f"--{name}={value}" for name, value in SHAPE.items()] + ["--repeats=3", "--warmup=1"]
+TINY = [f"--{name}={value}" for name, value in SHAPE.items()] + ["--repeats=3", "--warmup=1", "--shapes=tiny"]
 
 
 @pytest.mark.slow

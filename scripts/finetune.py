@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 AFTER_THE_PLAN = 1000  # number of the first epoch of `more`: no order of the plan's comes again
+AVERAGE = "held_accuracy_of_average"
 HELD_ROWS = 600  # of a task's training rows, kept out of training: what choices are made on
 
 
@@ -58,6 +59,10 @@ class Recipe:
     # After the plan: epochs of tasks once more, from `lr_more` of the peak learning rate straight to 0.
     more: dict[str, float] = field(default_factory=dict)
     lr_more: float = 0.4
+    # In `more` only: share of a sentence's tokens whose embedding is zero in a step, and decay per step of the average of the weights,
+    # which then is the finished model (0: the last weights are).
+    token_dropout: float = 0.0
+    average: float = 0.0
 
     def lr_scale(self, step: int, steps: int, more: int = 0) -> float:
         """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`; then another of `more`."""
@@ -132,11 +137,17 @@ def tensors(batch: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([len(e.ids) - 1 for e in batch])
 
 
-def loss_of(model: Any, batch: list[Encoded], prefix_loss: float) -> tuple[torch.Tensor, float]:
+def loss_of(
+    model: Any, batch: list[Encoded], prefix_loss: float, heard: torch.Tensor | None = None
+) -> tuple[torch.Tensor, float]:
+    """Loss and share of right answers; `heard`: (B, N), 0 where a token's embedding is zero in this step."""
     ids, last = tensors(batch)
     head = model.get_output_embeddings()
+    embedded = model.get_input_embeddings()(ids)  # (B, N, D)
+    if heard is not None:
+        embedded = embedded * heard[..., None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (B, N, D)
+        hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state  # (B, N, D)
         logits = head(hidden[torch.arange(len(batch)), last])  # (B, V)
     words = torch.tensor(batch[0].words)
     gold = torch.tensor([int(e.gold) for e in batch])
@@ -150,6 +161,41 @@ def loss_of(model: Any, batch: list[Encoded], prefix_loss: float) -> tuple[torch
         each = F.cross_entropy(among[at], gold[:, None].expand_as(at)[at], reduction="none")
         loss = loss + prefix_loss * each.mean()
     return loss, right
+
+
+def drawn(batch: list[Encoded], share: float, seed: int, step: int) -> torch.Tensor:
+    """(B, N): 0 for `share` of the tokens of each sentence, drawn by seed and step alone; 1 elsewhere."""
+    ids, _ = tensors(batch)
+    some = torch.from_numpy(np.random.default_rng((seed, step)).random(ids.shape)) < share
+    ends = torch.tensor([e.sentence_end for e in batch])[:, None]
+    return (~(some & (torch.arange(ids.shape[1])[None] < ends))).float()
+
+
+class WeightAverage(torch.optim.Optimizer):
+    """Exponential average of the weights over steps, kept like an optimiser's state, so that it is saved and read with the others."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], decay: float):
+        super().__init__(parameters, {"lr": 0.0})
+        self.decay = decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = p.detach().clone()
+                state["average"].lerp_(p, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and average: once to score or to keep the average, again to train on."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "average" in self.state[p]:
+                    kept = p.detach().clone()
+                    p.copy_(self.state[p]["average"])
+                    self.state[p]["average"].copy_(kept)
 
 
 @torch.no_grad()
@@ -209,7 +255,7 @@ def check_recipe(recipe: Recipe, planned: int, meta: Mapping[str, Any], source: 
     if saved["falls"] == [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]:
         saved["falls"] = mine["falls"]
     if meta["step"] <= planned and not saved["more"]:
-        saved |= {"more": mine["more"], "lr_more": mine["lr_more"]}
+        saved |= {name: mine[name] for name in ("more", "lr_more", "token_dropout", "average")}
     if saved != mine:
         raise SystemExit(f"{source} was made by another recipe. Give the same options, or another --work. Nothing was changed.")
 
@@ -227,6 +273,9 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     planned = len(every)
     every += plan(data, recipe, recipe.more, first_epoch=AFTER_THE_PLAN)
     optims = optimizers(model, recipe)
+    average = WeightAverage([p for p in model.parameters() if p.requires_grad], recipe.average)
+    if recipe.average:
+        optims.append(average)
     state = TrainingState(work)
     meta = state.load(model, optims, lambda meta, source: check_recipe(recipe, planned, meta, source))
     step, history = (0, []) if meta is None else (meta["step"], meta["history"])
@@ -241,11 +290,14 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
         for optim, peak in zip(optims, peaks, strict=True):
             for group, lr in zip(optim.param_groups, peak, strict=True):
                 group["lr"] = lr * scale
-        loss, right = loss_of(model, every[step], recipe.prefix_loss)
+        late = step >= planned
+        heard = drawn(every[step], recipe.token_dropout, recipe.seed, step) if late and recipe.token_dropout else None
+        loss, right = loss_of(model, every[step], recipe.prefix_loss, heard)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optim in optims:
-            optim.step()
+            if optim is not average or late:
+                optim.step()
             optim.zero_grad(set_to_none=True)
         smooth = right if smooth is None else 0.98 * smooth + 0.02 * right
         step += 1
@@ -255,11 +307,16 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
         if step % 200 == 0 or step == steps or out_of_time:
             scores = {name: accuracy(model, rows) for name, rows in held.items()}
             history.append({"step": step, "loss_nats": loss.item(), "training_accuracy": smooth, "held_accuracy": scores})
+            if average.state:
+                average.swap()
+                history[-1][AVERAGE] = {name: accuracy(model, rows) for name, rows in held.items()}
+                average.swap()
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
             state.save({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}, model, optims)
         if out_of_time:
             break
     if step == steps and out is not None:
+        average.swap()
         plain = model if adapted is None else adapted.merge_and_unload()
         export(plain, tokenizer, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
 
@@ -276,7 +333,7 @@ def export(model: Any, tokenizer: Any, base: Path, out: Path, recipe: Recipe, hi
 
 
 def curve(history: list[Any], path: Path, title: str) -> None:
-    """Accuracy on the kept rows over steps."""
+    """Accuracy on the kept rows over steps; dashed that of the average of the weights, where there is one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -284,7 +341,9 @@ def curve(history: list[Any], path: Path, title: str) -> None:
 
     figure, plot = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for name in history[-1]["held_accuracy"]:
-        plot.plot([h["step"] for h in history], [h["held_accuracy"][name] for h in history], marker=".", label=name)
+        (line,) = plot.plot([h["step"] for h in history], [h["held_accuracy"][name] for h in history], marker=".", label=name)
+        averaged = [h for h in history if AVERAGE in h]
+        plot.plot([h["step"] for h in averaged], [h[AVERAGE][name] for h in averaged], linestyle="--", color=line.get_color())
     plot.set(xlabel="step", ylabel="accuracy on rows kept out of training", title=title)
     plot.legend()
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -302,9 +361,9 @@ LICENCES = {
 def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> str:
     """README.md of the finished model."""
     epochs = {name: recipe.epochs.get(name, 0.0) + recipe.more.get(name, 0.0) for name in rows}
+    right = history[-1].get(AVERAGE, history[-1]["held_accuracy"])
     tasks = [
-        f"| {name} | {rows[name]:,} | {epochs[name]:g} | {history[-1]['held_accuracy'][name]:.1%} | {LICENCES.get(name, 'its own')} |"
-        for name in rows
+        f"| {name} | {rows[name]:,} | {epochs[name]:g} | {right[name]:.1%} | {LICENCES.get(name, 'its own')} |" for name in rows
     ]
     size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
     falls = (
@@ -313,6 +372,8 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
     options = f"--falls {' '.join(f'{first}-{last}' for first, last in recipe.falls)} " if recipe.falls else ""
     if recipe.more:
         options += f"--more {' '.join(f'{k}={v:g}' for k, v in recipe.more.items())} --lr-more {recipe.lr_more:g} "
+    options += f"--token-dropout {recipe.token_dropout:g} " if recipe.token_dropout else ""
+    options += f"--average {recipe.average:g} " if recipe.average else ""
     options += f"--lora {recipe.lora} " if recipe.lora else ""
     what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
     again = (
@@ -320,6 +381,10 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
         if recipe.more
         else ""
     )
+    if recipe.token_dropout:
+        again += f"in these a sentence's token is not heard (its embedding is zero) with probability {recipe.token_dropout:g}; "
+    if recipe.average:
+        again += f"the model is the average of its weights over these steps (decay {recipe.average:g} a step); "
     command = f"python scripts/finetune.py {recipe.base} --tasks {' '.join(f'{k}={v:g}' for k, v in recipe.epochs.items())} {options}--work W --out O"
     lines = [
         f"# {out.name}", "",

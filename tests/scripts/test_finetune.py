@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,11 @@ def test_a_killed_run_goes_on_where_it_was(place: Path, tmp_path: Path, monkeypa
     whole = weights(train(place, tmp_path / "whole", made))
     real, asked = finetune.loss_of, []
 
-    def dies(model: Any, batch: Any, prefix_loss: float) -> Any:
+    def dies(model: Any, *rest: Any) -> Any:
         asked.extend([0] * model.training)
         if len(asked) == 10:
             raise KeyboardInterrupt
-        return real(model, batch, prefix_loss)
+        return real(model, *rest)
 
     assert not (tmp_path / "cut" / "latest").exists()
     train(place, tmp_path / "cut", made, minutes=0)  # a step, then out of time: saved
@@ -76,6 +77,35 @@ def test_a_killed_run_goes_on_where_it_was(place: Path, tmp_path: Path, monkeypa
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
     history = json.loads((tmp_path / "whole" / "out" / "training.json").read_text())["history"]
     assert history[-1]["held_accuracy"]["sst2"] > 0.9  # one word decides
+
+
+def test_after_the_plan_tokens_are_dropped_and_weights_averaged_whenever_it_was_cut(place: Path, tmp_path: Path) -> None:
+    made = recipe(place, epochs={"sst2": 0.1}, more={"sst2": 0.3}, lr_more=0.8, token_dropout=0.3, average=0.9)
+    whole = weights(train(place, tmp_path / "whole", made))
+    for _ in range(5):
+        train(place, tmp_path / "cut", made, minutes=0)  # a step each, the last ones after the plan
+    resumed = weights(train(place, tmp_path / "cut", made))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    last = json.loads((tmp_path / "whole" / "out" / "training.json").read_text())["history"][-1]
+    assert last["held_accuracy_of_average"].keys() == last["held_accuracy"].keys()
+    again = (tmp_path / "whole" / "out" / "README.md").read_text()
+    assert "--more sst2=0.3 --lr-more 0.8 --token-dropout 0.3 --average 0.9" in again
+    # An average that forgets at once is the last weights, and what is dropped, or averaged, makes a difference.
+    last_weights, forgetful, all_heard = (
+        weights(train(place, tmp_path / name, dataclasses.replace(made, **changed)))
+        for name, changed in (("last", {"average": 0.0}), ("forgets", {"average": 1e-12}), ("heard", {"token_dropout": 0.0}))
+    )
+    assert all(torch.equal(forgetful[name], tensor) for name, tensor in last_weights.items())
+    assert any(not torch.equal(whole[name], tensor) for name, tensor in last_weights.items())
+    assert any(not torch.equal(whole[name], tensor) for name, tensor in all_heard.items())
+
+
+def test_what_is_not_heard_is_of_the_sentence_alone() -> None:
+    batch = [finetune.Encoded(list(range(n)), [1, 2], 0, sentence_end=n - 2) for n in (6, 9)]
+    heard = finetune.drawn(batch, 0.999999, 0, 0)
+    assert heard.tolist() == [[0.0] * 4 + [1.0] * 5, [0.0] * 7 + [1.0] * 2]
+    assert torch.equal(finetune.drawn(batch, 0.5, 3, 4), finetune.drawn(batch, 0.5, 3, 4))
+    assert not torch.equal(finetune.drawn(batch, 0.5, 3, 4), finetune.drawn(batch, 0.5, 3, 5))
 
 
 def test_another_recipe_is_refused(place: Path, tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ PERCEPTRON = "perceptron"
 _WORD = re.compile(r"\S+")
 _ENDS = frozenset(".?!")
 _AUXILIARY = "|AUX"  # behind a tag: what the treebank's universal tag calls AUX
+# Words that WikiText has and no treebank: what the tagger reads for them, and their tag whatever it says (it would take them for numbers and
+# names): hyphens and points within a word, marks of a heading, dashes.
+_MARKS = {"@-@": ("-", "HYPH"), "@,@": (",", ","), "@.@": (".", "."), "=": ("=", "NFP"), "–": ("–", ":"), "—": ("—", ":")}
 _PASSES = 3  # over the training sentences
 Tagged = list[tuple[str, bool]]  # Penn tag, and whether it is an auxiliary, by word
 
@@ -86,7 +89,13 @@ def _kept(
     banks = [_treebank(path, root) for path in (config.train, config.test)]
     key = hashlib.sha256(
         json.dumps(
-            [asdict(config), chosen, hashlib.sha256(text.encode()).hexdigest(), *(hashlib.sha256(b).hexdigest() for b in banks)]
+            [
+                asdict(config),
+                chosen,
+                _MARKS,
+                hashlib.sha256(text.encode()).hexdigest(),
+                *(hashlib.sha256(b).hexdigest() for b in banks),
+            ]
         ).encode()
     ).hexdigest()
     path = None if cache is None else cache / f"tags-{key[:20]}.json"
@@ -99,8 +108,9 @@ def _kept(
     tagger = _Perceptron(train) if chosen == PERCEPTRON else _Spacy(chosen)
     grouped: list[list[str]] = [[] for _ in range(sentence[-1] + 1)]
     for form, number in zip(forms, sentence, strict=True):
-        grouped[number].append(form)
-    tags = [tag + _AUXILIARY * auxiliary for one in tagger.tag(grouped) for tag, auxiliary in one]
+        grouped[number].append(_MARKS[form][0] if form in _MARKS else form)
+    said_of = (tag + _AUXILIARY * auxiliary for one in tagger.tag(grouped) for tag, auxiliary in one)
+    tags = [_MARKS[form][1] if form in _MARKS else tag for form, tag in zip(forms, said_of, strict=True)]
     right, words = _right(tagger, test)
     said = f"tagged by {tagger.name}: {100 * right / words:.1f}% of the {words:,} words of {Path(config.test).name} are right"
     if path is not None:

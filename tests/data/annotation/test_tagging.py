@@ -44,6 +44,17 @@ def test_every_word_is_tagged_where_it_stands_and_sentences_end_with_marks_and_l
     assert "100.0% of the" in said  # its sentences are of the same few words
 
 
+def test_marks_that_only_wikitext_has_are_no_content_words(config):
+    """`twenty @-@ five`: the tagger reads a hyphen, and whatever it says of it, it is one."""
+    text = "= the dog =\n the dog @-@ cat saw 1 @,@ 000 — a cat 2 @.@ 5 .\n"
+    note, _ = tag_text(text, config, None, None)
+    by_class = dict(zip(text.split(), classes(note).tolist(), strict=True))
+    assert {by_class[mark] for mark in ("=", "@-@", "@,@", "@.@", "—", ".")} == {"other"}
+    assert note.tag[text.split().index("@-@")] == "HYPH"
+    assert by_class["dog"] == by_class["cat"] == "content"
+    assert note.sentence.max() == 1  # a point within a number ends no sentence
+
+
 def test_tags_are_kept_and_another_tagger_is_asked_anew(config, bank, tmp_path, monkeypatch):
     first = tag_text(TEXT, config, None, tmp_path)
     made: list[int] = []

@@ -14,13 +14,16 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu dist environment clean
+.PHONY: help demo reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu dist environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo 'Variables: TABLE=11  FIGURE=n  MODEL=gpt2-large  DATASET=wikitext103  ARGS="measure.latency.repeats=9 data.root=/folder"  PYTHON=python3.12'
+
+demo: $(STAMP) ## one paragraph, dense and accelerated side by side, in 20 seconds (ARGS="save=0.5 model=reference-llama")
+	@$(PY) -m quicksilver demo $(ARGS)
 
 reproduce: $(STAMP) ## every table and figure: runs what has no record yet, goes on where it was stopped (MODEL, DATASET, ARGS)
 	@$(PY) -m quicksilver reproduce all $(SELECTED)

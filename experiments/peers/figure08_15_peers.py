@@ -103,6 +103,8 @@ def _losses(plot: Axes, shown: pd.DataFrame) -> None:
     plot.plot(y[best], best, linestyle="", marker="o", markersize=9, markerfacecolor="none", color="black")
     plot.axvline(0, color="black", linewidth=0.8, linestyle="-", marker="")
     plot.set_xscale("symlog", linthresh=1.0)
+    least = float((y - ends[0]).min()) if len(y) else 0.0
+    plot.set_xlim(1.5 * min(least, -0.5), None)  # no room for losses below zero that nobody has
     plot.set_xlabel("Δ perplexity after it, % of dense")
     plot.minorticks_off()
 

@@ -68,7 +68,7 @@ BEST: dict[str, tuple[str, tuple[str, ...]]] = {
     "token_fusion_attention+bfloat16": ("Fusion, least attended, in bfloat16", _PEER),
     "quicksilver": ("Dropped, then predicted", ()),
     "quicksilver+bfloat16": ("Dropped, then predicted, in bfloat16", _PEER),
-    "quicksilver_50+bfloat16": ("The same at half of the work", _PEER),
+    "quicksilver_50+bfloat16": ("Dropped, then predicted, 50%, in bfloat16", _PEER),
 }
 _ALWAYS = ("protocol=continuation",)
 # Decoding is timed where a method is about it. Its dense run is one more.
@@ -227,9 +227,9 @@ def findings(rows: pd.DataFrame) -> tuple[str, ...]:
                 for _, row in peers[beats].iterrows()
                 if row["section"] != DENSE
             )
-            said.append(f"{where} is not on the frontier: better are {names or 'dense inference itself'}.")
+            said.append(f"{where} is beaten by {names or 'dense inference itself'}.")
         else:
-            said.append(f"{where} is on the frontier: no peer is as fast for no more loss.")
+            said.append(f"{where} is beaten by no peer: none is as fast for no more loss.")
     fastest = measured.loc[measured["section"] == OURS, "versus_int8"].min()
     if pd.notna(fastest):
         claimed = reported()[CLAIM].values["time_ratio"]

@@ -15,13 +15,22 @@ def numbers(line: str) -> list[float]:
     return [float(found) for found in re.findall(r"[-+]?\d+\.?\d*", line)]
 
 
-def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(capsys):
-    assert door.main(["demo", "new_tokens=2", "save=0.4"]) == 0
+@pytest.mark.parametrize(
+    ("save", "least", "said"),
+    [("0.4", 34, "are predicted for the layers they miss."), ("0.3", 28, "the least attention are dropped.")],
+)
+def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least, said, capsys, tmp_path):
+    assert door.main(["demo", "new_tokens=2", f"save={save}", f"svg={tmp_path / 'demo.svg'}"]) == 0
     out = capsys.readouterr().out
+    assert said in out
+    picture = (tmp_path / "demo.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "dense" in picture
+    assert "url(" not in picture.replace("url(#", "")
     assert "\033" not in out
     lines = {line.split("  ")[0]: line for line in out.splitlines()}
     dense, adaptive, saved = numbers(lines["prompt's FLOPs"])
-    assert saved == pytest.approx(40, abs=2)
+    assert least < saved < 100 * float(save) + 2
     assert saved == pytest.approx(100 * (1 - adaptive / dense), abs=0.5)
     assert numbers(lines["perplexity"])[0] > 1
     assert "goes on with" in lines
@@ -44,6 +53,12 @@ def test_a_token_is_shown_with_the_character_that_it_completes():
             return {(1,): "a", (2,): "\ufffd", (2, 3): "é", (4,): "b"}[tuple(ids)]
 
     assert demo._readable(Halves(), [1, 2, 3, 4]) == ["a", "", "é", "b"]
+
+
+def test_lines_end_between_words():
+    lines = demo._painted(["one", " two", "three", " four"], [2, 2, 1, 2], 2, 12, False)
+    assert lines == ["one", "twothree[1]", "four"]
+    assert demo._painted(["endless"], [2], 2, 3, False) == ["endless"]
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 quicksilver demo
 quicksilver demo save=0.5 model=reference-llama
-quicksilver demo text="A paragraph of your own, of some length."
+quicksilver demo save=0.2 text="A paragraph of your own, of some length."
 
-The first three quarters of the text are a prompt, in which the tokens that get the least attention leave early; the rest is scored from
-the cache that the prompt left.
+The first three quarters of the text are a prompt, the rest is scored from the cache that the prompt left. Two ways of saving the prompt's work
+are shown: the oldest tokens are dropped early and nearly all others stop later, with their keys and values predicted (the model's own schedule,
+chosen for save=0.4 or 0.5); at other shares, the tokens that get the least attention leave early.
 
 Keys of its own:
-  save=0.4       share of the prompt's FLOPs that halting is asked to save
+  save=0.4       share of the prompt's FLOPs that halting is asked to save; a schedule saves it in prompts of 448 tokens, and less in shorter ones
   text=TEXT      default: of the Python language reference, which the models were not trained on
   new_tokens=20  how many tokens both write after it
   model=NAME     reference-gpt2 or reference-llama, which come with the package
+  svg=FILE       write it as a picture too
 """
 
 from __future__ import annotations
@@ -20,16 +22,20 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quicksilver.atomic import write_atomically
 from quicksilver.cli.arguments import split
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+SCHEDULED_PCT = (40, 50)  # of the work: for these the embedded models have schedules
+SVG_COLUMNS = 100
 # From halted early to full depth: colours of a 256-colour terminal that are read on black and on white.
 RAMP = (33, 38, 36, 71, 136, 172, 203)
 
@@ -42,6 +48,7 @@ class Options:
     text: str | None = None
     new_tokens: int = 20
     model: str = "reference-gpt2"
+    svg: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +91,35 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"model={options.model}: a demo runs the models that come with the package: {', '.join(embedded)}.")
     if sys.stderr.isatty():
         print("Loading …", end="\r", file=sys.stderr, flush=True)
-    print("\n".join(_page(options)))
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    columns = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    show = _shown(options)
+    print("\n".join(show(columns, colours)))
+    if options.svg is not None:
+        write_atomically(Path(options.svg), _picture(show(SVG_COLUMNS, True)).encode())
     return 0
 
 
-def _page(options: Options) -> list[str]:
+def _picture(lines: Sequence[str]) -> str:
+    """A terminal's window as SVG, which asks no other place for a font."""
+    import io
+    import re
+
+    from rich._export_format import CONSOLE_SVG_FORMAT
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=SVG_COLUMNS, file=io.StringIO())
+    for line in lines:
+        console.print(Text.from_ansi(line), soft_wrap=True)
+    plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title="quicksilver demo", code_format=plain, unique_id="demo")
+
+
+def _shown(options: Options) -> Callable[[int, bool], list[str]]:
+    """Both ways, once; what it returns prints them at a width, with or without colours."""
     from quicksilver.models.loading import load, locate
     from quicksilver.models.spec import ModelConfig
-    from quicksilver.modules import Halting
 
     config = ModelConfig(name=options.model, path=f"embedded:{options.model}")
     loaded = load(config, locate(config))
@@ -101,22 +129,37 @@ def _page(options: Options) -> list[str]:
     if not 32 <= ids.shape[1] <= most:
         raise ConfigError(f"text has {ids.shape[1]} tokens: give 32 to {most}.")
     prompt = 3 * ids.shape[1] // 4
-    halting = Halting.from_preset(model, save=options.save, prompt_tokens=prompt)
-    dense, adaptive = (_through(model, tokenizer, ids, prompt, modules, options.new_tokens) for modules in ([], [halting]))
+    module, what = _module(model, options.save, prompt)
+    dense, adaptive = (_through(model, tokenizer, ids, prompt, modules, options.new_tokens) for modules in ([], [module]))
     layers = model.config.num_hidden_layers
     tokens = _readable(tokenizer, ids[0, :-1].tolist())
-    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    columns = min(shutil.get_terminal_size((100, 24)).columns, 120)
     halted = sum(depth < layers for depth in adaptive.depths)
-    return [
-        f"{options.model}: {layers} layers; a prompt of {prompt} tokens, {halted} of which leave early; {ids.shape[1] - prompt} tokens scored.",
-        "",
-        *_painted(tokens, adaptive.depths, layers, columns, colours),
-        "",
-        _legend(adaptive.depths, layers, colours),
-        "",
-        *_side_by_side(dense, adaptive, columns),
-    ]
+
+    def page(columns: int, colours: bool) -> list[str]:
+        return [
+            f"{options.model}: {layers} layers; a prompt of {prompt} tokens, {halted} of which leave early; {ids.shape[1] - prompt} tokens scored.",
+            what,
+            "",
+            *_painted(tokens, adaptive.depths, layers, columns, colours),
+            "",
+            _legend(adaptive.depths, layers, colours),
+            "",
+            *_side_by_side(dense, adaptive, columns),
+        ]
+
+    return page
+
+
+def _module(model: Any, save: float, prompt: int) -> tuple[Any, str]:
+    """What saves the share, and what it does with tokens, in words."""
+    from quicksilver.modules import Halting
+    from quicksilver.modules.presets import PresetHalting
+
+    if round(100 * save, 6) in SCHEDULED_PCT:
+        return PresetHalting(
+            saves_pct=round(100 * save)
+        ), "The oldest are dropped, the others' keys and values are predicted for the layers they miss."
+    return Halting.from_preset(model, save=save, prompt_tokens=prompt), "Those that get the least attention are dropped."
 
 
 def _readable(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -173,15 +216,19 @@ def _through(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: int, modules
 
 
 def _painted(tokens: Sequence[str], depths: Sequence[int], layers: int, columns: int, colours: bool) -> list[str]:
-    """The paragraph, wrapped: coloured by depth, or with the depth behind every token that did not reach the end."""
-    lines, width = [""], 0
+    """The paragraph, wrapped between words: coloured by depth, or with the depth behind every token that did not reach the end."""
+    words: list[list[tuple[str, int]]] = []
     for token, depth in zip(tokens, depths, strict=True):
-        shown = token if colours or depth == layers else f"{token}[{depth}]"
-        if width + len(shown) > columns and token.startswith(" "):
+        if token.startswith(" ") or not words:
+            words.append([])
+        words[-1].append((token if colours or depth == layers else f"{token}[{depth}]", depth))
+    lines, width = [""], 0
+    for word in words:
+        if width + sum(len(text) for text, _ in word) > columns and width:
             lines.append("")
-            width, shown = 0, shown.lstrip()
-        width += len(shown)
-        lines[-1] += _coloured(shown, depth, layers) if colours else shown
+            word[0], width = (word[0][0].lstrip(), word[0][1]), 0
+        width += sum(len(text) for text, _ in word)
+        lines[-1] += "".join(_coloured(text, depth, layers) if colours else text for text, depth in word)
     return lines
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Piece:
         name: base name of its files and of its page.
         command: what makes it.
         written: what it says; None: it was not made yet, or its file is damaged.
-        data: its frame as CSV.
+        data: its frame as CSV, of `data_bytes`.
     """
 
     name: str
@@ -52,12 +53,13 @@ class Piece:
     order: tuple[Any, ...]
     written: Written | None = None
     data: Path | None = None
+    data_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
 
     @property
     def carried_data(self) -> str | None:
         """Name of its frame, where a site has it too."""
-        return self.data.name if self.data is not None and self.data.stat().st_size <= _DATA_LIMIT_BYTES else None
+        return self.data.name if self.data is not None and self.data_bytes <= _DATA_LIMIT_BYTES else None
 
     @property
     def panels(self) -> dict[str, list[str]]:
@@ -148,7 +150,9 @@ class Collection:
         if artefact is not None and name != artefact.name:
             piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"  # of another model or text
         data = path.with_suffix(".csv")
-        piece.data = data if data.is_file() and data.stat().st_size > 1 else None
+        with suppress(OSError):  # it may have gone meanwhile
+            piece.data_bytes = data.stat().st_size
+            piece.data = data if piece.data_bytes > 1 else None
         for entry in piece.written.entries:
             if entry.get("status") == "failed":
                 which = " ".join(str(entry.get(key) or "") for key in ("panel", "key")).strip()

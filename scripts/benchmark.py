@@ -35,7 +35,7 @@ from rich.table import Table
 from shapes import ROOT, SHAPES, Shape, environment, model_of
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate, shared_weight_copy
+from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate, alternate_steps, shared_weight_copy
 from quicksilver.modules.controls import ExponentialDecay, StaticDepth
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
@@ -255,7 +255,8 @@ def predicted_of(bench: Bench, shape: Shape) -> None:
         executed = run.flops.executed
         saved = 1 - executed / executed_flops(plain, [], passes["plain"])
         times = bench.alternate(passes)
-        steps = bench.alternate({"plain": decoding(plain, ids, o.new_tokens), "predicted": decoding(model, ids, o.new_tokens)})
+        decode = {"plain": decoding(plain, ids, o.new_tokens), "predicted": decoding(model, ids, o.new_tokens)}
+        steps, _ = alternate_steps(decode, o.warmup, o.repeats, o.device)
     ratio = times.ratio("predicted", "plain")
     bench.found(
         "predicted", f"realization ratio, {what} ({100 * saved:.1f}% of FLOPs saved)", realized(ratio, saved), times, ("at least", 0.9),
@@ -265,16 +266,15 @@ def predicted_of(bench: Bench, shape: Shape) -> None:
     bench.found("predicted", f"decoding after it, slower: {what}", slower, steps, ("at most", 1.5), "%", layers=layers)
 
 
-def decoding(model: PreTrainedModel, ids: torch.Tensor, n: int) -> Callable[[], None]:
-    """`n` further tokens after the prompt `ids`, whose cache is made once and cropped back each time."""
+def decoding(model: PreTrainedModel, ids: torch.Tensor, n: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """`n` further tokens after the prompt `ids`, whose cache is made once; and what takes them back."""
     cache = model(ids, use_cache=True).past_key_values
 
     def steps() -> None:
         for i in range(n):
             model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
-        cache.crop(-n)
 
-    return steps
+    return steps, lambda: cache.crop(-n)
 
 
 class StepClock(LogitsProcessor):

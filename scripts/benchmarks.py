@@ -1,6 +1,7 @@
 """Every benchmark of this machine within a quarter of an hour: `make benchmark`, on a quiet one.
 
     runtime        overhead and realization ratios (scripts/benchmark.py), on fewer layers and rows than it takes by itself
+    prediction     a prompt whose tokens are dropped, then predicted, and decoding after it, on gpt2-large's shape (scripts/benchmark.py)
     quantization   what int8 brings (scripts/benchmark_quantization.py)
     break_even     where a mechanism starts to pay (scripts/break_even.py)
     scaling        time against length and depth (scripts/scaling.py)
@@ -29,7 +30,18 @@ from shapes import ROOT, environment
 PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "runtime": (
         "benchmark.py",
-        (*("--dtypes", "float32"), *("--batch", "4"), *("--decay-layers", "8"), *("--repeats", "5"), *("--new-tokens", "17")),
+        (
+            *("--only", "none", "decay", "fusion", "decide", "generate", "repeat"),
+            *("--dtypes", "float32"),
+            *("--batch", "4"),
+            *("--decay-layers", "8"),
+            *("--repeats", "5"),
+            *("--new-tokens", "17"),
+        ),
+    ),
+    "prediction": (
+        "benchmark.py",
+        ("--only", "predicted", "--dtypes", "float32", "--shapes", "gpt2-large", "--repeats", "5", "--new-tokens", "17"),
     ),
     "quantization": (
         "benchmark_quantization.py",
@@ -46,7 +58,13 @@ PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "scaling": ("scaling.py", ("--repeats", "3")),
 }
 # What a part writes; those without a suffix are given the folder.
-OUTPUTS = {"runtime": "benchmark.json", "quantization": "benchmark_quantization.json", "break_even": "", "scaling": ""}
+OUTPUTS = {
+    "runtime": "benchmark.json",
+    "prediction": "benchmark_prediction_gpt2-large.json",
+    "quantization": "benchmark_quantization.json",
+    "break_even": "",
+    "scaling": "",
+}
 
 
 def run(part: str, output: Path, more: Sequence[str]) -> str | None:
@@ -69,6 +87,9 @@ def markdown(output: Path, notes: Mapping[str, str], seconds: Mapping[str, float
     ]
     if (output / "benchmark.json").is_file():
         parts += ["## Runtime", *_runtime(json.loads((output / "benchmark.json").read_text(encoding="utf-8")))]
+    for number, path in enumerate(sorted(output.glob("benchmark_prediction_*.json"))):
+        parts += ["## Dropped, then predicted, on true shapes"] * (number == 0)
+        parts += _runtime(json.loads(path.read_text(encoding="utf-8")))
     if (output / "break_even.csv").is_file():
         frame = pd.read_csv(output / "break_even.csv")
         parts += ["## Where a mechanism starts to pay", "![break-even map](break_even.svg)"]
@@ -101,7 +122,8 @@ def _runtime(content: Mapping[str, Any]) -> list[str]:
         for one in content["findings"]
     ]  # fmt: skip
     options = content["options"]
-    shape = f"{options['batch']} × {options['sequence']} tokens, d = {options['width']}, {options['repeats']} rounds"
+    sizes = ", ".join(options["shapes"]) if options["only"] == ["predicted"] else f"d = {options['width']}"
+    shape = f"{options['batch']} × {options['sequence']} tokens, {sizes}, {options['repeats']} rounds"
     load = content["environment"]["load_average_before"]
     return [f"{shape}; load average before: {load:.1f}.", _table(pd.DataFrame(rows))]
 

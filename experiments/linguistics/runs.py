@@ -44,7 +44,7 @@ def fusion() -> list[Row]:
         Row(
             FUSION, "", f"layer{layer}", f"Fused at {fraction:.0%} of the depth",
             ("protocol=continuation", "modules=[token_fusion]", f"modules.token_fusion.start={fraction:.3f}", "measure=words",
-             "measure.constituents.enabled=true", "measure.word_classes.enabled=false"),
+             "measure.constituents.enabled=true"),
             defaults=TREEBANK,
         )
         for layer, fraction in PAPER_DEPTHS.items()

@@ -24,6 +24,7 @@ from quicksilver.report.table import Column, Panel, Table
 from . import runs
 from .cells import percent, plain, with_ends, words
 
+READS_TRACES = True  # the report shows them word by word
 # class here -> what is printed, entry of reported_tasks.yaml
 CLASSES: dict[str, tuple[str, str | None]] = {
     "determiner": ("Determiners (DT)", "table2.determiners"),

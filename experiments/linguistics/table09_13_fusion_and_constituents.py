@@ -23,6 +23,7 @@ from quicksilver.report.table import Column, Panel, Table
 from . import runs
 from .cells import percent, plain, with_ends
 
+READS_TRACES = True  # the report shows them word by word
 DEFINITIONS = {
     "short": "A common constituent of at most six words",
     "phrase": "The smallest common constituent is a phrase, no clause",

@@ -20,7 +20,7 @@ from quicksilver.harness.record import CHECKSUM, EVENTS, PACKED_TRACE, RECORD, T
 from quicksilver.harness.store import KEPT, Store, described
 from quicksilver.runtime.trace import pack
 
-_LARGE_BYTES = 1_000_000
+_LARGE_BYTES = 1_500_000  # as it would be kept
 _LEFT_OUT = {TRACE, PACKED_TRACE, EVENTS}  # unless something is drawn from them
 _LEVEL = 19  # of zstd: written once, read often
 _PANDAS = b"pandas"
@@ -40,7 +40,9 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     records: dict[str, tuple[Record, set[str]]] = {}
 
     def add(record: Record, names: Collection[str]) -> None:
-        small = {name for name, file in record.files.items() if file.bytes < _LARGE_BYTES and name not in _LEFT_OUT}
+        small = {
+            name for name, file in record.files.items() if name not in _LEFT_OUT and _is_small(record.path / name, file.bytes)
+        }
         if small | _LEFT_OUT >= set(record.files):
             records.setdefault(record.fingerprint, (record, small))[1].update(names)
 
@@ -100,6 +102,10 @@ def _copy(record: Record, folder: Path, names: Collection[str]) -> None:
     content = _without_places(record.content) | {"files": files, "left_out": left_out}
     text = json.dumps({**content, CHECKSUM: checksum(content)}, allow_nan=False)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+
+
+def _is_small(path: Path, size: int) -> bool:
+    return size < _LARGE_BYTES or (path.suffix == ".parquet" and len(_packed(path)) < _LARGE_BYTES)
 
 
 def _packed(path: Path) -> bytes:

@@ -75,7 +75,7 @@ class WordSignalsResult(Result):
 @dataclass
 class WordSignals(Measurement):
     """Watch the dense model over a few windows. Writes word_signals.safetensors: `drift_relative`, `entropy_nats` and `attention_received`,
-    (L-1, W, P) each, rows and columns as `window` and `slot` of words.parquet.
+    (L-1, W, P) float16 each, rows and columns as `window` and `slot` of words.parquet.
 
     Args:
         windows: so many of the run's; 0: all.
@@ -161,4 +161,5 @@ def _means(values: np.ndarray, clusters: np.ndarray) -> Means:
 def _save(arrays: dict[str, torch.Tensor], path: object) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: value.contiguous() for name, value in arrays.items()}, str(path))
+    # Half precision: three digits of each, and small enough to be kept with the repository (harness/keeping.py).
+    save_file({name: value.half().contiguous() for name, value in arrays.items()}, str(path))

@@ -103,14 +103,14 @@ def test_signals_are_the_dense_model_s_and_add_up(halted: Record):
     tokens = pd.read_parquet(halted.path / "words.parquet")
     mine = (tokens["class"] == "content").to_numpy()
     at = (slice(None), tokens["window"][mine].to_numpy(), tokens["slot"][mine].to_numpy())
-    assert found.entropy_nats["content"].mean == pytest.approx(arrays["entropy_nats"][at].mean(1).tolist(), rel=1e-4)
+    assert found.entropy_nats["content"].mean == pytest.approx(arrays["entropy_nats"][at].mean(1, dtype=float).tolist(), rel=1e-3)
     explained = found.drift_explained
     for less, more in (("position", "log frequency"), ("log frequency", "word start"), ("word start", "class")):
         assert all(a <= b + 1e-6 for a, b in zip(explained[less], explained[more], strict=True))
     gone = (tokens["halt_layer"] <= found.attention.layer).to_numpy()
     assert found.attention.token_share == pytest.approx(gone.mean())
-    received = arrays["attention_received"][:, tokens["window"], tokens["slot"]]
-    assert found.attention.mass_share == pytest.approx((received[:, gone].sum(1) / received.sum(1)).tolist(), rel=1e-4)
+    received = arrays["attention_received"][:, tokens["window"], tokens["slot"]].astype(float)
+    assert found.attention.mass_share == pytest.approx((received[:, gone].sum(1) / received.sum(1)).tolist(), rel=1e-3)
     assert "class adds" in found.line()
 
 
@@ -124,7 +124,7 @@ def test_precision_is_that_of_counting_the_pairs(fused: Record):
     assert set(two.loc[everywhere["np_vp"], "label"]) == {"NP", "VP"}
     last = found.closest[-1]
     assert last.pairs == pytest.approx(0.15 * len(pairs), abs=2)
-    chosen = pairs[f"distance_{last.layer}"] <= np.sort(pairs[f"distance_{last.layer}"])[last.pairs - 1]
+    chosen = pairs[f"rank_{last.layer}"] <= last.pairs
     assert last.within_word == (pairs["kind"][chosen] == "within word").sum()
     assert last.precision["short"].value == pytest.approx(everywhere["short"][chosen[two.index]].mean())
     assert last.nulls["short"]["random"].expected == pytest.approx(everywhere["short"].mean())
@@ -133,6 +133,9 @@ def test_precision_is_that_of_counting_the_pairs(fused: Record):
     trace = Trace.load(fused.trace_path)
     joined = sum(int((event.into[:, :80] != torch.arange(80)).sum()) for p in trace.passes for event in p.fusions)
     assert one.pairs == joined  # a token that another one carries is one pair of neighbours
+    mine = pairs["fused_after"] == one.layer
+    assert one.pairs == mine.sum()
+    assert one.precision["short"].value == pytest.approx(everywhere["short"][mine[two.index]].mean())
     assert grouped.pairs >= one.pairs
     assert "random" in found.line()
 

@@ -3,10 +3,10 @@
 quicksilver keep
 quicksilver keep results_dir=/folder
 
-Files of more than a megabyte are too large for that: a record that has one, decisions (trace) left aside, is not kept, and whoever
-rebuilds its table makes the run again. Beside the records lies an index, which row of which table each of them answers, so that a clone finds
-them without composing configs; it is true of the package as it is now. A table that was measured here (NAME-mine) replaces the one of that
-name. Afterwards `quicksilver reproduce all` writes the tables from the records that were kept. Keys of its own:
+Files of more than one and a half megabytes, packed, are too large for that: a record that has one, decisions (trace) left aside, is not
+kept, and whoever rebuilds its table makes the run again. Beside the records lies an index, which row of which table each of them answers,
+so that a clone finds them without composing configs; it is true of the package as it is now. A table that was measured here (NAME-mine)
+replaces the one of that name. Afterwards `quicksilver reproduce all` writes the tables from the records that were kept. Keys of its own:
   results_dir=FOLDER   default: $QUICKSILVER_RESULTS, or results
 """
 

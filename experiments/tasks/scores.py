@@ -209,3 +209,18 @@ def loss_of(key: str) -> Any:
         return Estimate(found.value, found.low, found.high)
 
     return of
+
+
+def score_of(key: str) -> Any:
+    """A claim's estimate: the score of the row `key` in points, with a bootstrap interval over examples."""
+
+    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        record = outcomes[key].record
+        if record is None:
+            return None
+        frame = examples(record.path)
+        _, scored = metric(record.config["dataset"]["task"]["metrics"])
+        gold, predicted = (np.asarray(frame[name], dtype=np.float64) for name in ("gold", "prediction"))
+        return Estimate(*map(float, bootstrap(lambda y, z: 100 * scored(y, z), gold, predicted, resamples=2000)))
+
+    return of

@@ -140,7 +140,7 @@ def findings(frame: pd.DataFrame) -> tuple[str, ...]:
 
 
 def _answers() -> dict[str, tuple[AnsweredBy, ...]]:
-    """A task's claim is answered by the paper's four rules together, and by ours."""
+    """What a task loses is answered by the paper's four rules together, and by ours; its scores by dense inference and by the four rules."""
     found = {}
     for task, (title, claim, _) in scores.TASKS.items():
         answers = []
@@ -150,6 +150,9 @@ def _answers() -> dict[str, tuple[AnsweredBy, ...]]:
                 AnsweredBy(scores.PANEL, f"{task}.{system}", of=scores.loss_of(f"{task}.{system}"), note=f"{title}: {technique}")
             )
         found[f"{claim}.score_drop"] = tuple(answers)
+        for quantity, system in (("dense_score", scores.DENSE), ("quicksilver_score", "paper")):
+            technique, key = scores.SYSTEMS[system][0], f"{task}.{system}"
+            found[f"{claim}.{quantity}"] = (AnsweredBy(scores.PANEL, key, of=scores.score_of(key), note=f"{title}: {technique}"),)
     return found  # what the paper says of most or of all tasks has no answer here: one task alone is above chance
 
 

@@ -78,6 +78,17 @@ def test_the_table_says_what_was_lost_and_what_could_have_been_seen(tmp_path: Pa
     assert pd.isna(frame.loc["cola.dense", "score"])
 
 
+def test_a_score_has_its_interval(tmp_path: Path) -> None:
+    dense = record(tmp_path, "dense", wrong(*range(20)), dense=True)
+    run = record(tmp_path, "run", wrong(*range(40)), saved=0.4)
+    row = next(row for row in table04_tasks.rows() if row.key == "sst2.paper")
+    found = scores.score_of(row.key)({row.key: Outcome(row, run, dense)})
+    assert found is not None
+    assert found.value == pytest.approx(80)
+    assert 70 < found.low < 80 < found.high < 90
+    assert scores.score_of(row.key)({row.key: Outcome(row, reason="no record")}) is None
+
+
 def test_rows_compose_and_claims_are_there() -> None:
     rows = scores.rows()
     assert len({row.key for row in rows}) == len(rows) == len(scores.TASKS) * len(scores.SYSTEMS)

@@ -66,7 +66,7 @@ function shade() {
     span.style.opacity = wanted && kind !== wanted ? 0.25 : "";
   });
   const scale = document.getElementById("scale");
-  scale.innerHTML = byClass ? view.kinds.map((kind) => `<span style="background:${classColour(kind)}">${kind}</span> `).join("") : `<span>${ends[0]}</span><i></i><span>${ends[1]}</span>`;
+  scale.innerHTML = byClass ? view.kinds.map((kind) => `<span class="kind" style="background:${classColour(kind)}">${kind}</span>`).join("") : `<span>${ends[0]}</span><i></i><span>${ends[1]}</span>`;
   document.getElementById("layer-choice").hidden = !byLayer;
   document.getElementById("layer-shown").textContent = layerChoice.value;
 }
@@ -101,15 +101,17 @@ function drawSentence(i) {
   const arcs = view.fusions.map(([token, carrier, layer]) => [words.word[token] ?? -1, words.word[carrier] ?? -1, layer]).filter(([a, b]) => a !== b && [a, b].every((word) => word >= first && word <= last));
   const tall = 18 + 12 * Math.max(0, ...arcs.map(([a, b]) => Math.abs(a - b))), base = tall + 16;
   const levels = [], parts = [];
-  for (const [from, to, label] of constituents(first, last)) {
+  const found = constituents(first, last), treeBox = document.getElementById("tree-box");
+  document.getElementById("has-tree").hidden = !found.length;
+  for (const [from, to, label] of found) {
     const level = 1 + Math.max(0, ...levels.filter(([a, b]) => a >= from && b <= to).map(([, , one]) => one));
     levels.push([from, to, level]);
     const y = base + 18 * level, left = middle(from) - half(from) + 4, right = middle(to) + half(to) - 4;
-    parts.push(`<path d="M${left} ${y - 5}v5H${right}v-5" fill="none" stroke="currentColor"/><text x="${(left + right) / 2}" y="${y + 11}" font-size="10">${escape(label)}</text>`);
+    parts.push(`<path d="M${left} ${y - 5}v5H${right}v-5" fill="none" stroke="currentColor"/><text class="label" x="${(left + right) / 2}" y="${y + 11}" font-size="10">${escape(label)}</text>`);
   }
   for (const [a, b, layer] of arcs) {
     const x = (middle(a) + middle(b)) / 2, top = tall - 10 * Math.abs(a - b);
-    parts.push(`<path d="M${middle(a)} ${tall}Q${x} ${2 * top - tall}  ${middle(b)} ${tall}" fill="none" stroke="var(--heat)" stroke-width="2"/><text x="${x}" y="${top - 2}" font-size="10">${layer}</text>`);
+    parts.push(`<path class="arc" d="M${middle(a)} ${tall}Q${x} ${2 * top - tall}  ${middle(b)} ${tall}" fill="none" stroke="var(--heat)" stroke-width="2"/><text x="${x}" y="${top - 2}" font-size="10">${layer}</text>`);
   }
   texts.forEach((text, place) => {
     const word = first + place, kind = words.classes[words.word.indexOf(word)];
@@ -120,6 +122,7 @@ function drawSentence(i) {
   tree.setAttribute("width", width);
   tree.setAttribute("height", height);
   tree.innerHTML = `<g text-anchor="middle" font-size="13" fill="currentColor">${parts.join("")}</g>`;
+  treeBox.scrollLeft = middle(own) - treeBox.clientWidth / 2; // a long sentence is wider than a page
 }
 
 function drawMap() {

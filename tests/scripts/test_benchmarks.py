@@ -207,3 +207,30 @@ def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     for part, (script, words) in benchmarks.PARTS.items():
         parsed = __import__(script.removesuffix(".py")).options_of(list(words))  # a part's words are options that it has
         assert parsed, part
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
+    import benchmark_lm_eval
+    from harness_world import make_model
+
+    folder, output = make_model(tmp_path / "tiny", positions=512), tmp_path / "found.json"
+    few = ["--contexts", "4", "--words", "8", "--batch-size", "2", "--repeats", "3", "--clock", "cpu"]
+    assert benchmark_lm_eval.main(["--model", str(folder), *few, "--output", str(output)]) == 0
+    findings = {one["part"]: one for one in json.loads(output.read_text())["findings"]}
+    assert findings.keys() == set(benchmark_lm_eval.PARTS)
+    assert all(one["ratio"] > 0 and one["hflm_ms"] > 0 and one["apart"] < 1e-3 for one in findings.values())
+    assert "quicksilver without modules over HFLM" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # importing lm-eval takes seconds
+def test_answers_that_differ_are_seen() -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
+    import benchmark_lm_eval
+
+    assert benchmark_lm_eval.apart("letters", [(-1.0, True), (-2.5, False)], [(-1.0, True), (-2.0, False)]) == 0.5
+    assert benchmark_lm_eval.apart("letters", [(-1.0, True)], [(-1.0, False)]) == math.inf
+    assert benchmark_lm_eval.apart("rolling", [-1.0], [-1.25]) == 0.25
+    assert benchmark_lm_eval.apart("generate", ["a"], ["b"]) == math.inf

@@ -1,11 +1,13 @@
 """A real Slurm on this machine alone, and a sweep on it whose worker and head are killed.
 
-    python scripts/try_slurm.py                     # 12 runs, as a test: about a minute of work
-    python scripts/try_slurm.py --runs 200 --speed  # the whole trial; --speed also times one worker beside two
+    python scripts/try_slurm.py                      # 12 runs, as a test: about a minute of work
+    python scripts/try_slurm.py --runs 200           # the whole trial
+    python scripts/try_slurm.py --speed --runs 40    # no trial: one worker and two are timed; give the machine to it alone
 
 Needs root and the packages slurmctld, slurmd, slurm-client and munge (Debian: apt-get install slurm-wlm munge). What it starts it stops; its
 files lie in a temporary folder. The steps: the sweep is started with two workers; one worker is killed while it makes a run; then the command
-itself; the same command goes on; every run has its record once, equal to that of the same sweep in one process.
+itself; the same command goes on; every run has its record once, equal to that of the same sweep in one process. Every tenth of a second the
+status and the page are held against the records on disk.
 """
 
 from __future__ import annotations
@@ -143,73 +145,122 @@ def _until(ready: Callable[[], bool], limit_s: float, otherwise: str) -> None:
 # --- the trial ------------------------------------------------------------------------------------------------------------------
 
 
-def trial(folder: Path, runs: int, speed: bool) -> dict[str, float | int]:
+class Sweeping:
+    """Commands that start one sweep in a world of its own, with a Slurm that runs."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], runs: int, windows: int, layers: int, window: int) -> None:
+        sys.path.insert(0, str(ROOT / "tests"))
+        from harness_world import make_world
+
+        self.folder, self.environment = folder, environment
+        world = make_world(folder / "world", layers=layers, window=window, prompt=window * 3 // 4)
+        asked = ["modules=[random_halting]", f"seed=range(0,{runs})", "measure=sweep", f"dataset.windows={windows}", "name=trial"]
+        self.words = ["run", "-m", *world, *asked]
+
+    def start(self, results: str, workers: int | None = None) -> subprocess.Popen[str]:
+        """With workers of Slurm; None: in one process."""
+        launcher = (
+            [] if workers is None else ["hydra/launcher=submitit_slurm", f"workers={workers}", "hydra.launcher.cpus_per_task=1"]
+        )
+        words = [*self.words, f"results_dir={self.folder / results}", *launcher]
+        log = (self.folder / f"{results}.log").open("a")
+        command = [sys.executable, "-m", "quicksilver", *words]
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log, text=True)
+
+    def wait(self, command: subprocess.Popen[str], results: str) -> None:
+        """Until it ends.
+
+        Raises:
+            Trouble: it failed.
+        """
+        if command.wait():
+            raise Trouble(f"the sweep in {results} failed: {(self.folder / f'{results}.log').read_text()[-2000:]}")
+
+
+class Watcher:
+    """Holds what the status and the page of a sweep say against its records."""
+
+    def __init__(self, results: Path, runs: int, workers: int) -> None:
+        self.results, self.runs, self.workers = results, runs, workers
+        self.looks = self.page_behind = 0
+
+    def done(self) -> int:
+        """How many runs the status says are done.
+
+        Raises:
+            Trouble: it is not as many as there are records, more run than there are workers, or a run failed.
+        """
+        before = len(_records(self.results))
+        page = _done_on_page(self.results)
+        counts = _counts(self.results)
+        after = len(_records(self.results))
+        if not counts:
+            return 0
+        self.looks += 1
+        self.page_behind = max(self.page_behind, counts["done"] - page)
+        # One record is the dense run's, which is none of the sweep's.
+        if not before - 1 <= counts["done"] <= after:
+            raise Trouble(f"the status said {counts['done']} done between {before} and {after} records")
+        if page > after:
+            raise Trouble(f"the page said {page} done where there were {after} records")
+        if sum(counts.values()) != self.runs or counts["running"] > self.workers or counts["failed"]:
+            raise Trouble(f"the status of {self.runs} runs with {self.workers} workers said {counts}")
+        return counts["done"]
+
+
+def trial(folder: Path, runs: int) -> dict[str, float | int]:
     """Kill a worker, kill the head, go on, compare; returns what was counted.
 
     Raises:
         Trouble: a record is missing, there twice or another than a serial sweep's, or the status was wrong.
     """
-    sys.path.insert(0, str(ROOT / "tests"))
-    from harness_world import make_world
-
-    world = make_world(folder / "world")
-    sweep = ["modules=[random_halting]", f"seed=range(0,{runs})", "measure=sweep", "dataset.windows=3", "name=trial"]
-    on_slurm = ["hydra/launcher=submitit_slurm", "workers=2", "hydra.launcher.cpus_per_task=1"]
     found: dict[str, float | int] = {"runs": runs}
     with slurm(folder / "slurm") as environment:
-
-        def command(results: str, *more: str) -> subprocess.Popen[str]:
-            words = ["run", "-m", *world, *sweep, f"results_dir={folder / results}", *more]
-            log = (folder / f"{results}.log").open("a")
-            return subprocess.Popen(
-                [sys.executable, "-m", "quicksilver", *words], cwd=ROOT, env=environment, stdout=log, stderr=log, text=True
-            )
-
-        # Every look at the status must agree with the records on disk at that moment.
-        def done(results: str = "slurm_two") -> int:
-            before = len(_records(folder / results))
-            counts = _counts(folder / results)
-            after = len(_records(folder / results))
-            if (
-                counts and not before - 1 <= counts["done"] <= after
-            ):  # one record is the dense run's, which is none of the sweep's
-                raise Trouble(f"the status said {counts['done']} done between {before} and {after} records")
-            return counts.get("done", 0)
-
-        head = command("slurm_two", *on_slurm)
-        _until(lambda: done() >= max(1, runs // 6) or head.poll() is not None, 900, "no run was done in a quarter of an hour")
-        worker = _a_worker(folder / "slurm_two")
-        os.kill(worker, signal.SIGKILL)
-        found["done_when_the_worker_was_killed"] = at_kill = done()
+        sweeping = Sweeping(folder, environment, runs, windows=3, layers=6, window=32)
+        results = folder / "slurm_two"
+        watcher = Watcher(results, runs, workers=2)
+        head = sweeping.start("slurm_two", 2)
         _until(
-            lambda: done() >= min(runs - 1, at_kill + max(1, runs // 6)) or head.poll() is not None,
-            900,
-            "nothing is made after a worker's death",
+            lambda: watcher.done() >= max(1, runs // 6) or head.poll() is not None, 900, "no run was done in a quarter of an hour"
         )
+        worker = _a_worker(results)
+        os.kill(worker, signal.SIGKILL)
+        found["done_when_the_worker_was_killed"] = at_kill = watcher.done()
+        _until(lambda: worker not in _makers(results), 5, "the status says that a dead worker makes a run")
+        enough = min(runs - 1, at_kill + max(1, runs // 6))
+        _until(lambda: watcher.done() >= enough or head.poll() is not None, 900, "nothing is made after a worker's death")
         head.kill()
         head.wait()
-        found["done_when_the_head_was_killed"] = done()
-        again = command("slurm_two", *on_slurm)
-        _until(lambda: again.poll() is not None, 3600, "the sweep does not end")
-        if again.returncode:
-            raise Trouble(f"the second command ended with {again.returncode}: {(folder / 'slurm_two.log').read_text()[-2000:]}")
-        serial = command("serial")
-        if serial.wait():
-            raise Trouble(f"the serial sweep failed: {(folder / 'serial.log').read_text()[-2000:]}")
-        _compare(_records(folder / "slurm_two"), _records(folder / "serial"), runs + 1)
-        if done() != runs:
-            raise Trouble(f"the status says {done()} of {runs}")
-        page = (folder / "slurm_two" / "sweeps" / "trial" / "index.html").read_text()
-        if page.count('data-state="done"') != runs:
-            raise Trouble("the page does not show every run as done")
-        if speed:
-            for workers in (1, 2):
-                began = time.monotonic()
-                timed = command(f"workers_{workers}", *[word.replace("workers=2", f"workers={workers}") for word in on_slurm])
-                if timed.wait():
-                    raise Trouble(f"the sweep with {workers} workers failed")
-                found[f"seconds_with_{workers}_workers"] = round(time.monotonic() - began, 1)
-            found["times_as_fast"] = round(found["seconds_with_1_workers"] / found["seconds_with_2_workers"], 2)
+        found["done_when_the_head_was_killed"] = watcher.done()
+        again = sweeping.start("slurm_two", 2)
+        _until(lambda: watcher.done() == runs or again.poll() is not None, 3600, "the sweep does not end")
+        sweeping.wait(again, "slurm_two")
+        sweeping.wait(sweeping.start("serial"), "serial")
+        _compare(_records(results), _records(folder / "serial"), runs + 1)
+        if watcher.done() != runs or _done_on_page(results) != runs:
+            raise Trouble(f"status and page say {watcher.done()} and {_done_on_page(results)} of {runs}")
+    return found | {"looks_at_the_status": watcher.looks, "runs_the_page_was_behind_at_most": watcher.page_behind}
+
+
+def speed(folder: Path, runs: int) -> dict[str, float | int]:
+    """Time the same sweep with one worker and with two, of one thread each.
+
+    Returns:
+        Seconds of the whole command, and from the first record to the last, when Slurm and imports are paid for.
+    """
+    found: dict[str, float | int] = {"runs": runs}
+    with slurm(folder / "slurm") as environment:
+        environment |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        sweeping = Sweeping(folder, environment, runs, windows=24, layers=12, window=256)
+        for workers in (1, 2):
+            results = f"workers_{workers}"
+            began = time.monotonic()
+            sweeping.wait(sweeping.start(results, workers), results)
+            found[f"seconds_with_{workers}"] = round(time.monotonic() - began, 1)
+            ends = sorted(path.stat().st_mtime for path in (folder / results / "runs").glob("[!.]*/record.json"))
+            found[f"seconds_from_first_to_last_record_with_{workers}"] = round(ends[-1] - ends[0], 1)
+    for of in ("seconds", "seconds_from_first_to_last_record"):
+        found[f"times_as_fast_by_{of}"] = round(found[f"{of}_with_1"] / max(found[f"{of}_with_2"], 1e-9), 2)
     return found
 
 
@@ -233,14 +284,23 @@ def _counts(results: Path) -> dict[str, int]:
     return {state: states.count(state) for state in ("done", "running", "failed", "waiting")}
 
 
-def _a_worker(results: Path) -> int:
-    """A process that makes a run now."""
+def _done_on_page(results: Path) -> int:
+    page = results / "sweeps" / "trial" / "index.html"
+    return page.read_text().count('data-state="done"') if page.exists() else 0
+
+
+def _makers(results: Path) -> list[int]:
+    """Processes that make a run now."""
     from quicksilver.harness.store import Store
 
+    return [who.pid for who in Store(results).in_the_making().values()]
+
+
+def _a_worker(results: Path) -> int:
     found: list[int] = []
 
     def look() -> bool:
-        found.extend(who.pid for who in Store(results).in_the_making().values())
+        found.extend(_makers(results))
         return bool(found)
 
     _until(look, 120, "nobody makes a run")
@@ -264,7 +324,7 @@ def main() -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=12, help="of the sweep (default: 12)")
-    parser.add_argument("--speed", action="store_true", help="time one worker and two: give the machine to it alone")
+    parser.add_argument("--speed", action="store_true", help="time one worker and two instead: give the machine to it alone")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     asked = parser.parse_args()
     reason = missing()
@@ -274,7 +334,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then as well
     folder = Path(tempfile.mkdtemp(prefix="quicksilver-slurm-"))
     try:
-        print(json.dumps(trial(folder, asked.runs, asked.speed), indent=1))
+        print(json.dumps((speed if asked.speed else trial)(folder, asked.runs), indent=1))
     except Trouble as error:
         print(f"{error}. Files: {folder}", file=sys.stderr)
         asked.keep = True

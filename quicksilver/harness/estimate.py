@@ -7,17 +7,15 @@ that is repeated for a second. An estimate: kernels smaller than that product ar
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from quicksilver.harness.config import RunConfig
 from quicksilver.harness.parts import build_measurements
+from quicksilver.models.room import gibibytes, memory_bytes
 from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
 
@@ -200,7 +198,7 @@ def estimates(configs: Sequence[RunConfig], speed: Speed | None = None) -> list[
     """Of every run, the dense ones included.
 
     Raises:
-        ConfigError: a shape that is not known, a text that is to be scored whole, or a model larger than memory and disk.
+        ConfigError: a shape that is not known, or a text that is to be scored whole.
     """
     shapes: dict[str, Architecture] = {}
     speeds: dict[tuple[str, str], Speed] = {}
@@ -221,36 +219,6 @@ def estimates(configs: Sequence[RunConfig], speed: Speed | None = None) -> list[
     return found
 
 
-def check_room(weights_bytes: int, name: str, folder: Path | str = ".") -> None:
-    """Refuse a model that neither memory nor disk holds.
-
-    Raises:
-        ConfigError: says how large it is, and what there is.
-    """
-    memory, disk = _memory_bytes(), shutil.disk_usage(_there(Path(folder))).free
-    if weights_bytes > memory + disk:
-        raise ConfigError(
-            f"model={name}: its weights are {gibibytes(weights_bytes)}; this machine has {gibibytes(memory)} of memory and "
-            f"{gibibytes(disk)} free on disk. Take a smaller model, model.dtype=bfloat16, or a larger machine."
-        )
-
-
-def _memory_bytes() -> int:
-    import torch
-
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return int(psutil.virtual_memory().total) + sum(torch.cuda.get_device_properties(i).total_memory for i in devices)
-
-
-def _there(folder: Path) -> Path:
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-
-
-def gibibytes(count: float) -> str:
-    """`1.5 GiB`, `12 MiB`."""
-    return f"{count / 2**30:.3g} GiB" if count >= 2**29 else f"{count / 2**20:.3g} MiB"
-
-
 def table(found: Sequence[Estimate], speed: Speed | None = None) -> str:
     """One line a run and their sum, for a terminal."""
     lines = [f"{'run':<64} {'PFLOP':>8} {'hours':>8} {'memory':>10} {'record':>10}"]
@@ -266,4 +234,9 @@ def table(found: Sequence[Estimate], speed: Speed | None = None) -> str:
         f"{len(found)} runs: about {hours:.3g} hours on this machine, {gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. "
         f"Weights: {gibibytes(max(one.weights_bytes for one in found))}.{rate}"
     )
+    if memory > memory_bytes():
+        lines.append(
+            f"That is more than the {gibibytes(memory_bytes())} of memory that this machine has: model.device_map=auto leaves the rest on disk, "
+            "and is as slow as the disk."
+        )
     return "\n".join(lines)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quicksilver.models import room
 from quicksilver.models.hub import require_hub
 from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
@@ -29,6 +33,7 @@ _FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generatio
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _PLACES = "Give model.path=/folder of a Hugging Face model, or a hub id."
+_USED_SHARE = 0.8  # of the memory that is free: K/V and logits need theirs
 _REPAIR = "Copy the model's files again, config.json and weights from one place."
 
 
@@ -208,7 +213,8 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
 
     Raises:
         ConfigError: damaged weights, weights that are not those of config.json (missing, unexpected or of another shape: transformers
-            would draw them at random, or leave them out), a device that is not there, an architecture transformers does not know.
+            would draw them at random, or leave them out), more of them than memory and disk hold, a device that is not there, an
+            architecture transformers does not know.
         UnsupportedModelError: a family without an adapter in the runtime.
     """
     import torch
@@ -218,7 +224,9 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
     from quicksilver.runtime.architecture import architecture_of
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    device_map = _device_map(config)
+    _check_device(config)
+    placement = _placement(config, files.folder)
+    device_map = placement["device_map"]
     with _quiet():
         # Any exception: a damaged folder makes transformers stumble wherever it happens to (TypeError, ZeroDivisionError, …).
         try:
@@ -235,7 +243,7 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=config.attn_implementation,
                 use_safetensors=True,
-                device_map=device_map,
+                **placement,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with the tensor's name
                 **local,
@@ -258,6 +266,8 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
     if classifies:
         model = as_causal(config.name, model)
     model.eval().requires_grad_(False)
+    if "offload_folder" in placement:  # empty unless the dtype was changed; gone with the model
+        weakref.finalize(model, shutil.rmtree, placement["offload_folder"], ignore_errors=True)
     architecture_of(model)  # an unknown family is refused here, before anything is computed
     return Loaded(model, tokenizer, files)
 
@@ -307,19 +317,48 @@ def _not_floats(folder: Path) -> list[str]:
     return said
 
 
-def _device_map(config: ModelConfig) -> str:
+def _check_device(config: ModelConfig) -> None:
     import torch
 
-    if config.device_map == "auto" and torch.cuda.device_count() < 2:
-        # What accelerate would answer, without its hooks on every layer.
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
     if config.device_map.startswith("cuda"):
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         asked = int(config.device_map.partition(":")[2] or 0)
         if asked >= there:
             has = f"{there} CUDA devices, counted from 0" if there else "no CUDA device"
             raise ConfigError(f"model.device_map={config.device_map}: this machine has {has}. Use model.device_map=cpu or auto.")
-    return config.device_map
+
+
+def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Where the weights go, as arguments of `from_pretrained`.
+
+    Raises:
+        ConfigError: they fit nowhere.
+    """
+    import torch
+
+    try:
+        needed = room.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
+    except Exception:
+        needed = 0  # damaged files: loading says what is wrong with them
+    if config.device_map != "auto":
+        if config.device_map == "cpu":
+            room.check_memory(needed, config.name)
+        return {"device_map": config.device_map}
+    room.check_room(needed, config.name, folder)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # What accelerate would answer, without its hooks on every layer.
+    if gpus == 1 and needed <= _USED_SHARE * torch.cuda.get_device_properties(0).total_memory:
+        return {"device_map": "cuda:0"}
+    free = int(_USED_SHARE * room.free_memory_bytes())
+    if gpus == 0 and needed <= free:
+        return {"device_map": "cpu"}
+    limits = {device: int(_USED_SHARE * torch.cuda.mem_get_info(device)[0]) for device in range(gpus)}
+    # Weights in the dtype of their files are read from there, layer by layer; others are written here first.
+    return {
+        "device_map": "auto",
+        "max_memory": {**limits, "cpu": free},
+        "offload_folder": tempfile.mkdtemp(prefix="quicksilver-weights-"),
+    }
 
 
 def _first_line(error: Exception) -> str:

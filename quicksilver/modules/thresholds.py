@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from quicksilver.modules.checks import number
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.placement import whole_parameters
 
 if TYPE_CHECKING:
     from quicksilver.modules.signals import Signal
@@ -230,11 +231,14 @@ def model_digest(model: PreTrainedModel) -> str:
 
     Values are rounded to bfloat16 first, so that float32 weights and their bfloat16 copy share their calibration on request.
     """
-    digest = hashlib.sha256(model.config.model_type.encode())
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        if not parameter.is_meta:  # offloaded by accelerate: its name and shape must do
-            flat = parameter.detach().reshape(-1)
+    said: dict[str, bytes] = {}
+    for name, parameter in whole_parameters(model):
+        said[name] = f"{name} {tuple(parameter.shape)}".encode()
+        if not parameter.is_meta:  # a model's shape alone
+            flat = parameter.reshape(-1)
             sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.bfloat16)
-            digest.update(sample.view(torch.int16).numpy().tobytes())
+            said[name] += sample.view(torch.int16).numpy().tobytes()
+    digest = hashlib.sha256(model.config.model_type.encode())
+    for _, content in sorted(said.items()):
+        digest.update(content)
     return digest.hexdigest()

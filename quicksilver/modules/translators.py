@@ -181,11 +181,9 @@ class BoundTranslator:
         """K before its rotation, and V, by layer: hidden (B, M, D) -> (B, H_kv, M, head_dim) each. One product for all layers."""
         own = self.translator
         normed = self.architecture.normalised_input(own.source_layer, hidden).to(hidden.dtype)
-        weight = own.weight.to(hidden)
+        weight = own.weight[:, :, :, self.architecture.ranks.own(own.shape.n_kv_heads)].to(hidden)
         flat = torch.addmm(weight[0].flatten(), normed.flatten(0, 1), weight[1:].flatten(1))
-        parts = flat.view(*hidden.shape[:2], own.n_predicted, 2, own.shape.n_kv_heads, own.shape.head_dim).permute(
-            2, 3, 0, 4, 1, 5
-        )
+        parts = flat.view(*hidden.shape[:2], *weight.shape[1:]).permute(2, 3, 0, 4, 1, 5)
         return {own.source_layer + 1 + index: (keys, values) for index, (keys, values) in enumerate(parts.unbind(0))}
 
 

@@ -5,8 +5,10 @@ A family is one subclass of `Architecture`; `architecture_of` finds it by `confi
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as app
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime.errors import UnsupportedModelError
+from quicksilver.runtime.placement import local, ranks_of, weights_present
 from quicksilver.runtime.visibility import Span
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin), each (B, M, rotary_dim)
@@ -28,11 +31,16 @@ class Architecture(ABC):
 
     Args:
         model: a Hugging Face causal language model of this family.
+
+    Attributes:
+        ranks: the processes that share the model's heads. Numbers of heads and weights are those of all of them together; states of heads,
+            as `project_kv` gives them and a cache holds them, are those of this process.
     """
 
     family: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     cache_argument: ClassVar[str] = "past_key_values"  # the layer's name for the cache
+    shares: int = 1  # into how many equal parts the products are cut that `of_rank` has one of
     causal: ClassVar[bool] = True  # a token sees those before it; False: all of its pass
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -50,18 +58,37 @@ class Architecture(ABC):
         self.n_heads: int = self.config.num_attention_heads
         self.n_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.n_heads
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.n_heads
+        self.ranks = ranks_of(model)
+        self.own_kv_heads = self.n_kv_heads // self.ranks.size
         self.output_head: Any = model.get_output_embeddings()
         self.vocab_size: int = self.output_head.weight.shape[0]
         self.spans: list[Span | None] = [None] * self.n_layers  # what modules leave in sight, set for the length of a run
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
         # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
-        self.linear_params_per_layer = sum(
-            m.weight.numel() for m in self.layers[0].modules() if isinstance(m, (nn.Linear, Conv1D))
-        )
+        linear = [m.weight for m in self.layers[0].modules() if isinstance(m, (nn.Linear, Conv1D))]
+        self.linear_params_per_layer = sum(weight.numel() for weight in linear)
+        self._own_linear_params_per_layer = sum(local(weight).numel() for weight in linear)
         self.kv_params_per_layer = 2 * self.width * self.n_kv_heads * self.head_dim
         # Weights that `project_kv` and `project_q` really multiply by: more than their own where a fused projection cannot be cut.
         self.projection_params_per_layer = self.kv_params_per_layer
         self.query_params_per_layer = self.width * self.n_heads * self.head_dim
+
+    @cached_property
+    def of_rank(self) -> Architecture:
+        """The same with the numbers of heads and weights that this process has: for its ledger."""
+        if self.ranks.size == 1:
+            return self
+        own, size = copy.copy(self), self.ranks.size
+        own.shares = size
+        own.linear_params_per_layer = self._own_linear_params_per_layer
+        own.n_heads, own.n_kv_heads = self.n_heads // size, self.own_kv_heads
+        own.kv_params_per_layer, own.query_params_per_layer = (
+            self.kv_params_per_layer // size,
+            self.query_params_per_layer // size,
+        )
+        own.projection_params_per_layer = self.projection_params_per_layer // size
+        own.vocab_size = local(self.output_head.weight).shape[0]
+        return own
 
     @abstractmethod
     def _find_layers(self) -> nn.ModuleList: ...
@@ -138,9 +165,9 @@ class Architecture(ABC):
     def _layer(self, layer: int) -> Any:
         return self.layers[layer]
 
-    def _heads(self, projected: torch.Tensor, n_heads: int) -> torch.Tensor:
-        """(B, M, n_heads·head_dim) -> (B, n_heads, M, head_dim)."""
-        return projected.view(*projected.shape[:-1], n_heads, self.head_dim).transpose(1, 2)
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """(B, M, H·head_dim) -> (B, H, M, head_dim), H the heads that are there: of a rank, its own."""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class GPT2Architecture(Architecture):
@@ -174,14 +201,16 @@ class GPT2Architecture(Architecture):
     def _columns(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of the fused q, k, v projection (Conv1D keeps its weight as (in, out))."""
         fused = self._layer(layer).attn.c_attn
-        return self._layer(layer).ln_1(hidden) @ fused.weight[:, start:stop] + fused.bias[start:stop]
+        normed = self._layer(layer).ln_1(hidden)
+        with weights_present(fused):
+            return normed @ fused.weight[:, start:stop] + fused.bias[start:stop]
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._columns(layer, hidden, self.width, 3 * self.width).split(self.width, dim=-1)
-        return self._heads(keys, self.n_heads), self._heads(values, self.n_heads)
+        return self._heads(keys), self._heads(values)
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        return self._heads(self._columns(layer, hidden, 0, self.width), self.n_heads)
+        return self._heads(self._columns(layer, hidden, 0, self.width))
 
 
 class LlamaArchitecture(Architecture):
@@ -229,16 +258,14 @@ class LlamaArchitecture(Architecture):
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self._layer(layer).self_attn
         normed = self._layer(layer).input_layernorm(hidden)
-        keys = attention.k_proj(normed).view(*hidden.shape[:-1], self.n_kv_heads, self.head_dim)
+        keys = attention.k_proj(normed).unflatten(-1, (-1, self.head_dim))
         if hasattr(attention, "k_norm"):
             keys = attention.k_norm(keys)
-        return self._rotate(layer, keys.transpose(1, 2), rotary), self._heads(attention.v_proj(normed), self.n_kv_heads)
+        return self._rotate(layer, keys.transpose(1, 2), rotary), self._heads(attention.v_proj(normed))
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         attention = self._layer(layer).self_attn
-        queries = attention.q_proj(self._layer(layer).input_layernorm(hidden)).view(
-            *hidden.shape[:-1], self.n_heads, self.head_dim
-        )
+        queries = attention.q_proj(self._layer(layer).input_layernorm(hidden)).unflatten(-1, (-1, self.head_dim))
         if hasattr(attention, "q_norm"):
             queries = attention.q_norm(queries)
         return self._rotate(layer, queries.transpose(1, 2), rotary)
@@ -297,7 +324,7 @@ class GPTNeoXArchitecture(Architecture):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # The fused weight interleaves q, k and v of each head: a slice would copy it, so the whole product is taken.
         fused = self._layer(layer).attention.query_key_value(self._layer(layer).input_layernorm(hidden))
-        q, k, v = fused.view(*hidden.shape[:-1], self.n_heads, 3 * self.head_dim).transpose(1, 2).chunk(3, dim=-1)
+        q, k, v = fused.unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, dim=-1)
         if rotary is not None:
             q, k = apply_partial_rotary(q, k, *rotary)
         return q, k, v

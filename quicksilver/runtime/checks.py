@@ -40,6 +40,18 @@ def check_modules(arch: Architecture, modules: Sequence[RuntimeModule], decision
             f"attn_implementation={arch.attention_implementation!r} cannot mask tokens by slot; load the model with 'sdpa' or 'eager'."
         )
     _check_number_formats(transforms, policies)
+    if arch.ranks.size > 1:
+        _check_cut(transforms, policies)
+
+
+def _check_cut(transforms: Sequence[Transform], policies: Sequence[TokenPolicy]) -> None:
+    changing = [transform for transform in transforms if transform.changes_weights]
+    whole = [type(one).__name__ for one in (*changing, *(policy for policy in policies if policy.precision is not None))]
+    if whole:
+        raise ConfigError(
+            f"{whole[0]} changes what the weights are multiplied as, and this model's are cut among processes (tensor parallelism): spread its "
+            "layers over the devices instead (model.device_map=auto), or leave the module out."
+        )
 
 
 def check_together(modules: Sequence[RuntimeModule]) -> None:

@@ -83,15 +83,15 @@ class Deciding:
         attention_output: torch.Tensor | None,
     ) -> LayerView:
         packing, slots = result.packing, forward.decisions.slots
+        arch, work = self.machine.arch, forward.work
         index = packing.order
         if index is None:
             index = torch.arange(forward.n, device=slots.device).expand(forward.batch, -1)
 
-        def count(n: int) -> None:
-            forward.work.signal_flops += n
-
         def logits(hidden: torch.Tensor) -> torch.Tensor:
-            count(2 * hidden.shape[0] * self.machine.arch.width * self.machine.arch.vocab_size)
+            each = 2 * hidden.shape[0] * arch.width
+            work.signal_flops += each * arch.vocab_size
+            work.signal_flops_of_rank += each * arch.of_rank.vocab_size
             return self._logits(hidden)
 
         def attention(last_queries: int | None, reduce: str) -> torch.Tensor:
@@ -101,10 +101,11 @@ class Deciding:
 
         attended = result.attended if watched else None
         return LayerView(
-            layer=call.layer, n_layers=self.machine.arch.n_layers, pass_index=forward.index, is_prompt=forward.is_prompt,
+            layer=call.layer, n_layers=arch.n_layers, pass_index=forward.index, is_prompt=forward.is_prompt,
             before=packing.take(call.hidden), after=after, slots=packing.take(slots), index=index,
             input_ids=None if forward.input_ids is None else packing.take(forward.input_ids), n_tokens=forward.n_real,
-            logits=logits, attention=None if attended is None else attention, count_flops=count, pass_ids=forward.pass_ids,
+            logits=logits, attention=None if attended is None else attention, count_flops=lambda n: self._count(forward, n), pass_ids=forward.pass_ids,
+            all_heads=arch.ranks.all_heads,
             keys=None if attended is None else attended.new_keys, attention_output=attention_output,
             tokens_per_row=forward.decisions.tokens_per_row,
         )  # fmt: skip
@@ -133,8 +134,13 @@ class Deciding:
             call.layer, packing.take(call.hidden), packing.rotary(call.rotary, forward.batch), slots, real, attended,
             last_queries=last_queries, reduce=reduce, n_slots=forward.end,
         )  # fmt: skip
-        forward.work.signal_flops += flops
+        self._count(forward, flops)
         return received
+
+    def _count(self, forward: Forward, flops: int) -> None:
+        """Operations of a signal, which every rank does."""
+        forward.work.signal_flops += self.machine.arch.ranks.size * flops
+        forward.work.signal_flops_of_rank += flops
 
     # -- the cache ---------------------------------------------------------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class Deciding:
         return CacheView(
             layer=layer, n_layers=self.machine.arch.n_layers, pass_index=forward.index, slots=slots, present=store.is_entry,
             size=entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=n_seen,
-            n_new=store.seen - store.unmerged_from, read_keys=lambda: store.storage.stored_rows[0],
+            n_new=store.seen - store.unmerged_from, read_keys=lambda: self.machine.arch.ranks.all_heads(store.storage.stored_rows[0]),
             attention=entries.get("attention"),
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 
 from quicksilver.runtime.architecture import LlamaArchitecture, Rotary
 from quicksilver.runtime.errors import UnsupportedModelError
+from quicksilver.runtime.placement import weights_present
 
 
 class Olmo2Architecture(LlamaArchitecture):
@@ -31,12 +32,12 @@ class Olmo2Architecture(LlamaArchitecture):
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self._layer(layer).self_attn
-        keys = self._heads(attention.k_norm(attention.k_proj(hidden)), self.n_kv_heads)
-        return self._rotate(layer, keys, rotary), self._heads(attention.v_proj(hidden), self.n_kv_heads)
+        keys = self._heads(attention.k_norm(attention.k_proj(hidden)))
+        return self._rotate(layer, keys, rotary), self._heads(attention.v_proj(hidden))
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         attention = self._layer(layer).self_attn
-        return self._rotate(layer, self._heads(attention.q_norm(attention.q_proj(hidden)), self.n_heads), rotary)
+        return self._rotate(layer, self._heads(attention.q_norm(attention.q_proj(hidden))), rotary)
 
     def residual_readers(self, layer: int) -> NoReturn:
         _refuse_rotation(self.family)
@@ -50,7 +51,9 @@ class Phi3Architecture(LlamaArchitecture):
 
     def _rows(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of the fused projection's weight, which is (out, in)."""
-        return functional.linear(self.input_norm(layer)(hidden), self._layer(layer).self_attn.qkv_proj.weight[start:stop])
+        normed, fused = self.input_norm(layer)(hidden), self._layer(layer).self_attn.qkv_proj
+        with weights_present(fused):
+            return functional.linear(normed, fused.weight[start:stop])
 
     def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return states if rotary is None else apply_leading_rotary(states, states, *rotary)[0]
@@ -58,10 +61,10 @@ class Phi3Architecture(LlamaArchitecture):
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         first, each = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         keys, values = self._rows(layer, hidden, first, first + 2 * each).split(each, dim=-1)
-        return self._rotate(layer, self._heads(keys, self.n_kv_heads), rotary), self._heads(values, self.n_kv_heads)
+        return self._rotate(layer, self._heads(keys), rotary), self._heads(values)
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        return self._rotate(layer, self._heads(self._rows(layer, hidden, 0, self.n_heads * self.head_dim), self.n_heads), rotary)
+        return self._rotate(layer, self._heads(self._rows(layer, hidden, 0, self.n_heads * self.head_dim)), rotary)
 
     def attention_window(self, layer: int) -> int | None:
         return self.config.sliding_window

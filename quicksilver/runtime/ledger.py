@@ -75,21 +75,31 @@ class LayerWork:
     def flops(self, arch: Architecture) -> int:
         pairs = self.tokens * (self.tokens + 1) // 2 if self.keys is None else self.tokens * self.keys
         linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.projection_params_per_layer * self.projected
-        return self.batch * (linear + self.translation_flops + 4 * arch.n_heads * arch.head_dim * pairs)
+        return self.batch * (linear + self.translation_flops // arch.shares + 4 * arch.n_heads * arch.head_dim * pairs)
 
 
 @dataclass
 class PassWork:
-    """What one pass ran; filled by the run with host-side integers only."""
+    """What one pass ran; filled by the run with host-side integers only.
+
+    Attributes:
+        signal_flops: spent on deciding, by all ranks together; signal_flops_of_rank: by this process.
+    """
 
     layers: list[LayerWork]
     signal_flops: int = 0
+    signal_flops_of_rank: int = 0
     translation_flops_per_token: Mapping[int, int] = field(default_factory=dict)  # by source layer of the translators
     past_real: torch.Tensor | None = None  # (B,) long, real tokens before the pass; None: every column seen
     past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long, or of all rows
 
     def executed(self, arch: Architecture) -> int:
+        """By all ranks together."""
         return sum(w.flops(arch) for w in self.layers) + self.signal_flops
+
+    def executed_by_rank(self, arch: Architecture) -> int:
+        """By this process."""
+        return sum(w.flops(arch.of_rank) for w in self.layers) + self.signal_flops_of_rank
 
 
 def head_flops(arch: Architecture, tokens: int) -> Flops:

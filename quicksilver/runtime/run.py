@@ -47,7 +47,7 @@ _NOT_WATCHED: AbstractContextManager[Sequence[torch.Tensor]] = nullcontext(())
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Bytes of the last cache written: `billed` by the decisions, `resident` in its tensors."""
+    """Bytes of the last cache written, of all ranks together: `billed` by the decisions, `resident` in its tensors."""
 
     billed: int = 0
     resident: int = 0
@@ -140,11 +140,17 @@ class Run:
 
     @property
     def flops(self) -> Flops:
-        """The ledgers since the start or the last `reset`."""
+        """The ledgers since the start or the last `reset`, of all ranks together where a model is cut among several."""
         for work, trace in self._passes[len(self._flops) :]:
             self._flops.append(pass_flops(self.arch, work, trace, self.beta))
         skippable = self._skippable_flops() - self._skippable_before
         return sum(self._flops, head_flops(self.arch, self._head_tokens)) + Flops(nominal=-skippable, skippable=skippable)
+
+    @property
+    def flops_of_rank(self) -> int:
+        """Floating-point operations that this process executed; summed over the ranks, `flops.executed`."""
+        passes = sum(work.executed_by_rank(self.arch) for work, _ in self._passes)
+        return passes + head_flops(self.arch.of_rank, self._head_tokens).executed
 
     def _skippable_flops(self) -> int:
         return sum(transform.skippable_flops for transform in self.transforms)
@@ -164,11 +170,18 @@ class Run:
     @property
     def kv_bytes_by_layer(self) -> list[KVBytes]:
         """The same for each layer, in order; empty where no cache was written."""
+        size = self.arch.ranks.size  # each rank holds as many heads
         layers: list[Any] = [] if self._cache is None else self._cache.layers
         if all(isinstance(layer, CacheLayer) for layer in layers):
-            return [KVBytes(layer.billed_bytes(), layer.resident_bytes()) for layer in layers]
+            return [KVBytes(size * layer.billed_bytes(), size * layer.resident_bytes()) for layer in layers]
         resident = [0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes for layer in layers]
-        return [KVBytes(n, n) for n in resident]
+        return [KVBytes(size * n, size * n) for n in resident]
+
+    @property
+    def kv_bytes_of_rank(self) -> KVBytes:
+        """`kv_bytes` that lie in this process."""
+        size = self.arch.ranks.size
+        return KVBytes(self.kv_bytes.billed // size, self.kv_bytes.resident // size)
 
     # -- the context -------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ class KVTranslator(Protocol):
 
     Attributes:
         source_layer: ℓ.
-        flops_per_token: floating-point operations of `translate` for one token, all later layers together.
+        flops_per_token: floating-point operations of `translate` for one token, all later layers and ranks together.
     """
 
     @property
@@ -32,6 +32,6 @@ class KVTranslator(Protocol):
             hidden: (B, M, D), states entering `source_layer`.
 
         Returns:
-            By layer: (B, H_kv, M, head_dim) each, in the dtype of `hidden`.
+            By layer: (B, H_kv, M, head_dim) each, in the dtype of `hidden`, of the heads that this process has (`arch.ranks`).
         """
         ...

@@ -42,6 +42,7 @@ class LayerView:
         logits: Callable[[torch.Tensor], torch.Tensor],
         attention: Callable[[int | None, str], torch.Tensor] | None,
         count_flops: Callable[[int], None],
+        all_heads: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
         pass_ids: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
         attention_output: torch.Tensor | None = None,
@@ -60,7 +61,7 @@ class LayerView:
         self.pass_ids = pass_ids
         self._keys, self._attention_output = keys, attention_output
         self._logits, self._attention = logits, attention
-        self.add_signal_flops = count_flops
+        self.add_signal_flops, self._all_heads = count_flops, all_heads
 
     def logits(self, mask: torch.Tensor) -> torch.Tensor:
         """Logit lens of the K tokens in mask (B, M) bool, in row-major order: (K, V). Its cost goes into the ledger."""
@@ -112,7 +113,7 @@ class LayerView:
     def keys(self) -> torch.Tensor:
         """The tokens' own keys of this layer, as they are attended to: (B, H_kv, M, head_dim). Raises ConfigError as
         `attention_received`."""
-        return self._watched(self._keys, "keys")
+        return self._all_heads(self._watched(self._keys, "keys"))
 
     @property
     def attention_output(self) -> torch.Tensor:

@@ -156,7 +156,7 @@ class Visibility:
             n_slots: S, beyond every slot of the view and of the keys.
 
         Returns:
-            (B, S) float32 by slot, and the FLOPs it took.
+            (B, S) float32 by slot, and the FLOPs it took each rank.
         """
         arch = self.arch
         batch, m = slots.shape
@@ -172,23 +172,24 @@ class Visibility:
         picked = None if rotary is None else (of_queries(rotary[0]), of_queries(rotary[1]))
         queries = arch.project_q(layer, of_queries(before), picked)
         groups = arch.n_heads // arch.n_kv_heads
-        queries = queries.reshape(batch, arch.n_kv_heads, groups * n_queries, arch.head_dim)
+        queries = queries.reshape(batch, arch.own_kv_heads, groups * n_queries, arch.head_dim)
         scores = (queries @ keys.transpose(-1, -2)).float() * arch.scaling(layer)
         cap = arch.score_cap(layer)
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        scores = scores.view(batch, arch.n_kv_heads, groups, n_queries, -1)
+        scores = scores.view(batch, arch.own_kv_heads, groups, n_queries, -1)
         visible = self.visible(layer, slots.gather(1, chosen), key_slots, attended.valid)
         weights = scores.masked_fill(~visible[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
         weights = weights * (visible & is_query[..., None])[:, None, None]
         if reduce == "max":
-            received = weights.amax(dim=(1, 2, 3))
+            received = arch.ranks.max(weights.amax(dim=(1, 2, 3)))
         else:
-            received = weights.sum(dim=(1, 2, 3)) / arch.n_heads
+            received = arch.ranks.sum(weights.sum(dim=(1, 2, 3))) / arch.n_heads
             if reduce == "mean":
                 received = received / is_query.sum(1, keepdim=True).clamp(min=1)
         by_slot = received.new_zeros(batch, n_slots)
         clean = received if attended.valid is None else received * attended.valid
         by_slot.scatter_add_(1, key_slots.clamp(min=0), clean)
-        flops = batch * n_queries * 2 * (arch.query_params_per_layer + arch.n_heads * arch.head_dim * keys.shape[2])
+        own = arch.of_rank
+        flops = batch * n_queries * 2 * (own.query_params_per_layer + own.n_heads * own.head_dim * keys.shape[2])
         return by_slot, flops

@@ -303,10 +303,11 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
     def _alignment(self, view: LayerView) -> torch.Tensor:
         """Cosine of each token's query with each token's key in this layer, heads joined: (B, M queries, M keys) float32."""
         arch = self._architecture
-        queries = arch.project_q(view.layer, view.before, None)
-        keys = arch.project_kv(view.layer, view.before, None)[0].repeat_interleave(arch.n_heads // arch.n_kv_heads, dim=1)
-        width = arch.n_heads * arch.head_dim
-        weights = arch.query_params_per_layer + arch.projection_params_per_layer
+        queries = arch.ranks.all_heads(arch.project_q(view.layer, view.before, None))
+        keys = arch.ranks.all_heads(arch.project_kv(view.layer, view.before, None)[0])
+        keys = keys.repeat_interleave(arch.n_heads // arch.n_kv_heads, dim=1)
+        own, width = arch.of_rank, arch.n_heads * arch.head_dim
+        weights = own.query_params_per_layer + own.projection_params_per_layer
         batch, m = view.slots.shape
         view.add_signal_flops(2 * batch * m * (weights + m * width))
         q, k = (F.normalize(x.transpose(1, 2).flatten(2).float(), dim=-1) for x in (queries, keys))

@@ -28,7 +28,7 @@ def kv_of_halted(halted: HaltedKV, call: LayerCall, forward: Forward, machine: M
             keys, values = forward.predicted[halted.translator][layer]
             return arch.rotate_keys(layer, keys, packing.rotary(call.rotary, forward.batch)), values
         case _:
-            shape = (forward.batch, arch.n_kv_heads, packing.width, arch.head_dim)
+            shape = (forward.batch, arch.own_kv_heads, packing.width, arch.head_dim)
             return call.hidden.new_zeros(shape), call.hidden.new_zeros(shape)
 
 

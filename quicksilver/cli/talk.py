@@ -34,8 +34,13 @@ def explain(failed: Sequence[Job]) -> None:
 
 
 def show_fault(error: Exception) -> None:
-    """The traceback of what is no QuickSilverError: a fault of ours or of a library, for which one line would not do."""
-    if not isinstance(error, QuickSilverError):
+    """The traceback of what is no QuickSilverError: a fault of ours or of a library, for which one line would not do. And the line of a record
+    that the tracker did not take, which no row of a table would say."""
+    from quicksilver.harness.tracker import NotMirrored
+
+    if isinstance(error, NotMirrored):
+        print(f"quicksilver: {error}", file=sys.stderr, flush=True)
+    elif not isinstance(error, QuickSilverError):
         traceback.print_exception(error)
 
 

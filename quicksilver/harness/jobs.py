@@ -96,7 +96,7 @@ def run_missing(
     Args:
         shared: where the jobs have models and texts of their own: what most of them use.
         watch: shows progress.
-        on_fault: told of what is no QuickSilverError: a fault of ours or of a library.
+        on_fault: told of what is no QuickSilverError, a fault of ours or of a library, and of records that the tracker did not take.
 
     Raises:
         QuickSilverError: what `shared`, or else the first run, needs (model, text) cannot be had; the others need it too.
@@ -137,6 +137,7 @@ def _run(
     on_fault: Callable[[Exception], None] | None,
 ) -> None:
     from quicksilver.harness.run import ensure, plan
+    from quicksilver.harness.tracker import NotMirrored
 
     waiting: list[Job] = []
     for job in jobs:
@@ -155,6 +156,11 @@ def _run(
         try:
             with watch(plan(configs, place)) if watch is not None else nullcontext() as report:
                 records = ensure(configs, progress=report, workplace=place)
+        except NotMirrored as error:
+            # The run has its record, and so one run less is missing: the others go on.
+            if on_fault is not None:
+                on_fault(error)
+            continue
         except Exception as error:
             if on_fault is not None and not isinstance(error, QuickSilverError):
                 on_fault(error)
@@ -170,7 +176,10 @@ def _without_failed(waiting: Sequence[Job], error: Exception, place: Workplace) 
     from quicksilver.harness.run import plan
 
     planned = [plan([job.config], place) if job.config is not None else [] for job in waiting]
-    broken = next(step.fingerprint for steps in planned for step in steps if not step.done)
+    broken = next((step.fingerprint for steps in planned for step in steps if not step.done), None)
+    if broken is None:
+        # Every run has its record by now: reading one back failed, or somebody else was faster.
+        return _one_by_one(waiting, place)
     left = []
     for job, steps in zip(waiting, planned, strict=True):
         if any(step.fingerprint == broken for step in steps):
@@ -178,3 +187,15 @@ def _without_failed(waiting: Sequence[Job], error: Exception, place: Workplace) 
         else:
             left.append(job)
     return left
+
+
+def _one_by_one(waiting: Sequence[Job], place: Workplace) -> list[Job]:
+    """Give each job its record, or the error that reading it raises; none is left."""
+    from quicksilver.harness.run import ensure
+
+    for job in waiting:
+        try:
+            (job.record,) = ensure([job.config] if job.config is not None else [], workplace=place)
+        except Exception as error:  # of a damaged record, whatever it does
+            job.fail(error)
+    return []

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from quicksilver.harness.config import TrackerConfig
 
 
+class NotMirrored(QuickSilverError):
+    """A record is finished, and the tracker did not take it."""
+
+
 def check_tracker(config: TrackerConfig) -> None:
     """Refuse a tracker that cannot work before anything is run for it.
 
@@ -46,7 +50,7 @@ def mirror(
         more: further numbers.
 
     Raises:
-        QuickSilverError: the tracker refuses (no login …); the record itself is finished and stays.
+        NotMirrored: the tracker refuses (no login …); the record itself is finished and stays.
     """
     if config.name == "none":
         return
@@ -59,7 +63,7 @@ def mirror(
             run.log(scalars(record) | differences(record) | dict(more or {}))
             run.log_artifact(str(record.path), name=f"record-{record.fingerprint}", type="record")
     except QuickSilverError as error:
-        raise QuickSilverError(f"{record.path} is finished, but {error}") from error
+        raise NotMirrored(f"{record.path} is finished, but {error}") from error
 
 
 @contextmanager

@@ -37,7 +37,9 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
     site = Collection(Path(results_dir))
     for run in site.runs.values():
         if run.record is not None:
-            mirror(run.record, config, site.root, group=group_of(site, run), tags=_tags(run), more=_numbers(run))
+            mirror(
+                run.record, config, site.root, name=name_of(run), group=group_of(site, run), tags=_tags(run), more=_numbers(run)
+            )
     _publish_pieces(site, config)
     return site
 
@@ -54,6 +56,11 @@ def sweeps(site: Collection) -> dict[str, list[str]]:
 def group_of(site: Collection, run: NamedRecord) -> str | None:
     """The W&B group of a record: the sweep that it belongs to, if it is of one."""
     return next((f"sweep {name}" for name, members in sweeps(site).items() if run.fingerprint in members), None)
+
+
+def name_of(run: NamedRecord) -> str:
+    """`NAME [17/200] tau_drift=p40 | model | text | …`: two runs of a sweep never look the same."""
+    return " | ".join(filter(None, (run.sweep, run.label, run.differing if run.sweep is None else None)))
 
 
 def _tags(run: NamedRecord) -> list[str]:

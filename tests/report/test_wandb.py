@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from contextlib import contextmanager
@@ -11,10 +12,12 @@ import fakes
 import pandas as pd
 import pytest
 import wandb_report
+from harness_world import make_world
 
 from quicksilver.report import comparison, wandb
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
+from quicksilver.report.site import collection
 from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import Panel, Table
 
@@ -83,6 +86,37 @@ def test_records_are_runs_in_their_sweep_with_numbers_and_files(results, sent, c
     assert "3 records, 2 tables and figures: project mine, offline" in said.out
     assert "wandb sync" in said.out
     assert "make reproduce-table TABLE=11" in said.err
+
+
+def test_runs_of_a_sweep_have_their_place_and_settings_as_their_name(results, sent, monkeypatch):
+    places = {fakes.fingerprint(f"halting {i} all"): f"depths [{i}/2] depth=0.{i}" for i in (1, 2)}
+    monkeypatch.setattr(collection, "labels", lambda _: places)
+    wandb.publish(results, wandb.TrackerConfig(name="wandb"))
+    names = {run["id"]: run["name"] for run in sent.runs}
+    assert {fingerprint: names[fingerprint] for fingerprint in places} == {
+        fingerprint: f"{place} | halting {i}" for i, (fingerprint, place) in enumerate(places.items(), 1)
+    }
+
+
+@pytest.mark.slow
+def test_a_sweep_mirrored_offline_calls_its_runs_the_same_everywhere(tmp_path):
+    """By W&B itself: the names lie in the files that `wandb sync` sends."""
+    pytest.importorskip("wandb")
+    words = [
+        *make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", "measure=sweep", "dataset.windows=3", "name=depths",
+        "modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "tracker=wandb", "tracker.mode=offline",
+    ]  # fmt: skip
+    made = subprocess.run([sys.executable, "-m", "quicksilver", "run", "-m", *words], capture_output=True, text=True, timeout=900)
+    assert made.returncode == 0, made.stderr
+    sent = [path.read_bytes() for path in (tmp_path / "results" / "wandb").glob("offline-run-*/*.wandb")]
+    assert len(sent) == 3  # with the dense run
+    page = (tmp_path / "results" / "sweeps" / "depths" / "index.html").read_text()
+    for number, depth in ((1, 0.2), (2, 0.5)):
+        label = f"[{number}/2] depth={depth}"
+        assert label in made.stdout.splitlines()
+        assert sum(f"{label} | tiny".encode() in content for content in sent) == 1
+        assert f'data-name="run {number}"' in page
+        assert f"<td>{depth}</td>" in page
 
 
 def test_tables_and_figures_are_one_run(results, sent):

@@ -71,6 +71,10 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         settings = _settings(overrides, extra_dirs)
         if asked.plan:
             return say_plan(overrides, settings, extra_dirs)
+        if str(settings.runtime.choices["hydra/sweeper"]) == "optuna":
+            from quicksilver.cli.optimising import optimise
+
+            return optimise(overrides, settings, extra_dirs, asked)
         composed = compose_runs(overrides, settings, extra_dirs)
         first = next(iter(composed.configs.values()))
         experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)

@@ -38,6 +38,7 @@ def forget_schemas() -> None:
     there = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
     for name in _EXTRAS:
         there.pop(f"{name}.yaml", None)
+    ConfigStore.instance().repo.get("hydra", {}).get("sweeper", {}).pop("optuna.yaml", None)
 
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:

@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +64,7 @@ class Manifest:
         extra_dirs: folders with yaml files of the user's own.
         launcher: of conf/hydra/launcher; workers: processes that make runs at once.
         own: only records of this machine count.
+        total: of a sweep whose runs are drawn while it runs, how many there will be; None: they are all here.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Manifest:
     launcher: str = "basic"
     workers: int = 1
     own: bool = False
+    total: int | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def same_runs(self, other: Manifest) -> bool:
@@ -81,7 +83,9 @@ class Manifest:
 
     def label(self, run: SweepRun) -> str:
         """`[17/200] tau_drift=p40`, the run's name everywhere."""
-        return " ".join((f"[{run.number}/{len(self.runs)}]", *(_short(text, run.differing) for text in run.differing)))
+        return " ".join(
+            (f"[{run.number}/{self.total or len(self.runs)}]", *(_short(text, run.differing) for text in run.differing))
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -206,7 +210,37 @@ class Sweep:
                     f"name={self.manifest.name}: there is a sweep of that name with other runs ({_difference(there, self.manifest)}). "
                     f"Give another name=…, or remove {self.folder}; its records stay."
                 )
-        self.store.write_json(str(path.relative_to(self.store.root)), {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
+        self._write()
+
+    def _write(self) -> None:
+        content = {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)}
+        self.store.write_json(f"{FOLDER}/{self.manifest.name}/{MANIFEST}", content)
+
+    def go_on(self, fixed: Sequence[str]) -> None:
+        """Take up the runs that were drawn before in a sweep of this name, or begin it.
+
+        Args:
+            fixed: overrides of every run.
+
+        Raises:
+            ConfigError: there is a sweep of that name with other runs.
+        """
+        with suppress(FileNotFoundError):
+            there = _read(self.folder / MANIFEST)
+            others = [run for run in there.runs if [word for word in run.overrides if word not in run.differing] != [*fixed]]
+            if there.total is None or others:
+                raise ConfigError(
+                    f"name={self.manifest.name}: there is a sweep of that name with other runs. Give another name=…, or remove {self.folder}; "
+                    "its records stay."
+                )
+            self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
+        self._write()
+
+    def add(self, run: SweepRun) -> None:
+        """Take up a run that was drawn, in place of one with its number."""
+        others = (one for one in self.manifest.runs if one.number != run.number)
+        self.manifest = replace(self.manifest, runs=tuple(sorted((*others, run), key=lambda one: one.number)))
+        self._write()
 
     @contextmanager
     def headed(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-OPTIONAL = {"lm_eval", "torchao", "submitit", "ray", "mauve", "spacy"}
+OPTIONAL = {"lm_eval", "torchao", "submitit", "ray", "optuna", "mauve", "spacy"}
 
 
 def test_every_module_imports(subtests) -> None:

@@ -1,0 +1,106 @@
+"""`quicksilver run -m hydra/sweeper=optuna`: a sweep whose runs Optuna draws, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from quicksilver.cli.door import say
+from quicksilver.cli.sweep_options import SweepOptions
+from quicksilver.cli.talk import show_fault, width
+from quicksilver.harness import study as studies
+from quicksilver.harness.composing import Composer
+from quicksilver.harness.run import ensure, plan
+from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name
+from quicksilver.harness.terminal import summary
+from quicksilver.harness.tracker import check_tracker
+from quicksilver.harness.workplace import Workplace
+from quicksilver.report.sweep_status import Board
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+_FAILURES = 5  # of one start: what they have in common is worth a look
+
+
+def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], asked: SweepOptions) -> int:
+    """Draw and make runs until there are as many as asked for, within `hydra_started`; returns the exit code: 1 where one failed.
+
+    Raises:
+        ConfigError: nothing is drawn, optuna is not installed, no name, or a launcher with workers.
+    """
+    from optuna.trial import TrialState
+
+    config = studies.study_config(settings.sweeper)
+    if asked.name is None:
+        raise ConfigError("hydra/sweeper=optuna needs name=…: under it the study is found again.")
+    if asked.workers is not None or str(settings.runtime.choices["hydra/launcher"]) != "basic":
+        raise ConfigError("hydra/sweeper=optuna draws one run after the other: leave hydra/launcher and workers out.")
+    words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    space = studies.space_of(words, config.params)
+    composer, place = Composer(extra_dirs), Workplace()
+    low = {key: getattr(one, "low", None) for key, one in space.drawn.items()}
+    first = composer.compose(
+        space.words({key: value if value is not None else space.drawn[key].choices[0] for key, value in low.items()})[0]
+    )
+    check_tracker(first.tracker)
+    plan([first], place)  # a model or a text that is not there is refused before anything is drawn
+    manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), own=first.records == "own")
+    sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
+    with sweep.headed():
+        sweep.go_on(space.fixed)
+        sweep.forget_failures()
+        study = studies.open_study(sweep.folder, asked.name, config)
+        board = Board(sweep)
+        failed, made = 0, 0
+        while studies.finished(study) < config.trials and made != asked.limit and failed < _FAILURES:
+            made += 1
+            trial = study.ask(dict(space.drawn))
+            run = _run_of(sweep, *space.words(trial.params))
+            label = sweep.manifest.label(run)
+            print(label, file=sys.stderr, flush=True)
+            try:
+                composed = composer.compose(run.overrides)
+                run = dataclasses.replace(run, fingerprint=plan([composed], place)[-1].fingerprint)
+                sweep.add(run)
+                (record,) = ensure([composed], workplace=place, labels={str(run.fingerprint): label})
+                values = studies.values_of(record, config.objectives)
+            except Exception as error:
+                failed += 1
+                sweep.add(run)
+                sweep.failed(run, error)
+                study.tell(trial, state=TrialState.FAIL)
+                say(f"{label}: {error}")
+                if not isinstance(error, QuickSilverError):
+                    show_fault(error)
+            else:
+                study.tell(trial, values)
+                print(f"{label}\n{summary(record)}", flush=True)
+            board.write()
+    _close(board, study, space, config)
+    return 1 if failed else 0
+
+
+def _run_of(sweep: Sweep, overrides: tuple[str, ...], differing: tuple[str, ...]) -> SweepRun:
+    """The run with these words: one that the sweep has, or its next."""
+    there = next((run for run in sweep.manifest.runs if run.overrides == overrides), None)
+    return there or SweepRun(len(sweep.manifest.runs) + 1, overrides, differing)
+
+
+def _close(board: Board, study: Any, space: studies.Space, config: studies.StudyConfig) -> None:
+    """Say what was found."""
+    found = list(dict.fromkeys(space.words(params)[0] for params in studies.front(study, config)))
+    by_words = {run.overrides: run for run in board.sweep.manifest.runs}
+    print(f"\n{board.text(width())}")
+    goals = ", ".join(f"{name} ({direction})" for name, direction in config.objectives.items())
+    if config.budget and not studies.within_budget(study, config):
+        say(f"No run meets the budget {config.budget}: draw more (hydra.sweeper.trials), or wider.")
+    elif config.budget:
+        best = by_words[found[0]]
+        print(f"\nWithin the budget {config.budget}: {board.sweep.manifest.label(best)}\n  {' '.join(best.differing)}")
+    print(f"\nNo other run{' within it' if config.budget else ''} beats these in all of {goals}:")
+    for words in found:
+        print(f"  {board.sweep.manifest.label(by_words[words])}  {by_words[words].fingerprint}")

@@ -82,7 +82,18 @@ def _dispatch(words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in rest) and not getattr(module, "OWN_HELP", False):
         print(help_of(name))
         return 0
+    _refuse_torchrun()
     return module.main(rest)
+
+
+def _refuse_torchrun() -> None:
+    """Each of its processes would make the same runs, and wait for the others."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
+        raise ConfigError(
+            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. A model is cut among processes "
+            "in a script of your own (quicksilver.models.parallel), and spread over devices with model.device_map=auto."
+        )
 
 
 def _guarded(command: Callable[[], int]) -> int:

@@ -132,3 +132,15 @@ def test_sigterm_is_the_owners_again_afterwards():
     before = signal.getsignal(signal.SIGTERM)
     door.main(["--version"])
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert door.main(["run", "results_dir=/not/there"]) == 2
+    said = capsys.readouterr().err
+    assert "torchrun started 2 processes" in said
+    assert said.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert door.main(["run", "model.path=/not/there", "model=folder", "model.name=mine"]) == 2
+    assert "torchrun" not in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from thinning import draws
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -23,6 +26,7 @@ from transformers import (
 )  # fmt: skip
 
 from quicksilver.measure import attention_pairs, count_by_operator, count_executed
+from quicksilver.measure.flop_counter import FORMULAS, aten
 from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
 
 torch.set_num_threads(1)
@@ -92,8 +96,6 @@ def test_fused_attention_counts_the_pairs_it_visits(grad: bool, dtype: torch.dty
 
 
 def test_the_formulas_of_gpu_attention_read_causality_where_each_operator_keeps_it() -> None:
-    from quicksilver.measure.flop_counter import FORMULAS, aten
-
     q = torch.Size((2, 4, 10, 8))
     half, full = 4 * 2 * 4 * 8 * 55, 4 * 2 * 4 * 8 * 100
     assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, 0.0, True) == half
@@ -103,6 +105,18 @@ def test_the_formulas_of_gpu_attention_read_causality_where_each_operator_keeps_
         assert FORMULAS[operator](q, q, q, None, True, 0.0, True) == half
         assert FORMULAS[operator](q, q, q, None, True, 0.0) == full
     assert FORMULAS[aten._scaled_dot_product_fused_attention_overrideable](q, q, q, None, 0.0, True) == half
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_it_counts_what_torchs_own_counter_counts(guard: Callable[[], AbstractContextManager[None]]) -> None:
+    model, ids = tiny("llama-gqa"), torch.arange(1, 13).view(2, 6)
+    torchs = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    with guard():
+        with torchs:
+            model(ids)
+        found = count_by_operator(lambda: model(ids))
+    assert found == {str(operator): flops for operator, flops in torchs.get_flop_counts()["Global"].items()}
+    assert sum(found.values()) > 0
 
 
 def test_products_with_vectors_count_too() -> None:
@@ -145,7 +159,7 @@ def test_dense_count_is_the_analytic_one(family: str, attention: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
-    max_examples=12, deadline=None, phases=[Phase.reuse, Phase.generate]
+    max_examples=draws(12), deadline=None, phases=[Phase.reuse, Phase.generate]
 )  # examples are small as drawn; shrinking takes minutes
 @given(
     batch=st.integers(1, 3), tokens=st.integers(2, 20), prompt=st.integers(1, 20), seed=st.integers(0, 99),

@@ -24,12 +24,11 @@ def techniques() -> pd.DataFrame:
     `verbs`, `weights`, `acts`, `excludes` (other modules that it does not go with), as text.
     """
     from quicksilver.harness.choices import choices
-    from quicksilver.harness.config import compose
-    from quicksilver.harness.parts import build_modules
+    from quicksilver.harness.parts import build_modules, module_entry
 
     built: dict[type, tuple[str, Any]] = {}
     for name in choices("modules"):
-        (module,) = build_modules(compose([f"modules=[{name}]"]).modules)
+        (module,) = build_modules(dict([module_entry(name)]))
         if not type(module).__module__.startswith(_CONTROLS):
             shortest = min((name, built.get(type(module), (name,))[0]), key=len)
             built[type(module)] = (shortest, module if shortest == name else built[type(module)][1])
@@ -97,7 +96,6 @@ def _calls(cls: type) -> frozenset[str]:
 
 def settings(module: str) -> Mapping[str, Any]:
     """The options of `modules=[module]`, resolved."""
-    from quicksilver.harness.config import compose
+    from quicksilver.harness.parts import module_entry
 
-    (entry,) = compose([f"modules=[{module}]"]).modules.values()
-    return entry
+    return module_entry(module)[1]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -35,9 +35,6 @@ from quicksilver.harness.parts import build_measurements, is_on, measurement_cla
 from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, ModelConfig
 from quicksilver.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 EXECUTIONS = ("compact", "masked", "decide")
 ENVIRONMENT = ("QUICKSILVER_RESULTS", "QUICKSILVER_DATA")  # what conf/ reads of it

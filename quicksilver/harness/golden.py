@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quicksilver import numerics
-from quicksilver.harness.choices import choices, config_dir
-from quicksilver.harness.parts import build_modules
+from quicksilver.harness.choices import choices
+from quicksilver.harness.parts import build_modules, module_entry
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -82,19 +82,6 @@ twelve hours and twenty-five minutes later, because the moon has moved on while 
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------------------
-
-
-def module_entry(name: str) -> tuple[str, dict[str, Any]]:
-    """One yaml of conf/modules with what it inherits: the name in `modules`, and the arguments."""
-    import yaml
-
-    text = (config_dir() / "modules" / f"{name}.yaml").read_text(encoding="utf-8")
-    content = yaml.safe_load(text)
-    merged: dict[str, Any] = {}
-    for parent in content.pop("defaults", []):
-        if parent != "_self_":
-            merged |= module_entry(parent.removesuffix("@_here_"))[1]
-    return text.splitlines()[0].removeprefix("# @package modules.").strip(), merged | content
 
 
 def cases() -> dict[str, dict[str, Any]]:

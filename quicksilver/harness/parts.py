@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.data.annotation.function_words import TOKEN_SETS, token_set
+from quicksilver.harness.choices import config_dir
 from quicksilver.harness.explain import explain_type, plain, suggest
 from quicksilver.harness.targets import target_class
 from quicksilver.measure.measurement import Measurement
@@ -33,6 +34,20 @@ def module_class(name: str, entry: Any) -> type[RuntimeModule]:
     from quicksilver.runtime.module import RuntimeModule
 
     return target_class(f"modules.{name}", entry, RuntimeModule)
+
+
+def module_entry(name: str) -> tuple[str, dict[str, Any]]:
+    """One yaml of conf/modules with what it inherits: its name in `modules`, and its options. Hydra, which composes whole runs, takes a hundred
+    times as long."""
+    import yaml
+
+    text = (config_dir() / "modules" / f"{name}.yaml").read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    merged: dict[str, Any] = {}
+    for parent in content.pop("defaults", []):
+        if parent != "_self_":
+            merged |= module_entry(parent.removesuffix("@_here_"))[1]
+    return text.splitlines()[0].removeprefix("# @package modules.").strip(), merged | content
 
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:

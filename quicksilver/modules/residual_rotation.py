@@ -72,7 +72,6 @@ class RotatedModel:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model in the other basis; afterwards it is as it was."""
-        arch, rotation = self.architecture, self.rotation
         before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         renormed: list[nn.Module] = []
 
@@ -81,35 +80,9 @@ class RotatedModel:
             dtype = _parameter(module, "weight").dtype
             module._parameters[name] = nn.Parameter(value.to(dtype).contiguous(), requires_grad=False)
 
-        def put_linear(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-            if bias is not None:
-                put(linear, "bias", bias)
-            put(linear, "weight", weight if isinstance(linear, Conv1D) else weight.T)
-
         try:
-            # A LayerNorm takes the mean off; here the maps that write do, so that the stream has none.
-            centred = any(isinstance(norm, nn.LayerNorm) for norm, _ in _norms(arch))
-            for norm, readers in _norms(arch):
-                gain = _parameter(norm, "weight").double()
-                for linear in readers:
-                    weight, bias = weight_of(linear).double(), _bias(linear)
-                    if norm._parameters.get("bias") is not None:
-                        shift = _parameter(norm, "bias").double() @ weight
-                        bias = shift if bias is None else bias + shift
-                    put_linear(linear, rotation.T @ (gain[:, None] * weight), bias)
-            for layer in range(arch.n_layers):
-                for linear in arch.residual_writers(layer):
-                    weight, bias = weight_of(linear).double(), _bias(linear)
-                    if centred:
-                        weight = weight - weight.mean(1, keepdim=True)
-                        bias = None if bias is None else bias - bias.mean()
-                    put_linear(linear, weight @ rotation, None if bias is None else bias @ rotation)
-            for embedding in arch.embeddings:
-                table = _parameter(embedding, "weight").double()
-                if centred:
-                    table = table - table.mean(1, keepdim=True)
-                put(embedding, "weight", table @ rotation)
-            for norm, _ in _norms(arch):
+            self._rotate(put)
+            for norm, _ in _norms(self.architecture):
                 norm.forward = MethodType(_without_gain_and_mean, norm)
                 renormed.append(norm)
             yield
@@ -118,6 +91,38 @@ class RotatedModel:
                 del norm.forward
             for module, name, parameter in reversed(before):
                 module._parameters[name] = parameter
+
+    def _rotate(self, put: Callable[[nn.Module, str, torch.Tensor], None]) -> None:
+        """Put the rotation, and what norms do beside dividing, into the maps that read and write the stream."""
+        arch, rotation = self.architecture, self.rotation
+
+        def put_linear(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+            if bias is not None:
+                put(linear, "bias", bias)
+            put(linear, "weight", weight if isinstance(linear, Conv1D) else weight.T)
+
+        # A LayerNorm takes the mean off; here the maps that write do, so that the stream has none.
+        centred = any(isinstance(norm, nn.LayerNorm) for norm, _ in _norms(arch))
+        for norm, readers in _norms(arch):
+            gain = _parameter(norm, "weight").double()
+            for linear in readers:
+                weight, bias = weight_of(linear).double(), _bias(linear)
+                if norm._parameters.get("bias") is not None:
+                    shift = _parameter(norm, "bias").double() @ weight
+                    bias = shift if bias is None else bias + shift
+                put_linear(linear, rotation.T @ (gain[:, None] * weight), bias)
+        for layer in range(arch.n_layers):
+            for linear in arch.residual_writers(layer):
+                weight, bias = weight_of(linear).double(), _bias(linear)
+                if centred:
+                    weight = weight - weight.mean(1, keepdim=True)
+                    bias = None if bias is None else bias - bias.mean()
+                put_linear(linear, weight @ rotation, None if bias is None else bias @ rotation)
+        for embedding in arch.embeddings:
+            table = _parameter(embedding, "weight").double()
+            if centred:
+                table = table - table.mean(1, keepdim=True)
+            put(embedding, "weight", table @ rotation)
 
 
 def _norms(architecture: Architecture) -> list[tuple[nn.Module, list[nn.Module]]]:

@@ -11,6 +11,7 @@ from quicksilver import numerics
 from quicksilver.harness import golden
 from quicksilver.harness.choices import choices
 from quicksilver.harness.config import compose
+from quicksilver.harness.parts import module_entry
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -53,7 +54,7 @@ def test_the_four_mechanisms_stand_in_it_together_under_both_protocols(found):
 
 def test_modules_are_read_as_hydra_composes_them():
     for name in ("halting_paper_b2", "token_fusion_attention", "sliding_window"):
-        key, entry = golden.module_entry(name)
+        key, entry = module_entry(name)
         assert compose([f"modules=[{name}]"]).modules == {key: entry}
 
 

@@ -33,7 +33,8 @@ def main(words: Sequence[str]) -> int:
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
     from quicksilver.harness.run import store_of
-    from quicksilver.report.claims.ledger import Source, ledger
+    from quicksilver.report.claims.ledger import Source
+    from quicksilver.report.claims.printed import ledger
     from quicksilver.report.writing import write_files
 
     overrides = check_overrides(words, "claims")

@@ -1,0 +1,55 @@
+"""Imports run downward only (docs/design.md §7): what stands higher is known by no file below it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = (
+    ("runtime",),
+    ("modules", "baselines", "data", "models"),
+    ("measure",),
+    ("fitting", "detection"),
+    ("harness",),
+    ("report", "experiments"),
+    ("cli",),
+)
+FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    """Every file of a package that has a floor, with the package."""
+    for package in FLOOR:
+        root = ROOT / "experiments" if package == "experiments" else ROOT / "quicksilver" / package
+        for path in sorted(root.rglob("*.py")):
+            yield package, path
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The packages of quicksilver that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        if names == ["quicksilver"] and isinstance(node, ast.ImportFrom):
+            names = [f"quicksilver.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.startswith("quicksilver."):
+                yield name.split(".")[1]
+
+
+def test_every_package_has_a_floor() -> None:
+    packages = {path.parent.name for path in (ROOT / "quicksilver").glob("*/__init__.py")}
+    assert packages <= set(FLOOR)
+
+
+def test_imports_run_downward_only(subtests) -> None:
+    seen = 0
+    for package, path in files():
+        with subtests.test(str(path.relative_to(ROOT))):
+            found = {name for name in imported(path) if name in FLOOR}
+            seen += len(found)
+            assert {name for name in found if FLOOR[name] > FLOOR[package]} == set()
+    assert seen > 500

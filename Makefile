@@ -44,10 +44,10 @@ readme: $(STAMP) ## put the written tables and figures into README.md
 	@$(PY) -m quicksilver readme
 
 test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)
-	$(PY) -m pytest -n auto $(ARGS)
+	$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## all tests (ARGS for pytest)
-	$(PY) -m pytest -n auto -m 'slow or not slow' $(ARGS)
+	$(PY) -m pytest -n auto --dist worksteal -m 'slow or not slow' $(ARGS)
 
 notebooks: $(STAMP) ## run notebooks/ again and keep their outputs (ARGS)
 	$(PY) scripts/run_notebooks.py $(ARGS)

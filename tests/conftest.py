@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
-import torch
+import thinning
 from hypothesis import Phase, settings
 
-# One thread: reductions then add up in one order, and the suite leaves the other cores alone.
-torch.set_num_threads(1)
 
-# The same draws on every machine and every day: a red test can be run again by anyone. No deadline: shared machines stall.
-# Without the phase that explains a failure, which takes minutes.
-settings.register_profile(
-    "quicksilver",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=12,
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-)
-settings.load_profile("quicksilver")
+def pytest_configure(config: pytest.Config) -> None:
+    thinning.whole = config.option.markexpr != "not slow"
+    # The same draws on every machine and every day: a red test can be run again by anyone. No deadline: shared machines stall.
+    # Without the phase that explains a failure, which takes minutes.
+    phases = [Phase.explicit, Phase.generate, Phase.shrink]
+    settings.register_profile(
+        "quicksilver", deadline=None, derandomize=True, database=None, max_examples=thinning.draws(12), phases=phases
+    )
+    settings.load_profile("quicksilver")
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # who hands tests out needs no torch
+        import torch
+
+        # One thread: reductions then add up in one order, and the suite leaves the other cores alone.
+        torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and the libraries behind them stay: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

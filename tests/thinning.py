@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+whole = False  # whether slow tests run as well; set by conftest.py before any test is collected
+
 
 def first(values: Iterable[Any], n: int = 1) -> list[Any]:
     """Values of a parametrized test, those after the first `n` marked slow: the quick suite sees that it holds, `make test-all` for which."""
@@ -14,3 +16,8 @@ def first(values: Iterable[Any], n: int = 1) -> list[Any]:
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow if i >= n else ())
         for i, value in enumerate(values)
     ]
+
+
+def draws(n: int) -> int:
+    """How many inputs a property draws: all `n` in `make test-all`, two of five in the quick suite."""
+    return n if whole else max(1, round(0.4 * n))

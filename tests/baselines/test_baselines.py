@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import Pass, architecture
+from thinning import draws
 
 from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.baselines.confidence_exit import ConfidenceExit
@@ -111,7 +112,7 @@ def test_batch_mates_and_padding_do_not_matter(name: str) -> None:
                 assert kept.slots[i][kept.is_entry[i]].tolist() == store.slots[0].tolist()
 
 
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 @given(st.data())
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_peer_decides_the_same_in_prefill_in_chunks_and_token_by_token(name: str, data: st.DataObject) -> None:

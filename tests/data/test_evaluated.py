@@ -11,8 +11,14 @@ from quicksilver.data.evaluated import evaluated
 from quicksilver.data.scores import scored
 from quicksilver.runtime.errors import ConfigError
 
-pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver[tasks]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def library():
+    """A second to import: not while tests are collected."""
+    pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver[tasks]'")
+
 
 SCRIPT = """
 import datasets

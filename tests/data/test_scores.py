@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,11 @@ from hypothesis import strategies as st
 
 from quicksilver.data.scores import METRICS, accuracy, f1, f1_macro, matthews, pearson, scored, spearman
 
-metrics = pytest.importorskip("sklearn.metrics")
+
+def metrics() -> Any:
+    return pytest.importorskip("sklearn.metrics")  # not while tests are collected
+
+
 classes = st.integers(2, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 2), min_size=n, max_size=n)] * 2))
 values = st.integers(3, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(-9, 9), min_size=n, max_size=n)] * 2))
 
@@ -17,12 +23,12 @@ values = st.integers(3, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(-
 @given(classes)
 def test_scores_of_classes_are_scikit_learn_s(drawn):
     gold, predicted = (np.array(one, dtype=float) for one in drawn)
-    assert accuracy(gold, predicted) == pytest.approx(metrics.accuracy_score(gold, predicted))
-    assert f1_macro(gold, predicted) == pytest.approx(metrics.f1_score(gold, predicted, average="macro", zero_division=0.0))
+    assert accuracy(gold, predicted) == pytest.approx(metrics().accuracy_score(gold, predicted))
+    assert f1_macro(gold, predicted) == pytest.approx(metrics().f1_score(gold, predicted, average="macro", zero_division=0.0))
     two = gold.clip(max=1), predicted.clip(max=1)
-    assert f1(*two) == pytest.approx(metrics.f1_score(*two, zero_division=0.0))
+    assert f1(*two) == pytest.approx(metrics().f1_score(*two, zero_division=0.0))
     if len({*two[0], *two[1]}) == 2:  # scikit-learn warns of a single class
-        assert matthews(*two) == pytest.approx(metrics.matthews_corrcoef(*two), abs=1e-9)
+        assert matthews(*two) == pytest.approx(metrics().matthews_corrcoef(*two), abs=1e-9)
 
 
 @given(values)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCABULARY, Batch, Never, build, load
+from tiny import FAMILIES, VOCABULARY, Batch, Never, build, load, thinned
 from transformers.cache_utils import Cache
 
 from quicksilver.measure import breakdown
@@ -68,7 +68,7 @@ def test_a_logit_lens_is_the_price_of_the_decision_that_asked_for_it(ticks: list
     assert set(clock.times_ms()) == {("decisions", 2), ("gather_scatter", 2)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES))
 def test_a_dense_pass_has_the_models_own_components_in_every_layer(family: str, ticks: list[float]) -> None:
     model = load(family)
     arch = architecture_of(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from quicksilver.data.windows import windows_of
@@ -142,7 +143,7 @@ def plain_nll_nats(model: torch.nn.Module, windows: torch.Tensor, first: int) ->
     return torch.stack(sums)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=draws(12), deadline=None)
 @given(
     count=st.integers(1, 5), batch=st.integers(1, 3), tokens=st.integers(2, 20), prompt=st.integers(1, 19), llama=st.booleans(),
     continuation=st.booleans(),
@@ -293,7 +294,7 @@ def test_looking_ahead_inside_a_prompt_is_no_leak() -> None:
 @given(
     tokens=st.integers(2, 12), prompt=st.integers(1, 11), name=st.sampled_from(["all", "continuation"]), seed=st.integers(0, 9)
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=draws(15), deadline=None)
 def test_the_audit_finds_probes_in_windows_of_any_length(tokens: int, prompt: int, name: str, seed: int) -> None:
     protocol = Protocol(name, window_tokens=tokens, prompt_tokens=min(prompt, tokens - 1))
     result = audit(tiny_gpt2(1), random_windows(1, tokens), protocol, seed=seed)

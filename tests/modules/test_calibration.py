@@ -13,6 +13,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 
 import quicksilver.modules.calibration as calibration_module
 from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, calibrate_modules, calibrated
@@ -91,7 +92,7 @@ def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
 
 
 @given(st.sampled_from([10, 25, 50, 90]), st.sampled_from(["relative", "l2", "cosine"]), st.integers(0, 3))
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 def test_a_percentile_halts_its_share(of_llama: Calibration, percentile: int, drift: str, layer: int) -> None:
     """At the first layer that may halt, on the text it was calibrated on."""
     at = (layer + 1) / tiny.LAYERS
@@ -108,7 +109,7 @@ def test_thresholds_rise_with_the_percentile(of_llama: Calibration, a: float, b:
     assert low[-1] == high[-1] == 0.0  # not measured: nothing is below it
 
 
-@settings(max_examples=25)
+@settings(max_examples=draws(25))
 @given(
     st.integers(1, 5),
     st.dictionaries(

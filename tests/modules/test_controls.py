@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
+from thinning import draws
 
 from quicksilver.modules import (
     ExponentialDecay,
@@ -31,7 +32,7 @@ FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
 
 
 @given(st.floats(0, 1), st.integers(0, 99))
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 def test_random_halting_halts_at_its_rate(rate: float, seed: int) -> None:
     ids = torch.randint(0, 1000, (4, 500), generator=torch.Generator().manual_seed(seed))
     one = Pass([500] * 4, ids=ids)
@@ -92,7 +93,7 @@ def test_uneven_decay_is_uneven_and_right_on_average() -> None:
 # -- replay ----------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=draws(20))
 @given(
     tiny.batches(low=2),
     tiny.policies(),
@@ -231,7 +232,7 @@ def test_a_shuffled_run_is_a_run_at_the_same_cost() -> None:
 # -- perfect exit ----------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=8)
+@settings(max_examples=draws(8))
 @given(tiny.batches(low=3), st.sampled_from(["gpt2", "llama"]))
 def test_perfect_exit_is_the_earliest_layer_that_already_says_it(batch: tiny.Batch, family: str) -> None:
     model = tiny.load(family)

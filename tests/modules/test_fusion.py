@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
+from thinning import draws
 
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
 from quicksilver.modules import Halting, KVSkipping, RandomHalting, Replay, TokenFusion, calibrate, shuffled
@@ -72,7 +73,7 @@ def one_by_one(distance: list[float], size: list[float], max_group: int | None, 
     return joined
 
 
-@settings(max_examples=60)
+@settings(max_examples=draws(60))
 @given(
     st.integers(1, 40), st.integers(0, 999), st.sampled_from([None, 2, 3, 5]), st.none() | st.integers(0, 12), st.floats(0, 0.4)
 )
@@ -136,7 +137,7 @@ def test_capacity_merges_exactly_its_share_of_each_row(
         assert float(state.size.max()) <= max_group
 
 
-@settings(max_examples=40)
+@settings(max_examples=draws(40))
 @given(st.data())
 def test_a_halted_token_is_not_fused_and_separates_those_beside_it(data: st.DataObject) -> None:
     n = data.draw(st.integers(2, 20))
@@ -337,7 +338,7 @@ def different_tokens() -> st.SearchStrategy[tiny.Batch]:
     return st.builds(tiny.Batch, st.lists(row, min_size=1, max_size=3).map(tuple), st.integers(0, 2))
 
 
-@settings(max_examples=25)
+@settings(max_examples=draws(25))
 @given(different_tokens(), fusions(), st.sampled_from(HALTING), st.sampled_from(["gpt2", "llama", "qwen2-mixed", "gpt_neox"]))
 def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(
     batch: tiny.Batch, fusion: TokenFusion, others: list[RuntimeModule], family: str

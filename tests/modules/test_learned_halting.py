@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from thinning import draws
 from tiny import LAYERS, WIDTH, Batch
 from tiny_encoder import MODEL as ENCODER
 from tiny_encoder import states
@@ -32,7 +33,7 @@ def trained(model, seed: int = 0, **about) -> TrainedGates:
     return TrainedGates.of(gates(seed), tiny.Run(model, [], "compact", None).arch, **about)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=draws(6), deadline=None)
 @given(family=st.sampled_from(["gpt2", "llama"]), batch=tiny.batches(low=4), seed=st.integers(0, 20), resume=st.integers(0, 1))
 def test_a_language_model_under_gates_is_causal_and_compact_is_masked(family, batch, seed, resume):
     model = tiny.load(family)

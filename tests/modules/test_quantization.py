@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
+from thinning import draws
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
@@ -300,7 +301,7 @@ def prompt_companions() -> st.SearchStrategy[list[RuntimeModule]]:
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.FAMILIES))
 @given(data=st.data())
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
     model, batch = precise(name, attention), data.draw(tiny.batches(low=2))
     quantization, others = data.draw(quantizing(causal=False)), data.draw(st.one_of(companions(), prompt_companions()))
@@ -335,7 +336,7 @@ def assert_same_bits(batch: Batch, one: Trace, other: Trace) -> None:
     "name", tiny.thinned([name for name in tiny.FAMILIES if name not in tiny.EAGER_ONLY])
 )  # eager refuses a blind token
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> None:
     """Prefill = token by token = any other cut."""
     model, batch = precise(name), data.draw(tiny.batches(low=2))
@@ -349,7 +350,7 @@ def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(data=st.data())
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(name: str, data: st.DataObject) -> None:
     model, batch = precise(name), data.draw(tiny.batches(low=2))
     modules = [data.draw(quantizing()), *data.draw(companions())]
@@ -382,7 +383,7 @@ def generate(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
 @given(data=st.data())
-@settings(max_examples=3)
+@settings(max_examples=draws(3))
 def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
     model, batch = precise(name), data.draw(tiny.batches(low=2, high=10))
     modules = [data.draw(quantizing(causal=False)), *data.draw(st.one_of(companions(), prompt_companions()))]
@@ -403,7 +404,7 @@ def test_candidates_that_are_rejected_leave_the_packed_cache() -> None:
 
 
 @given(data=st.data(), name=st.sampled_from(["gpt2", "llama", "gpt_neox"]))
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 def test_a_replayed_trace_gives_the_run_again(data: st.DataObject, name: str) -> None:
     model, batch = precise(name), data.draw(tiny.batches(low=2))
     modules = [data.draw(quantizing(causal=False)), *data.draw(st.one_of(companions(), prompt_companions()))]
@@ -515,7 +516,7 @@ def test_which_kernel_ran_can_be_read() -> None:
 @given(
     row=st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=5, max_size=14).map(tuple), data=st.data(), seed=st.integers(0, 99)
 )
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 def test_what_comes_later_changes_nothing_before(row: tuple[int, ...], data: st.DataObject, seed: int) -> None:
     model, module = precise("llama"), data.draw(quantizing())
     probe = data.draw(st.integers(0, len(row) - 2))

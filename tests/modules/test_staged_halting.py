@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
+from thinning import draws
 
 from quicksilver.modules import Calibration, Stage, StagedHalting
 from quicksilver.runtime import MISSING_KV, ConfigError, TokenState, apply
@@ -131,7 +132,7 @@ def test_a_threshold_is_the_layer_s_own_and_causal() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=draws(5), deadline=None)
 @given(seed=st.integers(0, 99), padded=st.booleans())
 def test_the_executions_agree_and_a_prompt_is_counted_on_the_host(family: str, seed: int, padded: bool) -> None:
     model = tiny.load(family)

@@ -13,6 +13,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Batch
 from transformers import PreTrainedModel
 
@@ -54,7 +55,7 @@ def ragged() -> st.SearchStrategy[Batch]:
 
 
 @EVERY
-@settings(max_examples=2)
+@settings(max_examples=draws(3))
 @given(batch=ragged(), family=st.sampled_from(FAMILIES))
 def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(names: tuple[str, ...], batch: Batch, family: str) -> None:
     model, modules = exact(family), modules_of(names)

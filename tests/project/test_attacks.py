@@ -1,6 +1,7 @@
 """What was thrown at it and must be answered in one line that says what is wrong and what to do: never a traceback, never a number.
 
-Everything goes through the command line, in this process. A fault that is not refused would be measured, on a model of six tiny layers.
+The first of each kind go through the command line, in this process, the others straight to the harness behind it, which composes them from
+what it has read. A fault that is not refused would be measured, on a model of six tiny layers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from quicksilver.cli import door
 from quicksilver.harness.answers import Answers
+from quicksilver.harness.config import compose
+from quicksilver.harness.run import ensure
 from quicksilver.harness.store import Store
 from quicksilver.modules.thresholds import SCHEMA
 from quicksilver.report.writing import write_files
@@ -57,12 +60,37 @@ def refused(world, tmp_path, capsys) -> Callable[..., str]:
         assert captured.out == ""
         lines = [line for line in captured.err.splitlines() if not PROGRESS.match(line)]
         assert len(lines) == 1, captured.err
-        # And no record of it; that of the dense run before it may be there.
-        records = (tmp_path / "results" / "runs").glob("[!.]*/record.json")
-        assert all(json.loads(path.read_text())["modules"] == [] for path in records)
+        assert_nothing_measured(tmp_path / "results")
         return lines[0].removeprefix("quicksilver: ")
 
     return ask
+
+
+def assert_nothing_measured(results: Path) -> None:
+    """That of the dense run before it may be there."""
+    records = (results / "runs").glob("[!.]*/record.json")
+    assert all(json.loads(path.read_text())["modules"] == [] for path in records)
+
+
+@pytest.fixture
+def refused_by_the_harness(world, tmp_path) -> Callable[..., str]:
+    """The same past the command line, which composes every run anew."""
+
+    def ask(*words: str) -> str:
+        with pytest.raises(QuickSilverError) as caught:
+            ensure([compose([*world, f"results_dir={tmp_path / 'results'}", *words])])
+        assert "\n" not in str(caught.value)
+        assert_nothing_measured(tmp_path / "results")
+        return str(caught.value)
+
+    return ask
+
+
+def door_first(attacks: Iterable[str], n: int = 1) -> pytest.MarkDecorator:
+    """The attacks, each with the fixture that it is made by."""
+    return pytest.mark.parametrize(
+        ("attack", "way"), [(attack, "refused" if i < n else "refused_by_the_harness") for i, attack in enumerate(attacks)]
+    )
 
 
 # -- words of the command line ----------------------------------------------------------------------------------------------------
@@ -111,15 +139,24 @@ WORDS: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attack", WORDS)
-def test_words_that_make_no_sense(attack, refused):
+OF_THE_LINE_ITSELF = (
+    "no key",
+    "a number as a module",
+    "an unknown interpolation",
+    "interpolations in a circle",
+    "a variable that is not set",
+)
+
+
+@door_first([*OF_THE_LINE_ITSELF, *(attack for attack in WORDS if attack not in OF_THE_LINE_ITSELF)], len(OF_THE_LINE_ITSELF) + 1)
+def test_words_that_make_no_sense(attack, way, request):
     words, says = WORDS[attack]
-    said = refused(*words)
+    said = request.getfixturevalue(way)(*words)
     assert [part for part in says if part not in said] == []
 
 
-def test_no_layer_has_a_negative_number(refused):
-    assert "layer -" not in refused(*HALTING, "modules.halting.resume_layers=90")
+def test_no_layer_has_a_negative_number(refused_by_the_harness):
+    assert "layer -" not in refused_by_the_harness(*HALTING, "modules.halting.resume_layers=90")
 
 
 # -- programs in a config ---------------------------------------------------------------------------------------------------------
@@ -142,12 +179,12 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_target_that_is_no_module_is_not_called(target, refused, tmp_path):
+@door_first(TARGETS, 2)
+def test_a_target_that_is_no_module_is_not_called(attack, way, request, tmp_path):
     touched = tmp_path / "touched"
-    said = refused(f"+modules.x._target_={target}", f"+modules.x.args=[touch,{touched}]")
-    assert f"modules.x._target_={target.strip(chr(39))}" in said
-    assert TARGETS[target] in said
+    said = request.getfixturevalue(way)(f"+modules.x._target_={attack}", f"+modules.x.args=[touch,{touched}]")
+    assert f"modules.x._target_={attack.strip(chr(39))}" in said
+    assert TARGETS[attack] in said
     assert not touched.exists()
 
 
@@ -233,18 +270,17 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("attack", LINES)
-def test_a_line_that_is_no_document(attack, refused, tmp_path):
+@door_first(LINES)
+def test_a_line_that_is_no_document(attack, way, request, tmp_path):
     content, says = LINES[attack]
     (tmp_path / "lines").write_text(content + "\n", encoding="utf-8")
-    said = refused("dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}")
+    said = request.getfixturevalue(way)("dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}")
     assert f"{tmp_path / 'lines'}, {says}" in said or says in said
     assert '{"text": "…"}' in said
 
 
 def test_separators_inside_a_string_are_text(world, tmp_path, capsys):
     from quicksilver.data.text import read_text
-    from quicksilver.harness.config import compose
 
     texts = [f"{TEXT}\u2028{TEXT}\u0085{TEXT}", TEXT]
     (tmp_path / "lines").write_text(
@@ -254,10 +290,10 @@ def test_separators_inside_a_string_are_text(world, tmp_path, capsys):
     assert read_text(config.dataset).text == "\n\n".join(texts)
 
 
-def test_thresholds_are_not_calibrated_on_what_is_scored(refused, world, tmp_path):
+def test_thresholds_are_not_calibrated_on_what_is_scored(refused_by_the_harness, world, tmp_path):
     scored = next(word.partition("=")[2] for word in world if word.startswith("dataset.files.test="))
     copy = shutil.copy(scored, tmp_path / "copy.txt")
-    said = refused("modules=[halting]", f"dataset.files.calibration={copy}")
+    said = refused_by_the_harness("modules=[halting]", f"dataset.files.calibration={copy}")
     assert str(copy) in said
     assert "the text that is scored" in said
     assert "dataset.files.calibration" in said
@@ -313,13 +349,13 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attack", MODELS)
-def test_a_model_that_is_not_whole(attack, refused, world, tmp_path):
+@door_first(MODELS)
+def test_a_model_that_is_not_whole(attack, way, request, world, tmp_path):
     change, says = MODELS[attack]
     source = next(word.partition("=")[2] for word in world if word.startswith("model.path="))
     folder = Path(shutil.copytree(source, tmp_path / "model"))
     change(folder)
-    said = refused(f"model.path={folder}")
+    said = request.getfixturevalue(way)(f"model.path={folder}")
     assert says in said
     assert str(folder) in said
 
@@ -350,18 +386,18 @@ CALIBRATIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("attack", CALIBRATIONS)
-def test_a_calibration_file_of_wrong_types(attack, refused, tmp_path):
+@door_first(CALIBRATIONS)
+def test_a_calibration_file_of_wrong_types(attack, way, request, tmp_path):
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps(CALIBRATIONS[attack]))
-    said = refused(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={path}")
+    said = request.getfixturevalue(way)(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={path}")
     assert str(path) in said
     assert "calibrate again" in said
 
 
 @pytest.mark.parametrize("value", ["3", "[3]", "{a: 3}"])
-def test_a_calibration_that_is_no_path(value, refused):
-    assert "is no calibration: give the path of a calibration file" in refused(
+def test_a_calibration_that_is_no_path(value, refused_by_the_harness):
+    assert "is no calibration: give the path of a calibration file" in refused_by_the_harness(
         *HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}"
     )
 
@@ -399,12 +435,13 @@ def finished(world, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("content", [b"[]", b"3", b"null", b'{"a": 3}', b"\xff\xfe", b"{", b"[" * 100_000])
-def test_a_damaged_cache_is_no_cache(content, finished, world, capsys):
+def test_a_damaged_cache_is_no_cache(content, finished, world):
     for name in ("digests.json", "answers.json"):
         (finished / "cache" / name).write_bytes(content)
-    capsys.readouterr()
-    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
-    assert "perplexity" in capsys.readouterr().out
+    before = sorted((finished / "runs").glob("[!.]*"))
+    (record,) = ensure([compose([*world, f"results_dir={finished}"])])
+    assert record.quality.ppl > 1
+    assert sorted((finished / "runs").glob("[!.]*")) == before  # it was found, not made again
     assert Answers(finished).get(["model=gpt2"]) is None
 
 
@@ -415,12 +452,12 @@ def test_answers_of_a_wrong_type_are_no_answers(finished):
         assert Answers(finished)._known == {}
 
 
-def test_a_digest_in_the_cache_that_is_no_digest_is_not_believed(finished, world, capsys):
-    before = capsys.readouterr() and sorted(path.name for path in (finished / "runs").glob("[!.]*"))
-    path = finished / "cache" / "digests.json"
-    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
+def test_a_digest_in_the_cache_that_is_no_digest_is_not_believed(finished, world):
+    before = sorted(path.name for path in (finished / "runs").glob("[!.]*"))
+    path, config = finished / "cache" / "digests.json", compose([*world, f"results_dir={finished}"])
+    ensure([config])
     path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), "not a digest")))
-    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
+    ensure([config])
     assert sorted(path.name for path in (finished / "runs").glob("[!.]*")) == before
 
 

@@ -9,6 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Batch, Hashed
 
 from quicksilver.runtime import apply
@@ -16,7 +17,7 @@ from quicksilver.runtime import apply
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(
     name: str, attention: str, execution: str, data: st.DataObject
 ) -> None:
@@ -36,7 +37,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(data=st.data(), extra=st.integers(1, 5))
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 def test_more_padding_is_no_difference(name: str, extra: int, data: st.DataObject) -> None:
     model = tiny.load(name)
     batch = data.draw(tiny.batches(low=2))
@@ -56,7 +57,7 @@ def test_more_padding_is_no_difference(name: str, extra: int, data: st.DataObjec
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 @given(batch=tiny.batches(low=2, padded=True), policy=tiny.hashed(), fill=st.integers(0, tiny.VOCABULARY - 1))
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 @torch.no_grad()
 def test_what_stands_in_the_padding_does_not_matter(name: str, execution: str, batch: Batch, policy: Hashed, fill: int) -> None:
     model = tiny.load(name)
@@ -71,7 +72,7 @@ def test_what_stands_in_the_padding_does_not_matter(name: str, execution: str, b
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 @given(batch=tiny.batches(low=2, padded=True), data=st.data())
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 @torch.no_grad()
 def test_padding_on_the_right_is_no_difference_either(name: str, execution: str, batch: Batch, data: st.DataObject) -> None:
     """Evaluation harnesses pad on the right: no real token sees padding there, with or without a mask that says so."""
@@ -88,7 +89,7 @@ def test_padding_on_the_right_is_no_difference_either(name: str, execution: str,
 
 
 @given(batch=tiny.batches(low=2), policy=tiny.hashed(), name=st.sampled_from(tiny.FAMILIES))
-@settings(max_examples=30)
+@settings(max_examples=draws(30))
 def test_the_trace_is_what_the_policy_decided(batch: Batch, policy: Hashed, name: str) -> None:
     """The decisions worked out without a runtime, from slots and ids alone."""
     found = tiny.decisions(batch, tiny.forward(tiny.load(name), batch, [policy]).trace)

@@ -9,6 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
@@ -19,7 +20,7 @@ from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenStat
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
-@settings(max_examples=3)
+@settings(max_examples=draws(3))
 def test_one_pass_is_many(name: str, attention: str, execution: str, data: st.DataObject) -> None:
     """Prefill = token by token = any other cut, left padding included; passes that are padding for some rows as well."""
     model = tiny.load(name, attention)
@@ -37,7 +38,7 @@ def test_one_pass_is_many(name: str, attention: str, execution: str, data: st.Da
 
 
 @given(data=st.data())
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 def test_the_cache_of_a_prompt_does_not_remember_how_it_was_filled(data: st.DataObject) -> None:
     """Same entries, same slots, same bytes in every layer, whether the prompt came at once or in pieces."""
     model = tiny.load("llama")
@@ -80,7 +81,7 @@ ROWS = st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=4, max_size=16).ma
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data(), row=ROWS, seed=st.integers(0, 99), execution=st.sampled_from(["compact", "masked"]))
-@settings(max_examples=8)
+@settings(max_examples=draws(8))
 def test_what_comes_after_does_not_matter(
     name: str, data: st.DataObject, row: tuple[int, ...], seed: int, execution: str
 ) -> None:
@@ -114,7 +115,7 @@ def test_the_same_check_finds_a_module_that_looks_ahead(execution: str) -> None:
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(data=st.data(), row=ROWS, seed=st.integers(0, 99))
-@settings(max_examples=4)
+@settings(max_examples=draws(4))
 def test_after_a_prompt_that_looked_ahead_nothing_looks_ahead(
     name: str, data: st.DataObject, row: tuple[int, ...], seed: int
 ) -> None:

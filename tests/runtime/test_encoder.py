@@ -7,6 +7,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import WIDTH, Capacity, Hashed
 from tiny_encoder import MODEL, Tagger, states
 from torch import nn
@@ -48,7 +49,7 @@ def test_no_module_changes_nothing():
         assert torch.equal(MODEL(states(2, 9)), plain)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=draws(12), deadline=None)
 @given(
     mode=st.sampled_from(["drop", "project", "copy", "zero", "mixed-capacity"]),
     resume=st.integers(0, 2),

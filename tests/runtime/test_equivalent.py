@@ -9,6 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Hashed
 from tiny_encoder import MODEL as ENCODER
 from tiny_encoder import states
@@ -25,7 +26,7 @@ def gates_of(trace: Trace):
     return lambda layer, hidden, kept: (depth != layer).to(hidden.dtype)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=draws(8), deadline=None)
 @given(
     family=st.sampled_from(["gpt2", "llama", "gpt_neox", "qwen2-mixed"]),
     batch=tiny.batches(low=4, padded=False),
@@ -39,7 +40,7 @@ def test_a_language_models_values_are_those_of_the_halted_run(family, batch, see
         tiny.assert_close(model(**batch.inputs(), use_cache=False).logits, halted.logits)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=draws(6), deadline=None)
 @given(
     family=st.sampled_from(["gpt2", "llama", "gpt_neox", "qwen2-mixed"]),
     batch=tiny.batches(low=4, padded=False),

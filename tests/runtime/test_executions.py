@@ -10,6 +10,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ from quicksilver.runtime import (
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
 @given(data=st.data())
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
     model = tiny.load(name, attention)
     batch = data.draw(tiny.batches())
@@ -65,7 +66,7 @@ def test_the_modes_differ_from_dense_and_from_each_other(name: str, missing_kv: 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 def test_every_token_may_go_even_the_first(name: str, data: st.DataObject) -> None:
     """No key at all for a query, no query at all for a layer, an empty cache that is continued."""
     model = tiny.load(name)
@@ -98,7 +99,7 @@ class SkipAll(TokenPolicy):
 
 
 @given(batch=tiny.batches(), modules=tiny.policies(), name=st.sampled_from(tiny.FAMILIES))
-@settings(max_examples=25)
+@settings(max_examples=draws(25))
 def test_deciding_alone_changes_no_logit(batch: Batch, modules: list[RuntimeModule], name: str) -> None:
     model = tiny.load(name)
     dense = tiny.forward(model, batch, [])
@@ -154,7 +155,7 @@ def without_layers(model: PreTrainedModel, first: int, stop: int) -> PreTrainedM
     execution=st.sampled_from(["compact", "masked"]),
     missing_kv=st.sampled_from(["drop", "project", "copy", "zero", "predict"]),
 )
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 @torch.no_grad()
 def test_halting_every_token_is_the_model_without_those_layers(
     name: str, attention: str, batch: Batch, at: int, resume: int, execution: str, missing_kv: str
@@ -171,7 +172,7 @@ def test_halting_every_token_is_the_model_without_those_layers(
 @pytest.mark.parametrize("missing_kv", ["drop", "project"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox"])
 @given(row=tiny.token_ids(2, 14), halt=st.sampled_from([0.2, 0.5]), seed=st.integers(0, 99), resume=st.integers(0, 2))
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 @torch.no_grad()
 def test_halting_by_hand(
     name: str, missing_kv: str, execution: str, row: tuple[int, ...], halt: float, seed: int, resume: int
@@ -232,7 +233,7 @@ class LensAtHalt(TokenPolicy):
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(batch=tiny.batches(low=6))
-@settings(max_examples=3)
+@settings(max_examples=draws(3))
 def test_a_halted_tokens_logits_are_the_logit_lens_where_it_halted(name: str, execution: str, batch: Batch) -> None:
     module = LensAtHalt(resume_layers=0)
     found = tiny.forward(tiny.load(name), batch, [module], execution=execution)
@@ -311,7 +312,7 @@ class Attention(TokenPolicy):
     ("name", "attention"), tiny.with_attention([*tiny.FAMILIES, "gpt2-unscaled", "gpt2-by-layer", tiny.STORIES])
 )
 @given(batch=tiny.batches(low=2), last_queries=st.sampled_from([1, 3, None]), reduce=st.sampled_from(["mean", "max"]))
-@settings(max_examples=4)
+@settings(max_examples=draws(4))
 @torch.no_grad()
 def test_attention_received_is_the_models_own(
     name: str, attention: str, batch: Batch, last_queries: int | None, reduce: str
@@ -333,7 +334,7 @@ def test_attention_received_is_the_models_own(
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(data=st.data(), last_queries=st.sampled_from([1, 4, None]), reduce=st.sampled_from(["mean", "max"]))
-@settings(max_examples=4)
+@settings(max_examples=draws(4))
 def test_attention_received_is_the_same_packed_and_masked(
     name: str, data: st.DataObject, last_queries: int | None, reduce: str
 ) -> None:
@@ -382,7 +383,7 @@ class Watching(TokenPolicy):
 
 
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
-@settings(max_examples=25)
+@settings(max_examples=draws(25))
 def test_the_view_shows_real_tokens_in_their_own_slots(data: st.DataObject, execution: str) -> None:
     batch, inner = data.draw(tiny.batches()), data.draw(tiny.hashed())
     module = Watching(batch)
@@ -429,7 +430,7 @@ def test_embeddings_instead_of_ids() -> None:
 
 
 @given(batch=tiny.batches(), policy=tiny.hashed(), layers=st.sets(st.integers(0, tiny.LAYERS - 1)))
-@settings(max_examples=20)
+@settings(max_examples=draws(20))
 def test_decision_layers_are_the_only_ones_that_decide(batch: Batch, policy: Hashed, layers: set[int]) -> None:
     model = tiny.load("llama")
     outcomes = [
@@ -445,7 +446,7 @@ def test_decision_layers_are_the_only_ones_that_decide(batch: Batch, policy: Has
 
 
 @given(batch=tiny.batches(low=3), data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=draws(15))
 def test_a_module_that_looks_ahead_acts_in_prompts_only_unless_told_otherwise(batch: Batch, data: st.DataObject) -> None:
     chunks = data.draw(tiny.chunkings(batch.width))
 

@@ -9,6 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Batch, Capacity, Hashed
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
@@ -44,7 +45,7 @@ def generate(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
-@settings(max_examples=2)
+@settings(max_examples=draws(3))
 def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
     model = tiny.load(name)
     batch = data.draw(tiny.batches(low=2, high=10))
@@ -58,7 +59,7 @@ def test_compact_generates_what_masked_generates(name: str, strategy: str, data:
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(batch=tiny.batches(low=2, high=10), policy=tiny.hashed(protect=1))
-@settings(max_examples=2)
+@settings(max_examples=draws(3))
 @torch.no_grad()
 def test_greedy_generation_is_prefill_over_and_over(name: str, batch: Batch, policy: Hashed) -> None:
     """Without a cache at all, for a causal policy: each token is the argmax of one pass over everything before it."""
@@ -97,7 +98,7 @@ def test_a_prompt_policy_shrinks_the_prompt_and_leaves_the_rest_alone() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 @given(row=tiny.token_ids(2, 5), policy=tiny.hashed())
-@settings(max_examples=3)
+@settings(max_examples=draws(3))
 def test_rejected_candidates_are_cropped_away(name: str, row: tuple[int, ...], policy: Hashed) -> None:
     """Prompt lookup decoding guesses tokens, checks them in one pass, and crops the cache back: the text is the greedy one."""
     model, batch = tiny.load(name), Batch((row * 3,))

@@ -9,6 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Batch, Capacity, HaltAll, Hashed
 from transformers import DynamicCache, PreTrainedModel
 
@@ -21,7 +22,7 @@ flops = pytest.importorskip("quicksilver.measure.flop_counter")
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
-@settings(max_examples=4)
+@settings(max_examples=draws(4))
 def test_executed_is_what_is_counted_from_outside(name: str, attention: str, execution: str, data: st.DataObject) -> None:
     model = tiny.load(name, attention)
     batch = data.draw(tiny.batches())
@@ -47,7 +48,7 @@ def test_most_of_a_run_spent_on_halted_tokens_is_counted_too(name: str, missing_
 
 
 @given(data=st.data(), batch=tiny.batches(), name=st.sampled_from(tiny.FAMILIES))
-@settings(max_examples=15)
+@settings(max_examples=draws(15))
 def test_without_a_decision_nominal_is_dense(data: st.DataObject, batch: Batch, name: str) -> None:
     chunks = data.draw(st.none() | tiny.chunkings(batch.width))
     model = tiny.load(name)
@@ -59,7 +60,7 @@ def test_without_a_decision_nominal_is_dense(data: st.DataObject, batch: Batch, 
 
 
 @given(data=st.data(), batch=tiny.batches(low=2), name=st.sampled_from(["gpt2", "llama", "gpt_neox"]))
-@settings(max_examples=15)
+@settings(max_examples=draws(15))
 def test_nominal_is_a_lower_bound_of_executed_and_of_dense(data: st.DataObject, batch: Batch, name: str) -> None:
     modules = data.draw(tiny.policies())
     chunks = data.draw(st.none() | tiny.chunkings(batch.width))
@@ -138,7 +139,7 @@ def storage_bytes(cache: Any) -> int:
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 @torch.no_grad()
 def test_billed_is_what_was_decided_and_what_is_resident(name: str, data: st.DataObject) -> None:
     """Even rows and uneven ones, while the cache grows."""
@@ -185,7 +186,7 @@ def test_a_prompts_cache_keeps_no_queries_alive(name: str) -> None:
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 @torch.no_grad()
 def test_crop_and_go_on_is_never_having_seen_the_rest(
     name: str, execution: str, data: st.DataObject, batch: Batch, policy: Hashed
@@ -239,7 +240,7 @@ def test_crop_takes_the_number_of_tokens_to_remove_and_nothing_else(execution: s
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
-@settings(max_examples=10)
+@settings(max_examples=draws(10))
 @torch.no_grad()
 def test_a_reordered_cache_goes_on_as_the_sequences_it_now_holds(
     name: str, execution: str, data: st.DataObject, batch: Batch, policy: Hashed
@@ -283,7 +284,7 @@ def test_a_repeated_cache_is_billed_twice_and_a_reset_one_not_at_all() -> None:
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(batch=tiny.batches(low=2, high=10), policy=tiny.hashed(), data=st.data())
-@settings(max_examples=4)
+@settings(max_examples=draws(4))
 @torch.no_grad()
 def test_a_cache_made_outside_is_adopted(name: str, execution: str, batch: Batch, policy: Hashed, data: st.DataObject) -> None:
     """Its tokens are dense, those that follow are under the modules: as if a policy had begun to act there."""

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from thinning import draws
 from tiny import Batch, Hashed
 
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply
@@ -34,7 +35,7 @@ def assert_same_trace(a: Trace, b: Trace) -> None:
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=draws(6))
 def test_a_replayed_trace_is_the_run_again(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """In the execution it was made in to the bit, in the other one to 1e-5; from memory and from disk."""
     model = tiny.load(name)
@@ -83,7 +84,7 @@ def test_traces_of_several_batches_are_joined_in_order(tmp_path: Path) -> None:
 
 
 @given(data=st.data(), batch=tiny.batches(), policy=tiny.hashed())
-@settings(max_examples=20)
+@settings(max_examples=draws(20))
 def test_a_trace_counts_what_was_active(data: st.DataObject, batch: Batch, policy: Hashed) -> None:
     """Layer by layer, by what the layers were really called with."""
     model = tiny.load("llama")
@@ -109,7 +110,7 @@ def test_a_trace_counts_what_was_active(data: st.DataObject, batch: Batch, polic
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 @given(batch=tiny.batches(), modules=tiny.policies(), execution=st.sampled_from(["compact", "masked"]))
-@settings(max_examples=4)
+@settings(max_examples=draws(4))
 def test_the_same_run_twice_is_the_same_to_the_bit(name: str, batch: Batch, modules: list[RuntimeModule], execution: str) -> None:
     model = tiny.load(name)
     one, two = (tiny.forward(model, batch, modules, execution=execution) for _ in range(2))

@@ -11,6 +11,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinning import draws
 from tiny import Batch, Hashed, Never
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ def left_untouched(model: PreTrainedModel) -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
 @given(data=st.data())
-@settings(max_examples=5)
+@settings(max_examples=draws(5))
 @torch.no_grad()
 def test_without_a_decision_the_logits_are_the_plain_models_bit_for_bit(name: str, attention: str, data: st.DataObject) -> None:
     model = tiny.load(name, attention)
@@ -65,7 +66,7 @@ def test_without_a_decision_the_logits_are_the_plain_models_bit_for_bit(name: st
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
 @given(data=st.data())
-@settings(max_examples=3)
+@settings(max_examples=draws(3))
 @torch.no_grad()
 def test_without_a_module_a_left_padded_batch_is_the_plain_models_bit_for_bit(
     name: str, attention: str, data: st.DataObject

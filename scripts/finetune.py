@@ -164,11 +164,15 @@ def loss_of(
 
 
 def drawn(batch: list[Encoded], share: float, seed: int, step: int) -> torch.Tensor:
-    """(B, N): 0 for `share` of the tokens of each sentence, drawn by seed and step alone; 1 elsewhere."""
+    """(B, N): 0 for `share` of the tokens of each sentence, drawn by seed and step alone; 1 elsewhere.
+
+    Not of the first ones: the first token sees itself alone, so that a zero would stay one through all layers, and the gradient of a norm at
+    zero is a thousandfold in each of them.
+    """
     ids, _ = tensors(batch)
     some = torch.from_numpy(np.random.default_rng((seed, step)).random(ids.shape)) < share
-    ends = torch.tensor([e.sentence_end for e in batch])[:, None]
-    return (~(some & (torch.arange(ids.shape[1])[None] < ends))).float()
+    ends, at = torch.tensor([e.sentence_end for e in batch])[:, None], torch.arange(ids.shape[1])[None]
+    return (~(some & (at > 0) & (at < ends))).float()
 
 
 class WeightAverage(torch.optim.Optimizer):
@@ -294,7 +298,11 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
         heard = drawn(every[step], recipe.token_dropout, recipe.seed, step) if late and recipe.token_dropout else None
         loss, right = loss_of(model, every[step], recipe.prefix_loss, heard)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not bool(norm.isfinite()):
+            raise SystemExit(
+                f"step {step}: the gradient is not finite. The state of the last save is in {work}; try a lower --lr."
+            )
         for optim in optims:
             if optim is not average or late:
                 optim.step()

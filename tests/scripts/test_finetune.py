@@ -103,9 +103,25 @@ def test_after_the_plan_tokens_are_dropped_and_weights_averaged_whenever_it_was_
 def test_what_is_not_heard_is_of_the_sentence_alone() -> None:
     batch = [finetune.Encoded(list(range(n)), [1, 2], 0, sentence_end=n - 2) for n in (6, 9)]
     heard = finetune.drawn(batch, 0.999999, 0, 0)
-    assert heard.tolist() == [[0.0] * 4 + [1.0] * 5, [0.0] * 7 + [1.0] * 2]
+    assert heard.tolist() == [[1.0] + [0.0] * 3 + [1.0] * 5, [1.0] + [0.0] * 6 + [1.0] * 2]
     assert torch.equal(finetune.drawn(batch, 0.5, 3, 4), finetune.drawn(batch, 0.5, 3, 4))
     assert not torch.equal(finetune.drawn(batch, 0.5, 3, 4), finetune.drawn(batch, 0.5, 3, 5))
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(place, tmp_path, recipe(place), minutes=0)
+    before, real = weights(tmp_path / "latest"), finetune.loss_of
+
+    def broken(*given: Any) -> Any:
+        loss, right = real(*given)
+        return loss * float("nan"), right
+
+    monkeypatch.setattr(finetune, "loss_of", broken)
+    with pytest.raises(SystemExit, match="step 1: the gradient is not finite"):
+        train(place, tmp_path, recipe(place))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "latest").items())
 
 
 def test_another_recipe_is_refused(place: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ function drawSentence(i) {
   const middle = (word) => middles[word - first], half = (word) => wide[word - first] / 2;
   const arcs = view.fusions.map(([token, carrier, layer]) => [words.word[token] ?? -1, words.word[carrier] ?? -1, layer]).filter(([a, b]) => a !== b && [a, b].every((word) => word >= first && word <= last));
   const tall = 18 + 12 * Math.max(0, ...arcs.map(([a, b]) => Math.abs(a - b))), base = tall + 16;
-  const levels = [], parts = [];
+  const levels = [], parts = [], numbers = []; // numbers last: an arc that crosses one leaves it readable
   const found = constituents(first, last), treeBox = document.getElementById("tree-box");
   document.getElementById("has-tree").hidden = !found.length;
   for (const [from, to, label] of found) {
@@ -111,7 +111,8 @@ function drawSentence(i) {
   }
   for (const [a, b, layer] of arcs) {
     const x = (middle(a) + middle(b)) / 2, top = tall - 10 * Math.abs(a - b);
-    parts.push(`<path class="arc" d="M${middle(a)} ${tall}Q${x} ${2 * top - tall}  ${middle(b)} ${tall}" fill="none" stroke="var(--heat)" stroke-width="2"/><text x="${x}" y="${top - 2}" font-size="10">${layer}</text>`);
+    parts.push(`<path class="arc" d="M${middle(a)} ${tall}Q${x} ${2 * top - tall}  ${middle(b)} ${tall}" fill="none" stroke="var(--heat)" stroke-width="2"/>`);
+    numbers.push(`<text x="${x}" y="${top - 2}" font-size="10" stroke="var(--paper)" stroke-width="3" paint-order="stroke">${layer}</text>`);
   }
   texts.forEach((text, place) => {
     const word = first + place, kind = words.classes[words.word.indexOf(word)];
@@ -121,7 +122,7 @@ function drawSentence(i) {
   tree.setAttribute("viewBox", `0 0 ${width} ${height}`);
   tree.setAttribute("width", width);
   tree.setAttribute("height", height);
-  tree.innerHTML = `<g text-anchor="middle" font-size="13" fill="currentColor">${parts.join("")}</g>`;
+  tree.innerHTML = `<g text-anchor="middle" font-size="13" fill="currentColor">${parts.join("")}${numbers.join("")}</g>`;
   treeBox.scrollLeft = middle(own) - treeBox.clientWidth / 2; // a long sentence is wider than a page
 }
 

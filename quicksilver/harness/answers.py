@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,14 +56,10 @@ class Answers:
             pass  # a cache: without it everything is composed and planned again
         return {}
 
-    def index(self, fingerprints: Collection[str]) -> dict[str, Any]:
-        """What the repository remembers of these records: `INDEX`."""
-        answers = {
-            key: kept
-            for key, kept in (self._index | self._known).items()
-            if "reason" in kept or kept["fingerprint"] in fingerprints
-        }
-        return {"stamp": self._stamp, "answers": dict(sorted(answers.items()))}
+    def index(self) -> dict[str, Any]:
+        """What the repository remembers: `INDEX`. Of a record that it does not have, its fingerprint: that it is not there need not be found
+        out anew."""
+        return {"stamp": self._stamp, "answers": dict(sorted((self._index | self._known).items()))}
 
     def get(self, overrides: Sequence[str]) -> Answer | None:
         """The answer to the overrides of a run; None: it has to be found out. A record that is damaged, or whose dense record

@@ -17,9 +17,10 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -220,13 +221,23 @@ class Record(Description):
 
 
 def load_record(folder: Path | str) -> Record:
-    """Read one record directory.
+    """Read one record directory; the same object again while none of its files has changed.
 
     Raises:
         ConfigError: it is not a whole record of this schema, or what it says cannot be so; the message names the path and the remedy.
             Nothing is changed on disk.
     """
     folder = Path(folder)
+    try:
+        files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino) for one in os.scandir(folder))
+    except OSError:
+        files = []  # what is wrong there, reading says
+    return _loaded(folder, tuple(files))
+
+
+@lru_cache(maxsize=2048)
+def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> Record:
+    """`files`: what the folder has, so that a file that changes is read again."""
     try:
         content = json.loads((folder / RECORD).read_text(encoding="utf-8"), parse_constant=_not_finite, parse_float=_finite)
     except FileNotFoundError:

@@ -51,16 +51,7 @@ def bootstrap(
         ConfigError: fewer than 8 observations, samples that do not pair, numbers that are not finite.
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
-    sizes = {array.shape[-1] for array in arrays}
-    if len(sizes) > 1:
-        raise ConfigError(f"windows do not pair: the samples have {', '.join(map(str, sorted(sizes)))} of them.")
-    (size,) = sizes
-    if size < MIN_WINDOWS:
-        raise ConfigError(
-            f"an interval needs at least {MIN_WINDOWS} windows and there are {size}: raise dataset.windows, or take a longer text."
-        )
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise ConfigError("an interval needs finite numbers in every window.")
+    size = _check_observations(arrays)
     if resamples < 100 or not 0 < confidence < 1:
         raise ConfigError(f"resamples={resamples} and confidence={confidence}: at least 100 draws, and a share between 0 and 1.")
     from scipy import stats  # takes longer to import than everything else that a run needs of the harness
@@ -82,6 +73,21 @@ def bootstrap(
         rng=np.random.default_rng(seed),
     )
     return Interval(statistic(*arrays), *found.confidence_interval)
+
+
+def _check_observations(arrays: Sequence[NDArray[np.float64]]) -> int:
+    """How many observations there are."""
+    sizes = {array.shape[-1] for array in arrays}
+    if len(sizes) > 1:
+        raise ConfigError(f"windows do not pair: the samples have {', '.join(map(str, sorted(sizes)))} of them.")
+    (size,) = sizes
+    if size < MIN_WINDOWS:
+        raise ConfigError(
+            f"an interval needs at least {MIN_WINDOWS} windows and there are {size}: raise dataset.windows, or take a longer text."
+        )
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise ConfigError("an interval needs finite numbers in every window.")
+    return int(size)
 
 
 @dataclass(frozen=True)
@@ -131,12 +137,7 @@ def paired_perplexity(
     """
     nll, base = np.asarray(nll_nats, dtype=np.float64), np.asarray(baseline_nll_nats, dtype=np.float64)
     count = np.asarray(tokens, dtype=np.float64)
-    if not (nll.shape == base.shape == count.shape and nll.ndim == 1):
-        raise ConfigError(f"windows do not pair: {nll.shape} nats, {count.shape} token counts and {base.shape} baseline nats.")
-    if baseline_tokens is not None and not np.array_equal(count, np.asarray(baseline_tokens, dtype=np.float64)):
-        raise ConfigError("windows do not pair: the two runs scored different numbers of tokens in a window.")
-    if not (count > 0).all():
-        raise ConfigError("an interval needs at least one scored token in every window.")
+    _check_windows(nll, count, base, baseline_tokens)
     found = bootstrap(_perplexities, nll, base, count, resamples=resamples, seed=seed, confidence=confidence)
     ppl, baseline_ppl, difference, relative = found.value
     _, _, low, relative_low = found.low
@@ -156,6 +157,17 @@ def paired_perplexity(
     )
 
 
+def _check_windows(
+    nll: NDArray[np.float64], tokens: NDArray[np.float64], base: NDArray[np.float64], baseline_tokens: ArrayLike | None
+) -> None:
+    if not (nll.shape == base.shape == tokens.shape and nll.ndim == 1):
+        raise ConfigError(f"windows do not pair: {nll.shape} nats, {tokens.shape} token counts and {base.shape} baseline nats.")
+    if baseline_tokens is not None and not np.array_equal(tokens, np.asarray(baseline_tokens, dtype=np.float64)):
+        raise ConfigError("windows do not pair: the two runs scored different numbers of tokens in a window.")
+    if not (tokens > 0).all():
+        raise ConfigError("an interval needs at least one scored token in every window.")
+
+
 def _perplexities(nll: NDArray[np.float64], base: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
     """(4, …): both, their difference, and the relative one in percent, of sums over the last axis."""
     ppl, baseline_ppl = (np.exp(nats.sum(-1) / tokens.sum(-1)) for nats in (nll, base))
@@ -171,18 +183,36 @@ def paired_records(
     Raises:
         ConfigError: records of different text or protocol, a column that one of them does not have.
     """
+    return paired_perplexity(*pairs_of(record, baseline, column, baseline_column), **options)  # type: ignore[arg-type]
+
+
+def pairs_of(
+    record: Record, baseline: Record, column: str = "nll_nats", baseline_column: str = "nll_nats"
+) -> tuple[NDArray[np.float64], ...]:
+    """Nats and tokens of each window of a record, then of its baseline, (W,) each.
+
+    Raises:
+        ConfigError: as `paired_records`.
+    """
     if record.data.token_digest != baseline.data.token_digest or record.protocol != baseline.protocol:
         raise ConfigError(
             f"{record.path} and {baseline.path} scored different text or under different protocols: their windows do not pair."
         )
     _need(record, column)
     _need(baseline, baseline_column)
-    ours = record.windows[["window", "tokens", column]].rename(columns={column: "nll"})
-    theirs = baseline.windows[["window", "tokens", baseline_column]].rename(columns={baseline_column: "nll"})
-    both = ours.merge(theirs, on="window", suffixes=("", "_baseline"), validate="one_to_one")
-    if len(both) != len(ours) or len(both) != len(theirs):
+    ours, theirs = record.windows, baseline.windows
+    if set(ours["window"]) != set(theirs["window"]) or not ours["window"].is_unique or len(ours) != len(theirs):
         raise ConfigError(f"{record.path} and {baseline.path} scored different windows: they do not pair.")
-    return paired_perplexity(both["nll"], both["tokens"], both["nll_baseline"], both["tokens_baseline"], **options)  # type: ignore[arg-type]
+    theirs = theirs.set_index("window").loc[ours["window"]]
+    columns = (ours[column], ours["tokens"], theirs[baseline_column], theirs["tokens"])
+    return tuple(values.to_numpy(np.float64) for values in columns)
+
+
+def check_pairs(record: Record, baseline: Record, column: str = "nll_nats", baseline_column: str = "nll_nats") -> None:
+    """Raise what `paired_records` would, without drawing anything."""
+    nll, tokens, baseline_nll, baseline_tokens = pairs_of(record, baseline, column, baseline_column)
+    _check_windows(nll, tokens, baseline_nll, baseline_tokens)
+    _check_observations([nll, baseline_nll])
 
 
 def sign_flip_p(differences: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> float:

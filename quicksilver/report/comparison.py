@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.harness.stats import PairedInterval, bootstrap, false_discovery, paired_records, sign_flip_p
+from quicksilver.harness.stats import PairedInterval, bootstrap, check_pairs, false_discovery, paired_records, sign_flip_p
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
@@ -109,6 +109,17 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
         if emissions.dense_gco2_per_token > 0:
             row["co2_saved_pct"] = 100 * (1 - emissions.gco2_per_token / emissions.dense_gco2_per_token)
     return {key: value for key, value in row.items() if value is not None}
+
+
+def check_against_dense(record: Record, dense: Record) -> None:
+    """Raise what `against_dense` would, without drawing an interval."""
+    for name, result in (("audit", AuditResult), ("latency", LatencyResult), ("emissions", EmissionsResult)):
+        record.found(name, result)
+    null = record.found("null", NullResult)
+    if record.fingerprint != dense.fingerprint:
+        check_pairs(record, dense)
+        if null is not None:
+            check_pairs(record, record, baseline_column="null_nll_nats")
 
 
 def divergence(record: Record) -> dict[str, float]:

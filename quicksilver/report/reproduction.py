@@ -119,13 +119,13 @@ def _sound(row: Row, job: Job, store: Store) -> Outcome:
     if job.record is None:
         return Outcome(row, reason=job.reason)
     from quicksilver.harness.record import check_files
-    from quicksilver.report.comparison import against_dense
+    from quicksilver.report.comparison import check_against_dense
 
     try:
         dense = store.dense_of(job.record)
         for record in (job.record, dense):
             check_files(record)
-        against_dense(job.record, dense)
+        check_against_dense(job.record, dense)
     except Exception as error:  # a record that was damaged may do anything
         known = isinstance(error, QuickSilverError)
         job.fail(error if known else ConfigError(f"{job.record.path} is damaged ({type(error).__name__}: {error})."))

@@ -21,7 +21,7 @@ from quicksilver.harness.choices import choices
         ("quicksilver list f", {"figure"}),
         ("quicksilver reproduce table 1", {"1", "10", "11", "12", "13"}),
         ("quicksilver budget sa", {"save="}),
-        ("quicksilver demo ", {"save=", "text=", "new_tokens=", "model="}),
+        ("quicksilver demo ", {"save=", "text=", "new_tokens=", "model=", "svg="}),
         ("quicksilver run model=gpt2", {f"model={name}" for name in choices("model") if name.startswith("gpt2")}),
         ("quicksilver claims dataset=wiki", {f"dataset={name}" for name in choices("dataset") if name.startswith("wiki")}),
         (

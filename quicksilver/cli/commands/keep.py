@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         for fingerprint in read(path).records:
             wanted.setdefault(fingerprint, set()).update(files)
     kept = keep(Store(root), wanted)
-    index = Answers(root).index({folder.name for folder in kept})
+    index = Answers(root).index()
     write_files((root / INDEX).parent, {(root / INDEX).name: (json.dumps(index, indent=1) + "\n").encode()})
     for name in mine:
         for path in written[name].parent.glob(f"{name}.*"):

@@ -58,7 +58,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     language.add_argument("--saves", type=float, default=40.0, help="percent of the prompt's executed FLOPs")
     language.add_argument("--steps", type=int, default=80)
     language.add_argument("--batch-size", type=int, default=4, help="windows a step")
-    language.add_argument("--learning-rate", type=float, default=0.02)
+    language.add_argument("--learning-rate", type=float, default=0.001)
+    language.add_argument("--start-from", choices=("oldest", "random"), default="oldest", help="who halts before training")
+    language.add_argument("--seed", type=int, default=0)
     language.add_argument("--name", required=True, help="of the file")
     language.add_argument("--output", type=Path, help="folder of the file; default: results/gates/MODEL")
     language.add_argument("--data", help="folder of datasets (data.root)")
@@ -107,7 +109,7 @@ def detection(options: argparse.Namespace) -> None:
 
 def language(options: argparse.Namespace) -> None:
     from quicksilver.cli.commands.fit import calibration_half
-    from quicksilver.fitting.gates import GateRecipe, at_budget, train_gates
+    from quicksilver.fitting.gates import GateRecipe, at_budget, card, kl_of, train_gates
     from quicksilver.harness.config import compose
     from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.learned_halting import TrainedGates
@@ -115,7 +117,7 @@ def language(options: argparse.Namespace) -> None:
 
     recipe = GateRecipe(
         layers=tuple(options.gates), predicts=tuple(options.predict), saves_pct=options.saves, steps=options.steps,
-        batch_size=options.batch_size, learning_rate=options.learning_rate,
+        batch_size=options.batch_size, learning_rate=options.learning_rate, start_from=options.start_from, seed=options.seed,
     )  # fmt: skip
     config = compose([f"model={options.model}", *([f"data.root={options.data}"] if options.data else [])])
     loaded = Workplace().model(config)
@@ -128,17 +130,20 @@ def language(options: argparse.Namespace) -> None:
     )  # fmt: skip
     provenance = {"text": fit.provenance, "text_digest": fit.digest, "recipe": vars(recipe)}
     trained = TrainedGates.of(found.gates, arch, predicts=tuple(options.predict))
-    gates, saved = at_budget(arch, trained, choose.ids[:: max(1, len(choose.ids) // 24)], recipe)
+    held = choose.ids[:: max(1, len(choose.ids) // 24)]
+    gates, saved = at_budget(arch, trained, held, recipe)
+    kl = float(kl_of(arch, gates, held, recipe).mean())
     shift = float((gates.bias - trained.bias)[0])
     path = folder / f"{options.name}.safetensors"
     TrainedGates(
         gates.layers, gates.weight, gates.bias, gates.n_layers, gates.weights_digest, gates.missing_kv, gates.predicts,
-        provenance | {"added_to_biases": shift, "saved_pct_on_the_other_half": saved, "curve": found.curve[:: max(1, options.steps // 20)]},
+        provenance | {"added_to_biases": shift, "saved_pct_on_the_other_half": saved, "kl_nats_on_the_other_half": kl, "curve": found.curve[:: max(1, options.steps // 20)]},
     ).save(path)  # fmt: skip
+    (folder / "README.md").write_text(card(folder, options.model), encoding="utf-8")
     last = found.curve[-10:]
     print(
         f"{path}: {path.stat().st_size / 1e3:.1f} kB; last steps: KL {sum(one['kl_nats'] for one in last) / len(last):.4f} nats at "
-        f"{sum(one['saved_pct'] for one in last) / len(last):.1f}% saved; {saved:.1f}% on the other half after {shift:+.2f} to all biases."
+        f"{sum(one['saved_pct'] for one in last) / len(last):.1f}% saved; on the other half KL {kl:.4f} at {saved:.1f}% after {shift:+.2f} to all biases."
     )
 
 

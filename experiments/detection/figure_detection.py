@@ -9,7 +9,20 @@ from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, pa
 
 from . import study
 
-CURVES = (("box", "learned"), ("uniform", "learned"), ("random", "random"), ("norm", "norm"), ("static", "static"))
+CURVES = (
+    ("box", "learned"),
+    ("uniform", "learned"),
+    ("random", "random"),
+    ("norm", "norm"),
+    ("static", "static"),
+    ("reading", "learned"),
+    ("wide_box", "learned"),
+)
+ACROSS = {
+    "tokens": "token-layers computed, %",
+    "executed_flops_saved_pct": "executed FLOPs saved, %",
+    "latency_ratio": "time of one scene, % of the dense detector's",
+}
 
 
 def rows() -> list[Row]:
@@ -18,22 +31,31 @@ def rows() -> list[Row]:
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Three curves of AP, and token-layers left by training step."""
+    """Curves of AP against tokens, operations and, where it was timed, wall clock, and token-layers left by training step."""
     found, trained = study.summary(), study.frame("curves")
+    timed = "latency_ratio" in found
     with style():
-        drawing, plots = panels(2, 2, size=(7.4, 5.6))
-        axes = (
+        drawing, plots = panels(2 + timed, 2, size=(7.4, 8.8 if timed else 6.0))
+        axes = [
             (plots[0, 0], "tokens", "ap", "recycled", 100.0),
             (plots[0, 1], "tokens", "ap_unrecycled", "not recycled", 100.0),
             (plots[1, 0], "executed_flops_saved_pct", "ap", "recycled", 1.0),
-        )
+        ]
+        if timed:
+            axes += [
+                (plots[2, 0], "latency_ratio", "ap", "recycled", 100.0),
+                (plots[2, 1], "latency_ratio", "ap_unrecycled", "not recycled", 100.0),
+            ]
         for plot, across, ap, said, scale in axes:
             plot.set_title(said.capitalize())
             plot.set_ylabel("average precision")
             plot.set_ylim(-0.02, 0.5)
-            plot.set_xlabel("token-layers computed, %" if across == "tokens" else "executed FLOPs saved, %")
+            plot.set_xlabel(ACROSS[across])
             for place, key in enumerate(CURVES if not found.empty else ()):
-                points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])].sort_values(across)
+                points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])]
+                points = points.dropna(subset=[across]).sort_values(across)
+                if points.empty:
+                    continue
                 spread = [points[ap] - points[f"{ap}_low"], points[f"{ap}_high"] - points[ap]] if f"{ap}_low" in points else None
                 plot.errorbar(
                     scale * points[across], points[ap], yerr=spread, label=study.SAID[key], color=PALETTE[place], marker=MARKERS[place],
@@ -43,7 +65,11 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 (dense,) = found[(found["detector"] == "control")][ap]
                 plot.axhline(dense, color=GREY, linewidth=0.9, label="dense, trained as long")
         if not found.empty:
-            plots[0, 0].legend(loc="lower right")
+            # Curves cross every corner of the plots: below them.
+            drawing.get_layout_engine().set(rect=(0, 0.07, 1, 0.93))
+            drawing.legend(
+                *plots[0, 0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=3, borderaxespad=0
+            )
         plot = plots[1, 1]
         plot.set_title("Training of the gates")
         plot.set_xlabel("step")

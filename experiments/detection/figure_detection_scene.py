@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.colors import BoundaryNorm
 
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import SEQUENTIAL, Figure, panels, style
@@ -36,22 +38,23 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             )
             shown = plots[0, 0].imshow(grid.to_numpy()[:, ::-1], origin="lower", extent=extent, cmap="Greys")
             plots[0, 0].set_title("Points in a pillar, log")
-            deepest = int(study.facts()["layers"]) - 1
+            n_layers = int(study.facts()["layers"])
+            norm = BoundaryNorm(np.arange(n_layers + 1) + 0.5, matplotlib.colormaps[SEQUENTIAL].N)
             for plot, (kind, said) in zip(plots[0, 1:], KINDS.items(), strict=True):
                 depth = scene.pivot(index="x", columns="y", values=f"halt_layer_{kind}")
-                shown = plot.imshow(
-                    depth.to_numpy()[:, ::-1], origin="lower", extent=extent, cmap=SEQUENTIAL, vmin=0, vmax=deepest
-                )
+                layers = depth.to_numpy()[:, ::-1] + 1
+                shown = plot.imshow(layers, origin="lower", extent=extent, cmap=SEQUENTIAL, norm=norm)
                 plot.set_title(said)
-            drawing.colorbar(shown, ax=plots[0, 1:], label="last layer", shrink=0.8)
+            bar = drawing.colorbar(shown, ax=plots[0, 1:], ticks=range(1, n_layers + 1), shrink=0.8)
+            bar.set_label(f"layers gone through, of {n_layers}")
             for plot in plots.flat:
                 plot.grid(visible=False)
                 _outline(plot, boxes)
                 plot.set_xlabel("left, m")
             plots[0, 0].set_ylabel("ahead, m")
     caption = (
-        "The sensor stands below the picture. Boxes that are labelled are outlined: cars red, pedestrians white on black. A token that goes to the "
-        "end has the brightest colour.",
+        "The sensor stands below the picture. Boxes that are labelled are outlined: cars red, pedestrians white on black. A token that goes "
+        "to the end has the brightest colour.",
         *study.note(),
     )
     return Figure(name, "Which pillars go how far", scene, drawing, caption)

@@ -15,6 +15,7 @@ SAID = {
     ("control", "dense"): "Dense, trained as long",
     ("box", "learned"): "Learned, box weights",
     ("uniform", "learned"): "Learned, uniform weights",
+    ("reading", "learned"): "Learned, box weights, gates that only read",
     ("random", "random"): "Random, at the same rates",
     ("norm", "norm"): "Smallest feature norm, same rates",
     ("static", "static"): "Static depth, dense detector",
@@ -23,6 +24,7 @@ SAID = {
     ("wide_box", "learned"): "Wider, learned, box weights",
 }
 SECTIONS = {"no_layers": "Dense", "control": "Dense", "wide_control": "Wider", "wide_box": "Wider"}
+NOBODY = "the same weights, nobody halted"
 PAPER_THRESHOLD = 0.5
 
 
@@ -35,6 +37,18 @@ def frame(name: str) -> pd.DataFrame:
     """One frame of the study; empty where it was not made."""
     path = folder() / f"{name}.csv"
     return pd.read_csv(path) if path.is_file() else pd.DataFrame()
+
+
+def said(detector: str, policy: str) -> str:
+    """What a row is called; `dense` of a detector that was trained to halt is the same weights with nobody halted."""
+    return SAID.get((detector, policy), NOBODY)
+
+
+def section(detector: str, policy: str) -> str:
+    """Where a row stands: with the others of its detector."""
+    if (detector, policy) not in SAID:
+        return next(name for (other, _), name in SAID.items() if other == detector)
+    return SECTIONS.get(detector, SAID[detector, policy])
 
 
 def facts() -> dict[str, str]:
@@ -79,7 +93,9 @@ def summary() -> pd.DataFrame:
     timed = frame("timing")
     if timed.empty:
         return found
-    # Only what ran at the paper's threshold was timed.
-    timed = timed.assign(dial=[0.0 if name.endswith("control") else PAPER_THRESHOLD for name in timed["detector"]])
-    timed["policy"] = ["dense" if n.endswith("control") else "random" if n == "random" else "learned" for n in timed["detector"]]
-    return found.merge(timed, on=keys, how="left")
+    found = found.merge(timed, on=keys, how="left")
+    # Of the executed FLOPs that a row saves, the share by which its time fell.
+    found["time_of_flops_saved"] = (
+        100 * (1 - found["latency_ratio"]) / found["executed_flops_saved_pct"].where(found["executed_flops_saved_pct"] > 1)
+    )
+    return found

@@ -18,7 +18,7 @@ import torch
 
 import quicksilver
 from quicksilver.atomic import write_atomically
-from quicksilver.detection.evaluate import Evaluation, ap_difference, evaluate
+from quicksilver.detection.evaluate import Evaluation, ScenePolicy, ap_difference, evaluate
 from quicksilver.detection.model import PillarDetector
 from quicksilver.detection.pillars import Batch
 from quicksilver.detection.pseudo_gradient import accuracy, effects
@@ -28,6 +28,7 @@ from quicksilver.measure.latency import alternate
 from quicksilver.runtime.run import apply
 
 Key = tuple[str, str, float]
+TIMED = (0.3, 0.5)  # thresholds
 Say = Callable[[str], None]
 
 
@@ -83,9 +84,9 @@ def differences(found: dict[Key, list[Evaluation]], n_seeds: int, draws: int = 2
             continue
         pairs = [("dense control", True, control)]
         random = found.get(("random", "random", dial))
-        if policy in ("learned", "norm") and detector in (*LEARNED, *RULES) and random is not None:
+        if policy in ("learned", "norm") and detector in ("box", "uniform", *RULES) and random is not None:
             pairs += [("random", True, random), ("random", False, random)]
-        if (detector, policy) == ("box", "learned"):
+        if (detector, policy) == ("box", "learned") and random is not None:
             rivals = {"uniform": found["uniform", "learned", dial], "norm": found["norm", "norm", dial]}
             pairs += [(rival, recycled, theirs) for rival, theirs in rivals.items() for recycled in (True, False)]
         for against, recycled, theirs in pairs:
@@ -161,21 +162,21 @@ def _loss(model: PillarDetector, batch: Batch) -> torch.Tensor:
 
 
 def timing(seed: Seed, wide: bool, repeats: int = 15, scenes: int = 8) -> pd.DataFrame:
-    """Wall clock of one scene a pass, in turns with the dense control; one sample is a round of `scenes`."""
+    """Wall clock of one scene a pass, in turns with the dense control; one sample is a round of `scenes`. A row a detector, policy and dial:
+    every threshold of the gates that halts somebody and leaves somebody, and random halting at the rates of box weights."""
     data = seed.plan.validation_data
-    box = seed.learned("box")
-    shares = seed.rates
-    runs = {
-        "control": (seed.control().model, None),
-        "box": (box.model, gated(box)),
-        "random": (seed.ruled("random").model, ruled("random", shares)),
-    }
+    runs: dict[Key, tuple[PillarDetector, ScenePolicy | None]] = {("control", "dense", 0.0): (seed.control().model, None)}
+    for name in LEARNED:
+        learned = seed.learned(name)
+        runs |= {(name, "learned", threshold): (learned.model, gated(learned, threshold)) for threshold in TIMED}
+    runs["random", "random", 0.5] = (seed.ruled("random").model, ruled("random", seed.rates))
     if wide:
-        runs["wide_control"] = (seed.control(wide=True).model, None)
-        runs["wide_box"] = (seed.learned("box", wide=True).model, gated(seed.learned("box", wide=True)))
+        runs["wide_control", "dense", 0.0] = (seed.control(wide=True).model, None)
+        learned = seed.learned("box", wide=True)
+        runs |= {("wide_box", "learned", threshold): (learned.model, gated(learned, threshold)) for threshold in TIMED}
 
-    def once(name: str) -> None:
-        model, policy = runs[name]
+    def once(key: Key) -> None:
+        model, policy = runs[key]
         with torch.inference_mode():
             if policy is None:
                 for number in range(scenes):
@@ -186,13 +187,16 @@ def timing(seed: Seed, wide: bool, repeats: int = 15, scenes: int = 8) -> pd.Dat
                     run.reset()
                     model(data.features[number : number + 1])
 
-    times = alternate({name: partial(once, name) for name in runs}, 2, repeats)
+    names = {" ".join(map(str, key)): key for key in runs}
+    times = alternate({name: partial(once, key) for name, key in names.items()}, 2, repeats)
+    control = next(iter(names))
     rows = []
-    for name in runs:
-        ratio = times.ratio(name, "control")
+    for name, (detector, policy, dial) in names.items():
+        ratio = times.ratio(name, control)
         rows.append(
-            {"detector": name, "latency_ms": times[name].median / scenes, "latency_ratio": ratio.median, "latency_ratio_low": ratio.low,
-             "latency_ratio_high": ratio.high, "noise_floor_pct": 100 * (times.noise_floor or 0.0), "load_average": times.load_before}
+            {"detector": detector, "policy": policy, "dial": dial, "latency_ms": times[name].median / scenes,
+             "latency_ratio": ratio.median, "latency_ratio_low": ratio.low, "latency_ratio_high": ratio.high,
+             "noise_floor_pct": 100 * (times.noise_floor or 0.0), "load_average": times.load_before}
         )  # fmt: skip
     return pd.DataFrame(rows)
 

@@ -26,7 +26,7 @@ from quicksilver.runtime.module import RuntimeModule
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
 BOX_WEIGHT = 0.1
 STATIC_DEPTHS = (0.25, 0.5, 0.75)
-LEARNED = ("box", "uniform")
+LEARNED = ("box", "uniform", "reading")
 RULES = ("random", "norm")
 THRESHOLDS = (0.3, 0.5, 0.7)
 
@@ -43,7 +43,8 @@ class Plan:
         folder: of KITTI or nuScenes, whose first frames are trained on and whose last ones are measured; None: scenes are made.
 
     Raises:
-        ConfigError: by the data, a folder with fewer frames.
+        ConfigError: nothing to train or to measure on, no step, a share of tokens that cannot be met, before anything is trained; by the data, a
+            folder with fewer frames.
     """
 
     shape: Shape = field(default_factory=Shape)
@@ -56,6 +57,17 @@ class Plan:
     seeds: tuple[int, ...] = (0, 1, 2)
     maker: SceneMaker = field(default_factory=SceneMaker)
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("scenes", "validation", "steps", "tuning_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: give at least 1.")
+        least = 1 / self.shape.layers
+        if not least < self.tokens < 1:
+            raise ConfigError(
+                f"tokens={self.tokens:g} cannot be met: the first of {self.shape.layers} layers has all tokens, so give a share between "
+                f"{least:.3g} and 1."
+            )
 
     @cached_property
     def _frames(self) -> list[Scene]:
@@ -114,9 +126,9 @@ class Seed:
         return self._tuned("control", wide=wide)
 
     def learned(self, name: str, wide: bool = False) -> Trained:
-        """With gates, under `box` weights or `uniform` ones."""
+        """With gates, under `box` weights or `uniform` ones; `reading`: box weights, and gates whose derivative leaves the states alone."""
         shape = self.plan.wide if wide else self.plan.shape
-        gates = HaltingGates(shape.width, range(shape.layers - 1))
+        gates = HaltingGates(shape.width, range(shape.layers - 1), reads_only=name == "reading")
         weight = 1.0 if name == "uniform" else BOX_WEIGHT
         return self._tuned(name, wide=wide, gates=gates, box_weight=weight, tokens=self.plan.tokens)
 
@@ -170,13 +182,16 @@ class Seed:
     # -- what is measured --------------------------------------------------------------------------------------------------------
 
     def evaluations(self) -> Iterator[tuple[str, str, float, Evaluation]]:
-        """Detector, policy, its dial, and what it finds on the validation scenes."""
+        """Detector, policy, its dial, and what it finds on the validation scenes. `dense` of a detector with gates: the same weights, with
+        nobody halted."""
         measured = self._measured
         yield "no_layers", "dense", 0.0, measured(self.without_layers())
         yield "control", "dense", 0.0, measured(self.control())
         rates: dict[float, list[float]] = {}
         for name in LEARNED:
             learned = self.learned(name)
+            if name != "uniform":
+                yield name, "dense", 0.0, measured(learned)
             for threshold in THRESHOLDS:
                 found = measured(learned, gated(learned, threshold))
                 if name == "box":

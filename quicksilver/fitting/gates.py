@@ -1,9 +1,9 @@
 """Train the gates of learned halting on a frozen language model: KL to the dense model after a prompt, at a budget (docs/learned-halting.md).
 
 Gates alone are trained, by Adam, through the equivalent forward: prompt and continuation in one pass, in which tokens of the prompt halt and
-tokens after it do not. The loss is KL(dense ‖ halted) of the continuation plus λ Σ p / N over the prompt's tokens and all gates; λ follows
-the share of the prompt's executed FLOPs that shall be saved. At the end one number is added to all biases, the one that saves just so much on
-text of the other half: training leaves it near the budget, not at it.
+tokens after it do not. The loss is KL(dense ‖ halted) of the continuation plus λ Σ p / N over the prompt's tokens and all gates. Two things
+follow the share of the prompt's executed FLOPs that shall be saved: λ, slowly, and one number on all biases, at every step. λ alone overshot:
+gates answer it ten steps late. At the end that number is chosen once more, on text of the other half.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from quicksilver.atomic import write_atomically
-from quicksilver.fitting.continuation import kl_nats
+from quicksilver.fitting.continuation import continuation_log_probs, kl_nats
 from quicksilver.modules.halting_gates import HaltingGates
-from quicksilver.modules.learned_halting import LearnedHalting, TrainedGates
+from quicksilver.modules.learned_halting import REMEDY, LearnedHalting, TrainedGates
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.equivalent import equivalent_forward
@@ -44,7 +44,10 @@ class GateRecipe:
         saves_pct: of the prompt's executed FLOPs.
         steps: of Adam, `batch_size` windows each; ten of them rising, then half a cosine.
         start: spread of w · LN(h) before training.
+        start_from: who halts first before training: the `oldest` tokens, as far as a linear map reads the place from the state, or `random`
+            directions.
         strength, reaction: λ at the start, and how fast it follows the budget.
+        shift: added to all biases after a step that saved the whole prompt too much, and in proportion.
         protect_first, protect_last: tokens of the prompt that never halt.
 
     Raises:
@@ -56,10 +59,12 @@ class GateRecipe:
     saves_pct: float = 40.0
     steps: int = 80
     batch_size: int = 4
-    learning_rate: float = 0.02
+    learning_rate: float = 0.001
     start: float = 0.5
+    start_from: Literal["oldest", "random"] = "oldest"
     strength: float = 0.05
-    reaction: float = 0.2
+    reaction: float = 0.05
+    shift: float = 0.5
     prompt_tokens: int = 448
     protect_first: int = 4
     protect_last: int = 32
@@ -156,6 +161,8 @@ def train_gates(
     state = _State(checkpoint, trainer)
     first = state.load()
     if not first:
+        if recipe.start_from == "oldest":
+            gates.weight.data.copy_(recipe.start * reads_place(architecture, ids[:16], recipe))
         # From near the budget, with whom to halt left to chance: what is learned is whom, not how many.
         start, _ = _nearest(
             architecture, TrainedGates.of(gates, architecture, predicts=tuple(recipe.predicts)), ids[:2], recipe, 5
@@ -172,6 +179,34 @@ def train_gates(
         for name, p in architecture.model.named_parameters():
             p.requires_grad_(was[name])
     return TrainedGatesRun(gates, trainer.curve)
+
+
+@torch.no_grad()
+def reads_place(architecture: Architecture, ids: torch.Tensor, recipe: GateRecipe, ridge: float = 1.0) -> torch.Tensor:
+    """Directions w (K, D), for each gate one: w · LN(h) grows with a token's place in the prompt, by ridge regression, with spread 1.
+
+    Args:
+        ids: (W, N) long, windows of calibration text; their tokens that may halt are read.
+    """
+    inside = slice(recipe.protect_first, recipe.prompt_tokens - recipe.protect_last)
+    states: dict[int, torch.Tensor] = {}
+
+    def read(layer: int, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+        if layer in recipe.layers:
+            normed = torch.nn.functional.layer_norm(hidden[:, inside].float(), hidden.shape[-1:])
+            states[layer] = normed.flatten(0, 1).double()
+
+    with equivalent_forward(architecture.model, read):
+        architecture.model(ids.to(architecture.model.device), use_cache=False, logits_to_keep=1)
+    rows = []
+    for layer in recipe.layers:
+        centred = states[layer] - states[layer].mean(0)  # (T, D)
+        place = torch.linspace(-1, 1, len(centred) // len(ids), dtype=centred.dtype, device=centred.device).repeat(len(ids))
+        gram = centred.T @ centred
+        gram.diagonal().add_(ridge)
+        found = torch.linalg.solve(gram, centred.T @ place)
+        rows.append((found / (centred @ found).std()).float())
+    return torch.stack(rows)
 
 
 class _Trainer:
@@ -194,9 +229,7 @@ class _Trainer:
         with torch.no_grad():
             # Not zero: equal p would halt all tokens at once.
             gates.weight.copy_(torch.randn(gates.weight.shape, generator=generator) * recipe.start / architecture.width**0.5)
-        self.optimiser = torch.optim.Adam(
-            [{"params": [gates.weight], "scale": 1.0}, {"params": [gates.bias], "scale": 4.0}], betas=(0.9, 0.98)
-        )
+        self.optimiser = torch.optim.Adam([gates.weight, gates.bias], betas=(0.9, 0.98))
         n = ids.shape[1]
         self.may_halt = torch.zeros(1, n)
         self.may_halt[:, recipe.protect_first : recipe.prompt_tokens - recipe.protect_last] = 1.0
@@ -207,7 +240,7 @@ class _Trainer:
         chosen = self.order[number * recipe.batch_size : (number + 1) * recipe.batch_size]
         rate = recipe.learning_rate * min(1.0, (number + 1) / 10) * 0.5 * (1 + math.cos(math.pi * number / recipe.steps))
         for group in self.optimiser.param_groups:
-            group["lr"] = rate * group["scale"]
+            group["lr"] = rate
         dense, batch = self._dense_log_probs(chosen), self.ids[chosen]
         decisions: dict[int, torch.Tensor] = {}
 
@@ -233,6 +266,7 @@ class _Trainer:
         loss.backward()
         self.optimiser.step()
         self.strength = max(0.0, self.strength + recipe.reaction * (recipe.saves_pct - saved) / recipe.saves_pct)
+        self.gates.bias.data += recipe.shift * (saved - recipe.saves_pct) / 100
         left = {f"left_after_{layer}": float((m * self.may_halt[:, prompt]).sum() / (self.may_halt.sum() * len(m)))
                 for layer, m in zip(recipe.layers, (kept[layer + 1] for layer in recipe.layers), strict=True)}  # fmt: skip
         self.curve.append({"step": number, "kl_nats": float(kl.detach()), "saved_pct": saved, "strength": self.strength, **left})
@@ -319,6 +353,18 @@ def at_budget(
 
 
 @torch.no_grad()
+def kl_of(architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe) -> torch.Tensor:
+    """KL(dense ‖ halted) in nats of each token after the prompts of ids (W, N), as the runtime halts: (W,)."""
+    halting = LearnedHalting(gates=gates, protect_first=recipe.protect_first, protect_last=recipe.protect_last)
+    found = []
+    for row in ids.split(1):
+        dense = continuation_log_probs(architecture.model, row, recipe.prompt_tokens)
+        with apply(architecture.model, [halting]):
+            found.append(kl_nats(dense, continuation_log_probs(architecture.model, row, recipe.prompt_tokens)))
+    return torch.cat(found)
+
+
+@torch.no_grad()
 def _nearest(
     architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, tries: int
 ) -> tuple[TrainedGates, float]:
@@ -342,3 +388,44 @@ def _executed(architecture: Architecture, modules: list[LearnedHalting], ids: to
         for row in ids[:, : recipe.prompt_tokens].to(architecture.model.device):
             architecture.model(row[None], use_cache=True, logits_to_keep=1)
         return run.flops.executed
+
+
+def card(folder: Path, model: str) -> str:
+    """What the gates in a folder are, for people: Markdown, from what the files say of themselves.
+
+    Raises:
+        ConfigError: a file that holds no gates, or gates that this module did not train.
+    """
+    lines = [
+        f"# Gates of learned halting for {model}",
+        "",
+        "Which tokens of a prompt may stop after which layer (docs/learned-halting.md). Trained on the frozen model by",
+        "`python scripts/train_halting.py language`, on one half of the calibrating parts of the texts. KL: to the dense model, nats a token of the 64 after a",
+        "prompt of 448, on windows of the other half, with the number on all biases that makes the prompt save what was asked.",
+        "",
+        "| file | gates after layers | predicted from | texts | windows | steps × batch | seed | saved % | KL | added to biases |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    commands = []
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name.startswith("."):
+            continue
+        gates = TrainedGates.load(path)
+        try:
+            said = gates.provenance
+            recipe, texts = said["recipe"], said["text"]["texts"]
+            of = {name: said[name] for name in ("saved_pct_on_the_other_half", "kl_nats_on_the_other_half", "added_to_biases")}
+        except (KeyError, TypeError):
+            raise ConfigError(f"{path} does not say how its gates were trained: {REMEDY}.") from None
+        lines.append(
+            f"| {path.name} | {', '.join(map(str, gates.layers))} | {', '.join(map(str, gates.predicts)) or 'none: dropped'} | {', '.join(texts)} "
+            f"| {sum(one['windows'] for one in texts.values())} | {recipe['steps']} × {recipe['batch_size']} | {recipe['seed']} "
+            f"| {of['saved_pct_on_the_other_half']:.1f} | {of['kl_nats_on_the_other_half']:.4f} | {of['added_to_biases']:+.2f} |"
+        )
+        predict = f" --predict {' '.join(map(str, gates.predicts))}" if gates.predicts else ""
+        commands.append(
+            f"python scripts/train_halting.py language --model {model} --name {path.stem} --gates {' '.join(map(str, gates.layers))}{predict} "
+            f"--text {' '.join(texts)} --saves {recipe['saves_pct']:g} --steps {recipe['steps']} --batch-size {recipe['batch_size']} "
+            f"--learning-rate {recipe['learning_rate']:g} --start-from {recipe['start_from']} --seed {recipe['seed']}"
+        )
+    return "\n".join([*lines, "", "To make them again:", "", "```", *commands, "```", ""])

@@ -28,6 +28,8 @@ class HaltingGates(nn.Module):
     Args:
         width: D of the model.
         layers: after which a token may halt, 0-based, ascending.
+        reads_only: the scores' derivative goes to w and b and not on into the states that they are read from. A model that is trained with
+            its gates then learns from its task alone, under the halting that they decide.
 
     Attributes:
         weight: (K, D). bias: (K,).
@@ -37,11 +39,11 @@ class HaltingGates(nn.Module):
         ConfigError: no layer, or layers out of order.
     """
 
-    def __init__(self, width: int, layers: Sequence[int]) -> None:
+    def __init__(self, width: int, layers: Sequence[int], *, reads_only: bool = False) -> None:
         super().__init__()
         if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0:
             raise ConfigError(f"layers={list(layers)}: give decision layers in ascending order, such as [0, 1, 2].")
-        self.layers = tuple(layers)
+        self.layers, self.reads_only = tuple(layers), reads_only
         self.weight = nn.Parameter(torch.zeros(len(layers), width))
         self.bias = nn.Parameter(torch.full((len(layers),), OPEN))
         self.scores: dict[int, torch.Tensor] = {}
@@ -59,7 +61,7 @@ class HaltingGates(nn.Module):
             self.scores, self.kept = {}, {}
         if layer not in self.layers:
             return None
-        p = self.logits(layer, hidden).sigmoid()
+        p = self.logits(layer, hidden.detach() if self.reads_only else hidden).sigmoid()
         self.scores[layer], self.kept[layer] = p, kept.detach()
         return straight_through(p).to(hidden.dtype)
 

@@ -13,7 +13,7 @@ from quicksilver.detection.evaluate import ap_difference, evaluate
 from quicksilver.detection.model import detector
 from quicksilver.detection.pillars import Batch, batch_of
 from quicksilver.detection.scenes import Grid, SceneMaker
-from quicksilver.detection.study import gated, halted_shares, ruled
+from quicksilver.detection.study import Plan, gated, halted_shares, ruled
 from quicksilver.detection.training import Recipe, Shape, read_checkpoint, train, trained
 from quicksilver.modules import StaticDepth
 from quicksilver.modules.halting_gates import HaltingGates
@@ -123,6 +123,22 @@ def test_gates_need_a_target_that_can_be_met():
         Recipe(2, box_weight=0)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tokens": 0.25}, "tokens=0.25 cannot be met: the first of 4 layers has all tokens, so give a share between 0.25 and 1"),
+        ({"tokens": 1.0}, "tokens=1 cannot be met"),
+        ({"tokens": float("nan")}, "tokens=nan cannot be met"),
+        ({"scenes": 0}, "scenes=0: give at least 1"),
+        ({"validation": -3}, "validation=-3: give at least 1"),
+        ({"tuning_steps": 0}, "tuning_steps=0: give at least 1"),
+    ],
+)
+def test_a_plan_that_cannot_end_is_refused_before_anything_is_trained(given, said):
+    with pytest.raises(ConfigError, match=said):
+        Plan(**given)
+
+
 def test_what_is_measured_of_a_policy():
     model = fresh()
     with torch.no_grad():
@@ -149,4 +165,8 @@ def test_gates_of_a_training_are_a_module():
     nobody = evaluate(learnt.model, DATA, GRID, gated(learnt, 0.0))
     everybody = evaluate(learnt.model, DATA, GRID, gated(learnt, 1.0))
     assert nobody.tokens.mean() == 1
+    dense = evaluate(learnt.model, DATA, GRID)  # bit for bit: the same scores, whether halted tokens are recycled or not
+    for recycled in (True, False):
+        for ours, theirs in zip(nobody.matched[recycled, True], dense.matched[recycled, True], strict=True):
+            assert all(np.array_equal(a[0], b[0]) for a, b in zip(ours, theirs, strict=True))
     assert everybody.active[:, 1].sum() == 0

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from quicksilver.fitting import gates as fitting
-from quicksilver.fitting.gates import GateRecipe, at_budget, saved_pct, train_gates
+from quicksilver.fitting.gates import GateRecipe, at_budget, card, kl_of, reads_place, saved_pct, train_gates
 from quicksilver.modules import LearnedHalting
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, QuickSilverError, apply, architecture_of
@@ -35,7 +35,7 @@ def test_without_a_price_fewer_halt_with_one_more_do_and_the_model_is_left_alone
     predicting(monkeypatch, arch)
     before = copy.deepcopy(arch.model.state_dict())
     asked = [(p.requires_grad, p.grad) for p in arch.model.parameters()]  # other tests share this model
-    recipe = replace(RECIPE, predicts=predicts, reaction=0.0)
+    recipe = replace(RECIPE, predicts=predicts, reaction=0.0, shift=0.0)
     free, dear = (train_gates(arch, IDS, replace(recipe, strength=strength)) for strength in (0.0, 5.0))
     assert all(torch.equal(before[key], value) for key, value in arch.model.state_dict().items())
     assert all((p.requires_grad, p.grad) == was for p, was in zip(arch.model.parameters(), asked, strict=True))
@@ -62,6 +62,44 @@ def test_the_price_follows_the_budget() -> None:
     curve = train_gates(architecture_of(tiny.load("gpt2")), IDS, replace(RECIPE, steps=8)).curve
     for before, after in itertools.pairwise(curve):
         assert (after["saved_pct"] < 25) == (after["strength"] > before["strength"]) or after["strength"] == 0
+
+
+def test_the_number_on_all_biases_keeps_a_training_at_its_budget() -> None:
+    arch, recipe = architecture_of(tiny.load("gpt2")), replace(RECIPE, strength=5.0, reaction=0.0, learning_rate=0.02)
+    off = {shift: train_gates(arch, IDS, replace(recipe, shift=shift)).curve[-8:] for shift in (0.0, 0.8)}
+    missed = {shift: abs(sum(one["saved_pct"] for one in curve) / 8 - 25) for shift, curve in off.items()}
+    assert missed[0.8] < 0.7 * missed[0.0]  # at a price that halts nearly all
+
+
+def test_gates_start_with_the_oldest_tokens() -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    weight = reads_place(arch, IDS, RECIPE)
+    assert weight.shape == (2, tiny.WIDTH)
+    states = arch.model(IDS[:, :24], output_hidden_states=True).hidden_states
+    inside = slice(RECIPE.protect_first, 24 - RECIPE.protect_last)
+    for w, layer in zip(weight, RECIPE.layers, strict=True):
+        read = torch.nn.functional.layer_norm(states[layer + 1], (tiny.WIDTH,))[:, inside].detach() @ w
+        assert read.std() == pytest.approx(1, abs=0.1)
+        place = torch.arange(read.shape[1], dtype=torch.float).expand(len(IDS), -1)
+        assert float(torch.corrcoef(torch.stack([read.flatten(), place.flatten()]))[0, 1]) > 0.5
+
+
+def test_a_card_says_how_gates_were_made_and_what_they_cost(tmp_path) -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    alike = TrainedGates((0, 1), torch.zeros(2, tiny.WIDTH), torch.ones(2), arch.n_layers)
+    assert kl_of(arch, alike, IDS[:2], RECIPE).tolist() == [0, 0]  # nobody halts
+    everybody = replace(alike, bias=-torch.ones(2))
+    kl = kl_of(arch, everybody, IDS[:2], RECIPE)
+    assert (kl > 0).all()
+    said = {"recipe": vars(RECIPE), "text": {"texts": {"poems": {"windows": 8}}}, "added_to_biases": 0.25}
+    said |= {"saved_pct_on_the_other_half": 25.4, "kl_nats_on_the_other_half": float(kl.mean())}
+    replace(everybody, provenance=said).save(tmp_path / "mine.safetensors")
+    written = card(tmp_path, "tiny")
+    assert f"| mine.safetensors | 0, 1 | none: dropped | poems | 8 | 24 × 4 | 0 | 25.4 | {kl.mean():.4f} | +0.25 |" in written
+    assert "--name mine --gates 0 1 --text poems --saves 25 --steps 24" in written
+    everybody.save(tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match="does not say how its gates were trained"):
+        card(tmp_path, "tiny")
 
 
 @pytest.mark.parametrize("predicts", [(), (1,)])

@@ -76,6 +76,36 @@ def test_a_threshold_is_a_dial_between_nobody_and_everybody():
     assert len(set(halted)) == 4
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("resume", [0, 1])
+@torch.no_grad()
+def test_gates_that_halt_nobody_are_dense_inference_bit_for_bit(rows, resume):
+    plain = ENCODER(states(rows, 20))
+    for changed in (
+        {"threshold": 0.0},
+        {"gates": TrainedGates.of(gates(bias=50.0), tiny.Run(ENCODER, [], "compact", None).arch)},
+    ):
+        policy = LearnedHalting(**({"gates": trained(ENCODER), "resume_layers": resume} | changed))
+        with apply(ENCODER, [policy]) as run:
+            assert torch.equal(ENCODER(states(rows, 20)), plain)
+        assert run.trace.active_counts().tolist() == [rows * 20] * LAYERS
+
+
+def test_gates_that_only_read_leave_no_derivative_on_what_they_read():
+    slopes = {}
+    for reads_only in (False, True):
+        learnt, given_states = gates(), states(1, 12).requires_grad_()
+        learnt.reads_only = reads_only
+        with equivalent_forward(ENCODER, learnt.gate):
+            ENCODER(given_states)
+        slopes[reads_only] = torch.autograd.grad(
+            learnt.sparsity(), [given_states, learnt.weight], allow_unused=True, materialize_grads=True
+        )
+    assert slopes[False][0].abs().sum() > 0
+    assert slopes[True][0].abs().sum() == 0
+    assert slopes[True][1].abs().sum() > 0
+
+
 def test_the_gate_is_a_step_whose_derivative_is_that_of_p():
     p = torch.tensor([0.0, 0.2, 0.4999, 0.5, 0.7, 1.0], requires_grad=True)
     g = straight_through(p)

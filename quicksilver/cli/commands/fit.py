@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,4 +155,7 @@ def _part(config: RunConfig, name: str, part: str):  # type: ignore[no-untyped-d
     from quicksilver.harness.config import compose
 
     root = Path(config.data.root) if config.data.root else None
-    return read_text(compose([f"dataset={name}"]).dataset, part, root=root)  # type: ignore[arg-type]
+    dataset = compose([f"dataset={name}"]).dataset
+    if dataset.reader == "tagged":
+        dataset = replace(dataset, reader="lines", tagger=None)  # its words alone are asked for: no tagger need be trained
+    return read_text(dataset, part, root=root)  # type: ignore[arg-type]

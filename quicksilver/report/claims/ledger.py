@@ -20,6 +20,7 @@ from quicksilver.harness.stats import bootstrap
 from quicksilver.measure.null import NullResult
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.cells import number
+from quicksilver.report.claims import statements
 from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims.reported import Reported, quantity, reported
 from quicksilver.report.claims.verdicts import Estimate, Target, Verdict, judge, with_its_quality, with_its_saving
@@ -227,8 +228,10 @@ _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_h
 
 
 def frame(sources: Sequence[Source]) -> pd.DataFrame:
-    """The ledger: a row for each claim and each record that answers it, or one that says why there is none; then the contradictions."""
+    """The ledger: a row for each claim and each record that answers it, or one that says why there is none; then what other papers state,
+    and the contradictions."""
     rows = [row for entry in reported().values() for name in entry.quantities for row in _rows(entry, name, sources)]
+    rows += [row for source in sources for row in statements.rows(source.artefact)]
     words = dict.fromkeys((name for name in COLUMNS if name not in _NUMBERS), "")
     return pd.DataFrame([words | row for row in (*rows, *_contradictions())], columns=COLUMNS)
 

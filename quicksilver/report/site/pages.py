@@ -80,6 +80,8 @@ class Site:
             "claims.html",
             claims=self._claim_rows("claim"),
             verdicts=self._verdicts(),
+            statements=self._claim_rows("statement"),
+            stated=self._verdicts("statement"),
             conflicts=self._claim_rows("conflict"),
             findings=self._verdicts("conflict"),
         )

@@ -268,7 +268,8 @@ _DESCRIBED = (
 
 
 def _yaml(entries: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(without_folders(entries), sort_keys=False, allow_unicode=True, width=120)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the one in C where there is one: ten times as fast
+    return yaml.dump(without_folders(entries), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _passes(record: Record) -> list[dict[str, Any]]:

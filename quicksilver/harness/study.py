@@ -123,7 +123,7 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
     """From Hydra's words: `key=a,b` or `choice(a,b)` one of several, `interval(0,1)` any between, `range(1,9)` whole numbers.
 
     Raises:
-        ConfigError: nothing is drawn.
+        ConfigError: nothing is drawn, or an interval that is none.
         HydraException: a word that is no override.
     """
     parser = OverridesParser.create()
@@ -135,7 +135,10 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
     fixed = []
     for one in (*(one for one in more if one.key_or_group not in given), *parsed):
         if one.is_sweep_override():
-            drawn[one.get_key_element()] = _distribution(one)
+            try:
+                drawn[one.get_key_element()] = _distribution(one)
+            except ValueError as error:  # optuna's, of an interval that is none
+                raise ConfigError(f"{one.input_line}: {error}") from error
         else:
             fixed.append(str(one.input_line))
     if not drawn:
@@ -148,13 +151,15 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
 def _distribution(override: Override) -> Any:
     from optuna import distributions
 
-    value = override.value()
+    value: Any = override.value()
     if isinstance(value, IntervalSweep):
-        whole = isinstance(value.start, int) and isinstance(value.end, int)
-        kind = distributions.IntDistribution if whole else distributions.FloatDistribution
-        return kind(value.start, value.end, log="log" in value.tags)
+        ends: list[Any] = [value.start, value.end]  # whole ones where the word says int(interval(1,5))
+        kind: Any = (
+            distributions.IntDistribution if all(isinstance(end, int) for end in ends) else distributions.FloatDistribution
+        )
+        return kind(*ends, log="log" in value.tags)
     if isinstance(value, RangeSweep) and not value.shuffle:
-        values = list(override.sweep_iterator())
+        values: list[Any] = list(override.sweep_iterator())
         if all(isinstance(one, int) for one in values):
             return distributions.IntDistribution(values[0], values[-1], step=int(value.step))
         return distributions.FloatDistribution(values[0], values[-1], step=float(value.step))
@@ -176,9 +181,8 @@ def open_study(folder: Path, name: str, config: StudyConfig) -> optuna.Study:
     path = str(folder / JOURNAL)
     try:
         storage = JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path)))
-        study = optuna.create_study(
-            study_name=name, storage=storage, directions=list(config.objectives.values()), load_if_exists=True
-        )
+        directions: list[Any] = list(config.objectives.values())
+        study = optuna.create_study(study_name=name, storage=storage, directions=directions, load_if_exists=True)
         asked = study.user_attrs.get("objectives")
         if asked is not None and asked != config.objectives:
             raise QuickSilverError(f"{path} is a study of {asked}, and now {config.objectives} is asked: give another name=…")

@@ -91,6 +91,8 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
         (["name=a", "hydra.sweeper.trials=0"], "out of range"),
         (["name=a", "hydra.sweeper.budget={ppl: 3}"], "ppl is none of the objectives"),
         (["name=a", "hydra/launcher=joblib"], "one run after the other"),
+        (["name=a", "modules.static_depth.depth=interval(0.9,0.1)"], "interval(0.9,0.1): "),
+        (["name=a", "model.path=/not/there"], "there is no folder"),
         (["name=a", "modules.static_depth.depth=0.5"], "draws nothing"),
     ],
 )

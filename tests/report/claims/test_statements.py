@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from quicksilver.report.artefacts import Artefact, find
-from quicksilver.report.claims.ledger import Source, ledger
+from quicksilver.report.claims.ledger import Source
+from quicksilver.report.claims.printed import ledger
 from quicksilver.report.claims.statements import KIND, Statement
 from quicksilver.report.claims.verdicts import Estimate
 

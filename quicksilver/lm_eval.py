@@ -12,6 +12,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,7 +121,8 @@ class QuickSilverLM(HFLM):
         answers: dict[int, Answer] = {}
         bar = tqdm(total=len(requests), disable=disable_tqdm or requests[0][0] is None, desc="loglikelihood requests")
         # The windows of a rolling log-likelihood have no texts, and no prompt: a pass of their own each.
-        found = self._windows(requests) if requests[0][0] is None else self._after_prompts(requests)
+        numbers = range(len(requests))
+        found = self._windows(requests, numbers) if requests[0][0] is None else self._after_prompts(requests)
         with torch.no_grad():
             for number, answer in found:
                 answers[number] = answer
@@ -156,6 +158,11 @@ class QuickSilverLM(HFLM):
     def _after_prompts(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Answers by the number of their request."""
         prompts = self._prompts(requests)
+        if not self.modules:
+            # Dense inference knows no prompts. One that is asked for a single continuation of several tokens goes through in one pass with it.
+            alone = {one.asked[0][0] for one in prompts if len(one.asked) == 1 and len(one.asked[0][1]) > 1}
+            yield from self._windows(requests, sorted(alone))
+            prompts = [one for one in prompts if one.asked[0][0] not in alone]
         for start in range(0, len(prompts), self.batch_size):
             batch = prompts[start : start + self.batch_size]
             with self._applied() as run:
@@ -232,22 +239,26 @@ class QuickSilverLM(HFLM):
 
     # -- whole texts -------------------------------------------------------------------------------------------------------------
 
-    def _windows(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answers for windows of texts, those of one length together: nothing is padding."""
-        by_length: dict[int, list[int]] = {}
-        for number, (_, context, continuation) in enumerate(requests):
-            by_length.setdefault(min(len(context) + len(continuation), self.max_length + 1), []).append(number)
-        for length, numbers in by_length.items():
-            for start in range(0, len(numbers), self.batch_size):
-                some = numbers[start : start + self.batch_size]
-                tokens = torch.tensor([(requests[n][1] + requests[n][2])[-length:] for n in some], device=self.device)
-                with self._applied() as run:
-                    likely = _log_probabilities(self.model(tokens[:, :-1], use_cache=False).logits)  # (R, N-1, V)
-                    self.flops += run.flops
-                for place, number in enumerate(some):
-                    scored = len(requests[number][2])
-                    of, wanted = likely[place, -scored:], tokens[place, -scored:]
-                    yield number, (float(of.gather(1, wanted[:, None]).sum()), bool((of.argmax(-1) == wanted).all()))
+    def _windows(self, requests: Sequence[Request], numbers: Sequence[int]) -> Iterator[tuple[int, Answer]]:
+        """Answers to those requests, each scored in one pass over context and continuation, the long ones first.
+
+        With modules those of one length go together, and nothing is padding. Without, padding on the right comes after all that is scored.
+        """
+        texts = {n: (requests[n][1] + requests[n][2])[-(self.max_length + 1) :] for n in numbers}
+        ordered = sorted(numbers, key=lambda n: (-len(texts[n]), n))
+        groups = [list(one) for _, one in groupby(ordered, lambda n: len(texts[n]))] if self.modules else [ordered]
+        for some in (
+            group[start : start + self.batch_size] for group in groups for start in range(0, len(group), self.batch_size)
+        ):
+            longest = len(texts[some[0]])
+            tokens = torch.tensor([[*texts[n], *[0] * (longest - len(texts[n]))] for n in some], device=self.device)  # (R, N)
+            with self._applied() as run:
+                logits = self.model(tokens[:, :-1], use_cache=False).logits  # (R, N-1, V)
+                self.flops += run.flops
+            for place, number in enumerate(some):
+                end, scored = len(texts[number]) - 1, len(requests[number][2])
+                of, wanted = _log_probabilities(logits[place, end - scored : end]), tokens[place, end - scored + 1 : end + 1]
+                yield number, (float(of.gather(1, wanted[:, None]).sum()), bool((of.argmax(-1) == wanted).all()))
 
 
 def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -257,7 +268,7 @@ def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
         QuickSilverError: logits that are not finite.
     """
     found = logits.float().log_softmax(-1)
-    if not bool(found.isfinite().all()):
+    if not bool(found[..., 0].isfinite().all()):  # one that is not makes its whole row NaN
         raise QuickSilverError("The model's logits are NaN or infinite: check the weights, or use dtype=float32.")
     return found
 

@@ -387,7 +387,7 @@ def test_generation(how: dict[str, Any], decode_every: int, tmp_path: Path) -> N
     def generate(modules: list[RuntimeModule], execution: str) -> tuple[torch.Tensor, Any]:
         torch.manual_seed(1)
         with torch.no_grad(), apply(model, modules, execution=execution) as run:
-            return model.generate(**inputs, max_new_tokens=18, min_new_tokens=18, pad_token_id=0, **how), run
+            return model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **how), run
 
     (compact, run), (masked, _) = (generate(modules, execution) for execution in ("compact", "masked"))
     assert torch.equal(compact, masked)

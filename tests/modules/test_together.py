@@ -5,6 +5,7 @@ In float64: where codes have two bits, the last digit of a float32 sum, which fo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -40,7 +41,9 @@ def modules_of(names: tuple[str, ...]) -> list[RuntimeModule]:
     return [(MECHANISMS if "halting" in names else MECHANISMS | alone)[name]() for name in names]
 
 
+@functools.cache
 def exact(family: str) -> PreTrainedModel:
+    """In float64. Tests leave it as they found it."""
     return tiny.build(family).double()
 
 

@@ -99,7 +99,7 @@ def test_without_a_decision_generate_gives_the_plain_models_tokens(name: str, at
     def generate() -> Any:
         torch.manual_seed(3)
         return model.generate(
-            **prompt, max_new_tokens=7, min_new_tokens=7, return_dict_in_generate=True, output_logits=True, **options
+            **prompt, max_new_tokens=5, min_new_tokens=5, return_dict_in_generate=True, output_logits=True, **options
         )
 
     plain = generate()

@@ -307,6 +307,10 @@ def _contradiction(record: Record) -> str | None:
         # `exp` of more than 700 nats a token is no float.
         if nats < 0 or nats / quality.tokens > 700 or not math.isclose(ppl, math.exp(nats / quality.tokens), rel_tol=1e-6):
             return f"{name} is {ppl:g}, which {nats:g} nats over {quality.tokens} tokens do not give"
+    return _contradicting_count(quality, dense)
+
+
+def _contradicting_count(quality: QualityResult, dense: DenseTotals | None) -> str | None:
     for name in DenseTotals.__dataclass_fields__:
         if not name.endswith("_flops"):
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,11 +52,26 @@ def bootstrap(
         ConfigError: fewer than 8 observations, samples that do not pair, numbers that are not finite.
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
-    size = _check_observations(arrays)
+    _check_observations(arrays)
     if resamples < 100 or not 0 < confidence < 1:
         raise ConfigError(f"resamples={resamples} and confidence={confidence}: at least 100 draws, and a share between 0 and 1.")
+    return _bootstrap(statistic, tuple((array.tobytes(), array.shape) for array in arrays), resamples, seed, confidence)
+
+
+@lru_cache(maxsize=4096)
+def _bootstrap(
+    statistic: Callable[..., NDArray[np.float64]],
+    samples: tuple[tuple[bytes, tuple[int, ...]], ...],
+    resamples: int,
+    seed: int,
+    confidence: float,
+) -> Interval:
+    """Of samples as the bytes of float64, with their shapes. Tables, figures, claims and pages ask for the same intervals: what a function of
+    a module found, unlike a lambda, is found again."""
     from scipy import stats  # takes longer to import than everything else that a run needs of the harness
 
+    arrays = [np.frombuffer(content).reshape(shape) for content, shape in samples]
+    size = arrays[0].shape[-1]
     rows = np.concatenate([array.reshape(-1, size) for array in arrays])
     order = np.lexsort(rows[::-1])  # the same windows in another order draw the same resamples
     arrays = [array[..., order] for array in arrays]
@@ -75,8 +91,7 @@ def bootstrap(
     return Interval(statistic(*arrays), *found.confidence_interval)
 
 
-def _check_observations(arrays: Sequence[NDArray[np.float64]]) -> int:
-    """How many observations there are."""
+def _check_observations(arrays: Sequence[NDArray[np.float64]]) -> None:
     sizes = {array.shape[-1] for array in arrays}
     if len(sizes) > 1:
         raise ConfigError(f"windows do not pair: the samples have {', '.join(map(str, sorted(sizes)))} of them.")
@@ -87,7 +102,6 @@ def _check_observations(arrays: Sequence[NDArray[np.float64]]) -> int:
         )
     if not all(np.isfinite(array).all() for array in arrays):
         raise ConfigError("an interval needs finite numbers in every window.")
-    return int(size)
 
 
 @dataclass(frozen=True)
@@ -227,12 +241,23 @@ def sign_flip_p(differences: ArrayLike, *, resamples: int = RESAMPLES, seed: int
     values = np.sort(np.asarray(differences, dtype=np.float64))
     if len(values) < MIN_WINDOWS or not np.isfinite(values).all():
         raise ConfigError(f"a test needs at least {MIN_WINDOWS} windows with finite numbers; there are {len(values)}.")
+    return _sign_flip_p(values.tobytes(), resamples, seed)
+
+
+@lru_cache(maxsize=4096)
+def _sign_flip_p(differences: bytes, resamples: int, seed: int) -> float:
     from scipy import stats
 
+    values = np.frombuffer(differences)
     found = stats.permutation_test(
         (values,), np.mean, permutation_type="samples", vectorized=True, n_resamples=resamples, rng=np.random.default_rng(seed)
     )
     return float(found.pvalue)
+
+
+def mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over the last axis, for `bootstrap`."""
+    return np.asarray(values.mean(axis=-1))
 
 
 def false_discovery(p_values: Sequence[float]) -> list[float]:

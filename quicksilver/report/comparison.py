@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.harness.stats import PairedInterval, bootstrap, check_pairs, false_discovery, paired_records, sign_flip_p
+from quicksilver.harness.stats import PairedInterval, bootstrap, check_pairs, false_discovery, mean, paired_records, sign_flip_p
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
@@ -128,7 +128,7 @@ def divergence(record: Record) -> dict[str, float]:
     windows = record.windows
     if record.quality.kl_nats is None or "kl_nats" not in windows:
         return {}
-    found = bootstrap(lambda kl: kl.mean(axis=-1), windows["kl_nats"])
+    found = bootstrap(mean, windows["kl_nats"])
     row = {"kl_nats": record.quality.kl_nats, "kl_nats_low": found.low, "kl_nats_high": found.high}
     return row if record.quality.top1_agreement is None else row | {"top1_agreement": record.quality.top1_agreement}
 

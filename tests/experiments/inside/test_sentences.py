@@ -202,5 +202,8 @@ def test_drawing_needs_no_torch(tmp_path):
     import subprocess
     import sys
 
-    code = "import sys, quicksilver.experiments.inside.sentences, quicksilver.harness.record, quicksilver.cli.commands.reproduce; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from quicksilver.report.artefacts import find; assert find('table', '5').experiment.rows(); "
+        "import quicksilver.harness.record, quicksilver.cli.commands.reproduce; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ import torch
 from quicksilver.fitting import gates as fitting
 from quicksilver.fitting.gates import GateRecipe, at_budget, card, kl_of, reads_place, saved_pct, train_gates
 from quicksilver.modules import LearnedHalting
-from quicksilver.modules.learned_halting import TrainedGates
+from quicksilver.modules.learned_halting import BESIDE, SHIPPED, TrainedGates
 from quicksilver.runtime import ConfigError, QuickSilverError, apply, architecture_of
 
 RECIPE = GateRecipe(
@@ -82,6 +82,15 @@ def test_gates_start_with_the_oldest_tokens() -> None:
         assert read.std() == pytest.approx(1, abs=0.1)
         place = torch.arange(read.shape[1], dtype=torch.float).expand(len(IDS), -1)
         assert float(torch.corrcoef(torch.stack([read.flatten(), place.flatten()]))[0, 1]) > 0.5
+
+
+@pytest.mark.parametrize("folder", sorted(SHIPPED.glob(f"*/{BESIDE}")), ids=lambda folder: folder.parent.name)
+def test_gates_that_ship_meet_their_budget_and_have_the_card_that_they_make(folder) -> None:
+    assert (folder / "README.md").read_text(encoding="utf-8") == card(folder, folder.parent.name)
+    for path in folder.glob("*.safetensors"):
+        gates = TrainedGates.load(path)
+        assert gates.weights_digest
+        assert gates.provenance["saved_pct_on_the_other_half"] == pytest.approx(gates.provenance["recipe"]["saves_pct"], abs=2)
 
 
 def test_a_card_says_how_gates_were_made_and_what_they_cost(tmp_path) -> None:

@@ -66,7 +66,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 plot.axhline(dense, color=GREY, linewidth=0.9, label="dense, trained as long")
         if not found.empty:
             # Curves cross every corner of the plots: below them.
-            drawing.get_layout_engine().set(rect=(0, 0.09, 1, 0.91))
+            drawing.set_layout_engine("constrained", rect=(0, 0.09, 1, 0.91))
             drawing.legend(
                 *plots[0, 0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=3, borderaxespad=0
             )

@@ -74,7 +74,7 @@ def requests(part: str, count: int, words: int) -> list[Instance]:
         "generate": ((context, {"until": ["\n\n"], "max_gen_toks": 24}) for context in contexts[: max(1, count // 4)]),
     }
     kind = {"rolling": "loglikelihood_rolling", "generate": "generate_until"}.get(part, "loglikelihood")
-    return [Instance(request_type=kind, doc={}, arguments=one, idx=i) for i, one in enumerate(arguments[part])]  # type: ignore[arg-type]
+    return [Instance(request_type=kind, doc={}, arguments=one, idx=i) for i, one in enumerate(arguments[part])]
 
 
 def asked(model: HFLM, part: str, of: list[Instance]) -> Callable[[], Answers]:

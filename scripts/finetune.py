@@ -183,7 +183,7 @@ class WeightAverage(torch.optim.Optimizer):
         self.decay = decay
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

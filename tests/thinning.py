@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,15 @@ def first(values: Iterable[Any], n: int = 1) -> list[Any]:
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow if i >= n else ())
         for i, value in enumerate(values)
     ]
+
+
+def diagonal(*axes: Iterable[Any], n: int | None = None) -> list[Any]:
+    """Every combination of the axes' values, the quick ones first: `n` steps (the longest axis's) along all axes at once, each begun again at its end."""
+    values = [list(axis) for axis in axes]
+    steps = max(map(len, values)) if n is None else n
+    quick = {tuple(i % len(axis) for axis in values) for i in range(steps)}
+    places = sorted(itertools.product(*(range(len(axis)) for axis in values)), key=lambda place: place not in quick)
+    return first((tuple(axis[i] for axis, i in zip(values, place, strict=True)) for place in places), len(quick))
 
 
 def draws(n: int) -> int:

@@ -78,14 +78,19 @@ FAMILIES = (
 EAGER_ONLY = ("gemma2",)  # caps the scores of its attention, which sdpa cannot
 STORIES = "stories260K"
 MODELS = (*FAMILIES, STORIES)
-# Families whose layers differ most: they meet every invariant in the quick suite. The others meet the first of them there (compact is masked,
-# the ledgers, dense is dense) and the rest in `make test-all`.
+# Families whose layers differ most: the quick suite meets its invariants by some of them. All models meet the first of them there (dense is
+# dense) and the rest in `make test-all`.
 UNALIKE = ("gpt2", "llama", "qwen2-mixed", "gpt_neox", "gemma2")
 
 
 def thinned(names: Sequence[str]) -> list[Any]:
     """Families, those that are like another one marked slow."""
     return [name if name in UNALIKE else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def unlike_first(names: Sequence[str]) -> list[str]:
+    """Families, those that differ most before the others."""
+    return sorted(names, key=lambda name: name not in UNALIKE)
 
 
 def with_attention(names: Sequence[str], *, all_sdpa: bool = False) -> list[Any]:

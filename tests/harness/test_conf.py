@@ -33,11 +33,10 @@ OPEN = {
 }
 
 
-@pytest.mark.parametrize("group", [group for group in GROUPS if group != "modules"])
+@pytest.mark.parametrize("group", first(["protocol", *(group for group in GROUPS if group not in ("protocol", "modules"))]))
 def test_every_choice_of_a_group_composes(group, subtests):
-    """In the quick suite four of each; of models and datasets all are read below, and of measurements all are composed."""
-    names = choices(group)
-    for choice in names if thinning.whole or group == "measure" else names[:4]:
+    """Of models and datasets all are read below, in the quick suite as well."""
+    for choice in choices(group):
         with subtests.test(choice):
             config = compose([f"{group}={choice}", *OPEN.get((group, choice), [])])
             assert isinstance(config, RunConfig)

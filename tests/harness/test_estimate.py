@@ -40,6 +40,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, capsys):
     words = ["model=folder", "model.name=llama2-70b", f"model.path={folder}", "model.dtype=bfloat16", "modules=[halting]"]
     config = compose([*words, "dataset.windows=4", "protocol=continuation"])

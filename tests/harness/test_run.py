@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness_world import LAYERS, PROMPT, WINDOW, make_text, make_world
+from thinning import first
 
 from quicksilver.harness import run as harness
 from quicksilver.harness.config import compose
@@ -60,7 +61,7 @@ def finished(world, tmp_path_factory):
 # -- a record -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("protocol", ["all", "continuation"])
+@pytest.mark.parametrize("protocol", first(["continuation", "all"]))
 def test_a_record_has_every_pass_and_they_agree(finished, protocol):
     results, records = finished
     record = records[protocol]

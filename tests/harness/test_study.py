@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness_world import make_world
+from thinning import first
 
 import quicksilver.harness.run as harness_run
 from quicksilver.cli import door
@@ -36,6 +37,7 @@ def run(*words: str) -> int:
     return door.main(["run", "-m", *words])
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path, capsys, monkeypatch):
     made = []
     real = harness_run._run
@@ -83,18 +85,21 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
 
 @pytest.mark.parametrize(
     ("more", "says"),
-    [
-        ([], "needs name="),
-        (["name=a", "+hydra.sweeper.objectives.kl=minimize"], "there is no kl"),
-        (["name=a", "hydra.sweeper.objectives.kl_nats=low"], "minimize or maximize"),
-        (["name=a", "hydra.sweeper.sampler=tpf"], "Did you mean tpe"),
-        (["name=a", "hydra.sweeper.trials=0"], "out of range"),
-        (["name=a", "hydra.sweeper.budget={ppl: 3}"], "ppl is none of the objectives"),
-        (["name=a", "hydra/launcher=joblib"], "one run after the other"),
-        (["name=a", "modules.static_depth.depth=interval(0.9,0.1)"], "interval(0.9,0.1): "),
-        (["name=a", "model.path=/not/there"], "there is no folder"),
-        (["name=a", "modules.static_depth.depth=0.5"], "draws nothing"),
-    ],
+    first(
+        [
+            ([], "needs name="),
+            (["name=a", "+hydra.sweeper.objectives.kl=minimize"], "there is no kl"),
+            (["name=a", "hydra.sweeper.sampler=tpf"], "Did you mean tpe"),
+            (["name=a", "hydra.sweeper.trials=0"], "out of range"),
+            (["name=a", "modules.static_depth.depth=0.5"], "draws nothing"),
+            (["name=a", "hydra.sweeper.objectives.kl_nats=low"], "minimize or maximize"),
+            (["name=a", "hydra.sweeper.budget={ppl: 3}"], "ppl is none of the objectives"),
+            (["name=a", "hydra/launcher=joblib"], "one run after the other"),
+            (["name=a", "modules.static_depth.depth=interval(0.9,0.1)"], "interval(0.9,0.1): "),
+            (["name=a", "model.path=/not/there"], "there is no folder"),
+        ],
+        5,
+    ),
 )
 def test_what_makes_no_sense_is_one_line(words, more, says, capsys):
     assert run(*words, *DRAWN, *more) == 2

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
-from thinning import draws
+from thinning import diagonal, draws
 
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
 from quicksilver.modules import Halting, KVSkipping, RandomHalting, Replay, TokenFusion, calibrate, shuffled
@@ -33,6 +33,12 @@ HALTING: tuple[list[RuntimeModule], ...] = (
     [RandomHalting(rate=0.2, missing_kv="copy"), KVSkipping()],
     [KVSkipping(criterion="attention", skipped_share=0.3, last_queries=4)],
 )
+OTHERS = dict(zip(("alone", "capacity", "resumed", "skipping"), HALTING, strict=False))
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampling": {"do_sample": True},
+}
 
 
 def fuse(fusion: TokenFusion, one: Pass, layer: int = 4, halted: list[list[bool]] | None = None, **seen: torch.Tensor) -> Any:
@@ -357,15 +363,14 @@ def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(
         tiny.assert_close(alone.logits, batch.real(compact.logits)[i][None], atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral"])
-@pytest.mark.parametrize("others", HALTING[:4], ids=["alone", "capacity", "resumed", "skipping"])
-def test_a_prompt_and_its_continuation(family: str, others: list[RuntimeModule]) -> None:
+@pytest.mark.parametrize(("others", "family"), diagonal(OTHERS, ("gpt2", "mistral")))
+def test_a_prompt_and_its_continuation(others: str, family: str) -> None:
     """A sliding window counts slots, not entries: with fewer entries than its width it may still end among them."""
     fusion = TokenFusion(start=0.2, fused_share=0.4, protect_first=1)
     batch, model = tiny.Batch((BATCH.rows[0],)), tiny.load(family)
     for chunks in ([16, 12], [16, *[1] * 12]):
         compact, masked = (
-            tiny.forward(model, batch, [fusion, *others], chunks=chunks, execution=execution)
+            tiny.forward(model, batch, [fusion, *OTHERS[others]], chunks=chunks, execution=execution)
             for execution in ("compact", "masked")
         )
         tiny.assert_close(compact.logits, masked.logits, atol=2e-5)
@@ -375,9 +380,8 @@ def test_a_prompt_and_its_continuation(family: str, others: list[RuntimeModule])
         assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
 
 
-@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}])
-@pytest.mark.parametrize("decode_every", [0, 5])
-def test_generation(how: dict[str, Any], decode_every: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "decode_every"), diagonal(HOW, (0, 5), n=2))
+def test_generation(how: str, decode_every: int, tmp_path: Path) -> None:
     """Left-padded batches, greedy, sampling and beams; what is merged while decoding shows in resident bytes and in a replay."""
     fusion = TokenFusion(start=0.4, fused_share=0.4, decode_every=decode_every, proportional=True, protect_first=1)
     modules: list[RuntimeModule] = [RandomHalting(rate=0.15, missing_kv="drop", protect_first=2), fusion]
@@ -387,7 +391,7 @@ def test_generation(how: dict[str, Any], decode_every: int, tmp_path: Path) -> N
     def generate(modules: list[RuntimeModule], execution: str) -> tuple[torch.Tensor, Any]:
         torch.manual_seed(1)
         with torch.no_grad(), apply(model, modules, execution=execution) as run:
-            return model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **how), run
+            return model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **HOW[how]), run
 
     (compact, run), (masked, _) = (generate(modules, execution) for execution in ("compact", "masked"))
     assert torch.equal(compact, masked)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
-from thinning import draws
+from thinning import diagonal, draws
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
@@ -299,7 +299,7 @@ def prompt_companions() -> st.SearchStrategy[list[RuntimeModule]]:
     )
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.FAMILIES))
+@pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.FAMILIES), ("sdpa", "eager"), n=4))
 @given(data=st.data())
 @settings(max_examples=draws(5))
 def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
@@ -380,8 +380,7 @@ def generate(
     return ids, run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize(("name", "strategy"), diagonal(("gpt2", "llama", "gpt_neox"), STRATEGIES))
 @given(data=st.data())
 @settings(max_examples=draws(3))
 def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:

@@ -14,7 +14,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinning import draws
+from thinning import diagonal, draws
 from tiny import Batch
 from transformers import PreTrainedModel
 
@@ -30,6 +30,7 @@ MECHANISMS: dict[str, Any] = {
     "quantization": lambda: AdaptiveQuantization(depth=0.2, tau_low=3.4, tau_high=3.7),
 }
 COMBINATIONS = [names for n in range(5) for names in itertools.combinations(MECHANISMS, n)]
+HOW: dict[str, Any] = {"greedy": {"do_sample": False}, "sampling": {"do_sample": True, "top_k": 0}, "beams": {"num_beams": 3}}
 FAMILIES = ("gpt2", "llama", "qwen2-mixed", "gpt_neox")
 EVERY = pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
 PROTOCOL = Protocol("continuation", window_tokens=24, prompt_tokens=15, batch_size=4)
@@ -71,21 +72,20 @@ def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(names: tupl
         tiny.assert_close(tiny.forward(model, batch.alone(i), modules).logits, batch.real(compact.logits)[i][None])
 
 
-@EVERY
 @pytest.mark.parametrize(
-    "how", [{"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"]
+    ("names", "how"), diagonal(COMBINATIONS, HOW, n=20), ids=lambda one: one if isinstance(one, str) else "+".join(one) or "none"
 )
 @settings(max_examples=1)
 @given(batch=ragged(), family=st.sampled_from(FAMILIES))
 @torch.no_grad()
 def test_compact_generates_what_masked_generates_in_left_padded_batches(
-    names: tuple[str, ...], how: dict[str, Any], batch: Batch, family: str
+    names: tuple[str, ...], how: str, batch: Batch, family: str
 ) -> None:
     model, written = exact(family), []
     for execution in ("compact", "masked"):
         torch.manual_seed(1)
         with apply(model, modules_of(names), execution=execution) as run:  # type: ignore[arg-type]
-            written.append(model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=4, min_new_tokens=4, **how))
+            written.append(model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=4, min_new_tokens=4, **HOW[how]))
         if execution == "compact":
             assert run.kv_bytes.billed == run.kv_bytes.resident > 0
     assert torch.equal(*written)

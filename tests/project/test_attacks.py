@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 from harness_world import make_world
 from safetensors.torch import load_file, save_file
+from thinning import first
 
 from quicksilver.cli import door
 from quicksilver.harness.answers import Answers
@@ -86,11 +87,10 @@ def refused_by_the_harness(world, tmp_path) -> Callable[..., str]:
     return ask
 
 
-def door_first(attacks: Iterable[str], n: int = 1) -> pytest.MarkDecorator:
-    """The attacks, each with the fixture that it is made by."""
-    return pytest.mark.parametrize(
-        ("attack", "way"), [(attack, "refused" if i < n else "refused_by_the_harness") for i, attack in enumerate(attacks)]
-    )
+def door_first(attacks: Collection[str], n: int = 1, quick: int | None = None) -> pytest.MarkDecorator:
+    """The attacks, each with the fixture that it is made by; those after the first `quick` are left to `make test-all`."""
+    made = [(attack, "refused" if i < n else "refused_by_the_harness") for i, attack in enumerate(attacks)]
+    return pytest.mark.parametrize(("attack", "way"), first(made, len(made) if quick is None else quick))
 
 
 # -- words of the command line ----------------------------------------------------------------------------------------------------
@@ -164,22 +164,22 @@ def test_no_layer_has_a_negative_number(refused_by_the_harness):
 TARGETS = {
     "subprocess.Popen": "is not imported",
     "os.system": "is not imported",
+    "torch.nn.Linear": "no subclass of quicksilver.runtime.module.RuntimeModule",
+    "quicksilver.runtime.module.TokenPolicy": "is abstract: it lacks decide",
+    "quicksilver.modules.nothing": "cannot be imported",
+    "'a b.C'": "is no name of a class",
     "this.c": "is not imported",  # importing it prints a poem
     "builtins.dict": "is not imported",
     "pathlib.Path": "is not imported",
-    "torch.nn.Linear": "no subclass of quicksilver.runtime.module.RuntimeModule",
     "quicksilver.harness.store.Store": "no subclass of quicksilver.runtime.module.RuntimeModule",
     "quicksilver.runtime.module.RuntimeModule": "is abstract",
-    "quicksilver.runtime.module.TokenPolicy": "is abstract: it lacks decide",
     "quicksilver.modules": "is no",
-    "quicksilver.modules.nothing": "cannot be imported",
     "Halting": "is no name of a class",
     ".a.B": "is no name of a class",
-    "'a b.C'": "is no name of a class",
 }
 
 
-@door_first(TARGETS, 2)
+@door_first(TARGETS, 2, quick=6)
 def test_a_target_that_is_no_module_is_not_called(attack, way, request, tmp_path):
     touched = tmp_path / "touched"
     said = request.getfixturevalue(way)(f"+modules.x._target_={attack}", f"+modules.x.args=[touch,{touched}]")
@@ -326,30 +326,30 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
 FC = "transformer.h.3.mlp.c_fc.weight"
 MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tensor is missing": (weights(lambda t: t.pop(FC)), f"no tensor for {FC}."),
-    "the tied tensor is missing": (weights(lambda t: t.pop("transformer.wte.weight")), "no tensor for lm_head.weight and 1 more"),
     "a tensor too many": (weights(lambda t: t.update({"transformer.h.3.lora": torch.zeros(3)})), "no place for the tensor transformer.h.3.lora"),
     "a tensor of another shape": (weights(lambda t: t.update({FC: torch.zeros(16, 63)})), f"another shape for {FC}"),
     "integers for weights": (weights(lambda t: t.update({FC: t[FC].to(torch.int8)})), f"{FC} is stored as I8"),
+    "no head": (edit(n_head=0), "cannot be loaded: ZeroDivisionError"),
+    "a list of families": (edit(model_type=["gpt2"]), "unhashable"),
+    "a torn config": (write("config.json", "{"), "an unreadable config.json"),
+    "empty weights": (write("model.safetensors", ""), "cannot be loaded: SafetensorError"),
+    "the tied tensor is missing": (weights(lambda t: t.pop("transformer.wte.weight")), "no tensor for lm_head.weight and 1 more"),
     "more layers than weights": (edit(n_layer=7), "no tensor for transformer.h.6.attn.c_attn.bias and 11 more"),
     "fewer layers than weights": (edit(n_layer=5), "no place for the tensor transformer.h.5"),
     "no layer": (edit(n_layer=0), "no place for the tensor transformer.h.0"),
     "another width": (edit(n_embd=8), "another shape for transformer.h.0"),
     "a smaller vocabulary": (edit(vocab_size=256), "another shape for transformer.wte.weight"),
-    "no head": (edit(n_head=0), "cannot be loaded: ZeroDivisionError"),
     "a word for a number": (edit(n_layer="six"), "n_layer"),
-    "a list of families": (edit(model_type=["gpt2"]), "unhashable"),
     "a config that is a list": (write("config.json", "[]"), "an unreadable config.json (a json list where an object is needed)"),
     "a config that is null": (write("config.json", "null"), "an unreadable config.json"),
-    "a torn config": (write("config.json", "{"), "an unreadable config.json"),
     "a tokenizer that is a list": (write("tokenizer.json", "[]"), "an unreadable tokenizer.json"),
     "a tokenizer's config that is a list": (write("tokenizer_config.json", "[]"), "an unreadable tokenizer_config.json"),
     "an index that is a list": (write("model.safetensors.index.json", "[]"), "an unreadable model.safetensors.index.json"),
     "an index of a wrong type": (write("model.safetensors.index.json", '{"weight_map": []}'), "an unreadable model.safetensors.index.json"),
-    "empty weights": (write("model.safetensors", ""), "cannot be loaded: SafetensorError"),
 }  # fmt: skip
 
 
-@door_first(MODELS)
+@door_first(MODELS, quick=8)
 def test_a_model_that_is_not_whole(attack, way, request, world, tmp_path):
     change, says = MODELS[attack]
     source = next(word.partition("=")[2] for word in world if word.startswith("model.path="))

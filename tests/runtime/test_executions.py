@@ -10,7 +10,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinning import draws
+from thinning import diagonal, draws
 from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
 from torch import nn
 from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ from quicksilver.runtime import (
 # -- compact and masked ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
+@pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.MODELS), ("sdpa", "eager"), n=9))
 @given(data=st.data())
 @settings(max_examples=draws(10))
 def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:

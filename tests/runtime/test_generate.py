@@ -9,7 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinning import draws
+from thinning import diagonal, draws
 from tiny import Batch, Capacity, Hashed
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
@@ -22,6 +22,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 0},
     "beams": {"do_sample": False, "num_beams": 3},
     "several": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+}
+LOOKING_AHEAD: dict[str, RuntimeModule] = {
+    "halts": Capacity(0.5, at=(1,)),
+    "fuses": TokenFusion(rule="capacity", tau_fuse=None, fused_share=0.3, protect_first=1),
 }
 
 
@@ -42,8 +46,7 @@ def generate(
     return ids, run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
+@pytest.mark.parametrize(("name", "strategy"), diagonal(tiny.unlike_first(tiny.MODELS), STRATEGIES, n=8))
 @given(data=st.data())
 @settings(max_examples=draws(3))
 def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
@@ -109,20 +112,14 @@ def test_rejected_candidates_are_cropped_away(name: str, row: tuple[int, ...], p
         assert any(p.valid.shape[1] > 1 for p in run.trace.passes[1:])  # it did guess
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
-@pytest.mark.parametrize(
-    "policy",
-    [Capacity(0.5, at=(1,)), TokenFusion(rule="capacity", tau_fuse=None, fused_share=0.3, protect_first=1)],
-    ids=["halts", "fuses"],
-)
-def test_drafts_are_no_prompt(name: str, drafts: str, policy: RuntimeModule) -> None:
+@pytest.mark.parametrize(("drafts", "policy", "name"), diagonal(("lookup", "assistant"), LOOKING_AHEAD, ("gpt2", "llama")))
+def test_drafts_are_no_prompt(drafts: str, policy: str, name: str) -> None:
     """A policy that looks ahead in prompts sees what the user gave, and the text is that of plain greedy decoding."""
     model, batch = tiny.load(name), Batch(((5, 9, 7, 5, 9, 7, 5, 9, 7, 5, 9),))
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if drafts == "lookup" else {"assistant_model": tiny.build(name)}
-    greedy, alone = generate(model, batch, [policy], do_sample=False, tokens=10)
+    greedy, alone = generate(model, batch, [LOOKING_AHEAD[policy]], do_sample=False, tokens=10)
     for execution in ("compact", "masked"):
-        guessed, run = generate(model, batch, [policy], execution, do_sample=False, tokens=10, **options)
+        guessed, run = generate(model, batch, [LOOKING_AHEAD[policy]], execution, do_sample=False, tokens=10, **options)
         assert torch.equal(guessed, greedy)
         prompt, *rest = run.trace.passes
         assert torch.equal(prompt.halt_layer, alone.trace.passes[0].halt_layer)

@@ -9,7 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinning import draws
+from thinning import diagonal, draws
 from tiny import Batch, Capacity, HaltAll, Hashed
 from transformers import DynamicCache, PreTrainedModel
 
@@ -20,7 +20,7 @@ flops = pytest.importorskip("quicksilver.measure.flop_counter")
 # -- floating-point operations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
+@pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.MODELS), ("eager", "sdpa"), n=9))
 @given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
 @settings(max_examples=draws(4))
 def test_executed_is_what_is_counted_from_outside(name: str, attention: str, execution: str, data: st.DataObject) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from thinning import diagonal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quicksilver.baselines.one_shot_halting import OneShotHalting
@@ -65,9 +66,9 @@ STATIC = {
 }
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
-@pytest.mark.parametrize("policy", STATIC)
+@pytest.mark.parametrize(
+    ("policy", "name", "use_cache"), diagonal(STATIC, ("gpt2", "llama", "gpt_neox"), (False, True), n=2 * len(STATIC))
+)
 def test_a_prompt_of_static_shapes_asks_the_device_nothing(policy: str, name: str, use_cache: bool) -> None:
     model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
     with torch.inference_mode(), waits() as of_its_own:  # transformers looks at the ids; not while a graph is captured

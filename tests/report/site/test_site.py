@@ -568,6 +568,7 @@ def test_pages_load_without_a_console_error(browser, site):
         assert page("return document.documentElement.scrollWidth <= innerWidth"), path
 
 
+@pytest.mark.slow
 def test_a_narrow_window_scrolls_in_one_direction_only(browser, site, records):
     names = ["index", "claims", "runs", "explorer", "table11", "figure99", "tokens", f"tokens/{records['all'].fingerprint}"]
     browser.set_window_size(500, 900)

@@ -43,6 +43,7 @@ class Page:
     def __init__(self, browser, path: Path) -> None:
         self.browser = browser
         browser.get(path.as_uri())
+        self.wait("return document.readyState === 'complete' && document.body !== null")  # `get` may return before there is one
         if "bokeh.js" in path.read_text(encoding="utf-8"):
             self.wait("return document.body.dataset.charts === 'drawn'")
 

@@ -1,4 +1,4 @@
-"""Every benchmark of this machine within a quarter of an hour: `make benchmark`, on a quiet one.
+"""Every benchmark of this machine within twenty minutes: `make benchmark`, on a quiet one.
 
     runtime        overhead and realization ratios (scripts/benchmark.py), on fewer layers and rows than it takes by itself
     prediction     a prompt whose tokens are dropped, then predicted, and decoding after it, on gpt2-large's shape (scripts/benchmark.py)
@@ -41,7 +41,7 @@ PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "prediction": (
         "benchmark.py",
-        ("--only", "predicted", "--dtypes", "float32", "--shapes", "gpt2-large", "--repeats", "5", "--new-tokens", "17"),
+        ("--only", "predicted", "--dtypes", "float32", "--shapes", "gpt2-large", "--repeats", "3", "--new-tokens", "17"),
     ),
     "quantization": (
         "benchmark_quantization.py",
@@ -139,7 +139,7 @@ def _table(frame: pd.DataFrame) -> str:
 def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, list[str]]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--minutes", type=float, default=13.0, help="no part begins after that; the longest takes about two")
+    parser.add_argument("--minutes", type=float, default=16.0, help="no part begins after that; the longest takes about four")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks", help="a folder")
     for part in PARTS:
         parser.add_argument(

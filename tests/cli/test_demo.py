@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from thinning import first
@@ -46,6 +47,17 @@ def test_a_terminal_gets_colours_unless_it_asks_for_none(asked, monkeypatch, cap
     monkeypatch.setenv("NO_COLOR", asked) if asked else monkeypatch.delenv("NO_COLOR", raising=False)
     assert door.main(["demo", "new_tokens=1", "save=0.2"]) == 0
     assert ("\033[38;5;" in capsys.readouterr().out) == (asked is None)
+
+
+def test_the_picture_in_the_readme_has_the_numbers_that_it_prints(capsys):
+    assert door.main(["demo", "new_tokens=1"]) == 0
+    picture = (Path(__file__).parents[2] / "docs/assets/demo.svg").read_text(encoding="utf-8")
+    picture = picture.replace("&#160;", " ").replace("&#x27;", "'")
+    wanted = ("prompt's", "all FLOPs", "KV", "perplexity")
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(wanted)]
+    assert len(printed) == 4
+    words = " ".join(picture.split())  # a terminal may be of another width
+    assert [line for line in printed if " ".join(line.split()) not in words] == []
 
 
 def test_a_token_is_shown_with_the_character_that_it_completes():

@@ -48,7 +48,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     )
     check_tracker(first.tracker)
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
-    manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), own=first.records == "own")
+    manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
     sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
     with sweep.headed():
         sweep.go_on(space.fixed)

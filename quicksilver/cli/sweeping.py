@@ -84,7 +84,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             runs=tuple(composed.runs),
             extra_dirs=tuple(str(folder.absolute()) for folder in extra_dirs),
             launcher=launcher_name(settings),
-            own=any(config.records == "own" for config in composed.configs.values()),
+            records=first.records,
         )
         workers = check_launcher(settings, composed.configs.values(), Path(first.results_dir), asked.workers)
         sweep = Sweep(first.results_dir, dataclasses.replace(manifest, workers=workers))

@@ -40,11 +40,11 @@ class Answer:
 class Answers:
     """What is remembered below one results folder."""
 
-    def __init__(self, results_dir: Path | str, *, own: bool = False) -> None:
-        self._store = Store(results_dir, own=own)
+    def __init__(self, results_dir: Path | str, records: str = "any") -> None:
+        self._store = Store(results_dir, records)
         self._stamp = _stamp()
         self._known = self._read(_FILE)
-        self._index = {} if own else self._read(INDEX)
+        self._index = self._read(INDEX) if records == "any" else {}
         self._changed = False
 
     def _read(self, name: str) -> dict[str, Any]:

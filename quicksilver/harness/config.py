@@ -311,7 +311,7 @@ def check(config: RunConfig) -> None:
     _choice("dataset.part", config.dataset.part, PARTS)
     _choice("protocol.name", config.protocol.name, ("all", "continuation"))
     _choice("execution", config.execution, EXECUTIONS)
-    _choice("records", config.records, ("any", "own"))
+    _choice("records", config.records, ("any", "checked", "own"))
     _choice("tracker.name", config.tracker.name, ("none", "wandb"))
     _choice("tracker.mode", config.tracker.mode, ("offline", "online", "disabled"))
     if config.decision_layers is not None and (not config.decision_layers or min(config.decision_layers) < 0):

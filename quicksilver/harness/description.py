@@ -133,6 +133,22 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Confirmed:
+    """How a run compares with the record that the repository has of it.
+
+    Attributes:
+        windows, of: how many were scored again, of how many.
+        largest_difference_nats: of any of these windows, in nats a scored token: of its likelihood or its KL to dense.
+        agrees: what no clock reads is the repository's. False: all of it was measured here.
+    """
+
+    windows: int
+    of: int
+    largest_difference_nats: float
+    agrees: bool
+
+
+@dataclass(frozen=True)
 class DenseTotals:
     """Totals of the dense run that differences are against, as `QualityResult` has them; in record.json with `dense_` before each name."""
 
@@ -169,6 +185,7 @@ class Description:
         config: the run's configuration, resolved.
         started, finished: ISO 8601, UTC; `seconds` between them.
         batch_windows: windows in the batch that was audited, counted, timed and weighed.
+        confirmed: set where the run was compared with the record of the repository (records=checked).
     """
 
     schema_version: int
@@ -193,3 +210,4 @@ class Description:
     finished: str
     seconds: float
     batch_windows: int
+    confirmed: Confirmed | None = None

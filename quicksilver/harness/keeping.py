@@ -16,8 +16,9 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import CHECKSUM, EVENTS, PACKED_TRACE, RECORD, TRACE, Record, checksum, load_record
+from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, EVENTS, PACKED_TRACE, RECORD, TRACE, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store, described
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import pack
 
 _LARGE_BYTES = 1_500_000  # as it would be kept
@@ -40,6 +41,11 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     records: dict[str, tuple[Record, set[str]]] = {}
 
     def add(record: Record, names: Collection[str]) -> None:
+        if record.confirmed is not None:
+            raise ConfigError(
+                f"{record.path} took its perplexity from the repository's record: what is kept must be measured as a whole. "
+                "Repeat the table with records=own."
+            )
         small = {
             name for name, file in record.files.items() if name not in _LEFT_OUT and _is_small(record.path / name, file.bytes)
         }
@@ -57,10 +63,33 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     shutil.rmtree(new, ignore_errors=True)
     for fingerprint, (record, names) in records.items():
         _copy(record, new / fingerprint, names)
+    _copy_calibrations(store, [record for record, _ in records.values()], new / CALIBRATIONS)
     with store.writing():
         shutil.rmtree(old, ignore_errors=True)
         new.rename(old)
     return [old / fingerprint for fingerprint in sorted(records)]
+
+
+def _copy_calibrations(store: Store, records: Collection[Record], folder: Path) -> None:
+    """Those that records of the package's own text were calibrated with: a first table need not measure them again."""
+    made_with: dict[str, set[str]] = {}
+    for record in records:
+        if record.calibration is not None and record.config["dataset"]["reader"] == "pydoc":
+            made_with.setdefault(_what_was_calibrated(record.calibration.provenance), set()).update(record.calibration.signals)
+    folder.mkdir(parents=True)
+    for place in (store.root / KEPT / CALIBRATIONS, store.root / CALIBRATIONS):
+        for path in sorted(place.glob("*.json")):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            provenance = content["provenance"]
+            if content["percentiles"].keys() <= made_with.get(_what_was_calibrated(provenance), set()):
+                source = {**provenance["source"], "text": _name(provenance["source"]["text"])}
+                content |= {"provenance": provenance | {"source": source}}
+                (folder / path.name).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _what_was_calibrated(provenance: Mapping[str, Any]) -> str:
+    named = ("model_digest", "dtype", "data_digest", "windows", "window_tokens", "numerics_version")
+    return json.dumps([provenance.get(name) for name in named])
 
 
 def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safete
 PACKED_TRACE = TRACE + ".gz"  # in records that the repository keeps
 SIGNALS = "signals.safetensors"
 CHECKSUM = "checksum"
+CALIBRATIONS = "calibration"  # a folder of results, and one beside the repository's records
 # A run may execute more than dense inference (signals, drafts that are thrown away), but no mechanism here does so twenty times over, and
 # none leaves out all but a thousandth: embedding and output head alone are more.
 _MOST_TIMES_DENSE, _LEAST_OF_DENSE = 20.0, 1e-3
@@ -373,7 +374,12 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
     import pandas as pd
 
     places = [place for place in (Path(results_dir) / "runs", Path(results_dir) / "records") if place.is_dir()]
-    found = {p.name: p for place in places for p in place.iterdir() if p.is_dir() and not p.name.startswith(".")}
+    found = {
+        p.name: p
+        for place in places
+        for p in place.iterdir()
+        if p.is_dir() and not p.name.startswith(".") and p.name != CALIBRATIONS
+    }
     folders = [found[name] for name in sorted(found)]
     rows = [
         dict(_flatten({k: v for k, v in load_record(folder).content.items() if k not in ("identity", CHECKSUM)}))

@@ -19,7 +19,7 @@ from quicksilver.harness.config import RunConfig
 from quicksilver.harness.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
 from quicksilver.harness.environment import environment
 from quicksilver.harness.parts import build_measurements, build_modules
-from quicksilver.harness.record import SCHEMA_VERSION, TRACE, WINDOWS, Record
+from quicksilver.harness.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.harness.store import Draft, Store
 from quicksilver.harness.tracker import check_tracker, mirror
 from quicksilver.harness.workplace import Workplace, asks_for_calibration
@@ -109,7 +109,7 @@ def plan(configs: Iterable[RunConfig], workplace: Workplace | None = None) -> li
 
 def store_of(config: RunConfig) -> Store:
     """The records that count for this run."""
-    return Store(config.results_dir, own=config.records == "own")
+    return Store(config.results_dir, config.records)
 
 
 def is_done(config: RunConfig) -> bool:
@@ -210,23 +210,14 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
             config.measure["batch_windows"], loaded.tokenizer, workplace.examples(config), dense=workplace.dense(config) if config.modules else None,
             decision_layers=config.decision_layers,
         )  # fmt: skip
-        scalars = _measure(bench, config, draft, report)
-        dense = store.get(step.dense) if step.dense is not None else None
-        if dense is not None:
-            _put_dense_beside(scalars, bench, dense)
+        scalars = _measured(bench, step, store, draft, report)
         report("write", 1.0)
-        draft.event("measured")
-        draft.write(WINDOWS, lambda path: bench.frame.to_parquet(path, index=False))
-        if modules and bench.trace is not None:
-            draft.write(TRACE, bench.trace.save)
-        for name, write in bench.files.items():
-            draft.write(name, write)
         draft.event("finished")
         beside = sorted({*beside, *_others(store, step.fingerprint)})
         described = _describe(step, workplace, loaded, windows, modules, calibration)
         described["environment"] = encoded(environment(beside))
         finished = {"started": started, "finished": _now(), "seconds": round(time.monotonic() - clock, 3)}
-        return store.publish(draft, described | finished | scalars)
+        return store.publish(draft, scalars | described | finished)
     finally:
         torch.set_num_threads(threads_before)
 
@@ -242,8 +233,38 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _measure(bench: Bench, config: RunConfig, draft: Draft, report: _Reporter) -> dict[str, Any]:
-    """Every measurement of the config; returns what goes into record.json."""
+def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _Reporter) -> dict[str, Any]:
+    """What goes into record.json of measurements, and the files behind it. With records=checked what no clock reads is taken from the
+    repository's record, where a part of it comes out the same here."""
+    from quicksilver.harness import confirming
+
+    measurements = build_measurements(step.config.measure)
+    there = found = None
+    if step.config.records == "checked":
+        there = confirming.of_repository(step.config.results_dir, step.fingerprint, measurements)
+    if there is not None:
+        draft.event("confirm")
+        report("confirm", _LOADING + _CALIBRATING)
+        found = confirming.confirm(there, bench)
+    if there is not None and found is not None and found.agrees:
+        timed = {name: one for name, one in measurements.items() if one.timed}
+        scalars = confirming.taken(there, draft) | _measure(bench, timed, draft, report)
+    else:
+        scalars = _measure(bench, measurements, draft, report)
+        dense = store.get(step.dense) if step.dense is not None else None
+        if dense is not None:
+            _put_dense_beside(scalars, bench, dense)
+        draft.write(WINDOWS, lambda path: bench.frame.to_parquet(path, index=False))
+        if bench.modules and bench.trace is not None:
+            draft.write(TRACE, bench.trace.save)
+        for name, write in bench.files.items():
+            draft.write(name, write)
+    draft.event("measured")
+    return scalars if found is None else scalars | {"confirmed": dataclasses.asdict(found)}
+
+
+def _measure(bench: Bench, measurements: Mapping[str, Measurement], draft: Draft, report: _Reporter) -> dict[str, Any]:
+    """Every one of these measurements; returns what goes into record.json."""
     before, seen = _LOADING + _CALIBRATING, set()
 
     def tell(phase: str, share: float) -> None:
@@ -252,7 +273,7 @@ def _measure(bench: Bench, config: RunConfig, draft: Draft, report: _Reporter) -
             draft.event(phase)
         report(phase, before + (1 - before) * share)
 
-    return measured_scalars(bench, build_measurements(config.measure), tell)
+    return measured_scalars(bench, measurements, tell)
 
 
 def measured_scalars(
@@ -288,11 +309,17 @@ def calibrated_modules(config: RunConfig, workplace: Workplace, store: Store) ->
     if not any(asks_for_calibration(module) for module in modules):
         return modules, None
     windows, text = workplace.windows(config, "calibration"), workplace.text(config, "calibration")
-    folder = store.root / "calibration"
+    folder = store.root / CALIBRATIONS
     source = {"model": config.model.name, "dataset": config.dataset.name, "text": text.source}
     with store.writing():
         calibration = calibrate_modules(
-            modules, folder, workplace.model(config).model, windows.ids, batch_size=config.protocol.batch_size, source=source
+            modules,
+            folder,
+            workplace.model(config).model,
+            windows.ids,
+            batch_size=config.protocol.batch_size,
+            source=source,
+            made_before=store.kept_calibrations,
         )
     assert calibration is not None  # asked for
     signals = sorted(calibration.percentiles)

@@ -25,7 +25,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from quicksilver.harness import lease
-from quicksilver.harness.record import CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
+from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
@@ -53,10 +53,11 @@ class Draft:
 class Store:
     """The records below one results folder. Safe to use from several processes at once."""
 
-    def __init__(self, results_dir: Path | str, *, own: bool = False):
+    def __init__(self, results_dir: Path | str, records: str = "any"):
         """
         Args:
-            own: only what was made on this machine counts; records that came with the repository do not.
+            records: which count, as the config's key says. `any`: all that are there, those of the repository first; `checked`: those made on this machine;
+                `own`: of these, those that took no number from the repository's (confirming.py).
 
         Raises:
             ConfigError: something at that place that is no folder.
@@ -64,7 +65,13 @@ class Store:
         self.root = Path(results_dir)
         _check_folder(self.root)
         self.runs = self.root / "runs"
-        self.kept = None if own else self.root / KEPT
+        self.kept = self.root / KEPT if records == "any" else None
+        self._own = records == "own"
+
+    @property
+    def kept_calibrations(self) -> Path | None:
+        """Where the repository has calibrations; None: what it has does not count."""
+        return None if self._own else self.root / KEPT / CALIBRATIONS
 
     def path(self, fingerprint: str) -> Path:
         return self.runs / fingerprint
@@ -76,7 +83,8 @@ class Store:
             ConfigError: something is there that is not a whole record of this schema.
         """
         folder = self.folder(fingerprint)
-        return load_record(folder) if folder.exists() else None
+        record = load_record(folder) if folder.exists() else None
+        return None if record is not None and self._own and record.confirmed is not None else record
 
     def folder(self, fingerprint: str) -> Path:
         """Where that record is, or would be made: one that the repository has comes first, so that its tables stay what they are."""
@@ -150,6 +158,9 @@ class Store:
             for name in (*names, RECORD):
                 _to_disk(draft.folder / name)
             final = self.path(draft.fingerprint)
+            if self._own and final.is_dir():
+                # It took a part from the repository's, and this one did not; any other would have been found before.
+                final.rename(draft.folder.with_name(draft.folder.name + "-before"))
             try:
                 os.rename(draft.folder, final)
             except OSError as error:

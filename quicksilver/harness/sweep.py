@@ -63,7 +63,7 @@ class Manifest:
         words: the command line behind `quicksilver run`, for whoever wants to go on with it.
         extra_dirs: folders with yaml files of the user's own.
         launcher: of conf/hydra/launcher; workers: processes that make runs at once.
-        own: only records of this machine count.
+        records: which records count, as `Store` has it.
         total: of a sweep whose runs are drawn while it runs, how many there will be; None: they are all here.
     """
 
@@ -73,13 +73,13 @@ class Manifest:
     extra_dirs: tuple[str, ...] = ()
     launcher: str = "basic"
     workers: int = 1
-    own: bool = False
+    records: str = "any"
     total: int | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def same_runs(self, other: Manifest) -> bool:
         """Whether both are of the same runs, however they are launched."""
-        return [_what(run) for run in self.runs] == [_what(run) for run in other.runs] and self.own == other.own
+        return [_what(run) for run in self.runs] == [_what(run) for run in other.runs] and self.records == other.records
 
     def label(self, run: SweepRun) -> str:
         """`[17/200] tau_drift=p40`, the run's name everywhere."""
@@ -179,7 +179,7 @@ class Sweep:
 
     def __init__(self, results_dir: Path | str, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.store = Store(results_dir, own=manifest.own)
+        self.store = Store(results_dir, manifest.records)
         self.folder = self.store.root / FOLDER / manifest.name
 
     @classmethod

@@ -47,6 +47,7 @@ class Audit(Measurement):
     probes: int = 3
 
     share = 0.08
+    windows_speak = True
 
     def check(self, setting: object) -> None:
         at_least("probes", self.probes, 1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
     from quicksilver.measure.meters import Window
 
-ROUNDS = 2  # that the window is divided into, run and dense in turns
+ROUNDS = 2  # that the window is divided into: run and dense in turns, where dense was not read before
 WORLD = "world average"
 
 
@@ -29,7 +29,7 @@ class EmissionsResult(Result):
     """What a token drew and emitted, at the plug of the parts that CodeCarbon reads.
 
     Attributes:
-        energy_j_per_token, gco2_per_token: of the run; `dense_…` of the dense model, in turns with it.
+        energy_j_per_token, gco2_per_token: of the run; `dense_…` of the dense model, in the same process.
         window_s: how long the run's window was.
         method: where the joules come from; `measured` is False where that is an estimate without any counter.
         grid_kg_per_kwh: emissions of electricity in `grid`, a country or the world average.
@@ -54,7 +54,8 @@ class EmissionsResult(Result):
 
 @dataclass
 class Emissions(Measurement):
-    """Read CodeCarbon over a window of work. No other number depends on it: a record without it is the same record.
+    """Read CodeCarbon over a window of work. No other number depends on it: a record without it is the same record. The dense model is read
+    once for all runs of this model, text and protocol in one process: beside a window this short, `energy` is what compares with care.
 
     Args:
         country_iso_code: whose electricity it is, such as DEU; None: the world average that CodeCarbon has.
@@ -92,8 +93,10 @@ class Emissions(Measurement):
 
             return fn
 
+        kept = bench.dense.energy_j_per_token if bench.dense is not None else {}
+        setting = f"{self.country_iso_code} {self.window_s}"
         with torch.no_grad(), ExitStack() as stack:
-            works = {"dense": work(shared_weight_copy(model), lambda: None)}
+            works = {} if setting in kept else {"dense": work(shared_weight_copy(model), lambda: None)}
             if bench.modules:
                 run = stack.enter_context(bench.apply())
                 works["run"] = work(model, run.reset)
@@ -104,8 +107,9 @@ class Emissions(Measurement):
         per_token = {
             name: sum(one.joules for one in those) / (tokens * sum(one.calls for one in those)) for name, those in windows.items()
         }
-        dense, ours = per_token["dense"], per_token.get("run", per_token["dense"])
-        seconds = sum(one.seconds for one in windows.get("run", windows["dense"]))
+        dense = kept.setdefault(setting, per_token["dense"]) if "dense" in per_token else kept[setting]
+        ours = per_token.get("run", dense)
+        seconds = sum(one.seconds for one in windows["run" if "run" in windows else "dense"])
         grams = 1e3 * meter.grid_kg_per_kwh / J_PER_KWH
         return EmissionsResult(
             energy_j_per_token=ours,

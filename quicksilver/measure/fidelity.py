@@ -75,11 +75,13 @@ class DensePasses:
     Attributes:
         logits: of the windows.
         peak_tensor_bytes: of one batch; None: nobody asked yet.
+        energy_j_per_token: as CodeCarbon read it over one batch, again and again; by its settings.
     """
 
     def __init__(self, model: PreTrainedModel, protocol: Protocol) -> None:
         self.logits = DenseLogits(model, protocol)
         self.peak_tensor_bytes: int | None = None
+        self.energy_j_per_token: dict[str, float] = {}
 
 
 class Comparison:

@@ -26,6 +26,7 @@ class Flops(Measurement):
     """Count one batch."""
 
     share = 0.04
+    windows_speak = True
 
     def run(self, bench: Bench) -> FlopsResult:
         import torch

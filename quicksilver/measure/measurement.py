@@ -71,12 +71,14 @@ class Measurement(ABC):
     Attributes:
         share: rough share of a run's time, beside the others' shares.
         timed: a clock is read, which `masked` execution makes worthless.
+        windows_speak: windows whose scores come out alike twice say that all of it would.
         in_identity: a record without it is another record. False: no number of the others depends on it, and records that lack it count.
         of_dense: in the dense run that other runs are compared with `always`; `never`; or `alone`: only where the dense run was asked for.
     """
 
     share: ClassVar[float] = 0.05
     timed: ClassVar[bool] = False
+    windows_speak: ClassVar[bool] = False
     in_identity: ClassVar[bool] = True
     of_dense: ClassVar[Literal["always", "alone", "never"]] = "always"
 

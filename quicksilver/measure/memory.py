@@ -203,6 +203,7 @@ class Memory(Measurement):
     """Weigh one batch, whose windows were scored before: what is allocated once is paid for. And its KV cache by layer."""
 
     share = 0.05
+    windows_speak = True
 
     def run(self, bench: Bench) -> MemoryResult:
         import torch

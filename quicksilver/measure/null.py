@@ -51,6 +51,7 @@ class Null(Measurement):
     seeds: int = 1
 
     share = 0.15
+    windows_speak = True
     of_dense = "never"
 
     def check(self, setting: object) -> None:

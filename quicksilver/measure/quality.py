@@ -57,6 +57,7 @@ class Quality(Measurement):
     """Score every window; every decision goes into the trace."""
 
     share = 0.25
+    windows_speak = True
 
     def run(self, bench: Bench) -> QualityResult:
         from quicksilver.measure.fidelity import DensePasses

@@ -149,12 +149,19 @@ def calibration_path(
 
 
 def calibrate_modules(
-    modules: Sequence[RuntimeModule], folder: Path | str, model: PreTrainedModel, windows: torch.Tensor, **options: Any
+    modules: Sequence[RuntimeModule],
+    folder: Path | str,
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    *,
+    made_before: Path | None = None,
+    **options: Any,
 ) -> Calibration | None:
     """Give a calibration of `model` and `windows` to the modules whose percentiles have none. It holds the signals they ask for and no
     others, each measured once and kept in a file of its own below `folder`. Modules that are to be fitted are.
 
     Args:
+        made_before: a folder with calibrations that are read as well.
         options: of `calibrate`.
 
     Returns:
@@ -167,17 +174,24 @@ def calibrate_modules(
     if not asking:
         return Calibration(architecture_of(model).n_layers, GRID, {}, _provenance(model, windows)) if fitting else None
     asked = {s.key: s for m in asking for s in m.calibration_signals()}
-    calibration = _each_once(list(asked.values()), folder, model, windows, **options)
+    calibration = _each_once(list(asked.values()), folder, made_before, model, windows, **options)
     for module in asking:
         module.calibration = calibration
     return calibration
 
 
 def _each_once(
-    signals: Sequence[Signal], folder: Path | str, model: PreTrainedModel, windows: torch.Tensor, **options: Any
+    signals: Sequence[Signal],
+    folder: Path | str,
+    made_before: Path | None,
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    **options: Any,
 ) -> Calibration:
     """One calibration of all `signals`: those that have a file are read, the others are measured together."""
     paths = {signal.key: calibration_path(folder, model, windows, [signal]) for signal in signals}
+    there = {} if made_before is None else {key: made_before / path.name for key, path in paths.items() if not path.exists()}
+    paths |= {key: path for key, path in there.items() if path.exists()}
     missing = [signal for signal in signals if not paths[signal.key].exists()]
     measured: dict[str, Calibration] = {}
     if missing:

@@ -33,12 +33,28 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
     seeds = _each(records, lambda record: str(record.config["seed"]))
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window.")
+    if confirmed := confirmation(records):
+        lines.append(confirmed)
     warnings = timing_warnings(records)
     if warnings:
         lines.append(f"Timing is to be taken with care: {'; '.join(warnings)}.")
     lines = [without_folders(line) for line in lines]
     lines.append("Records: " + ", ".join(_record_names(outcomes)) + ".")
     return tuple(lines)
+
+
+def confirmation(records: Sequence[Record]) -> str | None:
+    """What of these records was measured here and what was taken from the repository's; None: nothing was compared with it."""
+    found = list({record.fingerprint: record.confirmed for record in records if record.confirmed is not None}.values())
+    if not found:
+        return None
+    apart = max(one.largest_difference_nats for one in found)
+    windows = " / ".join(dict.fromkeys(f"{one.windows} of {one.of}" for one in found))
+    taken = sum(one.agrees for one in found)
+    said = f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
+    if taken < len(found):
+        said += f" {len(found) - taken} differ by more than rounding and were measured here as a whole."
+    return said + (f" Of {taken} only times and energy are of this machine; records=own measures all of it." if taken else "")
 
 
 def timing_warnings(records: Sequence[Record]) -> list[str]:

@@ -81,6 +81,7 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
     from quicksilver.harness.run import store_of
     from quicksilver.report.committed import committed, distance
+    from quicksilver.report.provenance import confirmation
     from quicksilver.report.table import Table
 
     store = store_of(base)
@@ -90,7 +91,8 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     reference = committed(folder / f"{name}.csv")
     product = artefact.build(outcomes, name if all_kept(outcomes, store) else f"{name}{MINE}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
-    return Made(product, distance(product.frame, reference, f"{name}.csv"), written)
+    records = [record for one in outcomes for record in (one.record, one.dense) if record is not None]
+    return Made(product, confirmation(records) or distance(product.frame, reference, f"{name}.csv"), written)
 
 
 def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None, answers: Answers) -> list[Outcome]:

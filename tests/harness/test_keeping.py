@@ -124,7 +124,7 @@ def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_pat
     lacking = Answers(clone).get(["dataset=forgotten"])
     assert lacking is not None
     assert lacking.record is None  # known not to be here: nothing is composed to find that out
-    assert Answers(clone, own=True).get(asked) is None
+    assert Answers(clone, "own").get(asked) is None
     monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))
     assert Answers(clone).get(asked) is None  # a text that is at hand is what counts
     monkeypatch.delenv("QUICKSILVER_DATA")

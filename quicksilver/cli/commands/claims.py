@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
 
     overrides = check_overrides(words, "claims")
     base = base_config(overrides)
-    answers = Answers(base.results_dir, own=base.records == "own")
+    answers = Answers(base.results_dir, base.records)
     store, sources, failed = store_of(base), [], []
     with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
         work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read)

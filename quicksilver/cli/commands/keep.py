@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     from quicksilver.harness.answers import INDEX, Answers
     from quicksilver.harness.keeping import keep
     from quicksilver.harness.record import TRACE
-    from quicksilver.harness.store import Store
+    from quicksilver.harness.store import KEPT, Store
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import MINE
     from quicksilver.report.writing import write_files
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     for name in mine:
         for path in written[name].parent.glob(f"{name}.*"):
             path.unlink()
-    size = sum(path.stat().st_size for folder in kept for path in folder.iterdir())
+    size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
     print(f"{len(set(wanted) - {folder.name for folder in kept})} records are too large to be kept.")
     print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: quicksilver reproduce all")
     return 0

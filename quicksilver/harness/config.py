@@ -174,6 +174,12 @@ def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
         raise ConfigError(
             f"experiment={experiment}: there is no such experiment. {suggest(experiment, choices('experiment'), 'Choices')}"
         )
+    return list(_sweep_jobs(path, path.stat().st_mtime_ns))
+
+
+@lru_cache
+def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
+    """`changed_ns`: when the file was, so that one that changes is read again."""
     params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params") or {}
     parser = OverridesParser.create()
     axes = []
@@ -183,7 +189,7 @@ def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
         axes.append([f"{key}={value}" for value in swept])
     if not axes:
         raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
-    return [(f"experiment={experiment}", *job) for job in itertools.product(*axes)]
+    return tuple((f"experiment={path.stem}", *job) for job in itertools.product(*axes))
 
 
 # --- composing ------------------------------------------------------------------------------------------------------------------

@@ -217,7 +217,8 @@ def pairs_of(
     ours, theirs = record.windows, baseline.windows
     if set(ours["window"]) != set(theirs["window"]) or not ours["window"].is_unique or len(ours) != len(theirs):
         raise ConfigError(f"{record.path} and {baseline.path} scored different windows: they do not pair.")
-    theirs = theirs.set_index("window").loc[ours["window"]]
+    if not np.array_equal(ours["window"], theirs["window"]):
+        theirs = theirs.set_index("window").loc[ours["window"]]
     columns = (ours[column], ours["tokens"], theirs[baseline_column], theirs["tokens"])
     return tuple(values.to_numpy(np.float64) for values in columns)
 

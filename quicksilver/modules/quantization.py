@@ -30,7 +30,6 @@ from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.quantized.codes import UNTOUCHED, WIDTHS
 from quicksilver.runtime.quantized.integer import IntegerExecutor
 from quicksilver.runtime.quantized.linear import SimulatedExecutor
-from quicksilver.runtime.trace import Trace
 from quicksilver.runtime.view import LayerView
 
 NORMALISATIONS = ("none", "log_vocab", "minmax")
@@ -248,24 +247,6 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         if len(self.widths) == 3:
             return widths[above_low.long() + above_high.long()]
         return widths[(above_high if self.widths[-1] >= 8 else above_low).long().clamp(max=len(self.widths) - 1)]
-
-
-def mix_of(trace: Trace) -> dict[int, float]:
-    """What the null needs: the share of each width among the active tokens of the layers after the first decision on widths.
-
-    Raises:
-        ConfigError: no token was given a width.
-    """
-    counts = dict.fromkeys(WIDTHS, 0)
-    for p in trace.passes:
-        for layer in range(min((q.layer for q in p.precisions), default=trace.n_layers) + 1, trace.n_layers):
-            bits = p.bits(layer)[p.active(layer)]
-            for width in WIDTHS:
-                counts[width] += int((bits == width).sum())
-    total = sum(counts.values())
-    if not total:
-        raise ConfigError("No token of this trace was given a width: run the model under AdaptiveQuantization.")
-    return {width: n / total for width, n in counts.items()}
 
 
 def _width(name: str, value: object) -> None:

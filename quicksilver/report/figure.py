@@ -18,7 +18,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pandas as pd
-import seaborn
 from cycler import cycler
 from matplotlib.figure import Figure as Drawing
 
@@ -153,6 +152,8 @@ class Figure:
 @contextmanager
 def style() -> Iterator[None]:
     """The look of every figure, inside the block: draw in it."""
+    import seaborn  # a second and a half, which who reads records need not pay
+
     cycle = cycler(color=PALETTE) + cycler(linestyle=DASHES) + cycler(marker=MARKERS)
     settings: dict[str, Any] = {
         **seaborn.plotting_context("paper"),

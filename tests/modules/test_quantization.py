@@ -31,11 +31,11 @@ from quicksilver.modules import (
     Replay,
     TokenFusion,
     calibrate,
-    mix_of,
     shuffled,
 )
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
 from quicksilver.runtime.quantized.codes import quantize_dequantize
+from quicksilver.runtime.quantized.mix import mix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from quicksilver.harness.description import Confirmed
 from quicksilver.harness.record import CHECKSUM, EVENTS, Record, check_files
-from quicksilver.harness.store import Store
+from quicksilver.harness.store import KEPT, Store
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def of_repository(results_dir: str, fingerprint: str, measurements: Mapping[str,
         return None
     try:
         record = Store(results_dir).get(fingerprint)
-        if record is None or record.confirmed is not None:
+        if record is None or record.path.parent.name != KEPT:
             return None
         check_files(record)
     except ConfigError:

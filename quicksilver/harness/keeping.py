@@ -18,7 +18,6 @@ import pandas as pd
 
 from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, EVENTS, PACKED_TRACE, RECORD, TRACE, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store, described
-from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import pack
 
 _LARGE_BYTES = 1_500_000  # as it would be kept
@@ -41,11 +40,6 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     records: dict[str, tuple[Record, set[str]]] = {}
 
     def add(record: Record, names: Collection[str]) -> None:
-        if record.confirmed is not None:
-            raise ConfigError(
-                f"{record.path} took its perplexity from the repository's record: what is kept must be measured as a whole. "
-                "Repeat the table with records=own."
-            )
         small = {
             name for name, file in record.files.items() if name not in _LEFT_OUT and _is_small(record.path / name, file.bytes)
         }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quicksilver.harness.record import Record
+from quicksilver.harness.store import KEPT
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome
@@ -51,6 +52,8 @@ def confirmation(records: Sequence[Record]) -> str | None:
     apart = max(one.largest_difference_nats for one in found)
     windows = " / ".join(dict.fromkeys(f"{one.windows} of {one.of}" for one in found))
     taken = sum(one.agrees for one in found)
+    if all(record.path.parent.name == KEPT for record in records):
+        return f"{taken} runs were timed again after they were made, when {windows} windows came out alike (at most {apart:.1g} nats a token apart)."
     said = f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
     if taken < len(found):
         said += f" {len(found) - taken} differ by more than rounding and were measured here as a whole."

@@ -92,7 +92,8 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     product = artefact.build(outcomes, name if all_kept(outcomes, store) else f"{name}{MINE}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
     records = [record for one in outcomes for record in (one.record, one.dense) if record is not None]
-    return Made(product, confirmation(records) or distance(product.frame, reference, f"{name}.csv"), written)
+    here = [record for record in records if record.path.parent.name != KEPT]
+    return Made(product, confirmation(here) or distance(product.frame, reference, f"{name}.csv"), written)
 
 
 def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None, answers: Answers) -> list[Outcome]:

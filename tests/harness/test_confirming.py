@@ -14,7 +14,6 @@ from quicksilver.harness.record import CHECKSUM, RECORD, WINDOWS, checksum, load
 from quicksilver.harness.run import ensure, plan
 from quicksilver.harness.store import CALIBRATIONS, KEPT, Store, described
 from quicksilver.report.provenance import confirmation
-from quicksilver.runtime.errors import ConfigError
 
 DRIFT = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
 TIMED = ["measure.latency.enabled=true"]
@@ -101,11 +100,17 @@ def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None
     assert again.confirmed is None  # all of it was measured here: nothing better is to be had
 
 
-def test_what_was_taken_is_not_kept_as_if_it_were_measured(clone) -> None:
-    words, _ = clone
+def test_a_run_that_was_timed_again_is_kept_and_says_so(clone) -> None:
+    words, before = clone
     (found,) = ensure([compose([*words, "records=checked"])])
-    with pytest.raises(ConfigError, match="records=own"):
-        keep(Store(found.path.parents[1]), {found.fingerprint: set()})
+    keep(Store(found.path.parents[1]), {found.fingerprint: set()})
+    kept = load_record(before.path)
+    assert kept.content["latency_ms"] == found.content["latency_ms"] != before.content["latency_ms"]
+    assert kept.quality == before.quality
+    assert "timed again after they were made, when 4 of 10 windows came out alike" in confirmation([kept])
+    (store := Store(found.path.parents[1])).runs.rename(store.root / "away")
+    (again,) = ensure([compose([*words, "records=checked"])])
+    assert again.confirmed.agrees
 
 
 def test_a_damaged_record_of_the_repository_is_as_none(clone) -> None:

@@ -27,7 +27,7 @@ class FastestLinear(Transform, ChoosesKernels):
 
     Which int8 product is fastest, and whether any beats the float one, is a property of the processor and of the shape: on one,
     `torch._int_mm` is half as fast as oneDNN's qlinear; on another int8 is slower than bfloat16; for one row weight-only formats win.
-    `auto` measures it in about a second (`runtime.quantized.choosing`); the layer as it is stands among the candidates. Under the
+    `auto` measures it in a few seconds (`runtime.quantized.choosing`); the layer as it is stands among the candidates. Under the
     harness a measurement is kept in the results folder for the machine, and what was chosen is part of the run's identity: the formats
     round differently, so records of machines that choose differently are different records.
 

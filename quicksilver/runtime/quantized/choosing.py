@@ -1,4 +1,4 @@
-"""Which kernel and number format each product of a linear layer gets on this machine: measured, in about a second.
+"""Which kernel and number format each product of a linear layer gets on this machine: measured, in a few seconds.
 
 A choice is made for each kind of product: rows (in three classes), width, channels and dtype. The layer as it is stands among the
 candidates, and another one must be faster than it by a margin.
@@ -26,8 +26,10 @@ from quicksilver.runtime.quantized.kernels import KERNELS, LinearKernel, Product
 
 ROWS = (1, 16, 256)  # what is measured; for one row, up to 64, and more
 BUDGET_S = 1.0
+LEAST_ROUNDS = 3
 MARGIN = 0.05  # a kernel must be so much faster than the layer as it is
 COPIES = 8  # layers that one row goes round, so that weights come from memory as they do when a model decodes
+COPIES_BYTES = 2**26  # of int8 weights, which is enough for that: more than a cache holds
 AS_IT_IS = "float"
 
 
@@ -125,47 +127,46 @@ def choose(
 ) -> Choices:
     """Time the candidates of each kind of product that `linears` have, in turns, and take the fastest.
 
-    What the budget does not reach stays as it is. The order of kinds is that of their rows, many rows first: a prompt is most of the work.
+    Weights are coded and packed once for all numbers of rows; that is not in the budget. With gpt2-large's layers it takes a few seconds.
 
     Args:
-        budget_s: of all together, coding and packing of weights included; the kind that is being measured is finished.
+        budget_s: of all rounds together, shared by the kinds; each gets at least `LEAST_ROUNDS`.
         clock: seconds.
     """
     by_shape: dict[tuple[int, ...], list[nn.Module]] = {}
     for linear in linears:
         by_shape.setdefault(tuple(weight_of(linear).shape), []).append(linear)
-    began = clock()
-    kinds = [(rows, alike) for rows in reversed(ROWS) for alike in by_shape.values()]
+    slice_s = budget_s / max(1, len(by_shape) * len(ROWS))
     by_kind, speedup = {}, {}
-    for index, (rows, alike) in enumerate(kinds):
-        kind = Kind.of(weight_of(alike[0]), rows)
-        left_s = budget_s - (clock() - began)
-        if left_s <= 0:
-            by_kind[str(kind)] = AS_IT_IS
-            continue
-        times = _times(alike[: COPIES if rows == 1 else 1], rows, kernels, left_s / (len(kinds) - index), clock)
-        fastest = min(times, key=lambda name: times[name])
-        gain = times[AS_IT_IS] / times[fastest] if times[fastest] > 0 else 1.0
-        by_kind[str(kind)] = fastest if gain > 1 + MARGIN else AS_IT_IS
-        speedup[str(kind)] = gain if gain > 1 + MARGIN else 1.0
+    for alike in by_shape.values():
+        weight = weight_of(alike[0])
+        copies = alike[: max(1, min(COPIES, -(-COPIES_BYTES // weight.numel())))]
+        prepared: dict[str, list[Product]] = {}
+        for rows in reversed(ROWS):
+            fitting = {name: kernel for name, kernel in kernels.items() if name == AS_IT_IS or kernel.fits(weight, rows)}
+            for name, kernel in fitting.items():
+                there = prepared.setdefault(name, [])
+                there += [kernel.prepare(linear) for linear in (copies if rows == 1 else copies[:1])[len(there) :]]
+            kind = Kind.of(weight, rows)
+            times = _times({name: prepared[name] for name in fitting}, weight, rows, slice_s, clock)
+            fastest = min(times, key=lambda name: times[name])
+            gain = times[AS_IT_IS] / times[fastest] if times[fastest] > 0 else 1.0
+            by_kind[str(kind)] = fastest if gain > 1 + MARGIN else AS_IT_IS
+            speedup[str(kind)] = gain if gain > 1 + MARGIN else 1.0
     return Choices(by_kind, speedup)
 
 
 def _times(
-    linears: Sequence[nn.Module], rows: int, kernels: Mapping[str, LinearKernel], slice_s: float, clock: Callable[[], float]
+    prepared: Mapping[str, Sequence[Product]], weight: torch.Tensor, rows: int, slice_s: float, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Median seconds of one product by kernel, in rounds of all until `slice_s` are over, at least one."""
-    began = clock()
-    weight = weight_of(linears[0])
+    """Median seconds of one product (rows, K) · weight (N, K) by kernel, in rounds of all until `slice_s` are over."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, weight.shape[1], generator=generator).to(weight)
-    prepared: dict[str, list[Product]] = {}
-    for name, kernel in kernels.items():
-        if name == AS_IT_IS or kernel.fits(weight, rows):
-            prepared[name] = [kernel.prepare(linear) for linear in linears]
-            prepared[name][0](x)  # what is only paid once
+    for products in prepared.values():
+        products[0](x)  # what is only paid once
+    began = clock()
     samples: dict[str, list[float]] = {name: [] for name in prepared}
-    while not samples[AS_IT_IS] or (clock() - began < slice_s and len(samples[AS_IT_IS]) < 50):
+    while len(samples[AS_IT_IS]) < LEAST_ROUNDS or (clock() - began < slice_s and len(samples[AS_IT_IS]) < 50):
         for name, products in prepared.items():
             start = clock()
             for product in products:

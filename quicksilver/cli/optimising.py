@@ -14,7 +14,7 @@ from quicksilver.cli.door import say
 from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.cli.talk import show_fault, width
 from quicksilver.harness import study as studies
-from quicksilver.harness.composing import Composer
+from quicksilver.harness.config import compose
 from quicksilver.harness.run import ensure, plan
 from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name
 from quicksilver.harness.terminal import summary
@@ -41,11 +41,10 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         raise ConfigError("hydra/sweeper=optuna draws one run after the other: leave hydra/launcher and workers out.")
     words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
     space = studies.space_of(words, config.params)
-    composer, place = Composer(extra_dirs), Workplace()
+    place = Workplace()
     low = {key: getattr(one, "low", None) for key, one in space.drawn.items()}
-    first = composer.compose(
-        space.words({key: value if value is not None else space.drawn[key].choices[0] for key, value in low.items()})[0]
-    )
+    least = {key: value if value is not None else space.drawn[key].choices[0] for key, value in low.items()}
+    first = compose(space.words(least)[0], extra_dirs)
     check_tracker(first.tracker)
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
     manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
@@ -63,7 +62,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
             label = sweep.manifest.label(run)
             print(label, file=sys.stderr, flush=True)
             try:
-                composed = composer.compose(run.overrides)
+                composed = compose(run.overrides, extra_dirs)
                 run = dataclasses.replace(run, fingerprint=plan([composed], place)[-1].fingerprint)
                 sweep.add(run)
                 (record,) = ensure([composed], workplace=place, labels={str(run.fingerprint): label})

@@ -28,8 +28,8 @@ from quicksilver.cli.door import say
 from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.cli.talk import show_fault, width
 from quicksilver.harness import lease
-from quicksilver.harness.composing import Composer, hydra_started
-from quicksilver.harness.config import RunConfig, check_words
+from quicksilver.harness.composing import check_words, hydra_started
+from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_hydra
 from quicksilver.harness.launchers import SERIAL, check_launcher, launch, launcher_name
@@ -106,8 +106,7 @@ def say_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     """
     from quicksilver.harness.estimate import estimates, table
 
-    composer = Composer(extra_dirs)
-    print(table(estimates([composer.compose(words) for words, _ in runs_of(overrides, settings, extra_dirs)])))
+    print(table(estimates([compose(words, extra_dirs) for words, _ in runs_of(overrides, settings, extra_dirs)])))
     return 0
 
 
@@ -149,12 +148,12 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
         ConfigError: not one of them can be run; the first says why.
     """
     swept = runs_of(overrides, settings, extra_dirs)
-    composer, place = Composer(extra_dirs), Workplace()
+    place = Workplace()
     configs: dict[int, RunConfig] = {}
     errors: dict[int, QuickSilverError] = {}
     for number, (words_of_run, _) in enumerate(swept, start=1):
         try:
-            configs[number] = composer.compose(words_of_run)
+            configs[number] = compose(words_of_run, extra_dirs)
         except QuickSilverError as error:
             errors[number] = error
     if len({config.results_dir for config in configs.values()}) > 1:
@@ -228,14 +227,12 @@ class Worker:
                 f"{lease.host_name()} cannot see {Path(self.results_dir) / 'sweeps' / self.name}: give a results_dir that all nodes share. ({error})"
             ) from error
         extra_dirs = [Path(folder) for folder in sweep.manifest.extra_dirs]
-        with hydra_started(extra_dirs):
-            composer = Composer(extra_dirs)
 
-            def config_of(number: int) -> RunConfig:
-                config = composer.compose(sweep.manifest.runs[number - 1].overrides)
-                return dataclasses.replace(config, results_dir=self.results_dir)
+        def config_of(number: int) -> RunConfig:
+            config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
+            return dataclasses.replace(config, results_dir=self.results_dir)
 
-            work_through(sweep, config_of, Workplace(), self.wanted, Board(sweep), shown=False)
+        work_through(sweep, config_of, Workplace(), self.wanted, Board(sweep), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
 
 

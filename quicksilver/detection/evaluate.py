@@ -114,8 +114,15 @@ def ap_difference(
     evaluated on the same scenes, which are drawn together.
 
     Dense detectors have nothing halted: they are taken with recycling.
+
+    Raises:
+        ConfigError: an interval over fewer than two scenes.
     """
+    from scipy import stats
+
     n = len(ours[0].tokens)
+    if n < 2:
+        raise ConfigError(f"an interval of AP is drawn over scenes, and there are {n}: evaluate at least 2.")
 
     def difference(scenes: np.ndarray | None) -> float:
         pairs = [
@@ -124,6 +131,7 @@ def ap_difference(
         ]
         return float(np.mean(pairs))
 
-    rng = np.random.default_rng(0)
-    drawn = [difference(rng.integers(n, size=n)) for _ in range(draws)]
-    return Interval(difference(None), *(float(value) for value in np.percentile(drawn, [2.5, 97.5])))
+    found = stats.bootstrap(
+        (np.arange(n),), difference, n_resamples=draws, vectorized=False, method="percentile", rng=np.random.default_rng(0)
+    )
+    return Interval(difference(None), *(float(end) for end in found.confidence_interval))

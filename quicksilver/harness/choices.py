@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quicksilver.runtime.errors import ConfigError
@@ -31,7 +32,20 @@ def choices(group: str, extra_dirs: Sequence[Path] = ()) -> list[str]:
     return sorted({path.stem for root in (config_dir(), *extra_dirs) for path in (root / group).glob("*.yaml")})
 
 
-def files_stamp() -> int:
-    """Changes with any yaml file of conf/."""
-    stats = ((path, path.stat()) for path in config_dir().rglob("*.yaml"))
-    return hash(frozenset((str(path), stat.st_mtime_ns, stat.st_size) for path, stat in stats))
+def files_stamp(extra_dirs: Sequence[Path] = ()) -> int:
+    """Changes with any yaml file of conf/ and of the user's own folders."""
+    return hash(frozenset(stat for root in (config_dir(), *extra_dirs) for stat in _files(str(root))))
+
+
+def _files(folder: str) -> Iterator[tuple[str, int, int]]:
+    """Path, time of change in ns and bytes of every yaml below a folder; none where there is no such folder."""
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from _files(entry.path)
+        elif entry.name.endswith((".yaml", ".yml")):
+            stat = entry.stat()
+            yield entry.path, stat.st_mtime_ns, stat.st_size

@@ -1,32 +1,35 @@
-"""Composing many runs that differ in a few words.
+"""Hydra's part of composing a run: its words and the files of conf/ become one config, not yet typed or checked.
 
-Hydra reads and merges every yaml again for each run, most of a second. Here what the groups give (`modules=[halting]`) is composed by Hydra
-once; words that only give a value (`modules.halting.tau_drift=p10`) are then set in a copy of it, as Hydra does after its groups. What is
-neither, and whatever goes wrong, Hydra composes from the start, so that its words are the same.
+Hydra reads and merges every yaml anew for each run, a tenth of a second and more. Here what the groups give (`model=gpt2-large`) is composed
+once. The entries of `modules=[halting,kv_skipping]`, which is what most runs differ in, are read from their files into a copy of it, and words
+that only give a value (`modules.halting.tau_drift=p10`) are set there, as Hydra does after its groups. What is none of these, and whatever
+goes wrong, Hydra composes from the start, so that its errors are of these very words.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from quicksilver.harness.choices import config_dir
-from quicksilver.harness.config import RunConfig, check_words, run_config
+from quicksilver.harness.choices import GROUPS, choices, config_dir
 from quicksilver.harness.explain import explain
-from quicksilver.harness.hydra_section import check_files, check_hydra
-from quicksilver.harness.launchers import forget_schemas
-from quicksilver.harness.overrides import is_value, parsed, quoted, with_values
+from quicksilver.harness.hydra_section import check_files, check_hydra, check_selected, forget_schemas
+from quicksilver.harness.overrides import is_value, parsed, with_values
+from quicksilver.harness.parts import module_entry
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -66,53 +69,87 @@ def _search_again(path: ConfigSearchPath) -> None:
     hydra.config_loader = ConfigLoaderImpl(config_search_path=path)
 
 
-class Composer:
-    """Composes run after run, within `hydra_started`."""
+def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -> DictConfig:
+    """The config of one run as Hydra composes it, without the section `hydra`; the caller's own copy.
 
-    def __init__(self, extra_dirs: Sequence[Path] = ()) -> None:
-        """
-        Args:
-            extra_dirs: folders of the user's own, those of `hydra_started`.
-        """
-        self._extra_dirs = tuple(extra_dirs)
-        self._bases: dict[tuple[str, ...], DictConfig] = {}
-        self._checked: set[tuple[str, ...]] = set()
+    Args:
+        overrides: words that Hydra can read, as `overrides.quoted` makes them.
+        extra_dirs: folders of the user's own that are searched before conf/.
+        stamp: `files_stamp` of conf/ and of these folders, as they are now.
 
-    def compose(self, overrides: Sequence[str]) -> RunConfig:
-        """One run.
-
-        Raises:
-            ConfigError: as `quicksilver.harness.config.compose`.
-        """
-        overrides = quoted(overrides)
-        return run_config(self._raw(overrides), overrides)
-
-    def _raw(self, overrides: list[str]) -> DictConfig:
+    Raises:
+        ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type.
+    """
+    check_words(overrides, extra_dirs)
+    folders = tuple(extra_dirs)
+    try:
         try:
             read = [parsed(text) for text in overrides]
-        except HydraException as error:
-            raise ConfigError(explain(error, overrides, self._extra_dirs)) from error
-        groups = tuple(text for text, override in zip(overrides, read, strict=True) if not is_value(override))
-        if groups not in self._checked:
-            check_words(groups, self._extra_dirs)
-            self._checked.add(groups)
-        if groups not in self._bases:
-            try:
-                self._bases[groups] = self._by_hydra([*groups])
-            except ConfigError:
-                return self._by_hydra(overrides)  # a value may be what is missing, and all words are worth naming
-        try:
-            return with_values(self._bases[groups], read)
-        except OmegaConfBaseException:
-            return self._by_hydra(overrides)
+            groups = tuple(text for text, override in zip(overrides, read, strict=True) if not is_value(override))
+            return with_values(_of_groups(groups, folders, stamp), read)
+        except (HydraException, OmegaConfBaseException, YAMLError):
+            return _by_hydra(overrides, folders)  # in one go, so that the error is of these very words
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(explain(error, overrides, extra_dirs)) from error
 
-    def _by_hydra(self, overrides: list[str]) -> DictConfig:
-        check_words(overrides, self._extra_dirs)
+
+@lru_cache(maxsize=512)
+def _of_groups(groups: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int) -> DictConfig:
+    """stamp: of the files as they are now; others are read anew."""
+    names = () if extra_dirs else _listed_modules(groups)
+    if not names:
+        return _by_hydra(groups, extra_dirs)
+    rest = tuple(text for text in groups if parsed(text).key_or_group != "modules")
+    cfg = copy.deepcopy(_of_groups(rest, extra_dirs, stamp))
+    with open_dict(cfg.modules):
+        for name in names:
+            key, entry = module_entry(name)
+            cfg.modules[key] = entry
+    return cfg
+
+
+def _listed_modules(groups: Sequence[str]) -> tuple[str, ...]:
+    """The names of `modules=[…]` where only groups are chosen beside it and none of them says anything about modules; else none."""
+    listed: tuple[str, ...] = ()
+    for override in map(parsed, groups):
+        if override.type != OverrideType.CHANGE or override.package is not None:
+            return ()
+        if override.key_or_group not in GROUPS or override.key_or_group == "experiment":
+            return ()
+        if override.key_or_group == "modules":
+            value = override.value()
+            if listed or not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+                return ()
+            listed = tuple(map(str, value))
+    known = set(choices("modules"))
+    return listed if len(set(listed)) == len(listed) and known.issuperset(listed) else ()
+
+
+def _by_hydra(overrides: Sequence[str], extra_dirs: tuple[Path, ...]) -> DictConfig:
+    with hydra_started(extra_dirs):
+        cfg = hydra_compose("run", list(overrides), return_hydra_config=True)
+    check_hydra(cfg.hydra)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
+def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
+    """Refuse words over which Hydra itself stumbles: a group that is given a number or nothing; and modules that would become one.
+
+    Raises:
+        ConfigError: names the word.
+    """
+    for text in overrides:
         try:
-            cfg = hydra_compose("run", overrides, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(explain(error, overrides, self._extra_dirs)) from error
-        check_hydra(cfg.hydra)
-        with open_dict(cfg):
-            del cfg["hydra"]
-        return cfg
+            override = parsed(text)
+        except HydraException:
+            continue  # explained with all others
+        values = override._value if isinstance(override._value, list) else [override._value]
+        unnamed = any(value is None or isinstance(value, int | float) for value in values) and not override.is_delete()
+        if override.key_or_group in GROUPS and unnamed:
+            raise ConfigError(explain(ConfigError(text), [text], extra_dirs))
+        if override.key_or_group == "modules" and not override.is_delete():
+            for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
+                names = value if isinstance(value, list) else str(value).strip("[]").split(",")
+                check_selected([str(name).strip() for name in names], [config_dir(), *extra_dirs])

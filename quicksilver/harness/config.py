@@ -11,26 +11,22 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import YAMLError
 
 from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, DatasetConfig
-from quicksilver.harness.choices import GROUPS, choices, config_dir, files_stamp
-from quicksilver.harness.explain import explain, explain_value, suggest
-from quicksilver.harness.hydra_section import check_hydra, check_selected
-from quicksilver.harness.overrides import is_value, parsed, quoted, with_values
+from quicksilver.harness.choices import choices, config_dir, files_stamp
+from quicksilver.harness.composing import composed
+from quicksilver.harness.explain import explain_value, suggest
+from quicksilver.harness.overrides import quoted
 from quicksilver.harness.parts import build_measurements, is_on, measurement_class
 from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, ModelConfig
@@ -195,76 +191,29 @@ def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
 # --- composing ------------------------------------------------------------------------------------------------------------------
 
 
-def compose(overrides: Sequence[str] = ()) -> RunConfig:
+def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> RunConfig:
     """Compose one run from overrides, `["model=gpt2", "modules=[halting]", "modules.halting.resume_layers=4"]`.
+
+    Args:
+        overrides: words in Hydra's grammar.
+        extra_dirs: folders of the user's own that are searched before conf/ (`--config-dir`).
 
     Raises:
         ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
     """
+    folders = tuple(extra_dirs)
+    environment = tuple(os.environ.get(name) for name in ENVIRONMENT)
     # A config may be changed by whoever asked for it.
-    return copy.deepcopy(_composed(tuple(overrides), files_stamp(), tuple(os.environ.get(name) for name in ENVIRONMENT)))
+    return copy.deepcopy(_composed(tuple(overrides), folders, files_stamp(folders), environment))
 
 
 @lru_cache(maxsize=2048)
-def _composed(overrides: tuple[str, ...], stamp: int, environment: tuple[str | None, ...]) -> RunConfig:
+def _composed(
+    overrides: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int, environment: tuple[str | None, ...]
+) -> RunConfig:
     """stamp: of the files, and environment: values of `ENVIRONMENT`, as they are now; with others it is composed anew."""
     readable = quoted(overrides)
-    return run_config(_compose_raw(readable), readable)
-
-
-def _compose_raw(overrides: list[str]) -> DictConfig:
-    check_words(overrides)
-    try:
-        return _hydra_config(overrides)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error, overrides)) from error
-
-
-def _hydra_config(overrides: list[str]) -> DictConfig:
-    """What Hydra composes. It reads every file anew for every config, a tenth of a second: runs whose groups are the same share one reading,
-    and their values are set in a copy of it."""
-    try:
-        read = [parsed(one) for one in overrides]
-        selecting = tuple(text for text, one in zip(overrides, read, strict=True) if not is_value(one))
-        return with_values(_selected(selecting, files_stamp()), read)
-    except (HydraException, OmegaConfBaseException, YAMLError):
-        return _composed_by_hydra(overrides)  # in one go, so that the error is Hydra's of these very words
-
-
-@lru_cache(maxsize=512)
-def _selected(selecting: tuple[str, ...], stamp: int) -> DictConfig:
-    """stamp: of the files as they are now; others are read anew."""
-    return _composed_by_hydra(list(selecting))
-
-
-def _composed_by_hydra(overrides: list[str]) -> DictConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = hydra_compose("run", overrides, return_hydra_config=True)
-    check_hydra(cfg.hydra)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
-
-
-def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
-    """Refuse words over which Hydra itself stumbles: a group that is given a number or nothing; and modules that would become one.
-
-    Raises:
-        ConfigError: names the word.
-    """
-    for text in overrides:
-        try:
-            override = parsed(text)
-        except HydraException:
-            continue  # explained with all others
-        values = override._value if isinstance(override._value, list) else [override._value]
-        unnamed = any(value is None or isinstance(value, int | float) for value in values) and not override.is_delete()
-        if override.key_or_group in GROUPS and unnamed:
-            raise ConfigError(explain(ConfigError(text), [text], extra_dirs))
-        if override.key_or_group == "modules" and not override.is_delete():
-            for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
-                names = value if isinstance(value, list) else str(value).strip("[]").split(",")
-                check_selected([str(name).strip() for name in names], [config_dir(), *extra_dirs])
+    return run_config(composed(readable, extra_dirs, stamp), readable)
 
 
 def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
@@ -276,7 +225,7 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         _refuse_unknown_keys(cfg, RunConfig())
         OmegaConf.resolve(cfg)
-        missing = sorted(OmegaConf.missing_keys(cfg))
+        missing = sorted(_missing(OmegaConf.to_container(cfg)))
         if missing:
             name = f"{missing[0].split('.')[0]}={OmegaConf.select(cfg, missing[0].split('.')[0] + '.name', default='…') or '…'}"
             raise ConfigError(f"{missing[0]} has no value: {name} needs {missing[0]}=…")
@@ -288,6 +237,18 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     assert isinstance(config, RunConfig)
     check(config)
     return config
+
+
+def _missing(node: Any, key: str = "") -> Iterator[str]:
+    """The keys below `node`, a config as plain objects, that have no value. `OmegaConf.missing_keys` takes five times as long."""
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from _missing(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for number, child in enumerate(node):
+            yield from _missing(child, f"{key}[{number}]")
+    elif isinstance(node, str) and node == MISSING:
+        yield key
 
 
 def _refuse_unknown_keys(node: DictConfig, schema: Any, prefix: str = "") -> None:

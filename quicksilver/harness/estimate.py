@@ -112,16 +112,16 @@ def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: i
     size = size * 8 if cuda else size
     one = torch.randn(size, size, device=device).to(getattr(torch, dtype))
     one @ one
-    _settle(device)
+    _wait_for_device(device)
     began, done = time.perf_counter(), 0
     while (took := time.perf_counter() - began) < seconds or not done:
         one @ one
-        _settle(device)
+        _wait_for_device(device)
         done += 1
     return Speed(2 * size**3 * done / max(took, 1e-9), str(device))
 
 
-def _settle(device: torch.device) -> None:
+def _wait_for_device(device: torch.device) -> None:
     import torch
 
     if device.type == "cuda":

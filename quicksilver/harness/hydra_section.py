@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from quicksilver.harness.choices import config_dir
 from quicksilver.runtime.errors import ConfigError
 
 _CALLS = ("_target_", "class", "()")  # the last two in a logging configuration
@@ -115,3 +117,11 @@ def _package_of(name: str, folders: Sequence[Path]) -> str:
             header = re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
             return header[1] if header else name
     return name
+
+
+def forget_schemas() -> None:
+    """Take the plugins' own entries out of Hydra's store where a file of conf/hydra has the same name: Hydra would hold the file against them,
+    and they know neither `workers` nor `exclusive`. The yaml is the schema."""
+    store = ConfigStore.instance().repo.get("hydra", {})
+    for path in (config_dir() / "hydra").glob("*/*.yaml"):
+        store.get(path.parent.name, {}).pop(path.name, None)

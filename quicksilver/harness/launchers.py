@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 from hydra._internal.callbacks import Callbacks
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
@@ -30,15 +29,6 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 SERIAL = "basic"
 _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "ray": "ray"}
 _IN_MEMORY = ("tmpfs", "ramfs")
-
-
-def forget_schemas() -> None:
-    """Take the plugins' own entries out of Hydra's store: files of conf/hydra/launcher have their names, and Hydra would hold them against
-    those, which know neither `workers` nor `exclusive`. The yaml is the schema."""
-    there = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
-    for name in _EXTRAS:
-        there.pop(f"{name}.yaml", None)
-    ConfigStore.instance().repo.get("hydra", {}).get("sweeper", {}).pop("optuna.yaml", None)
 
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:

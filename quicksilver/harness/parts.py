@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.data.annotation.function_words import TOKEN_SETS, token_set
@@ -39,15 +39,14 @@ def module_class(name: str, entry: Any) -> type[RuntimeModule]:
 def module_entry(name: str) -> tuple[str, dict[str, Any]]:
     """One yaml of conf/modules with what it inherits: its name in `modules`, and its options. Hydra, which composes whole runs, takes a hundred
     times as long."""
-    import yaml
-
     text = (config_dir() / "modules" / f"{name}.yaml").read_text(encoding="utf-8")
-    content = yaml.safe_load(text)
-    merged: dict[str, Any] = {}
-    for parent in content.pop("defaults", []):
-        if parent != "_self_":
-            merged |= module_entry(parent.removesuffix("@_here_"))[1]
-    return text.splitlines()[0].removeprefix("# @package modules.").strip(), merged | content
+    content = OmegaConf.create(text)
+    assert isinstance(content, DictConfig)
+    parents = content.pop("defaults", [])
+    inherited = [module_entry(parent.removesuffix("@_here_"))[1] for parent in parents if parent != "_self_"]
+    merged = OmegaConf.to_container(OmegaConf.merge(*inherited, content))
+    assert isinstance(merged, dict)
+    return text.splitlines()[0].removeprefix("# @package modules.").strip(), {str(key): value for key, value in merged.items()}
 
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:

@@ -14,6 +14,7 @@ from thinning import first
 import quicksilver.harness.run as harness_run
 from quicksilver.cli import door, sweeping
 from quicksilver.harness import lease
+from quicksilver.harness.config import compose
 from quicksilver.harness.record import record_frame
 from quicksilver.harness.sweep import Sweep, labels
 from quicksilver.harness.workplace import Workplace
@@ -250,11 +251,7 @@ def test_a_sweep_that_is_not_there_is_named_with_those_that_are(made, capsys):
 def test_the_memory_of_a_process_does_not_hold_what_is_done(words, results):
     """What a workplace keeps grows with models and texts, not with runs."""
     place = Workplace()
-    with sweeping.hydra_started():
-        composer = sweeping.Composer()
-        for seed in range(5):
-            harness_run.ensure(
-                [composer.compose([*words, "measure=sweep", "modules=[static_depth]", f"seed={seed}"])], workplace=place
-            )
+    for seed in range(5):
+        harness_run.ensure([compose([*words, "measure=sweep", "modules=[static_depth]", f"seed={seed}"])], workplace=place)
     assert len(place._texts) == len(place._files) == len(place._windows) == 1
     assert all(len(json.dumps(identity.to_json())) < 20_000 for identity in place._identities.values())

@@ -156,6 +156,13 @@ def test_what_is_measured_of_a_policy():
     assert sum(one[0].size for one in static.matched[False, True][0]) == 0  # a head that is given nothing
     same = ap_difference([dense], [dense], draws=20)
     assert (same.value, same.low, same.high) == (0, 0, 0)
+    blind = ap_difference([static], [dense], recycled=False, draws=20)
+    assert blind.value == pytest.approx(static.ap(recycled=False) - dense.ap())
+    assert blind.low <= blind.value <= blind.high
+    assert blind.low < blind.high
+    one = DATA.take(slice(0, 1))
+    with pytest.raises(ConfigError, match="there are 1"):
+        ap_difference([evaluate(model, one, GRID)], [evaluate(model, one, GRID)], draws=20)
     with pytest.raises(ConfigError, match="no scene"):
         evaluate(model, DATA.take(slice(0, 0)), GRID)
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import thinning
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from thinning import first
 
-from quicksilver.harness.composing import Composer, hydra_started
-from quicksilver.harness.config import compose
+from quicksilver.harness import composing
+from quicksilver.harness.choices import choices
+from quicksilver.harness.composing import check_words, hydra_started
+from quicksilver.harness.config import RunConfig, compose, run_config
+from quicksilver.harness.explain import explain
+from quicksilver.harness.overrides import quoted
 from quicksilver.runtime.errors import ConfigError
 
 RUNS = [
@@ -20,7 +27,12 @@ RUNS = [
     ["measure.latency.enabled=false", "++measure.audit.probes=1"],
     ["modules=[kv_skipping,halting]", "~modules.halting.tau_entropy", "modules.halting.tau_drift=p10"],
     ["data.root=${oc.env:HOME}", "decision_layers=[1,2]", "threads=null"],
+    ["modules=[kv_skipping_paper_c4,token_fusion]", "protocol=continuation", "model=reference-llama"],
+    ["modules=static_depth", "modules.static_depth.depth=0.5"],
+    ["modules=[halting,halting]"],
 ]
+# Entries are read from their files; every one of conf/modules in `make test-all`.
+ENTRIES = [[f"modules=[{name}]"] for name in (choices("modules") if thinning.whole else ("halting_paper_b2", "sliding_window"))]
 WRONG = [
     ["modules=[haltin]"],
     ["modules=[halting]", "modules.halting.tau_drft=p10"],
@@ -33,55 +45,67 @@ WRONG = [
 ]
 
 
-def test_one_composer_gives_what_hydra_gives_run_by_run(monkeypatch):
+def by_hydra(words: list[str]) -> RunConfig:
+    """What Hydra makes of all words in one go."""
+    check_words(words)
+    try:
+        return run_config(composing._by_hydra(quoted(words), ()), words)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, words)) from error
+
+
+def test_runs_that_share_their_groups_are_what_hydra_gives_for_each(monkeypatch):
+    from quicksilver.harness import config
+
+    config._composed.cache_clear()
+    composing._of_groups.cache_clear()
     calls = []
-    by_hydra = Composer._by_hydra
-    monkeypatch.setattr(Composer, "_by_hydra", lambda self, words: calls.append(words) or by_hydra(self, words))
-    with hydra_started():
-        composer = Composer()
-        ours = [composer.compose(words) for words in RUNS]
-    assert ours == [compose(words) for words in RUNS]
-    assert len(calls) < len(RUNS)  # or nothing was shared
+    whole = composing._by_hydra
+    monkeypatch.setattr(composing, "_by_hydra", lambda words, folders: calls.append(words) or whole(words, folders))
+    ours = [compose(words) for words in (*RUNS, *ENTRIES)]
+    assert len(calls) < len(RUNS) - 2  # or nothing was shared
+    theirs = [by_hydra(words) for words in (*RUNS, *ENTRIES)]
+    assert ours == theirs
+    assert [list(run.modules) for run in ours] == [list(run.modules) for run in theirs]  # in the same order
 
 
 @pytest.mark.parametrize("words", first(WRONG, 3))
-def test_a_mistake_is_said_as_for_a_single_run(words):
+def test_a_mistake_is_said_as_hydra_s_of_these_very_words(words):
     with pytest.raises(ConfigError) as alone:
+        by_hydra(words)
+    compose([word for word in words if word.startswith("modules=[halting]")])  # its groups are known already
+    with pytest.raises(ConfigError) as among_many:
         compose(words)
-    with hydra_started():
-        composer = Composer()
-        composer.compose([])
-        with pytest.raises(ConfigError) as among_many:
-            composer.compose(words)
     assert str(among_many.value) == str(alone.value)
 
 
-def test_folders_of_the_user_s_own_are_searched(tmp_path):
+def test_folders_of_the_user_s_own_are_searched_and_read_again_when_they_change(tmp_path):
     (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "mine.yaml").write_text(
-        "# @package modules.mine\n_target_: quicksilver.modules.Halting\ntau_drift: 0.5\n"
-    )
-    with hydra_started([tmp_path]):
-        assert Composer([tmp_path]).compose(["modules=[mine]"]).modules["mine"]["tau_drift"] == 0.5
-    with hydra_started(), pytest.raises(ConfigError, match="mine"):
-        Composer().compose(["modules=[mine]"])
-    with pytest.raises(ConfigError, match="no such folder"), hydra_started([tmp_path / "not there"]):
-        pass
+    mine = tmp_path / "modules" / "mine.yaml"
+    content = "# @package modules.mine\n_target_: quicksilver.modules.Halting\ntau_drift: 0.5\n"
+    mine.write_text(content)
+    assert compose(["modules=[mine]"], [tmp_path]).modules["mine"]["tau_drift"] == 0.5
+    mine.write_text(content.replace("0.5", "0.25"))
+    assert compose(["modules=[mine]"], [tmp_path]).modules["mine"]["tau_drift"] == 0.25
+    with pytest.raises(ConfigError, match="mine"):
+        compose(["modules=[mine]"])
+    with pytest.raises(ConfigError, match="no such folder"):
+        compose([], [tmp_path / "not there"])
 
 
 def test_a_run_does_not_change_the_next_one():
-    with hydra_started():
-        composer = Composer()
-        before = composer.compose(["modules=[halting]"])
-        composer.compose(["modules=[halting]", "modules.halting.tau_drift=p99", "seed=7"])
-        assert composer.compose(["modules=[halting]"]) == before
+    before = compose(["modules=[halting]"])
+    compose(["modules=[halting]", "modules.halting.tau_drift=p99", "seed=7"]).modules.clear()
+    assert compose(["modules=[halting]"]) == before
+    compose(["modules=[halting]"]).modules.clear()
+    assert compose(["modules=[halting]"]) == before
 
 
 def test_a_hydra_that_runs_already_is_left_as_it_was():
-    with hydra_started():
+    with hydra_started():  # as in a worker, which a launcher's Hydra started
         outer = GlobalHydra.instance().hydra
-        with hydra_started():  # as in a worker, which a launcher's Hydra started
-            assert Composer().compose(["seed=3"]).seed == 3
+        assert compose(["seed=3", "modules=[static_depth]"]).seed == 3
+        with hydra_started():
+            assert compose(["seed=4"]).seed == 4
         assert GlobalHydra.instance().hydra is outer
-        assert Composer().compose(["seed=4"]).seed == 4
     assert not GlobalHydra.instance().is_initialized()

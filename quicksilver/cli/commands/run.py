@@ -27,7 +27,8 @@ from quicksilver.cli.arguments import taken
 from quicksilver.cli.door import say
 from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.harness.choices import config_dir
-from quicksilver.harness.config import RunConfig, check_words, run_config
+from quicksilver.harness.composing import check_words
+from quicksilver.harness.config import RunConfig, run_config
 from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_files, check_hydra, check_overrides
 from quicksilver.harness.overrides import quoted

@@ -92,14 +92,14 @@ def markdown(output: Path, notes: Mapping[str, str], seconds: Mapping[str, float
         parts += _runtime(json.loads(path.read_text(encoding="utf-8")))
     if (output / "break_even.csv").is_file():
         frame = pd.read_csv(output / "break_even.csv")
-        parts += ["## Where a mechanism starts to pay", "![break-even map](break_even.svg)"]
+        parts += ["## Where a mechanism starts to pay", "![break-even map](break_even.png)"]
         parts += ["Halting rate from which more time is saved than noise:", _table(break_even(frame))]
         left = frame[frame["status"] != "measured"]
         if len(left):
             parts.append(_table(left[["shape", "phase", "batch", "sequence", "status"]]))
     if (output / "scaling.csv").is_file():
         frame = fits(pd.read_csv(output / "scaling.csv")).round({"exponent": 3, "r_squared": 4})
-        parts += ["## Time against length and depth", "![scaling](scaling.svg)", "Time ~ axis ^ exponent:", _table(frame)]
+        parts += ["## Time against length and depth", "![scaling](scaling.png)", "Time ~ axis ^ exponent:", _table(frame)]
     if (output / "benchmark_quantization.json").is_file():
         found = json.loads((output / "benchmark_quantization.json").read_text(encoding="utf-8"))["findings"]
         frame = pd.DataFrame(found)[["part", "what", "name", "speedup", "low", "high"]].round(2)

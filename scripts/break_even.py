@@ -8,7 +8,7 @@ signal, and no checkpoint is needed. A point pays where even the worse quartile 
               fused; int8 from the second layer on
     decode    every new token stops at a share of the depth; the others leave a smaller cache, or narrower products
 
-Writes break_even.csv and break_even.svg.
+Writes break_even.csv and break_even.png.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not frame["status"].eq("measured").any():
         raise ConfigError(f"nothing was measured: every cell takes longer than --cell-seconds {options.cell_seconds:g}.")
     around = environment(options.device)
-    written = draw(frame, around, options).write(options.output, svg=True)
+    written = draw(frame, around, options).write(options.output)
     table = Table(title=f"Halting rate from which time is saved ({around['machine']}, {around['threads']} threads)")
     for column in ("shape", "phase", "batch", "sequence", "rate"):
         table.add_column(column, justify="left" if column in ("shape", "phase") else "right")

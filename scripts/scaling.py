@@ -4,7 +4,7 @@ App. J says that a run costs the sum of its active tokens over layers, and that 
 here: random weights of a true shape, `ExponentialDecay` at the paper's ends of α, time against sequence length and against depth, each
 with the power law that fits it best. What real decisions do to N_ℓ is fitted in `figure decay`, from records.
 
-Writes scaling.csv and scaling.svg.
+Writes scaling.csv and scaling.png.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     found += [{"axis": axis} | row for row in measure(sequence, layers, options)]
     frame = pd.DataFrame(found)
     fitted, around = fits(frame), environment(options.device)
-    written = draw(frame, fitted, around, options).write(options.output, svg=True)
+    written = draw(frame, fitted, around, options).write(options.output)
     table = Table(title=f"Time against length and depth ({options.shape}, {around['machine']}, {around['threads']} threads)")
     for column in ("against", "way", "exponent", "R²", "points"):
         table.add_column(column, justify="left" if column in ("against", "way") else "right")

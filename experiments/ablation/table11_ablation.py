@@ -67,11 +67,12 @@ ANSWERS = {
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """Reported beside measured, a panel for each protocol."""
-    panels = []
+    frame, panels = comparison.frame(outcomes), []
     for key, title in PANELS.items():
         notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
-        panels.append(Panel(key, title, comparison.columns(prompt=key == "continuation"), notes))
-    frame = comparison.frame(outcomes)
+        panels.append(
+            Panel(key, title, comparison.columns(prompt=key == "continuation"), (*comparison.noise(frame, key), *notes))
+        )
     title = "Table 11: combined ablation, reported beside measured"
     return Table(name, title, frame, tuple(panels), (*comparison.legend(frame), _elsewhere()))
 

@@ -127,13 +127,17 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             PANEL,
             "The preset at 40% of the prompt's work, composed",
             comparison.columns(prompt=True),
-            (*said, *provenance.notes(by_panel[PANEL])),
+            (*said, *comparison.noise(frame, PANEL), *provenance.notes(by_panel[PANEL])),
         ),
         Panel(
             SEARCH,
             "Calibration text: the choice of the settings",
             comparison.columns(prompt=True),
-            (*choices(by_panel[SEARCH], frame[frame["panel"] == SEARCH]), *provenance.notes(by_panel[SEARCH])),
+            (
+                *choices(by_panel[SEARCH], frame[frame["panel"] == SEARCH]),
+                *comparison.noise(frame, SEARCH),
+                *provenance.notes(by_panel[SEARCH]),
+            ),
         ),
     )
     return Table(name, "The composition: what each ingredient is worth", frame, panels, comparison.legend(frame))

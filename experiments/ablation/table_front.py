@@ -42,7 +42,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     shown = [one for one in outcomes if one.row.key != "dense"]
     columns = (
         Column("", "technique", lambda row: (row["technique"],), align="left"),
-        Column("saved of the prompt, %", "time", lambda row: speedup_cell(row, "prompt_speedup_pct")[:1]),
+        Column("saved of the prompt, %", "time", lambda row: speedup_cell(row, "prompt_speedup_pct")),
         Column("saved of the prompt, %", "FLOPs", lambda row: (signed(number(row, "prompt_executed_flops_saved_pct")),)),
         Column("", "Δ perplexity", _percent),
         Column("", "beats chance", _beats_chance),
@@ -53,9 +53,10 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "Δ perplexity of the 64 tokens after the prompt, in percent, with its 95% interval. Beats chance: better than the same decisions dealt "
         "to random tokens (mean of three draws), by a paired permutation test at 5% false discoveries over the rows.",
     )
-    panel = Panel(PANEL, "Protocol continuation", columns, provenance.notes(outcomes))
+    frame = comparison.frame(shown)
+    panel = Panel(PANEL, "Protocol continuation", columns, (*provenance.notes(outcomes), *comparison.noise(frame, PANEL)))
     title = "What it saves, and what it costs"
-    return Table(name, title, comparison.frame(shown), (panel,), legend)
+    return Table(name, title, frame, (panel,), legend)
 
 
 def _percent(row: Mapping[str, Any]) -> Lines:

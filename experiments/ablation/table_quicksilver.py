@@ -74,7 +74,12 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A panel a model and text."""
     frame = comparison.frame(outcomes)
     panels = tuple(
-        Panel(key, title, comparison.columns(prompt=True), provenance.notes([one for one in outcomes if one.row.panel == key]))
+        Panel(
+            key,
+            title,
+            comparison.columns(prompt=True),
+            (*comparison.noise(frame, key), *provenance.notes([one for one in outcomes if one.row.panel == key])),
+        )
         for key, (title, _, _) in PANELS.items()
     )
     return Table(name, "Predicted instead of dropped, under protocol continuation", frame, panels, comparison.legend(frame))

@@ -23,6 +23,7 @@ from quicksilver.report.comparison import MEASURED
 from quicksilver.report.table import Column, Lines, Panel, Table
 from quicksilver.report.writing import without_folders
 
+READS = (TEXTS,)
 PANELS = {
     GREEDY: "Greedy: the likeliest token each time",
     SAMPLED: "Sampled: temperature 1, the same random numbers for both models",

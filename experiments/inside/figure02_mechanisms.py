@@ -22,6 +22,7 @@ from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
 
 from . import fused_tokens, kv_entries, sentences
 
+READS = sentences.READ
 TEXT = sentences.SENTENCE
 PANELS = {
     "overridden": "(a) Dynamic token halting",

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from quicksilver.harness.record import Record
+from quicksilver.harness.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.verdicts import Estimate
@@ -20,7 +20,7 @@ from quicksilver.report.provenance import notes
 
 from . import sentences, trace_counts
 
-READS_TRACES = True
+READS = (TRACE,)
 
 PANEL, KEY = "continuation", "cumulative.quantization"
 BRANCHES = {"halted": "halted", "merged": "merged", "full": "computed in full"}

@@ -17,6 +17,7 @@ from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, 
 
 from . import sentences
 
+READS = sentences.READ
 TEXT = sentences.SENTENCE
 
 

@@ -16,6 +16,7 @@ from quicksilver.report.figure import MARKERS, PALETTE, Figure, panels, style
 
 from . import sentences
 
+READS = sentences.READ
 TEXT = sentences.SENTENCE
 KINDS = {"forced": "Forced to halt", "natural": "Halt by themselves", "full": "Go through all layers"}
 NAMED = 6  # tokens named in a panel

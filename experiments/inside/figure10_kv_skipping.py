@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
+from quicksilver.harness.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import PALETTE, Figure, panels, style
 
 from . import kv_entries, sentences, trace_counts
 
-READS_TRACES = True
+READS = (TRACE, *sentences.READ)
 
 TEXT = sentences.SENTENCE
 

@@ -9,6 +9,7 @@ from quicksilver.report.figure import Figure, panels, style
 
 from . import fused_tokens, sentences
 
+READS = sentences.read_of_windows()
 TEXT = sentences.WINDOW
 STRETCH = range(100, 140)
 

@@ -9,6 +9,7 @@ from quicksilver.report.figure import Figure, panels, style
 
 from . import sentences
 
+READS = sentences.READ
 TEXT = sentences.SENTENCE
 
 

@@ -13,6 +13,9 @@ from quicksilver.report.figure import Figure, panels, style
 
 from . import sentences
 
+READS = sentences.read_of_windows(
+    "run.entropy_nats", "run.sdi_l2"
+)  # the drift for what Figure 2 says of this run (e9.correlation)
 TEXT = sentences.SENTENCE
 LOOK = {8: ("8 bits", "o"), 4: ("4 bits", "s"), 2: ("2 bits", "^")}
 

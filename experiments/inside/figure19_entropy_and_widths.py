@@ -13,6 +13,7 @@ from quicksilver.report.figure import DASHES, HATCHES, PALETTE, Figure, panels, 
 
 from . import sentences
 
+READS = sentences.read_of_windows("dense.entropy_nats")
 DEPTHS = (10 / 30, 15 / 30, 20 / 30)  # App. O: layers 10, 15 and 20 of 30
 
 

@@ -24,6 +24,7 @@ from quicksilver.report.figure import SEQUENTIAL, Figure, panels, style
 
 from . import sentences
 
+READS = sentences.READ
 TEXT = sentences.SENTENCE
 MILLISECONDS = 500
 NORM = LogNorm(0.7, 2, clip=True)

@@ -21,6 +21,7 @@ from quicksilver.report.figure import DIVERGING, PALETTE, SEQUENTIAL, Figure, pa
 
 from . import sentences
 
+READS = sentences.read_of_windows("run.nll_nats", "dense.nll_nats")
 TEXT = sentences.SENTENCE
 
 

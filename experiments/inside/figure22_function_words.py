@@ -18,6 +18,7 @@ from quicksilver.report.figure import DASHES, HATCHES, PALETTE, Figure, panels, 
 
 from . import sentences
 
+READS = sentences.read_of_windows()
 LOOK = {kind: (PALETTE[i], HATCHES[j], DASHES[j]) for kind, i, j in (("function", 1, 1), ("content", 2, 0), ("other", 4, 2))}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from quicksilver.harness.record import Record
+from quicksilver.harness.record import TRACE, Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -22,7 +22,7 @@ from quicksilver.report.labels import legend_below
 
 from . import trace_counts
 
-READS_TRACES = True
+READS = (TRACE,)
 
 PANEL = "continuation"
 HALTING = "isolated.halting"

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from quicksilver.harness.record import Record
+from quicksilver.harness.record import SIGNALS, Record
 from quicksilver.harness.stats import paired_records
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import signed
@@ -23,6 +23,8 @@ from quicksilver.report.provenance import notes
 from quicksilver.runtime.errors import ConfigError
 
 SENTENCE, FOX, NEGATION, WINDOW = range(4)  # texts of measure=signals, in its order; windows come last
+READ = (f"{SIGNALS}:[012].*",)  # of the sentences all
+_STATES = ("run.active", "run.kv", "run.bits", "run.carrier")
 _PLACES = ("the sentence of Table 5", "the sentence of Figure 22", "the sentence of R.1")
 
 _HALTING = ("modules.halting.tau_drift=p60", "modules.halting.tau_entropy=p60")
@@ -54,6 +56,11 @@ def everything() -> Row:
     names = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
     overrides = ("protocol=continuation", f"modules=[{','.join(names)}]", *_HALTING, *_FUSION, *_QUANTIZATION, "measure=signals")
     return Row("", "", "all four", "All four mechanisms", overrides, names)
+
+
+def read_of_windows(*arrays: str) -> tuple[str, ...]:
+    """`READS` of a file that looks at the windows as well: what became of their tokens, and these arrays, `run.…` and `dense.…`."""
+    return (*READ, *(f"{SIGNALS}:[!012].{name}" for name in (*_STATES, *arrays)))
 
 
 def measured(outcomes: Sequence[Outcome], key: str) -> tuple[Outcome, Record]:

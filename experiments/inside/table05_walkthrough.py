@@ -20,6 +20,7 @@ from quicksilver.report.table import Column, Lines, Panel, Table
 
 from . import sentences
 
+READS = sentences.READ
 TEXT = sentences.SENTENCE
 PAPER_LAYERS = 30  # of its figures; its sentence is given word by word
 

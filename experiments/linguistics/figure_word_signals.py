@@ -17,6 +17,11 @@ from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, 
 
 from . import runs
 
+READS = (
+    *(f"{WORDS}:{column}" for column in ("window", "slot", "halt_layer")),
+    f"{SIGNALS_OF_WORDS}:attention_received",
+    f"{SIGNALS_OF_WORDS}:drift_relative",  # for notebook 4
+)
 Z = 1.96
 DRAWN = ("determiner", "preposition", "conjunction", "pronoun", "auxiliary", "content")
 TERMS = {"position": "position", "log frequency": "+ log frequency", "word start": "+ word start", "class": "+ class"}
@@ -136,15 +141,13 @@ def _collapse(outcomes: Mapping[str, Outcome]) -> Estimate | None:
 def _decay(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """What halted tokens get over what others get at the same place: mean of the layers after they halted, over that of the layer by which they
     had; bootstrap over windows."""
-    from safetensors.numpy import load_file
-
     from quicksilver.harness.stats import bootstrap
 
     record = outcomes[runs.MAIN].record
     found = record.measured("word_signals", WordSignalsResult).attention if record is not None else None
     if record is None or found is None:
         return None
-    received = load_file(record.path / SIGNALS_OF_WORDS)["attention_received"].astype(float)
+    received = record.arrays(SIGNALS_OF_WORDS)["attention_received"].astype(float)
     tokens = pd.read_parquet(record.path / WORDS)
     tokens = tokens[(tokens["halt_layer"] <= found.layer) & (tokens["window"] < received.shape[1])]
     at_place = received.mean(1)

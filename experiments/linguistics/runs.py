@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quicksilver.harness.record import Record
+from quicksilver.harness.record import TRACE, Record
+from quicksilver.measure.word_classes import WORDS
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.runtime.errors import ConfigError
 
 TREEBANK = ("dataset=gum",)  # unless a person names another
 PAPER_DEPTHS = {12: 0.4, 15: 0.5, 20: 2 / 3}  # layer of the paper's 30 -> fraction of the depth
+# What a page that shows a run word by word needs.
+WORD_BY_WORD = (
+    TRACE,
+    *(f"{WORDS}:{column}" for column in ("window", "slot", "word", "class", "sentence", "joint_label", "joint_words")),
+)
 HALTING, FUSION = "halting", "fusion"
 MAIN = "drift_entropy"  # the paper's rule, with thresholds of this model
 

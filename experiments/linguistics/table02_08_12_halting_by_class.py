@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.measure.word_classes import WordClassesResult
+from quicksilver.measure.word_classes import WORDS, WordClassesResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -24,7 +24,7 @@ from quicksilver.report.table import Column, Panel, Table
 from . import runs
 from .cells import percent, plain, with_ends, words
 
-READS_TRACES = True  # the report shows them word by word
+READS = (*runs.WORD_BY_WORD, WORDS)  # all of the words: notebook 4 deals the decisions anew
 # class here -> what is printed, entry of reported_tasks.yaml
 CLASSES: dict[str, tuple[str, str | None]] = {
     "determiner": ("Determiners (DT)", "table2.determiners"),

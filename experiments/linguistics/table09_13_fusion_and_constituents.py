@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.measure.constituents import ConstituentsResult, Fused
+from quicksilver.measure.constituents import PAIRS, ConstituentsResult, Fused
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -23,7 +23,10 @@ from quicksilver.report.table import Column, Panel, Table
 from . import runs
 from .cells import percent, plain, with_ends
 
-READS_TRACES = True  # the report shows them word by word
+READS = (
+    *runs.WORD_BY_WORD,
+    *(f"{PAIRS}:{column}" for column in ("words_apart", "sentence", "kind", "tags", "label", "words", "fused_after", "rank_8")),
+)  # pairs: notebook 4 computes the table again
 DEFINITIONS = {
     "short": "A common constituent of at most six words",
     "phrase": "The smallest common constituent is a phrase, no clause",

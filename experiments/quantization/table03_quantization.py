@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quicksilver.harness.record import TRACE
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.table import Table
 
 from . import strategies
 
-READS_TRACES = True
+READS = (TRACE,)
 
 rows = strategies.rows
 ANSWERS = strategies.answers()

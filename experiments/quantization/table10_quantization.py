@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from quicksilver.harness.record import TRACE
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.verdicts import Estimate
@@ -15,7 +16,7 @@ from quicksilver.report.table import Table
 from ..inside import trace_counts
 from . import strategies
 
-READS_TRACES = True
+READS = (TRACE,)
 
 SECTION = "The rule of Appendix O: 0.25 and 0.65 of log V"
 MODULE = "adaptive_quantization_paper_o"

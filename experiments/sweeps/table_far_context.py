@@ -42,7 +42,12 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A panel a text."""
     frame = comparison.frame(outcomes)
     panels = tuple(
-        Panel(key, title, comparison.columns(prompt=True), provenance.notes([one for one in outcomes if one.row.panel == key]))
+        Panel(
+            key,
+            title,
+            comparison.columns(prompt=True),
+            (*comparison.noise(frame, key), *provenance.notes([one for one in outcomes if one.row.panel == key])),
+        )
         for key, title in PANELS.items()
     )
     title = "Far context: which tokens may leave when what follows is written far back (protocol continuation)"

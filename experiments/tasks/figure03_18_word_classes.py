@@ -22,6 +22,7 @@ from quicksilver.runtime.errors import ConfigError
 
 from . import scores
 
+READS = scores.READ
 TASKS = ("sst2", "cola", "rte")  # what the model learned, and the two that the paper names
 WITH_NULL = ("sst2",)  # elsewhere there is nothing to lose, to whomever
 CLASSES = ("function", "content")

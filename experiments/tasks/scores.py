@@ -20,6 +20,7 @@ from quicksilver.report.claims.verdicts import Estimate
 from quicksilver.report.comparison import MEASURED
 from quicksilver.runtime.errors import ConfigError
 
+READ = (EXAMPLES,)
 PANEL = "tasks"
 DENSE = "dense"
 # dataset in conf/dataset -> what the paper calls it, claim, further overrides

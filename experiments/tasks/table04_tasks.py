@@ -20,6 +20,7 @@ from quicksilver.report.table import Column, Lines, Panel, Table
 
 from . import scores
 
+READS = scores.READ
 LEGEND = (
     "score: accuracy, of CoLA Matthews' correlation, in points (× 100); below it that of the most frequent answer. A task on which the dense "
     "model is not above it (McNemar, of CoLA the bootstrap, 5%) says `chance`: there is nothing to lose, and its claim has no verdict.",

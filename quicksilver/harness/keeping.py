@@ -1,67 +1,98 @@
 """Records that the repository has: what its tables, figures and ledger name, small enough for git.
 
-results/records/<fingerprint>/ holds record.json and windows.parquet, and of the larger files those that something is drawn from. Parquet files
-are written again in two fifths of their bytes, traces are gzipped. What was left out is named in record.json, whose checksum is made anew;
-identity and fingerprint stay.
+results/records/<fingerprint>/ holds record.json and windows.parquet, and of the further files what something is made of. Parquet files are
+written again in a third of their bytes, arrays and traces are gzipped; no number changes. What was left out is named in record.json, whose
+checksum is made anew; identity and fingerprint stay.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, EVENTS, PACKED_TRACE, RECORD, TRACE, Record, checksum, load_record
+from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, PACKED, RECORD, TRACE, WINDOWS, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store, described
 from quicksilver.runtime.trace import pack
 
-_LARGE_BYTES = 1_500_000  # as it would be kept
-_LEFT_OUT = {TRACE, PACKED_TRACE, EVENTS}  # unless something is drawn from them
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_LARGE_BYTES = 1_500_000  # of one file, as it would be kept
 _LEVEL = 19  # of zstd: written once, read often
 _PANDAS = b"pandas"
 _PLAIN = ("int64", "float64", "object")  # parquet says as much
+_DICTIONARY = "dictionary"
+# Ways to write a column, by kind: which is smallest differs from column to column, and small files are all that is kept.
+_WAYS = {
+    "integer": ("PLAIN", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", _DICTIONARY),
+    "floating": ("PLAIN", "BYTE_STREAM_SPLIT", _DICTIONARY),
+    "string": ("PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", _DICTIONARY),
+    "other": ("PLAIN",),
+}
 
 
 def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     """Copy records from runs/ to records/, those they are compared with included; remove from there what is no longer wanted.
 
     Args:
-        wanted: fingerprint to the names of large files to keep as well; all that are small are kept. A record with another large file is
-            passed over.
+        wanted: fingerprint to what to keep beside record.json and windows.parquet: names of files, or `FILE:PATTERN` for the columns of a
+            parquet file, or the arrays of a safetensors file, with such names. A record of which a file is still large is passed over.
 
     Raises:
         ConfigError: a record is not there, or not whole.
     """
     records: dict[str, tuple[Record, set[str]]] = {}
 
-    def add(record: Record, names: Collection[str]) -> None:
-        small = {
-            name for name, file in record.files.items() if name not in _LEFT_OUT and _is_small(record.path / name, file.bytes)
-        }
-        if small | _LEFT_OUT >= set(record.files):
-            records.setdefault(record.fingerprint, (record, small))[1].update(names)
+    def add(fingerprint: str, parts: Collection[str]) -> Record:
+        made = store.path(fingerprint)
+        record = load_record(made if made.exists() else store.root / KEPT / fingerprint)
+        records.setdefault(fingerprint, (record, {WINDOWS}))[1].update(parts)
+        return record
 
-    for fingerprint, names in wanted.items():
-        record = load_record(store.path(fingerprint) if store.path(fingerprint).exists() else store.root / KEPT / fingerprint)
-        dense = record.dense_fingerprint
-        add(record, names)
-        if dense is not None and dense not in wanted and dense not in records:
-            made = store.path(dense)
-            add(load_record(made if made.exists() else store.root / KEPT / dense), names)
+    for fingerprint, parts in wanted.items():
+        dense = add(fingerprint, parts).dense_fingerprint
+        if dense is not None:
+            add(dense, ())
     new, old = store.root / f".{KEPT}-new", store.root / KEPT
     shutil.rmtree(new, ignore_errors=True)
-    for fingerprint, (record, names) in records.items():
-        _copy(record, new / fingerprint, names)
-    _copy_calibrations(store, [record for record, _ in records.values()], new / CALIBRATIONS)
+    kept = [fingerprint for fingerprint, (record, parts) in sorted(records.items()) if _copy(record, new / fingerprint, parts)]
+    _copy_calibrations(store, [records[fingerprint][0] for fingerprint in kept], new / CALIBRATIONS)
     with store.writing():
         shutil.rmtree(old, ignore_errors=True)
         new.rename(old)
-    return [old / fingerprint for fingerprint in sorted(records)]
+    return [old / fingerprint for fingerprint in kept]
+
+
+def _copy(record: Record, folder: Path, parts: Collection[str]) -> bool:
+    """Write the record as it is kept; False: a file of it is too large."""
+    contents, left_out = {}, {*record.content.get("left_out", ())}
+    for name in record.files:
+        plain = name.removesuffix(PACKED)
+        patterns = {pattern or "*" for file, _, pattern in (part.partition(":") for part in parts) if file == plain}
+        if patterns:
+            content, rest = _content(record.path / name, patterns)
+            contents[plain + PACKED if plain.endswith(".safetensors") else name] = content
+            left_out |= {f"{plain}:{one}" for one in rest}
+        else:
+            left_out.add(plain)
+    if any(len(content) > _LARGE_BYTES for content in contents.values()):
+        return False
+    folder.mkdir(parents=True)
+    for name, packed in contents.items():
+        (folder / name).write_bytes(packed)
+    files = {name: described(folder / name) for name in contents}
+    data = _without_idle(_without_places(record.content)) | {"files": files, "left_out": sorted(left_out)}
+    text = json.dumps({**data, CHECKSUM: checksum(data)}, allow_nan=False, separators=(",", ":"))
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+    return True
 
 
 def _copy_calibrations(store: Store, records: Collection[Record], folder: Path) -> None:
@@ -100,58 +131,107 @@ def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _without_idle(content: dict[str, Any]) -> dict[str, Any]:
+    """The same without the options of measurements that were not made: an eighth of a small record, and nothing is of them."""
+    config = content["config"]
+    measure = {
+        name: one for name, one in config["measure"].items() if not (isinstance(one, Mapping) and one.get("enabled") is False)
+    }
+    return content | {"config": config | {"measure": measure}}
+
+
 def _name(source: str) -> str:
     parts = source.split(" + ")  # several files, one after another
     return " + ".join("/".join(Path(part).parts[-2:]) if Path(part).is_absolute() else part for part in parts)
 
 
-def _copy(record: Record, folder: Path, names: Collection[str]) -> None:
-    folder.mkdir(parents=True)
-    files = {}
-    for name in record.files:
-        plain = TRACE if name == PACKED_TRACE else name
-        if plain not in names:
-            continue
-        kept = folder / (PACKED_TRACE if plain == TRACE else name)
-        if plain == TRACE:
-            kept.write_bytes(pack(record.path / name))
-        elif name.endswith(".parquet"):
-            kept.write_bytes(_packed(record.path / name))
-        else:
-            shutil.copyfile(record.path / name, kept)
-        files[kept.name] = described(kept)
-    had = {TRACE if name == PACKED_TRACE else name for name in record.files}
-    left_out = sorted({*record.content.get("left_out", ()), *(had - set(names))})
-    content = _without_places(record.content) | {"files": files, "left_out": left_out}
-    text = json.dumps({**content, CHECKSUM: checksum(content)}, allow_nan=False)
-    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+# --- files ------------------------------------------------------------------------------------------------------------------------
 
 
-def _is_small(path: Path, size: int) -> bool:
-    return size < _LARGE_BYTES or (path.suffix == ".parquet" and len(_packed(path)) < _LARGE_BYTES)
+def _content(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
+    """What is kept of a file, and the names of the columns or arrays that are not."""
+    plain = path.name.removesuffix(PACKED)
+    if plain == TRACE:
+        return pack(path), []
+    if plain.endswith(".safetensors"):
+        return _arrays(path, patterns)
+    return _table(path, patterns) if path.suffix == ".parquet" else (path.read_bytes(), [])
 
 
-def _packed(path: Path) -> bytes:
-    """The same table as parquet, as small as it gets: small tables are mostly statistics, dictionaries and descriptions of themselves."""
+def _chosen(names: Iterable[str], patterns: Collection[str]) -> tuple[list[str], list[str]]:
+    """Those that a pattern names, and the others."""
+    split: tuple[list[str], list[str]] = ([], [])
+    for name in names:
+        split[not any(fnmatchcase(name, pattern) for pattern in patterns)].append(name)
+    return split
+
+
+def _arrays(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
+    from safetensors.numpy import load, save
+
+    content = path.read_bytes()
+    arrays = load(gzip.decompress(content) if path.suffix == PACKED else content)
+    chosen, rest = _chosen(sorted(arrays), patterns)
+    return gzip.compress(save({name: arrays[name] for name in chosen}), mtime=0), rest
+
+
+def _table(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
+    """The same columns as parquet, as small as they get: small tables are mostly statistics, dictionaries and descriptions of themselves."""
+    import pyarrow.parquet as pq
+
+    chosen, rest = _chosen(pq.read_schema(path).names, patterns)
+    table, frame = pq.read_table(path, columns=chosen), pd.read_parquet(path, columns=chosen)
+    told = _description(table.schema.metadata, chosen)
+    table = table.replace_schema_metadata(None)
+    ways = {
+        name: min(_ways(table, name), key=lambda way, name=name: len(_packed(table.select([name]), {name: way})))
+        for name in chosen
+    }
+    packed = _packed(table, ways, told)
+    if pd.read_parquet(io.BytesIO(packed)).equals(frame):
+        return packed, rest
+    content = io.BytesIO()
+    frame.to_parquet(content, index=False)
+    return content.getvalue(), rest
+
+
+def _ways(table: pa.Table, name: str) -> tuple[str, ...]:
+    import pyarrow as pa
+
+    kind = table.schema.field(name).type
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return _WAYS[
+        "integer"
+        if pa.types.is_integer(kind)
+        else "floating"
+        if pa.types.is_floating(kind)
+        else "string"
+        if is_string
+        else "other"
+    ]
+
+
+def _packed(table: pa.Table, ways: Mapping[str, str], told: Mapping[str, Any] | None = None) -> bytes:
+    """Parquet with each column written its way; columns of lists are written plainly."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table, frame = pq.read_table(path), pd.read_parquet(path)
-    floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
+    nested = {field.name for field in table.schema if pa.types.is_nested(field.type)}
     content = pa.BufferOutputStream()
     with pq.ParquetWriter(
-        content, table.schema.remove_metadata(), compression="zstd", compression_level=_LEVEL, use_dictionary=False, write_statistics=False,
-        store_schema=False, column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        content, table.schema, compression="zstd", compression_level=_LEVEL, write_statistics=False, store_schema=False,
+        use_dictionary=[name for name, way in ways.items() if way == _DICTIONARY],
+        column_encoding={name: way for name, way in ways.items() if way != _DICTIONARY and name not in nested},
     ) as writer:  # fmt: skip
-        writer.write_table(table.replace_schema_metadata(None))
-        if needed := _description(table.schema.metadata):
-            writer.add_key_value_metadata({_PANDAS: json.dumps(needed).encode()})
+        writer.write_table(table)
+        if told:
+            writer.add_key_value_metadata({_PANDAS: json.dumps(told).encode()})
     packed: bytes = content.getvalue().to_pybytes()
-    return packed if pd.read_parquet(io.BytesIO(packed)).equals(frame) else path.read_bytes()
+    return packed
 
 
-def _description(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
-    """What pandas has to be told about a table that it would not read right by itself: nullable integers, say. It is as long as the numbers."""
+def _description(metadata: Mapping[bytes, bytes] | None, names: Collection[str]) -> dict[str, Any]:
+    """What pandas has to be told about columns that it would not read right by itself: nullable integers, say. It is as long as the numbers."""
     told = json.loads((metadata or {}).get(_PANDAS, b"{}"))
-    columns = [column for column in told.get("columns", ()) if column["numpy_type"] not in _PLAIN]
+    columns = [one for one in told.get("columns", ()) if one["numpy_type"] not in _PLAIN and one["name"] in names]
     return {**told, "columns": columns, "index_columns": [], "column_indexes": []} if columns else {}

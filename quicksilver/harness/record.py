@@ -3,9 +3,12 @@
 results/runs/<fingerprint>/
     record.json         config, environment, protocol, all scalars with their units in the names
     windows.parquet     per window: tokens, bytes, nll_nats, FLOPs …
-    trace.safetensors   every decision (absent in a dense record); trace.safetensors.gz in a record that the repository keeps
+    trace.safetensors   every decision (absent in a dense record)
     signals.safetensors what happened to each token of a few texts, layer by layer (with measure.signals)
     events.jsonl        what happened when
+
+In a record that the repository keeps (results/records, keeping.py) further files are there only as far as something reads them, and
+safetensors files are gzipped: trace.safetensors.gz. `Record.arrays` reads both.
 
 A record is believed only as far as it can be checked: record.json carries a checksum of itself and digests of the other files, what is
 read is typed and finite, and totals that contradict each other are refused.
@@ -14,6 +17,7 @@ read is typed and finite, and totals that contradict each other are refused.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import math
@@ -41,7 +45,8 @@ R = TypeVar("R", bound=Result)
 
 SCHEMA_VERSION = 4
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
-PACKED_TRACE = TRACE + ".gz"  # in records that the repository keeps
+PACKED = ".gz"  # suffix of safetensors files in records that the repository keeps
+PACKED_TRACE = TRACE + PACKED
 SIGNALS = "signals.safetensors"
 CHECKSUM = "checksum"
 CALIBRATIONS = "calibration"  # a folder of results, and one beside the repository's records
@@ -179,18 +184,45 @@ class Record(Description):
             raise _corrupt(self.path, f"{name} is not the file that was recorded")
         return path
 
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """The arrays of one of its safetensors files, gzipped or not; of a record that the repository keeps, those that something reads.
+
+        Raises:
+            ConfigError: it has no such file, or the file is damaged.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        there = next((one for one in (name, name + PACKED) if one in self.files), None)
+        if there is None:
+            raise ConfigError(
+                f"{self.path} has no {name}. Where the repository keeps the record without it: make the run with records=own."
+            )
+        content = self._checked(there).read_bytes()
+        try:
+            return dict(load(gzip.decompress(content) if there.endswith(PACKED) else content))
+        except (SafetensorError, EOFError, OSError) as error:
+            raise _corrupt(self.path, f"{there} is damaged: {error}") from error
+
+    @property
+    def texts_with_signals(self) -> list[int]:
+        """Numbers of the texts that `signals` has something of: all of `texts`, but in a record that the repository keeps."""
+        if not {SIGNALS, SIGNALS + PACKED} & set(self.files):
+            return []
+        return sorted({int(name.partition(".")[0]) for name in self.arrays(SIGNALS)})
+
     def signals(self, text: int = 0) -> pd.DataFrame:
         """What happened inside one of the record's texts (`record.texts`): a row a layer and token.
 
         Columns: `layer` (0: before the first), `slot`, `token`, then the signals of `measure.inside.Inside`: those of the run under their
         own names, those of the dense model as `dense_…`, the components as `pca_0` …; of a dense record, its own. `active` and `kv` are
-        booleans, `bits` and `carrier` whole numbers. `nll_nats` and `dense_nll_nats` repeat in every layer.
+        booleans, `bits` and `carrier` whole numbers. `nll_nats` and `dense_nll_nats` repeat in every layer. A record that the repository
+        keeps may have fewer columns.
 
         Raises:
             ConfigError: the run looked into no text, not into that many, or the file is damaged.
         """
         import pandas as pd
-        from safetensors.numpy import load_file
 
         texts = self.texts
         if not texts:
@@ -198,11 +230,9 @@ class Record(Description):
         if not 0 <= text < len(texts):
             raise ConfigError(f"{self.path} looked into {len(texts)} texts; there is no text {text}.")
         prefix = f"{text}."
-        arrays = {
-            name.removeprefix(prefix): array
-            for name, array in load_file(self._checked(SIGNALS)).items()
-            if name.startswith(prefix)
-        }
+        arrays = {name.removeprefix(prefix): array for name, array in self.arrays(SIGNALS).items() if name.startswith(prefix)}
+        if not arrays:
+            raise ConfigError(f"{self.path} is kept without the signals of text {text}: make the run with records=own.")
         tokens = texts[text].tokens
         rows = next(len(array) for array in arrays.values() if array.ndim == 2)
         columns: dict[str, Any] = {

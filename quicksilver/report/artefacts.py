@@ -140,9 +140,10 @@ class Artefact:
         return tuple(dict.fromkeys((*named, *getattr(self.experiment, "ANSWERS", {}))))
 
     @property
-    def reads_traces(self) -> bool:
-        """Whether it is made of single decisions (`READS_TRACES = True` in the file), which are kept with its records then."""
-        return bool(getattr(self.experiment, "READS_TRACES", False))
+    def reads(self) -> tuple[str, ...]:
+        """What it, or a page about its runs, is made of beside record.json and windows.parquet (`READS` in the file): names of the record's files,
+        or `FILE:PATTERN` for the columns or arrays of such names. The repository keeps that much of its records (harness/keeping.py)."""
+        return tuple(getattr(self.experiment, "READS", ()))
 
     @cached_property
     def title(self) -> str:

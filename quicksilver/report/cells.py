@@ -57,8 +57,10 @@ def kl_cell(row: Mapping[str, Any]) -> Lines:
 
 
 def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
-    """The speedup over the A/A noise floor; a difference that the same model shows against itself is no difference."""
-    return time_difference_cell(number(row, key), number(row, key.replace("speedup_pct", "noise_floor_pct")))
+    """The speedup, or `within` where it is no larger than the A/A noise floor, which stands below the panel (`comparison.noise`)."""
+    floor = number(row, key.replace("speedup_pct", "noise_floor_pct"))
+    found = time_difference_cell(number(row, key), floor)
+    return found if floor is None else found[:1]
 
 
 def time_difference_cell(value: float | None, noise: float | None) -> Lines:

@@ -5,6 +5,7 @@ Every difference is paired: the same windows, the same machine, one run. Nothing
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ LEGEND = (
     "Speedup and FLOPs saved are decreases in percent of dense inference, as in the paper: 25 means that a quarter of the "
     "time or of the work is saved. The dense row shows the whole: milliseconds a batch, and operations (G = 10⁹).",
     "speedup: wall clock of one batch, under continuation of its prompt as well; median of rounds that alternate with the dense model; within: no larger than the noise "
-    "floor below it, which is how far the dense model is from itself (A/A).",
+    "floor of the panel, which stands below it: how far the dense model is from itself (A/A), the root mean square over the panel's runs.",
     "CO₂e: grams that CodeCarbon charges a token, saved in percent; the dense row shows micrograms a token. Below the table stands what it "
     "read: without an energy counter it multiplies a nominal power by time, and says no more than speedup does.",
     "FLOPs saved, three ledgers: exec = operations of what really ran, signals and modules included; nominal = the dense formula "
@@ -178,6 +179,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= against_dense(outcome.record, outcome.dense)
         rows.append(row)
     _adjust(rows)
+    _pool_noise(rows)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -189,6 +191,32 @@ def _adjust(rows: Sequence[dict[str, Any]]) -> None:
         for row in rows:
             if row["panel"] == panel and row.get("record") in adjusted:
                 row["versus_null_p_adjusted"] = adjusted[row["record"]]
+
+
+def _pool_noise(rows: Sequence[dict[str, Any]]) -> None:
+    """One A/A floor a panel instead of one a run: the root mean square, because a few rounds of one run say little about the clock. A record that
+    stands in several rows counts once."""
+    for panel in dict.fromkeys(row["panel"] for row in rows):
+        members = [row for row in rows if row["panel"] == panel]
+        for phase in ("", "prompt_"):
+            floors = {row["record"]: row[f"{phase}noise_floor_pct"] for row in members if f"{phase}noise_floor_pct" in row}
+            for row in members:
+                if row.get("record") in floors:
+                    row[f"{phase}noise_floor_pct"] = math.sqrt(sum(one**2 for one in floors.values()) / len(floors))
+
+
+def noise(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
+    """The sentence below a panel of `frame` that says its A/A floor; nothing where no run was timed."""
+    timed = rows[(rows["panel"] == panel) & rows["noise_floor_pct"].notna()]
+    if timed.empty:
+        return ()
+    prompt = timed["prompt_noise_floor_pct"].dropna()
+    of_prompt = f", {prompt.iloc[0]:.1f}% of a prompt's" if len(prompt) else ""
+    count = timed["record"].nunique()
+    return (
+        f"Noise floor of the clock (A/A): {timed['noise_floor_pct'].iloc[0]:.1f}% of a batch's time{of_prompt}, pooled over the dense model's "
+        f"differences from itself in {count} run{'s' if count > 1 else ''}.",
+    )
 
 
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from harness_world import make_world
+from safetensors.numpy import load_file
 
 from quicksilver.harness.answers import INDEX, Answer, Answers
 from quicksilver.harness.config import compose
-from quicksilver.harness.keeping import keep
-from quicksilver.harness.record import PACKED_TRACE, TRACE, check_files, load_record, record_frame
+from quicksilver.harness.keeping import _content, keep
+from quicksilver.harness.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, check_files, load_record, record_frame
 from quicksilver.harness.run import ensure, plan, store_of
 from quicksilver.harness.store import KEPT, Store
 from quicksilver.runtime.errors import ConfigError
@@ -71,6 +75,80 @@ def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
     kept.trace_path.write_bytes(b"no gzip")
     with pytest.raises(ConfigError, match="not a readable trace"):
         Trace.load(kept.trace_path)
+
+
+@pytest.fixture(scope="module")
+def looked_into(tmp_path_factory):
+    """A run that looked into two sentences, and its store."""
+    folder = tmp_path_factory.mktemp("signals")
+    words = [word for word in make_world(folder) if not word.startswith("measure")]
+    words += [
+        f"results_dir={folder / 'results'}",
+        "measure=signals",
+        "measure.signals.sentences=['abc de','hg abc']",
+        "measure.signals.windows=0",
+    ]
+    (record,) = ensure(
+        [compose([*words, "modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"])]
+    )
+    return Store(folder / "results"), record
+
+
+def test_of_a_file_the_parts_that_are_read_are_kept_to_the_last_digit(looked_into) -> None:
+    store, record = looked_into
+    whole, some = record.signals(0), record.signals(1)[["layer", "slot", "token", "active", "drift_l2"]]
+    arrays = load_file(record.path / SIGNALS)
+    for _ in range(2):  # from runs/, then a second time over what was kept
+        keep(store, {record.fingerprint: {f"{SIGNALS}:0.*", f"{SIGNALS}:1.run.active", f"{SIGNALS}:1.run.drift_l2"}})
+        kept = load_record(store.root / KEPT / record.fingerprint)
+        check_files(kept)
+        pd.testing.assert_frame_equal(kept.signals(0), whole)
+        pd.testing.assert_frame_equal(kept.signals(1), some)
+        assert f"{SIGNALS}:1.run.state_norm" in kept.content["left_out"]
+        assert all(np.array_equal(array, arrays[name], equal_nan=True) for name, array in kept.arrays(SIGNALS).items())
+        content = {path.name: path.read_bytes() for path in kept.path.iterdir()}
+        if store.runs.exists():
+            store.runs.rename(store.root / "away")
+    (store.root / "away").rename(store.runs)
+    keep(store, {record.fingerprint: {f"{SIGNALS}:0.*", f"{SIGNALS}:1.run.active", f"{SIGNALS}:1.run.drift_l2"}})
+    assert {path.name: path.read_bytes() for path in kept.path.iterdir()} == content
+    keep(store, {record.fingerprint: {f"{SIGNALS}:0.*"}})
+    kept = load_record(store.root / KEPT / record.fingerprint)
+    assert (kept.texts_with_signals, record.texts_with_signals) == ([0], [0, 1])
+    with pytest.raises(ConfigError, match="signals of text 1: make the run with records=own"):
+        kept.signals(1)
+    keep(store, {record.fingerprint: set()})
+    kept = load_record(store.root / KEPT / record.fingerprint)
+    assert kept.texts_with_signals == []
+    with pytest.raises(ConfigError, match="has no signals.safetensors"):
+        kept.arrays(SIGNALS)
+
+
+def test_columns_are_kept_as_they_were_whatever_their_kind(looked_into) -> None:
+    _, record = looked_into
+    odd = pd.DataFrame(
+        {
+            "count": pd.array([1, None, 3] * 20, dtype="Int64"), "name": ["a", "bb", None] * 20, "truth": [True, False, True] * 20,
+            "steps": [[1, 2], [], [3]] * 20, "value": np.linspace(0, 1, 60, dtype="float32"),
+        }
+    )  # fmt: skip
+    path = record.path / "odd.parquet"
+    odd.to_parquet(path, index=False)
+    for columns in (["count", "name", "truth", "steps", "value"], ["count", "value"]):
+        content, rest = _content(path, columns)
+        pd.testing.assert_frame_equal(pd.read_parquet(io.BytesIO(content)), pd.read_parquet(path)[columns])
+        assert sorted([*rest, *columns]) == sorted(odd)
+        assert len(content) < path.stat().st_size
+    path.unlink()
+
+
+def test_a_record_of_which_much_is_read_is_passed_over(looked_into, monkeypatch) -> None:
+    store, record = looked_into
+    keep(store, {record.fingerprint: {SIGNALS}})
+    whole = (store.root / KEPT / record.fingerprint / f"{SIGNALS}{PACKED}").stat().st_size
+    monkeypatch.setattr("quicksilver.harness.keeping._LARGE_BYTES", whole - 1)
+    assert len(keep(store, {record.fingerprint: {f"{SIGNALS}:1.run.active"}})) == 2
+    assert [path.name for path in keep(store, {record.fingerprint: {SIGNALS}})] == [record.dense_fingerprint]
 
 
 def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path) -> None:

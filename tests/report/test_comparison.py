@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import fakes
 import numpy as np
 import pytest
 
+from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import amount, interval_cell, signed, speedup_cell, versus_null_cell
-from quicksilver.report.comparison import against_dense
+from quicksilver.report.comparison import against_dense, frame, noise
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -79,16 +81,32 @@ def test_records_of_other_text_do_not_pair(tmp_path, dense):
 @pytest.mark.parametrize(
     ("speedup", "noise", "printed"),
     [
-        (0.9, 1.0, ("within", "noise 1.0")),
-        (-0.9, 1.0, ("within", "noise 1.0")),
-        (1.0, 1.0, ("within", "noise 1.0")),
-        (1.1, 1.0, ("+1.1", "noise 1.0")),
-        (-12.34, 1.26, ("-12.3", "noise 1.3")),
-        (5.0, 0.0, ("+5.0", "noise 0.0")),
+        (0.9, 1.0, ("within",)),
+        (-0.9, 1.0, ("within",)),
+        (1.0, 1.0, ("within",)),
+        (1.1, 1.0, ("+1.1",)),
+        (-12.34, 1.26, ("-12.3",)),
+        (5.0, 0.0, ("+5.0",)),
+        (5.0, None, ("+5.0", "no floor")),
     ],
 )
 def test_a_difference_below_the_noise_floor_is_said_to_be_within_noise(speedup, noise, printed):
     assert speedup_cell({"speedup_pct": speedup, "noise_floor_pct": noise}) == printed
+
+
+def test_a_panel_has_one_noise_floor_pooled_over_its_runs(tmp_path, dense):
+    def outcome(panel: str, key: str, floor: float) -> Outcome:
+        record = fakes.make(tmp_path, f"{panel} {key}", per_token=0.01, faster=0.05, noise_pct=floor)
+        return Outcome(Row(panel, "", key, key, ()), record, dense)
+
+    one = outcome("first", "a", 3.0)
+    rows = frame(
+        [one, replace(one, row=Row("first", "", "a again", "", ())), outcome("first", "b", 4.0), outcome("second", "c", 8.0)]
+    )
+    assert rows["noise_floor_pct"].tolist() == pytest.approx([12.5**0.5] * 3 + [8.0])  # the record of two rows counts once
+    assert "3.5% of a batch's time, pooled over the dense model's differences from itself in 2 runs." in noise(rows, "first")[0]
+    assert "8.0%" in noise(rows, "second")[0]
+    assert noise(rows.assign(noise_floor_pct=None), "first") == ()
 
 
 @pytest.mark.parametrize(

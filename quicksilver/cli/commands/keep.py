@@ -3,8 +3,8 @@
 quicksilver keep
 quicksilver keep results_dir=/folder
 
-Files of more than one and a half megabytes, packed, are too large for that: a record that has one, decisions (trace) left aside, is not
-kept, and whoever rebuilds its table makes the run again. Beside the records lies an index, which row of which table each of them answers,
+Of a record's further files, those parts are kept that a table or figure says it reads (READS in its file). A record of which more than one and a
+half megabytes a file are read is not kept: whoever rebuilds its table makes the run again. Beside the records lies an index, which row of which table each of them answers,
 so that a clone finds them without composing configs; it is true of the package as it is now. A table that was measured here (NAME-mine)
 replaces the one of that name. Afterwards `quicksilver reproduce all` writes the tables from the records that were kept. Keys of its own:
   results_dir=FOLDER   default: $QUICKSILVER_RESULTS, or results
@@ -31,7 +31,6 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"{overrides[0]}: keep takes results_dir=FOLDER and no other key.")
     from quicksilver.harness.answers import INDEX, Answers
     from quicksilver.harness.keeping import keep
-    from quicksilver.harness.record import TRACE
     from quicksilver.harness.store import KEPT, Store
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import MINE
@@ -43,15 +42,14 @@ def main(words: Sequence[str]) -> int:
     written |= {path.stem: path for path in sorted(root.glob("claims*.json"))}
     if not written:
         raise ConfigError(f"results_dir={root}: there is no table or figure in it whose records could be kept.")
-    drawn_from_traces = {one.name for one in artefacts() if one.reads_traces}
+    reads = {one.name: one.reads for one in artefacts()}
     mine = [name for name in written if name.endswith(MINE)]
     wanted: dict[str, set[str]] = {}
     for name, path in written.items():
         if f"{name}{MINE}" in written:
             continue  # measured anew
-        files = {TRACE} if name.removesuffix(MINE).split("-")[0] in drawn_from_traces else set()
         for fingerprint in read(path).records:
-            wanted.setdefault(fingerprint, set()).update(files)
+            wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(MINE).split("-")[0], ()))
     kept = keep(Store(root), wanted)
     index = Answers(root).index()
     write_files((root / INDEX).parent, {(root / INDEX).name: (json.dumps(index, indent=1) + "\n").encode()})

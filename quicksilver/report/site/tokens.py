@@ -85,7 +85,8 @@ def _words(record: Record, window: int) -> dict[str, Any] | None:
 def _looked_into(record: Record) -> Iterator[int]:
     """The sentences that the run looked into, and the first window: signals of further ones would only be more of the same."""
     window_seen = False
-    for number, text in enumerate(record.texts):
+    for number in record.texts_with_signals:
+        text = record.texts[number]
         is_window = text.name.startswith("window")
         if not (is_window and window_seen):
             yield number

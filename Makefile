@@ -43,11 +43,12 @@ report: $(STAMP) ## results/report/index.html, a site of all that was made, to b
 readme: $(STAMP) ## put the written tables and figures into README.md
 	@$(PY) -m quicksilver readme
 
+# pytest rewrites the asserts of every test file and keeps the result, unless bytecode is forbidden: seconds of each start.
 test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)
-	$(PY) -m pytest -n auto --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## all tests (ARGS for pytest)
-	$(PY) -m pytest -n auto --dist worksteal -m 'slow or not slow' $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --dist worksteal -m 'slow or not slow' $(ARGS)
 
 notebooks: $(STAMP) ## run notebooks/ again and keep their outputs (ARGS)
 	$(PY) scripts/run_notebooks.py $(ARGS)
@@ -83,7 +84,7 @@ schedule: $(STAMP) ## which tokens stop where, chosen by KL on calibration text 
 budget: $(STAMP) ## a dial set so that a budget holds (ARGS="save=30", or "cost=1 dial=fusion_attention"; MODEL, DATASET); alone: lists the dials
 	@$(PY) -m quicksilver budget $(SELECTED)
 
-benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within a quarter of an hour, into results/benchmarks/ (ARGS)
+benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within twenty minutes, into results/benchmarks/ (ARGS; ARGS="against=HEAD~20": is this code slower?)
 	@$(PY) -m quicksilver benchmark $(ARGS)
 
 benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py

@@ -6,6 +6,8 @@
     break_even     where a mechanism starts to pay (scripts/break_even.py)
     scaling        time against length and depth (scripts/scaling.py)
 
+With `--against REVISION` this code is compared with an earlier one instead (scripts/benchmark_against.py).
+
 Each part runs in a process of its own. Their numbers and pictures go to results/benchmarks/, with a README.md that shows them. A part that
 would begin after `--minutes` is left out, and that is said.
 """
@@ -22,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmark_against
 import pandas as pd
 from break_even import break_even
 from scaling import fits
@@ -141,6 +144,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, dic
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=16.0, help="no part begins after that; the longest takes about four")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks", help="a folder")
+    parser.add_argument("--against", metavar="REVISION", help="is this code slower than that? Nothing else is measured")
     for part in PARTS:
         parser.add_argument(
             f"--{part.replace('_', '-')}", default="", metavar="WORDS", help=f"more options of {PARTS[part][0]}, in one word"
@@ -151,6 +155,8 @@ def options_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, dic
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, more = options_of(arguments)
+    if options.against is not None:
+        return benchmark_against.main([options.against, "--output", str(options.output / "against.json")])
     if (load := os.getloadavg()[0]) > 0.5:
         print(f"The machine is busy (load {load:.1f}): what follows carries its noise.", file=sys.stderr, flush=True)
     began = time.monotonic()

@@ -111,6 +111,7 @@ class _Bench:
         import torch
 
         from quicksilver.data.windows import encode
+        from quicksilver.measure.fidelity import DenseLogits
         from quicksilver.measure.perplexity import Protocol
         from quicksilver.models.loading import load, locate
         from quicksilver.models.spec import ModelConfig
@@ -133,6 +134,7 @@ class _Bench:
         self.protocol: Protocol = Protocol(protocol, WINDOW, PROMPT, BATCH)  # type: ignore[arg-type]
         self.windows = encode(" ".join(TEXT.split()), self.tokenizer, WINDOW, SCORED + CALIBRATING)
         self.scored, self.calibrating = self.windows.ids[:SCORED], self.windows.ids[SCORED:]
+        self.dense = DenseLogits(self.model, self.protocol)
 
     def modules(self, entries: Mapping[str, Any], calibrations: Path) -> list[RuntimeModule]:
         from quicksilver.modules.calibration import calibrate_modules
@@ -177,13 +179,12 @@ def run(double: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _numbers(bench: _Bench, modules: list[RuntimeModule], whole: bool) -> dict[str, Any]:
-    from quicksilver.measure.fidelity import DenseLogits
     from quicksilver.measure.perplexity import score
     from quicksilver.runtime.module import Transform
 
     if whole:
         return _all_passes(bench, modules)
-    dense = DenseLogits(bench.model, bench.protocol) if modules else None
+    dense = bench.dense if modules else None
     scores = score(bench.model, bench.scored, bench.protocol, bench.windows.token_bytes, modules=modules, dense=dense)
     numbers = _of_scores(scores.windows, scores.trace)
     if any(isinstance(module, Transform) and module.skippable_flops for module in modules):

@@ -13,6 +13,7 @@ import fakes
 import numpy as np
 import pandas as pd
 import pytest
+import thinning
 import yaml
 from thinning import first
 
@@ -255,7 +256,8 @@ def test_a_printed_table_fits_and_names_what_it_is_of(made, name):
     assert "calibrating part" in text or name in ("options", "factorial")
     for panel in {one.row.panel for one in there}:
         assert f"-m experiment={panel}" in text
-    assert table.text() == RUNS["table", name].experiment.table(there, table.name).text()
+    if thinning.whole or name == TABLES[0]:
+        assert text == RUNS["table", name].experiment.table(there, table.name).text()
 
 
 def test_a_row_without_a_record_says_why(made):
@@ -265,7 +267,8 @@ def test_a_row_without_a_record_says_why(made):
     assert "failed" in text
 
 
-@pytest.mark.parametrize("name", first(FIGURES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_the_same_bytes_again(made, name):
     there, figure = made["figure", name]
     again = RUNS["figure", name].build(there, figure.name)

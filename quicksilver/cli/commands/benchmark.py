@@ -1,15 +1,17 @@
-"""What the runtime costs and saves on this machine, within a quarter of an hour; needs a clone of the repository.
+"""What the runtime costs and saves on this machine, within twenty minutes; needs a clone of the repository.
 
 quicksilver benchmark
 quicksilver benchmark only=[runtime,scaling] minutes=5
+quicksilver benchmark against=HEAD~20
 
 Writes numbers and pictures to results/benchmarks/, with a README.md that shows them.
 
 Keys of its own:
-  only=[…]          parts: runtime, quantization, break_even, scaling
-  minutes=13        no part begins after that
+  only=[…]          parts: runtime, prediction, quantization, break_even, scaling
+  minutes=16        no part begins after that
+  against=REVISION  is this code slower than that one? Both in turns; nothing else is measured
   output=FOLDER     default: results/benchmarks
-  runtime=OPTIONS   further options of scripts/benchmark.py, in one word; in the same way quantization, break_even, scaling
+  runtime=OPTIONS   further options of scripts/benchmark.py, in one word; in the same way prediction, quantization, break_even, scaling
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from quicksilver.cli.arguments import split
 from quicksilver.runtime.errors import ConfigError
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmarks.py"
-PARTS = ("runtime", "quantization", "break_even", "scaling")
+PARTS = ("runtime", "prediction", "quantization", "break_even", "scaling")
 
 
 @dataclass
@@ -32,9 +34,11 @@ class Options:
     """The command's own keys, as its help has them."""
 
     only: list[str] = field(default_factory=list)
-    minutes: float = 13.0
+    minutes: float = 16.0
+    against: str | None = None
     output: str | None = None
     runtime: str = ""
+    prediction: str = ""
     quantization: str = ""
     break_even: str = ""
     scaling: str = ""
@@ -60,6 +64,7 @@ def command(options: Options) -> list[str]:
     """The command line of scripts/benchmarks.py."""
     words = [sys.executable, str(SCRIPT), "--minutes", str(options.minutes)]
     words += ["--only", *options.only] if options.only else []
+    words += ["--against", options.against] if options.against else []
     words += ["--output", options.output] if options.output else []
     for part in PARTS:
         more = getattr(options, part)

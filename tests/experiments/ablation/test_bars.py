@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fakes
 import pytest
-from thinning import first
 
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome, find
@@ -27,6 +26,19 @@ def outcomes(results, number):
     return found
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By figure: hand-made outcomes, and the figure that is drawn of them."""
+
+    class Made(dict):
+        def __missing__(self, number):
+            given, artefact = outcomes(tmp_path_factory.mktemp("records"), number), find("figure", number)
+            self[number] = given, artefact.build(given, artefact.name)
+            return self[number]
+
+    return Made()
+
+
 @pytest.mark.parametrize("number", ["4", "6", "7"])
 def test_the_runs_are_those_of_table_11(number):
     rows = find("figure", number).experiment.rows()
@@ -36,9 +48,8 @@ def test_the_runs_are_those_of_table_11(number):
 
 
 @pytest.mark.parametrize("number", ["6", "7"])
-def test_what_is_drawn_is_measured_or_reported(tmp_path, number):
-    artefact, given = find("figure", number), outcomes(tmp_path, number)
-    figure = artefact.build(given, artefact.name)
+def test_what_is_drawn_is_measured_or_reported(made, number):
+    given, figure = made[number]
     frame = figure.frame.set_index(["panel", "key"])
     for outcome in given:
         if outcome.row.key == "baseline":
@@ -62,9 +73,8 @@ def test_what_is_drawn_is_measured_or_reported(tmp_path, number):
 
 
 @pytest.mark.parametrize("number", ["6", "7"])
-def test_the_picture_says_why_there_is_no_bar_and_how_high_the_others_are(tmp_path, number):
-    artefact = find("figure", number)
-    figure = artefact.build(outcomes(tmp_path, number), artefact.name)
+def test_the_picture_says_why_there_is_no_bar_and_how_high_the_others_are(made, number):
+    _, figure = made[number]
     texts = [text.get_text().replace("\n", " ") for axes in figure.drawing.axes for text in axes.texts]
     assert "refused under all: looks ahead" in texts
     for value in figure.frame["speedup_pct"].dropna():
@@ -73,15 +83,16 @@ def test_the_picture_says_why_there_is_no_bar_and_how_high_the_others_are(tmp_pa
         assert "%" in axes.get_ylabel()
 
 
-@pytest.mark.parametrize("number", first(["6", "7"]))
-def test_the_same_records_give_the_same_bytes(tmp_path, number):
-    artefact = find("figure", number)
-    first, second = (artefact.build(outcomes(tmp_path / name, number), artefact.name) for name in ("a", "b"))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["6", "7"])
+def test_the_same_records_give_the_same_bytes(made, tmp_path, number):
+    artefact, (_, first) = find("figure", number), made[number]
+    second = artefact.build(outcomes(tmp_path, number), artefact.name)
     assert (first.svg(), first.png(), first.csv()) == (second.svg(), second.png(), second.csv())
 
 
-def test_what_a_step_adds_is_the_difference_of_two_speedups(tmp_path):
-    given = {one.row.key: one for one in outcomes(tmp_path, "6") if one.row.panel == "continuation"}
+def test_what_a_step_adds_is_the_difference_of_two_speedups(made):
+    given = {one.row.key: one for one in made["6"][0] if one.row.panel == "continuation"}
     experiment = find("figure", "6").experiment
     found = experiment.added_speedup(given)
     ratios = [
@@ -94,8 +105,8 @@ def test_what_a_step_adds_is_the_difference_of_two_speedups(tmp_path):
     assert experiment.worst({"baseline": given["baseline"]}) is None
 
 
-def test_milliseconds_follow_the_ratio(tmp_path):
-    given = {one.row.key: one for one in outcomes(tmp_path, "7") if one.row.panel == "continuation"}
+def test_milliseconds_follow_the_ratio(made):
+    given = {one.row.key: one for one in made["7"][0] if one.row.panel == "continuation"}
     record = given["isolated.quantization"].record
     found = find("figure", "7").experiment.saved_ms(given)
     assert found.value == pytest.approx(fakes.DENSE_MS * (1 - record.measured("latency", LatencyResult).latency_ratio.median))

@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 from harness_world import LAYERS, make_world
 from matplotlib.patches import FancyArrowPatch
-from thinning import first
 
 from quicksilver.experiments.inside import fused_tokens, kv_entries, sentences
 from quicksilver.harness.config import compose
@@ -46,19 +45,32 @@ def build(number, outcomes):
 
 
 @pytest.fixture(scope="module")
+def made(outcomes):
+    """Every figure, drawn when it is first asked for."""
+
+    class Made(dict):
+        def __missing__(self, number):
+            self[number] = build(number, outcomes)
+            return self[number]
+
+    return Made()
+
+
+@pytest.fixture(scope="module")
 def fused(outcomes):
     return outcomes["fusing"].record.signals(sentences.SENTENCE)
 
 
-@pytest.mark.parametrize("number", first(NUMBERS))
-def test_every_figure_is_made_and_made_the_same_again(outcomes, number, tmp_path):
-    first, second = (build(number, outcomes).write(tmp_path / name) for name in ("a", "b"))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_figure_is_made_the_same_again(made, outcomes, number, tmp_path):
+    first, second = made[number].write(tmp_path / "a"), build(number, outcomes).write(tmp_path / "b")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_the_caption_says_what_was_measured_and_every_axis_what_it_shows(outcomes, number):
-    figure = build(number, outcomes)
+def test_the_caption_says_what_was_measured_and_every_axis_what_it_shows(made, number):
+    figure = made[number]
     said = " ".join(figure.caption)
     assert [
         part for part in ("Model: tiny", "Protocol: ", "execution: compact", "Records: ", "perplexity") if part not in said
@@ -142,8 +154,8 @@ def test_a_long_phrase_is_cut_and_white_space_is_one_space():
     assert len(fused_tokens.phrase("word " * 20, 12)) == 12
 
 
-def test_figure_10_shows_the_share_that_all_prompts_hold(outcomes):
-    figure = build("10", outcomes)
+def test_figure_10_shows_the_share_that_all_prompts_hold(made):
+    figure = made["10"]
     shares = figure.frame[figure.frame["entry"] == "all prompts"]
     assert list(shares["layer"]) == list(range(1, LAYERS + 1))
     assert shares["entries_pct"].between(0, 100).all()
@@ -151,8 +163,8 @@ def test_figure_10_shows_the_share_that_all_prompts_hold(outcomes):
     assert shares["entries_pct"].min() < 100
 
 
-def test_figure_2_has_all_four_panels_and_their_data(outcomes):
-    figure = build("2", outcomes)
+def test_figure_2_has_all_four_panels_and_their_data(made):
+    figure = made["2"]
     assert list(figure.frame["panel"].unique()) == ["overridden", "all four", "fusing", "quantization"]
     titles = [axes.get_title(loc="left") for axes in figure.drawing.axes]
     assert [title[:3] for title in titles] == ["(a)", "(b)", "(c)", "(d)"]

@@ -18,19 +18,18 @@ def test_every_numbered_conflict_has_a_row():
     assert len(ROWS) == len(contradictions())
 
 
-def test_every_row_says_what_it_found_and_what_is_done_instead(subtests):
+def test_every_row_says_what_it_found_and_what_is_done_instead():
     for row in ROWS.values():
-        with subtests.test(row.id):
-            assert row.says
-            assert row.ours
-            finding = row.finding()
-            if row.check:
-                assert finding.text
-                assert row.places
-                assert row.agreement == ("consistent" if finding.holds else "contradiction")
-            else:
-                assert finding is None
-                assert row.agreement == "choice"
+        assert row.says, row.id
+        assert row.ours, row.id
+        finding = row.finding()
+        if row.check:
+            assert finding.text, row.id
+            assert row.places, row.id
+            assert row.agreement == ("consistent" if finding.holds else "contradiction"), row.id
+        else:
+            assert finding is None, row.id
+            assert row.agreement == "choice", row.id
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ python scripts/train_halting.py detection
 python scripts/train_halting.py language --model reference-gpt2 --gates 2 5 8 11 --name drop
 python scripts/train_halting.py language --gates 2 5 9 --predict 9 --text far-recall far-copy --name predict-far
 
-`detection` trains every detector of the study, measures them and writes what was found; what is finished in `--checkpoints` is not repeated, and
-`--only` trains the parts that are named and measures nothing. `language` trains the gates of a frozen language model at a budget and writes one
+`detection` trains every detector of the study, measures them and writes what was found; what is finished in `--checkpoints` is not repeated,
+`--processes 2` uses two cores, and `--only` trains the parts that are named and measures nothing. `language` trains the gates of a frozen language model at a budget and writes one
 file. Either is resumable: run the same command again after a kill.
 """
 
@@ -14,17 +14,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from quicksilver.detection import measured
-from quicksilver.detection.study import LEARNED, RULES, Plan, Seed
-from quicksilver.runtime.errors import QuickSilverError
+from quicksilver.detection.study import PARTS, WIDE_PARTS, Plan, Seed
+from quicksilver.detection.workers import Workers, tasks
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("dense", "no_layers", "control", *LEARNED, *RULES, "wide_control", "wide_box")
+HELD_WINDOWS = 32
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -32,8 +34,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_subparsers(dest="what", required=True)
     detection = what.add_parser("detection", help="the study of made scenes")
     detection.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    detection.add_argument("--only", nargs="+", choices=PARTS, help="train these and measure nothing")
-    detection.add_argument("--no-wide", action="store_true", help="leave the wider detector out")
+    detection.add_argument("--only", nargs="+", choices=(*PARTS, *WIDE_PARTS), help="train these and measure nothing")
+    detection.add_argument("--wide", action="store_true", help="the wider detector, too")
+    detection.add_argument("--processes", type=int, default=1, help="that train side by side, each with --threads")
     timed = detection.add_mutually_exclusive_group()
     timed.add_argument("--no-timing", action="store_true", help="do not time: for a machine that does other work")
     timed.add_argument("--timing-only", action="store_true", help="time the finished detectors and write nothing else")
@@ -73,35 +76,31 @@ def progress(name: str, steps: range) -> Iterable[int]:
     return tqdm(steps, desc=name, initial=steps.start, total=steps.stop, mininterval=5.0, leave=False)
 
 
-def train_part(seed: Seed, part: str) -> None:
-    """One detector of one seed, and whatever it starts from."""
-    wide, name = part.startswith("wide_"), part.removeprefix("wide_")
-    if name == "dense":
-        seed.dense()
-    elif name == "no_layers":
-        seed.without_layers()
-    elif name == "control":
-        seed.control(wide)
-    elif name in LEARNED:
-        seed.learned(name, wide)
-    else:
-        seed.ruled(name)
-
-
 def detection(options: argparse.Namespace) -> None:
     plan = Plan(
         scenes=options.scenes, validation=options.validation, steps=options.steps, tuning_steps=options.tuning_steps,
         tokens=options.tokens, seeds=tuple(options.seeds), folder=options.folder,
     )  # fmt: skip
-    seeds = [Seed(plan, seed, options.checkpoints, progress) for seed in options.seeds]
-    wide = not options.no_wide
-    for seed in seeds:
-        for part in options.only or PARTS:
-            if wide or not part.startswith("wide_"):
-                train_part(seed, part)
+    seeds = [Seed(plan, seed, options.checkpoints, progress, may_train=not options.timing_only) for seed in options.seeds]
+    if options.processes < 1:
+        raise ConfigError(f"processes={options.processes}: give at least 1.")
+    wide, parts = options.wide, options.only or [*PARTS, *(WIDE_PARTS if options.wide else ())]
+    frames = {}
+    if options.timing_only:
+        pass
+    elif options.processes == 1:
+        for number, part in tasks(options.seeds, parts):
+            seeds[options.seeds.index(number)].train(part)
+        if not options.only:
+            evaluations = ([*seed.evaluations(), *(seed.wide_evaluations() if wide else ())] for seed in seeds)
+            frames = measured.study(seeds, evaluations)
+    else:
+        with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
+            workers.train(options.seeds, parts, print)
+            if not options.only:
+                frames = measured.study(seeds, workers.measure(options.seeds, wide))
     if options.only:
         return
-    frames = {} if options.timing_only else measured.study(seeds, wide, print)
     if not options.no_timing:
         frames["timing"] = measured.timing(seeds[0], wide)
     print("Written: " + ", ".join(map(str, measured.write(frames, options.output))))
@@ -109,10 +108,9 @@ def detection(options: argparse.Namespace) -> None:
 
 def language(options: argparse.Namespace) -> None:
     from quicksilver.cli.commands.fit import calibration_half
-    from quicksilver.fitting.gates import GateRecipe, at_budget, card, kl_of, train_gates
+    from quicksilver.fitting.gates import GateRecipe, card, choose, train_gates
     from quicksilver.harness.config import compose
     from quicksilver.harness.workplace import Workplace
-    from quicksilver.modules.learned_halting import TrainedGates
     from quicksilver.runtime.architecture import architecture_of
 
     recipe = GateRecipe(
@@ -122,28 +120,27 @@ def language(options: argparse.Namespace) -> None:
     config = compose([f"model={options.model}", *([f"data.root={options.data}"] if options.data else [])])
     loaded = Workplace().model(config)
     arch = architecture_of(loaded.model)
-    fit, choose = (calibration_half(config, options.text, loaded.tokenizer, half, options.windows) for half in ("fit", "choose"))
+    fit, other = (calibration_half(config, options.text, loaded.tokenizer, half, options.windows) for half in ("fit", "choose"))
     folder = options.output or ROOT / "results" / "gates" / options.model
     found = train_gates(
         arch, fit.ids, recipe, checkpoint=folder / f".{options.name}.training.safetensors",
         progress=lambda steps: progress(f"{options.model}, {options.name}", steps),
     )  # fmt: skip
-    provenance = {"text": fit.provenance, "text_digest": fit.digest, "recipe": vars(recipe)}
-    trained = TrainedGates.of(found.gates, arch, predicts=tuple(options.predict))
-    held = choose.ids[:: max(1, len(choose.ids) // 24)]
-    gates, saved = at_budget(arch, trained, held, recipe)
-    kl = float(kl_of(arch, gates, held, recipe).mean())
-    shift = float((gates.bias - trained.bias)[0])
+    chosen = choose(arch, found.candidates, other.ids[:: max(1, len(other.ids) // HELD_WINDOWS)], recipe)
     path = folder / f"{options.name}.safetensors"
-    TrainedGates(
-        gates.layers, gates.weight, gates.bias, gates.n_layers, gates.weights_digest, gates.missing_kv, gates.predicts,
-        provenance | {"added_to_biases": shift, "saved_pct_on_the_other_half": saved, "kl_nats_on_the_other_half": kl, "curve": found.curve[:: max(1, options.steps // 20)]},
-    ).save(path)  # fmt: skip
+    provenance = {
+        "datasets": options.text, "text": fit.provenance, "text_digest": fit.digest, "recipe": vars(recipe), "kept": chosen.name, "added_to_biases": chosen.shift,
+        "saved_pct_on_the_other_half": chosen.saved_pct, "kl_nats_on_the_other_half": chosen.kl_nats,
+        "kl_nats_at_the_start": chosen.compared["start"], "compared_kl_nats": chosen.compared,
+        "curve": found.curve[:: max(1, options.steps // 20)],
+    }  # fmt: skip
+    replace(chosen.gates, provenance=provenance).save(path)
     (folder / "README.md").write_text(card(folder, options.model), encoding="utf-8")
     last = found.curve[-10:]
     print(
         f"{path}: {path.stat().st_size / 1e3:.1f} kB; last steps: KL {sum(one['kl_nats'] for one in last) / len(last):.4f} nats at "
-        f"{sum(one['saved_pct'] for one in last) / len(last):.1f}% saved; on the other half KL {kl:.4f} at {saved:.1f}% after {shift:+.2f} to all biases."
+        f"{sum(one['saved_pct'] for one in last) / len(last):.1f}% saved; on the other half: kept {chosen.name} at {chosen.saved_pct:.1f}%, KL of each: "
+        + ", ".join(f"{name} {kl:.4f}" for name, kl in chosen.compared.items())
     )
 
 

@@ -17,10 +17,20 @@ from quicksilver.report.table import Panel, Table
 OURS, WITHOUT, FORMATS = "The model's own schedules", "At 40%, one part taken away", "Number formats"
 CONTROLS = "Controls at 40%: maps fitted when the run begins"
 FIT_WINDOWS = ("dataset.calibration_windows=40",)  # of the calibrating part; 20 thousand tokens
+GATES = "Instead of a schedule, gates trained for 40%"
 SCHEDULES = (("40", "40% of the prompt's work", "quicksilver", ()), ("50", "50%", "quicksilver_50", ()))
+LEARNED = (
+    (
+        "learned",
+        "learned gates, dropped, then predicted (Ye et al.)",
+        "learned_halting",
+        ("measure=quick",),
+    ),
+)
 # section -> key, what is printed, modules, overrides
 ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
     OURS: SCHEDULES,
+    GATES: LEARNED,
     WITHOUT: (
         ("drop_all", "nothing predicted: the second stage is dropped too", "quicksilver", ("modules.quicksilver.missing_kv=drop",)),
         ("project", "projected, not predicted (SwiftKV, untrained)", "quicksilver", ("modules.quicksilver.missing_kv=project",)),
@@ -48,7 +58,7 @@ ALWAYS = ("protocol=continuation", "dataset.windows=128")
 PANELS: dict[str, tuple[str, dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]], tuple[str, ...]]] = {
     "continuation": ("The model and text that were asked for", ROWS, ()),
     "wikitext103": (
-        "The same on WikiText-103 test", {OURS: SCHEDULES, "For comparison": (OLDEST,)}, ("dataset=wikitext103", "measure=quick")
+        "The same on WikiText-103 test", {OURS: SCHEDULES, GATES: LEARNED, "For comparison": (OLDEST,)}, ("dataset=wikitext103", "measure=quick")
     ),
     "llama": (
         "reference-llama",

@@ -15,8 +15,8 @@ CURVES = (
     ("random", "random"),
     ("norm", "norm"),
     ("static", "static"),
-    ("reading", "learned"),
-    ("wide_box", "learned"),
+    ("frozen", "learned"),
+    ("gentle", "learned"),
 )
 ACROSS = {
     "tokens": "token-layers computed, %",

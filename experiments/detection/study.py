@@ -16,6 +16,8 @@ SAID = {
     ("box", "learned"): "Learned, box weights",
     ("uniform", "learned"): "Learned, uniform weights",
     ("reading", "learned"): "Learned, box weights, gates that only read",
+    ("frozen", "learned"): "Learned, box weights, gates alone on the dense detector",
+    ("gentle", "learned"): "The same, then both trained at a tenth of the rate",
     ("random", "random"): "Random, at the same rates",
     ("norm", "norm"): "Smallest feature norm, same rates",
     ("static", "static"): "Static depth, dense detector",

@@ -52,6 +52,7 @@ PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "fitted_prediction.mean": (
         WORK, "Control: mean K/V, not predicted", ("modules.fitted_prediction.control=mean", *FIT_WINDOWS)
     ),
+    "learned_halting": (WORK, "Learned halting (Ye et al.)", ()),
     "sliding_window": (CACHE, "Sliding window", ("modules.sliding_window.window=347",)),
     "sink_attention": (CACHE, "Sinks and window (StreamingLLM)", ("modules.sink_attention.window=343",)),
     "heavy_hitter": (CACHE, "Heavy hitters (H2O)", ("modules.heavy_hitter.heavy=173", "modules.heavy_hitter.recent=173")),

@@ -19,6 +19,7 @@ PANEL = "frontier"
 SHARES = (0.23, 0.34, 0.453, 0.566)  # of the prompt's tokens that leave after a fifth of the depth
 # Without looking: all tokens of the prompt but its last stop at that depth.
 DEPTHS = (0.8, 0.7, 0.6, 0.5)
+THRESHOLDS = (0.5,)  # of trained gates, whose budget is 40% at ½
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,13 @@ def _predicted(saves_pct: float) -> tuple[str, ...]:
     return ("modules=[quicksilver]", f"modules.quicksilver.saves_pct={saves_pct:g}")
 
 
+def _learned(threshold: float) -> tuple[str, ...]:
+    return ("modules=[learned_halting]", f"modules.learned_halting.threshold={threshold:g}")
+
+
 TECHNIQUES = {
     "predicted": Technique("Dropped, then predicted (budget)", _predicted, (40, 50)),
+    "learned": Technique("Learned (p below)", _learned, THRESHOLDS),
     "fused": Technique(
         "Fusion of the least attended",
         lambda share: ("modules=[token_fusion_attention]", f"modules.token_fusion.fused_share={share}"),

@@ -19,6 +19,7 @@ PANELS = {
 ALWAYS = ("protocol=continuation", "measure=quick", "dataset.windows=64")
 ROWS = {
     "predicted": ("oldest dropped, then predicted", "quicksilver", ()),
+    "learned": ("learned: dropped, then predicted", "learned_halting", ()),
     "position": ("oldest dropped", "halting_attention", ("modules.halting.signal=position",)),
     "attention": ("least attended dropped", "halting_attention", ()),
     "fusion": ("least attended, fused", "token_fusion_attention", ()),

@@ -35,7 +35,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     saved, cost = frontier.paper_bar()
     legend = (
         "share: of the prompt's tokens that leave after a fifth of the depth. Static depth: the depth after which all tokens "
-        "but the last leave.",
+        "but the last leave. p below: the threshold under which gates that were trained for 40% let a token leave.",
         "saved: executed operations of the prompt, signals included, and resident KV bytes, in percent of dense inference.",
         "Δppl: perplexity of the tokens after the prompt minus dense, with its 95% interval; below it the same in percent.",
         "KL × 100: of the dense model's next-token distribution to the run's, hundredths of a nat a token, with its 95% interval.",

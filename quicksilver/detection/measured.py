@@ -8,7 +8,7 @@ of: seeds, sizes, versions.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,19 +22,18 @@ from quicksilver.detection.evaluate import Evaluation, ScenePolicy, ap_differenc
 from quicksilver.detection.model import PillarDetector
 from quicksilver.detection.pillars import Batch
 from quicksilver.detection.pseudo_gradient import accuracy, effects
-from quicksilver.detection.study import LEARNED, RULES, Seed, gated, ruled
+from quicksilver.detection.study import LEARNED, RULES, Measured, Seed, gated, ruled
 from quicksilver.detection.training import detection_loss
 from quicksilver.measure.latency import alternate
 from quicksilver.runtime.run import apply
 
 Key = tuple[str, str, float]
 TIMED = (0.3, 0.5)  # thresholds
-Say = Callable[[str], None]
 
 
-def study(seeds: Sequence[Seed], wide: bool, say: Say) -> dict[str, pd.DataFrame]:
-    """Every frame but the one of times, by the name of its file."""
-    rows, found = evaluations(seeds, wide, say)
+def study(seeds: Sequence[Seed], measured: Iterable[Sequence[Measured]]) -> dict[str, pd.DataFrame]:
+    """Every frame but the one of times, by the name of its file; measured: the evaluations of each seed."""
+    rows, found = evaluations([seed.seed for seed in seeds], measured)
     return {
         "evaluations": rows,
         "differences": differences(found, len(seeds)),
@@ -46,17 +45,16 @@ def study(seeds: Sequence[Seed], wide: bool, say: Say) -> dict[str, pd.DataFrame
     }
 
 
-def evaluations(seeds: Sequence[Seed], wide: bool, say: Say) -> tuple[pd.DataFrame, dict[Key, list[Evaluation]]]:
+def evaluations(seeds: Sequence[int], measured: Iterable[Sequence[Measured]]) -> tuple[pd.DataFrame, dict[Key, list[Evaluation]]]:
     """Every detector under every policy: a row a seed, and the evaluations by detector, policy and dial."""
     rows: list[dict[str, object]] = []
     found: dict[Key, list[Evaluation]] = {}
-    for seed in seeds:
-        measured = [*seed.evaluations(), *(seed.wide_evaluations() if wide else ())]
-        dense = next(one for name, policy, _, one in measured if (name, policy) == ("control", "dense"))
-        for detector, policy, dial, one in measured:
+    for seed, of_seed in zip(seeds, measured, strict=True):
+        dense = next(one for name, policy, _, one in of_seed if (name, policy) == ("control", "dense"))
+        for detector, policy, dial, one in of_seed:
             found.setdefault((detector, policy, dial), []).append(one)
             row: dict[str, object] = {
-                "seed": seed.seed,
+                "seed": seed,
                 "detector": detector,
                 "policy": policy,
                 "dial": dial,
@@ -71,7 +69,6 @@ def evaluations(seeds: Sequence[Seed], wide: bool, say: Say) -> tuple[pd.DataFra
                     row[name] = one.ap(recycled=recycled, strict=strict)
             row["ap_car"], row["ap_pedestrian"] = one.ap_by_class()
             rows.append(row)
-        say(f"seed {seed.seed}: {len(measured)} evaluations")
     return pd.DataFrame(rows), found
 
 

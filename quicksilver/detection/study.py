@@ -26,9 +26,18 @@ from quicksilver.runtime.module import RuntimeModule
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
 BOX_WEIGHT = 0.1
 STATIC_DEPTHS = (0.25, 0.5, 0.75)
-LEARNED = ("box", "uniform", "reading")
+LEARNED = ("box", "uniform", "reading", "frozen", "gentle")
+GENTLE = 0.1  # of the usual rate
 RULES = ("random", "norm")
 THRESHOLDS = (0.3, 0.5, 0.7)
+FINER = {"frozen": (0.3, 0.4, 0.5, 0.7), "gentle": (0.3, 0.4, 0.5, 0.7)}  # between 0.3 and 0.5 the first of them begins to lose
+PARTS = ("dense", "control", *LEARNED, *RULES, "no_layers")
+WIDE_PARTS = ("wide_control", "wide_box")
+NEEDS = {
+    "control": ("dense",), "box": ("dense",), "uniform": ("dense",), "reading": ("dense",), "frozen": ("control",), "gentle": ("frozen",),
+    "random": ("box",), "norm": ("box",), "wide_box": ("wide_control",),
+}  # fmt: skip
+Measured = tuple[str, str, float, Evaluation]  # detector, policy, dial
 
 
 @dataclass(frozen=True)
@@ -103,12 +112,26 @@ class Seed:
     Args:
         folder: for the checkpoints.
         progress: wraps the steps of the training called by a name.
+        may_train: a detector that is not finished is trained; else it is refused.
+
+    Raises:
+        ConfigError: by whatever needs a detector that is not finished and may not be trained.
     """
 
     plan: Plan
     seed: int
     folder: Path
     progress: Progress = lambda name, steps: steps
+    may_train: bool = True
+
+    def train(self, part: str) -> Trained:
+        """One of `PARTS` or `WIDE_PARTS`, and whatever it starts from."""
+        wide, name = part.startswith("wide_"), part.removeprefix("wide_")
+        if name in RULES:
+            return self.ruled(name)
+        if name in LEARNED:
+            return self.learned(name, wide)
+        return {"dense": self.dense, "control": self.control, "no_layers": lambda _: self.without_layers()}[name](wide)
 
     def dense(self, wide: bool = False) -> Trained:
         """From scratch."""
@@ -126,11 +149,18 @@ class Seed:
         return self._tuned("control", wide=wide)
 
     def learned(self, name: str, wide: bool = False) -> Trained:
-        """With gates, under `box` weights or `uniform` ones; `reading`: box weights, and gates whose derivative leaves the states alone."""
+        """With gates, under `box` weights or `uniform` ones; `reading`: box weights, and gates whose derivative leaves the states alone; `frozen`:
+        box weights, and gates alone are trained, on the control, so that nothing but stopping can differ from it; `gentle`: from there on
+        both, the detector at a tenth of the rate and the gates as in `reading`."""
         shape = self.plan.wide if wide else self.plan.shape
-        gates = HaltingGates(shape.width, range(shape.layers - 1), reads_only=name == "reading")
-        weight = 1.0 if name == "uniform" else BOX_WEIGHT
-        return self._tuned(name, wide=wide, gates=gates, box_weight=weight, tokens=self.plan.tokens)
+        gates = HaltingGates(shape.width, range(shape.layers - 1), reads_only=name in ("reading", "gentle"))
+        start = {"frozen": self.control, "gentle": lambda _: self.learned("frozen")}.get(name, self.dense)
+        if name == "gentle" and (found := self.learned("frozen").gates) is not None:
+            gates.load_state_dict(found.state_dict())
+        return self._tuned(
+            name, start, wide=wide, gates=gates, tokens=self.plan.tokens, box_weight=1.0 if name == "uniform" else BOX_WEIGHT,
+            base_rate={"frozen": 0.0, "gentle": GENTLE}.get(name, 1.0),
+        )  # fmt: skip
 
     def ruled(self, name: str) -> Trained:
         """Under `random` halting or halting by `norm`, at the rates of the gates with box weights."""
@@ -149,6 +179,7 @@ class Seed:
     def _tuned(
         self,
         name: str,
+        start: Callable[[bool], Trained] | None = None,
         wide: bool = False,
         gates: HaltingGates | None = None,
         policy: ScenePolicy | None = None,
@@ -157,7 +188,7 @@ class Seed:
         shape = self.plan.wide if wide else self.plan.shape
         own = Recipe(self.plan.tuning_steps, learning_rate=1.5e-3, seed=self.seed + 100, **recipe)  # type: ignore[arg-type]
         return self._trained(
-            f"wide_{name}" if wide else name, shape, lambda: copy.deepcopy(self.dense(wide).model), own, gates, policy
+            f"wide_{name}" if wide else name, shape, lambda: copy.deepcopy((start or self.dense)(wide).model), own, gates, policy
         )
 
     def _trained(
@@ -170,10 +201,14 @@ class Seed:
         policy: ScenePolicy | None = None,
     ) -> Trained:
         path = self.folder / f"seed{self.seed}" / f"{name}.safetensors"
-        if path.is_file():
+        if path.is_file() or not self.may_train:
             found = trained(path, shape)
             if found.step == recipe.steps:
                 return found
+            if not self.may_train:
+                raise ConfigError(
+                    f"{path} was trained for {found.step} of {recipe.steps} steps: finish it first, python scripts/train_halting.py detection."
+                )
         return train(
             start(), self.plan.training_data, recipe, gates=gates, policy=policy, checkpoint=path,
             progress=lambda steps: self.progress(f"seed {self.seed}, {name}", steps),
@@ -181,7 +216,7 @@ class Seed:
 
     # -- what is measured --------------------------------------------------------------------------------------------------------
 
-    def evaluations(self) -> Iterator[tuple[str, str, float, Evaluation]]:
+    def evaluations(self) -> Iterator[Measured]:
         """Detector, policy, its dial, and what it finds on the validation scenes. `dense` of a detector with gates: the same weights, with
         nobody halted."""
         measured = self._measured
@@ -190,9 +225,9 @@ class Seed:
         rates: dict[float, list[float]] = {}
         for name in LEARNED:
             learned = self.learned(name)
-            if name != "uniform":
+            if name not in ("uniform", "frozen"):
                 yield name, "dense", 0.0, measured(learned)
-            for threshold in THRESHOLDS:
+            for threshold in FINER.get(name, THRESHOLDS):
                 found = measured(learned, gated(learned, threshold))
                 if name == "box":
                     rates[threshold] = halted_shares(found)
@@ -205,7 +240,7 @@ class Seed:
         for depth in STATIC_DEPTHS:
             yield "static", "static", depth, measured(self.control(), static(depth))
 
-    def wide_evaluations(self) -> Iterator[tuple[str, str, float, Evaluation]]:
+    def wide_evaluations(self) -> Iterator[Measured]:
         """The same of the wider detector."""
         yield "wide_control", "dense", 0.0, self._measured(self.control(wide=True))
         wide = self.learned("box", wide=True)
@@ -214,20 +249,6 @@ class Seed:
 
     def _measured(self, trained: Trained, policy: ScenePolicy | None = None) -> Evaluation:
         return evaluate(trained.model, self.plan.validation_data, self.plan.maker.grid, policy)
-
-    def train_all(self) -> None:
-        """Every detector of the usual width."""
-        self.without_layers()
-        self.control()
-        for name in LEARNED:
-            self.learned(name)
-        for name in RULES:
-            self.ruled(name)
-
-    def train_wide(self) -> None:
-        """The wider detector."""
-        self.control(wide=True)
-        self.learned("box", wide=True)
 
 
 def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> ScenePolicy:

@@ -45,6 +45,7 @@ class Recipe:
         steps: of Adam, `batch_size` scenes each; the learning rate rises over a twentieth of them and falls by half a cosine.
         tokens: share of token-layers that shall be left; None: no gates are trained.
         box_weight: w of a pillar that a labelled box touches in the sparsity loss, where all others have 1 (Ye et al.); 1: uniform.
+        base_rate: of the learning rate, what the detector's own weights have beside gates; 0: they stay as they are.
         recycle: the head reads the frozen states of halted tokens; else it sees nothing of them.
         seed: of the order of scenes.
     """
@@ -54,6 +55,7 @@ class Recipe:
     learning_rate: float = 3e-3
     tokens: float | None = None
     box_weight: float = 1.0
+    base_rate: float = 1.0
     recycle: bool = True
     seed: int = 0
 
@@ -64,6 +66,8 @@ class Recipe:
             )
         if not 0 < self.box_weight <= 1:
             raise ConfigError(f"box_weight={self.box_weight} must lie above 0 and at 1 or below.")
+        if not 0 <= self.base_rate <= 1 or (self.tokens is None and not self.base_rate):
+            raise ConfigError(f"base_rate={self.base_rate} must lie between 0 and 1, and above 0 where no gates are trained.")
 
     def rate(self, step: int) -> float:
         """Learning rate at `step`."""
@@ -131,11 +135,12 @@ def train(
     if (gates is None) != (recipe.tokens is None):
         raise ConfigError("Gates are trained for a share of tokens: give gates and recipe.tokens, or neither.")
     control = None if gates is None else SparsityController(gates, recipe.tokens or 0.0, model.config.num_hidden_layers)
-    optimisers = _optimisers(model, gates)
+    optimisers = _optimisers(model, gates, recipe.base_rate)
     keeper = Checkpoint(checkpoint, model, gates, control, optimisers, recipe)
     first, curve = keeper.load()
     weights = torch.where(data.in_box, recipe.box_weight, 1.0)
     model.train()
+    model.requires_grad_(recipe.base_rate > 0)
     try:
         for step in progress(range(first, recipe.steps)):
             chosen = _order(len(data), recipe, step)
@@ -162,7 +167,7 @@ def train(
             if not math.isfinite(entry["loss"]):
                 raise QuickSilverError(
                     f"The loss of step {step} is not finite: give a smaller learning rate than {recipe.learning_rate:g}. "
-                    + ("" if checkpoint is None else f"The last good state is {checkpoint}.")
+                    + ("" if checkpoint is None or not checkpoint.is_file() else f"The last good state is {checkpoint}.")
                 )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(list(model.parameters()), 5.0)
@@ -174,19 +179,25 @@ def train(
             if (step + 1) % every == 0 or step == recipe.steps - 1:
                 keeper.save(step + 1, curve)
     finally:
+        model.requires_grad_(True)
         model.eval()
     return Trained(model, gates, curve, recipe.steps)
 
 
-def _optimisers(model: PillarDetector, gates: HaltingGates | None) -> list[torch.optim.Optimizer]:
+def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for hidden matrices, as in train_reference.py, AdamW for the rest; `scale` is a group's share of the recipe's rate."""
+    own = {"params": [] if gates is None else list(gates.parameters()), "scale": GATES_FASTER, "weight_decay": 0.0}
+    if not base_rate:
+        return [torch.optim.AdamW([own], lr=1.0, weight_decay=0.0, betas=(0.9, 0.98))]
     named = list(model.named_parameters())
     hidden = [p for name, p in named if p.ndim == 2 and not name.startswith(("head", "place", "embed.0"))]
-    rest: list[dict[str, Any]] = [{"params": [p for _, p in named if not any(p is one for one in hidden)], "scale": 1.0}]
+    rest: list[dict[str, Any]] = [{"params": [p for _, p in named if not any(p is one for one in hidden)], "scale": base_rate}]
     if gates is not None:
-        rest.append({"params": list(gates.parameters()), "scale": GATES_FASTER, "weight_decay": 0.0})
+        rest.append(own)
     return [
-        torch.optim.Muon([{"params": hidden, "scale": MUON_FASTER}], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            [{"params": hidden, "scale": MUON_FASTER * base_rate}], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(rest, lr=1.0, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
 

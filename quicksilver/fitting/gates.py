@@ -2,8 +2,9 @@
 
 Gates alone are trained, by Adam, through the equivalent forward: prompt and continuation in one pass, in which tokens of the prompt halt and
 tokens after it do not. The loss is KL(dense ‖ halted) of the continuation plus λ Σ p / N over the prompt's tokens and all gates. Two things
-follow the share of the prompt's executed FLOPs that shall be saved: λ, slowly, and one number on all biases, at every step. λ alone overshot:
-gates answer it ten steps late. At the end that number is chosen once more, on text of the other half.
+follow the share of the prompt's executed FLOPs that shall be saved: λ, slowly, and one number on the biases of the gates that drop, at every step.
+λ alone overshot: gates answer it ten steps late. At the end that number is chosen once more, on text of the other half, for each of three: the
+gates at the start, at the end, and their mean over the second half of the steps. The one with least KL on that text is kept.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from quicksilver.runtime.run import apply
 Steps = Callable[[range], Iterable[int]]
 _ABOUT = "quicksilver"
 KEPT_EVERY = 10  # steps
+FEW_FASTER = 5.0  # than the rate of w, whose D numbers act together
+ALL_PREDICTED = -1.0  # b of a gate that predicts, before training: p = 0.27
+Parts = dict[str, torch.Tensor]  # of gates, by name
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,11 @@ class GateRecipe:
         layers: after which a token may halt; predicts: those of them where the K/V of later layers are predicted, the last ones.
         saves_pct: of the prompt's executed FLOPs.
         steps: of Adam, `batch_size` windows each; ten of them rising, then half a cosine.
-        start: spread of w · LN(h) before training.
-        start_from: who halts first before training: the `oldest` tokens, as far as a linear map reads the place from the state, or `random`
-            directions.
+        start: spread of a gate's logits before training.
+        start_from: who halts before training: the `oldest` tokens are dropped and all that are left are predicted, which is the rule of
+            docs/predicted-kv.md; or `random` directions of the state say whom to drop.
         strength, reaction: λ at the start, and how fast it follows the budget.
-        shift: added to all biases after a step that saved the whole prompt too much, and in proportion.
+        shift: added to the biases of gates that drop after a step that saved the whole prompt too much, and in proportion.
         protect_first, protect_last: tokens of the prompt that never halt.
 
     Raises:
@@ -87,10 +91,34 @@ class GateRecipe:
 
 @dataclass
 class TrainedGatesRun:
-    """What a training leaves: the gates, and one entry a step: kl_nats, saved_pct, strength."""
+    """What a training leaves.
+
+    Attributes:
+        gates: at the end.
+        candidates: `start`, `averaged` (mean over the second half of the steps) and `end`.
+        curve: one entry a step: kl_nats, saved_pct, strength, left_after_LAYER.
+    """
 
     gates: HaltingGates
+    candidates: dict[str, TrainedGates] = field(default_factory=dict)
     curve: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ChosenGates:
+    """The candidate with least KL on text that was not trained on, each at the budget.
+
+    Attributes:
+        name: of the candidate. saved_pct, kl_nats: of it, mean over windows.
+        shift: added to the biases of the gates that drop. compared: KL of every candidate, nats a token.
+    """
+
+    name: str
+    gates: TrainedGates
+    saved_pct: float
+    kl_nats: float
+    shift: float
+    compared: dict[str, float]
 
 
 def most_saved_pct(architecture: Architecture, recipe: GateRecipe) -> float:
@@ -149,7 +177,7 @@ def train_gates(
         raise ConfigError(
             f"Windows of shape {tuple(ids.shape)}: give at least one, longer than {recipe.prompt_tokens + 1} tokens."
         )
-    gates = HaltingGates(architecture.width, recipe.layers)
+    gates = HaltingGates(architecture.width, recipe.layers, prompt_tokens=recipe.prompt_tokens)
     TrainedGates.of(gates, architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
     if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
         raise ConfigError(
@@ -161,13 +189,10 @@ def train_gates(
     state = _State(checkpoint, trainer)
     first = state.load()
     if not first:
-        if recipe.start_from == "oldest":
-            gates.weight.data.copy_(recipe.start * reads_place(architecture, ids[:16], recipe))
-        # From near the budget, with whom to halt left to chance: what is learned is whom, not how many.
-        start, _ = _nearest(
-            architecture, TrainedGates.of(gates, architecture, predicts=tuple(recipe.predicts)), ids[:2], recipe, 5
-        )
+        # From near the budget: what is learned is whom to halt, not how many.
+        start, _ = _nearest(architecture, trainer.now(), ids[:2], recipe, 9)
         gates.bias.data.copy_(start.bias)
+        trainer.begin()
     was = {name: p.requires_grad for name, p in architecture.model.named_parameters()}
     architecture.model.requires_grad_(False)
     try:
@@ -178,35 +203,8 @@ def train_gates(
     finally:
         for name, p in architecture.model.named_parameters():
             p.requires_grad_(was[name])
-    return TrainedGatesRun(gates, trainer.curve)
-
-
-@torch.no_grad()
-def reads_place(architecture: Architecture, ids: torch.Tensor, recipe: GateRecipe, ridge: float = 1.0) -> torch.Tensor:
-    """Directions w (K, D), for each gate one: w · LN(h) grows with a token's place in the prompt, by ridge regression, with spread 1.
-
-    Args:
-        ids: (W, N) long, windows of calibration text; their tokens that may halt are read.
-    """
-    inside = slice(recipe.protect_first, recipe.prompt_tokens - recipe.protect_last)
-    states: dict[int, torch.Tensor] = {}
-
-    def read(layer: int, hidden: torch.Tensor, kept: torch.Tensor) -> None:
-        if layer in recipe.layers:
-            normed = torch.nn.functional.layer_norm(hidden[:, inside].float(), hidden.shape[-1:])
-            states[layer] = normed.flatten(0, 1).double()
-
-    with equivalent_forward(architecture.model, read):
-        architecture.model(ids.to(architecture.model.device), use_cache=False, logits_to_keep=1)
-    rows = []
-    for layer in recipe.layers:
-        centred = states[layer] - states[layer].mean(0)  # (T, D)
-        place = torch.linspace(-1, 1, len(centred) // len(ids), dtype=centred.dtype, device=centred.device).repeat(len(ids))
-        gram = centred.T @ centred
-        gram.diagonal().add_(ridge)
-        found = torch.linalg.solve(gram, centred.T @ place)
-        rows.append((found / (centred @ found).std()).float())
-    return torch.stack(rows)
+    candidates = {"start": trainer.made(trainer.start), "averaged": trainer.made(trainer.averaged), "end": trainer.now()}
+    return TrainedGatesRun(gates, candidates, trainer.curve)
 
 
 class _Trainer:
@@ -226,21 +224,46 @@ class _Trainer:
         generator = torch.Generator().manual_seed(recipe.seed)
         passes = -(-recipe.steps * recipe.batch_size // len(ids))
         self.order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in range(passes)])
+        drops = torch.tensor([layer not in recipe.predicts for layer in recipe.layers])
+        self.steered = _steered(recipe)
+        assert gates.place is not None
         with torch.no_grad():
-            # Not zero: equal p would halt all tokens at once.
-            gates.weight.copy_(torch.randn(gates.weight.shape, generator=generator) * recipe.start / architecture.width**0.5)
-        self.optimiser = torch.optim.Adam([gates.weight, gates.bias], betas=(0.9, 0.98))
+            # Never alike for all tokens of a gate that drops: these would halt together.
+            if recipe.start_from == "oldest":
+                gates.place[drops, 0] = recipe.start * 3**0.5  # the slope is spread evenly over −1 to 1
+            else:
+                drawn = torch.randn(gates.weight.shape, generator=generator) * recipe.start / architecture.width**0.5
+                gates.weight[drops] = drawn[drops]
+            gates.bias[~drops] = ALL_PREDICTED
+        self.start: Parts = {}
+        self.averaged: Parts = {}
+        few: dict[str, Any] = {"params": [gates.bias, gates.place], "scale": FEW_FASTER}
+        self.optimiser = torch.optim.Adam([{"params": [gates.weight], "scale": 1.0}, few], betas=(0.9, 0.98))
         n = ids.shape[1]
         self.may_halt = torch.zeros(1, n)
         self.may_halt[:, recipe.protect_first : recipe.prompt_tokens - recipe.protect_last] = 1.0
         self._dense: dict[int, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """What stands now is the start."""
+        self.start = {name: part.clone() for name, part in self.gates.state_dict().items()}
+        self.averaged = {name: torch.zeros_like(part) for name, part in self.start.items()}
+
+    def made(self, parts: Parts) -> TrainedGates:
+        """Gates of these weights."""
+        of = HaltingGates(self.arch.width, self.recipe.layers, prompt_tokens=self.recipe.prompt_tokens)
+        of.load_state_dict(parts)
+        return TrainedGates.of(of, self.arch, predicts=tuple(self.recipe.predicts))
+
+    def now(self) -> TrainedGates:
+        return self.made(self.gates.state_dict())
 
     def step(self, number: int, checkpoint: Path | None) -> None:
         recipe = self.recipe
         chosen = self.order[number * recipe.batch_size : (number + 1) * recipe.batch_size]
         rate = recipe.learning_rate * min(1.0, (number + 1) / 10) * 0.5 * (1 + math.cos(math.pi * number / recipe.steps))
         for group in self.optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         dense, batch = self._dense_log_probs(chosen), self.ids[chosen]
         decisions: dict[int, torch.Tensor] = {}
 
@@ -257,7 +280,7 @@ class _Trainer:
         if not bool(torch.isfinite(loss)):
             raise QuickSilverError(
                 f"The loss of step {number} is not finite: give a smaller learning rate than {recipe.learning_rate:g}. "
-                + ("" if checkpoint is None else f"The last good state is {checkpoint}.")
+                + ("" if checkpoint is None or not checkpoint.is_file() else f"The last good state is {checkpoint}.")
             )
         prompt = slice(0, recipe.prompt_tokens)
         kept = [torch.ones(len(batch), recipe.prompt_tokens) if m is None else m.detach()[:, prompt] for m in mask.kept]
@@ -266,7 +289,11 @@ class _Trainer:
         loss.backward()
         self.optimiser.step()
         self.strength = max(0.0, self.strength + recipe.reaction * (recipe.saves_pct - saved) / recipe.saves_pct)
-        self.gates.bias.data += recipe.shift * (saved - recipe.saves_pct) / 100
+        self.gates.bias.data += self.steered * recipe.shift * (saved - recipe.saves_pct) / 100
+        second_half = recipe.steps - recipe.steps // 2
+        if number >= recipe.steps // 2:
+            for name, part in self.gates.state_dict().items():
+                self.averaged[name] += part / second_half
         left = {f"left_after_{layer}": float((m * self.may_halt[:, prompt]).sum() / (self.may_halt.sum() * len(m)))
                 for layer, m in zip(recipe.layers, (kept[layer + 1] for layer in recipe.layers), strict=True)}  # fmt: skip
         self.curve.append({"step": number, "kl_nats": float(kl.detach()), "saved_pct": saved, "strength": self.strength, **left})
@@ -297,7 +324,8 @@ class _State:
     def save(self, step: int) -> None:
         if self.path is None:
             return
-        tensors = {f"gates.{name}": value for name, value in self.trainer.gates.state_dict().items()}
+        kept = {"gates": self.trainer.gates.state_dict(), "start": self.trainer.start, "averaged": self.trainer.averaged}
+        tensors = {f"{of}.{name}": value for of, parts in kept.items() for name, value in parts.items()}
         for number, state in self.trainer.optimiser.state_dict()["state"].items():
             tensors |= {f"optimiser.{number}.{name}": value for name, value in state.items()}
         about = {**self.of, "step": step, "strength": self.trainer.strength, "curve": self.trainer.curve}
@@ -325,7 +353,9 @@ class _State:
                     "Remove it, or give another place."
                 )
         trainer = self.trainer
-        trainer.gates.load_state_dict({name: tensors[f"gates.{name}"] for name in trainer.gates.state_dict()})
+        names = list(trainer.gates.state_dict())
+        trainer.gates.load_state_dict({name: tensors[f"gates.{name}"] for name in names})
+        trainer.start, trainer.averaged = ({name: tensors[f"{of}.{name}"] for name in names} for of in ("start", "averaged"))
         state = trainer.optimiser.state_dict()
         for name, tensor in tensors.items():
             if name.startswith("optimiser."):
@@ -339,7 +369,8 @@ class _State:
 def at_budget(
     architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
 ) -> tuple[TrainedGates, float]:
-    """The gates with one number added to all biases, so that prompts of `ids` (W, N) save `recipe.saves_pct`, and what they save.
+    """The gates with one number added to the biases of those that drop, so that prompts of `ids` (W, N) save `recipe.saves_pct`, and what they
+    save.
 
     Raises:
         ConfigError: no such number between −6 and 6 comes within 2% of the budget.
@@ -350,6 +381,38 @@ def at_budget(
             f"These gates save {best[1]:.1f}% at the nearest, not {recipe.saves_pct:g}%: train for more steps, or for another budget."
         )
     return best
+
+
+def choose(
+    architecture: Architecture, candidates: Mapping[str, TrainedGates], ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
+) -> ChosenGates:
+    """The candidate with least KL to the dense model on ids (W, N), each at the budget; a third of the windows says what that takes.
+
+    Raises:
+        ConfigError: the budget is met by none.
+    """
+    found: dict[str, tuple[TrainedGates, float, float]] = {}
+    refused: list[ConfigError] = []
+    for name, gates in candidates.items():
+        try:
+            made, saved = at_budget(architecture, gates, ids[::3], recipe, tries=tries)
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        found[name] = made, saved, float(kl_of(architecture, made, ids, recipe).mean())
+    if not found:
+        raise refused[-1]
+    best = min(found, key=lambda name: found[name][2])
+    gates, saved, kl = found[best]
+    steered = int(_steered(recipe).argmax())
+    shift = float((gates.bias - candidates[best].bias)[steered])
+    return ChosenGates(best, gates, saved, kl, shift, {name: one[2] for name, one in found.items()})
+
+
+def _steered(recipe: GateRecipe) -> torch.Tensor:
+    """The gates whose biases meet the budget: those that drop, or all where none does: (K,) float32, 1 or 0."""
+    drops = torch.tensor([float(layer not in recipe.predicts) for layer in recipe.layers])
+    return drops if bool(drops.any()) else torch.ones_like(drops)
 
 
 @torch.no_grad()
@@ -369,11 +432,11 @@ def _nearest(
     architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, tries: int
 ) -> tuple[TrainedGates, float]:
     dense = _executed(architecture, [], ids, recipe)
-    low, high = -6.0, 6.0  # added to w · LN(h) + b: the more, the fewer halt
+    low, high = -6.0, 6.0  # added to logits: the more, the fewer halt
     best: tuple[TrainedGates, float] | None = None
     for _ in range(tries):
         middle = (low + high) / 2
-        tried = replace(gates, bias=gates.bias + middle)
+        tried = replace(gates, bias=gates.bias + middle * _steered(recipe))
         halting = LearnedHalting(gates=tried, protect_first=recipe.protect_first, protect_last=recipe.protect_last)
         saved = 100 * (1 - _executed(architecture, [halting], ids, recipe) / dense)
         if best is None or abs(saved - recipe.saves_pct) < abs(best[1] - recipe.saves_pct):
@@ -401,10 +464,11 @@ def card(folder: Path, model: str) -> str:
         "",
         "Which tokens of a prompt may stop after which layer (docs/learned-halting.md). Trained on the frozen model by",
         "`python scripts/train_halting.py language`, on one half of the calibrating parts of the texts. KL: to the dense model, nats a token of the 64 after a",
-        "prompt of 448, on windows of the other half, with the number on all biases that makes the prompt save what was asked.",
+        "prompt of 448, on windows of the other half, with the number on the biases of gates that drop that makes the prompt save what was asked.",
+        "At the start: the rule that training began with, the oldest tokens first, at the same budget on the same windows.",
         "",
-        "| file | gates after layers | predicted from | texts | windows | steps × batch | seed | saved % | KL | added to biases |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|",
+        "| file | gates after layers | predicted from | texts | windows | steps × batch | seed | saved % | KL | KL at the start | kept |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     commands = []
     for path in sorted(folder.glob("*.safetensors")):
@@ -413,19 +477,23 @@ def card(folder: Path, model: str) -> str:
         gates = TrainedGates.load(path)
         try:
             said = gates.provenance
-            recipe, texts = said["recipe"], said["text"]["texts"]
-            of = {name: said[name] for name in ("saved_pct_on_the_other_half", "kl_nats_on_the_other_half", "added_to_biases")}
+            recipe, datasets = said["recipe"], said["datasets"]
+            windows = sum(one["windows"] for one in said["text"]["texts"].values())
+            saved, kl, start, kept = (
+                said[name]
+                for name in ("saved_pct_on_the_other_half", "kl_nats_on_the_other_half", "kl_nats_at_the_start", "kept")
+            )
         except (KeyError, TypeError):
             raise ConfigError(f"{path} does not say how its gates were trained: {REMEDY}.") from None
         lines.append(
-            f"| {path.name} | {', '.join(map(str, gates.layers))} | {', '.join(map(str, gates.predicts)) or 'none: dropped'} | {', '.join(texts)} "
-            f"| {sum(one['windows'] for one in texts.values())} | {recipe['steps']} × {recipe['batch_size']} | {recipe['seed']} "
-            f"| {of['saved_pct_on_the_other_half']:.1f} | {of['kl_nats_on_the_other_half']:.4f} | {of['added_to_biases']:+.2f} |"
+            f"| {path.name} | {', '.join(map(str, gates.layers))} | {', '.join(map(str, gates.predicts)) or 'none: dropped'} | {', '.join(datasets)} "
+            f"| {windows} | {recipe['steps']} × {recipe['batch_size']} | {recipe['seed']} "
+            f"| {saved:.1f} | {kl:.4f} | {start:.4f} | {kept} |"
         )
         predict = f" --predict {' '.join(map(str, gates.predicts))}" if gates.predicts else ""
         commands.append(
             f"python scripts/train_halting.py language --model {model} --name {path.stem} --gates {' '.join(map(str, gates.layers))}{predict} "
-            f"--text {' '.join(texts)} --saves {recipe['saves_pct']:g} --steps {recipe['steps']} --batch-size {recipe['batch_size']} "
+            f"--text {' '.join(datasets)} --windows {windows} --saves {recipe['saves_pct']:g} --steps {recipe['steps']} --batch-size {recipe['batch_size']} "
             f"--learning-rate {recipe['learning_rate']:g} --start-from {recipe['start_from']} --seed {recipe['seed']}"
         )
     return "\n".join([*lines, "", "To make them again:", "", "```", *commands, "```", ""])

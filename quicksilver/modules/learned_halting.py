@@ -17,7 +17,7 @@ from quicksilver.atomic import write_atomically
 from quicksilver.modules import translators
 from quicksilver.modules.checks import number
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.modules.halting_gates import HaltingGates
+from quicksilver.modules.halting_gates import PLACE_FEATURES, HaltingGates, place_features
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import EMBEDDED, SHIPPED, translator_for
 from quicksilver.runtime.architecture import Architecture
@@ -37,7 +37,7 @@ class TrainedGates:
 
     Attributes:
         layers: after which a token may halt, 0-based, ascending.
-        weight: (K, D) float32. bias: (K,) float32.
+        weight: (K, D) float32. bias: (K,) float32. place: (K, 2) float32, of `place_features`; None: they do not read it.
         n_layers: of the model. weights_digest: `model_digest` of the model; empty: of any with these layers and this width.
         missing_kv: what later layers saw of halted tokens in training; predicts: the decision layers where their K/V were predicted
             instead.
@@ -55,6 +55,7 @@ class TrainedGates:
     missing_kv: str = "drop"
     predicts: tuple[int, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
+    place: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.weight.ndim != 2 or self.weight.shape[0] != len(self.layers) or self.bias.shape != (len(self.layers),):
@@ -62,7 +63,13 @@ class TrainedGates:
                 f"Gates after layers {list(self.layers)} have weights {tuple(self.weight.shape)} and {tuple(self.bias.shape)}, where "
                 f"({len(self.layers)}, D) and ({len(self.layers)},) are needed: {REMEDY}."
             )
-        if not bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()):
+        if self.place is not None and self.place.shape != (len(self.layers), PLACE_FEATURES):
+            raise ConfigError(
+                f"Gates after layers {list(self.layers)} have weights {tuple(self.place.shape)} of a token's place, where "
+                f"({len(self.layers)}, {PLACE_FEATURES}) are needed: {REMEDY}."
+            )
+        parts = [self.weight, self.bias, *([] if self.place is None else [self.place])]
+        if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise ConfigError(f"Gates have weights that are not finite (NaN or infinite): {REMEDY}.")
         if (
             not self.layers
@@ -81,8 +88,12 @@ class TrainedGates:
     @classmethod
     def of(cls, gates: HaltingGates, architecture: Architecture, **about: Any) -> TrainedGates:
         """What a training leaves, for the model that it was trained on."""
-        weight, bias = (part.detach().float().cpu().clone() for part in (gates.weight, gates.bias))
-        return cls(gates.layers, weight, bias, architecture.n_layers, model_digest(architecture.model), **about)
+        weight, bias, place = (
+            None if part is None else part.detach().float().cpu().clone() for part in (gates.weight, gates.bias, gates.place)
+        )
+        assert weight is not None
+        assert bias is not None
+        return cls(gates.layers, weight, bias, architecture.n_layers, model_digest(architecture.model), place=place, **about)
 
     def check(self, architecture: Architecture) -> None:
         """Raises ConfigError where they are of another model: the first fact that differs, both values, the remedy."""
@@ -95,11 +106,12 @@ class TrainedGates:
                 f"The gates were trained on other weights (digest {self.weights_digest[:12]}…, this model's is {found[:12]}…): {REMEDY}."
             )
 
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """w · LN(h) + b: hidden (..., D) -> (...) float32."""
-        index = self.layers.index(layer)
+    def logits(self, layer: int, hidden: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """w · LN(h) + v · place + b: hidden (..., D), place (...) in the prompt, 0 to 1 -> (...) float32."""
+        index, device = self.layers.index(layer), hidden.device
         normed = torch.nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
-        return normed @ self.weight[index].to(hidden.device) + self.bias[index].to(hidden.device)
+        found = normed @ self.weight[index].to(device) + self.bias[index].to(device)
+        return found if self.place is None else found + place_features(place) @ self.place[index].to(device)
 
     def save(self, path: Path | str) -> None:
         """Write atomically, as safetensors."""
@@ -113,6 +125,8 @@ class TrainedGates:
             "provenance": self.provenance,
         }
         tensors = {"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}
+        if self.place is not None:
+            tensors["place"] = self.place.contiguous()
         write_atomically(path, save(tensors, {"quicksilver": json.dumps(facts, sort_keys=True)}))
 
     @classmethod
@@ -124,7 +138,8 @@ class TrainedGates:
                 if facts.pop("format") != FORMAT:
                     raise ConfigError(f"{path} holds no gates of format {FORMAT!r}: {REMEDY}.")
                 layers, predicts = tuple(facts.pop("layers")), tuple(facts.pop("predicts"))
-                return cls(layers, file.get_tensor("weight").float(), file.get_tensor("bias").float(), predicts=predicts, **facts)
+                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  (not a dict)
+                return cls(layers, predicts=predicts, **tensors, **facts)
         except FileNotFoundError:
             raise ConfigError(f"There are no gates {path}: {REMEDY}.") from None
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
@@ -133,13 +148,13 @@ class TrainedGates:
 
 @dataclass(kw_only=True)
 class LearnedHalting(HaltingPolicy):
-    """A token halts after a decision layer where its gate p = σ(w · LN(h) + b) is below the threshold. Deterministic and causal.
+    """A token halts after a decision layer where its gate p = σ(w · LN(h) + b) is below the threshold. Deterministic.
 
-    The gates are trained through `quicksilver.runtime.equivalent.equivalent_forward`; docs/learned-halting.md says how, and what of it the
+    Causal, but for gates that read a token's place in the prompt, too, for which the prompt's end must be known. The gates are trained through `quicksilver.runtime.equivalent.equivalent_forward`; docs/learned-halting.md says how, and what of it the
     paper says.
 
     Args:
-        gates: the name of gates that ship with the model, such as `drop` or `predict`; the path of a file of gates; or gates.
+        gates: the name of gates that ship with the model, such as `predict`; the path of a file of gates; or gates.
         threshold: p below which a token halts: ½, the paper's, or one number for each decision layer; 0: nobody.
         missing_kv: None: what the gates were trained with, layer by layer.
         window: not to be given: the gates say their layers.
@@ -148,7 +163,7 @@ class LearnedHalting(HaltingPolicy):
         ConfigError: a threshold outside 0 to 1; by `bind`, gates of another model, and with `predict` gates where no translator ships.
     """
 
-    gates: TrainedGates | Path | str = "drop"
+    gates: TrainedGates | Path | str = "predict"
     threshold: float | Sequence[float] = 0.5
     window: tuple[float, float] = (0.0, 1.0)
     missing_kv: MissingKV | None = None  # type: ignore[assignment]
@@ -166,7 +181,10 @@ class LearnedHalting(HaltingPolicy):
 
     @property
     def chooses_causally(self) -> bool:
-        return True
+        if self._gates is not None:
+            return self._gates.place is None
+        # Before there is a model: what any gates of that name would do.
+        return all(TrainedGates.load(path).place is None for path in _files(str(self.gates)) if path.is_file())
 
     def bind(self, architecture: Architecture) -> None:
         found = self._gates = self._found(architecture)
@@ -200,7 +218,7 @@ class LearnedHalting(HaltingPolicy):
         if not _is_name(source):
             return TrainedGates.load(source)
         digest, names = model_digest(architecture.model), []
-        for path in sorted(SHIPPED.glob(f"*/{BESIDE}/*{SUFFIX}")):
+        for path in _files("*"):
             gates = TrainedGates.load(path)
             if gates.weights_digest == digest:
                 names.append(path.stem)
@@ -220,8 +238,10 @@ class LearnedHalting(HaltingPolicy):
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         assert self._gates is not None
-        view.add_signal_flops(2 * view.after.shape[0] * view.after.shape[1] * view.after.shape[2])
-        return eligible & (self._gates.logits(view.layer, view.after) < self._cut[view.layer])
+        rows, columns, width = view.after.shape
+        view.add_signal_flops(2 * rows * columns * (width + (0 if self._gates.place is None else PLACE_FEATURES)))
+        logits = self._gates.logits(view.layer, view.after, view.slots / view.n_tokens)
+        return eligible & (logits < self._cut[view.layer])
 
 
 def _logit(p: float) -> float:
@@ -235,6 +255,11 @@ def _is_name(source: str) -> bool:
     return "/" not in source and not source.endswith(SUFFIX)
 
 
+def _files(source: str) -> list[Path]:
+    """The file that is meant, or all that ship under a name."""
+    return sorted(SHIPPED.glob(f"*/{BESIDE}/{source}{SUFFIX}")) if _is_name(source) else [Path(source)]
+
+
 def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     """The files that decide what a module with these arguments halts, and what later layers see of it; none where it has no gates.
 
@@ -245,13 +270,7 @@ def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     if not isinstance(source, str | Path):
         return []
     own = model_folder / BESIDE / f"{source}{SUFFIX}"
-    paths = (
-        [Path(source)]
-        if not _is_name(str(source))
-        else [own]
-        if own.is_file()
-        else sorted(SHIPPED.glob(f"*/{BESIDE}/{own.name}"))
-    )
+    paths = [own] if _is_name(str(source)) and own.is_file() else _files(str(source))
     if entry.get("missing_kv") is None and any(TrainedGates.load(path).predicts for path in paths):
         paths += translators.files_behind({"missing_kv": "predict"}, model_folder)
     return paths

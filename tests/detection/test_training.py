@@ -167,6 +167,19 @@ def test_what_is_measured_of_a_policy():
         evaluate(model, DATA.take(slice(0, 0)), GRID)
 
 
+def test_gates_alone_are_trained_where_the_detector_has_no_rate():
+    start, learnt = fresh(), gates()
+    was = learnt.weight.detach().clone()
+    done = train(fresh(), DATA, dataclasses.replace(RECIPE, base_rate=0.0), gates=learnt)
+    for one, two in zip(start.parameters(), done.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert two.requires_grad
+    assert not torch.equal(learnt.weight, was)
+    for recipe in ({"steps": 2, "base_rate": 0.0}, {"steps": 2, "tokens": 0.5, "base_rate": -0.1}):
+        with pytest.raises(ConfigError, match="base_rate=.* must lie between 0 and 1"):
+            Recipe(**recipe)
+
+
 def test_gates_of_a_training_are_a_module():
     learnt = train(fresh(), DATA, RECIPE, gates=gates())
     nobody = evaluate(learnt.model, DATA, GRID, gated(learnt, 0.0))

@@ -167,6 +167,25 @@ def test_a_share_that_cannot_be_met_is_refused(tokens):
         SparsityController(gates(), tokens, LAYERS)
 
 
+@settings(max_examples=draws(4), deadline=None)
+@given(batch=tiny.batches(low=4), seed=st.integers(0, 20))
+def test_gates_that_read_the_place_halt_as_in_training_and_each_row_by_its_own_length(batch, seed):
+    model = tiny.load("gpt2")
+    arch = tiny.Run(model, [], "compact", None).arch
+    learnt = HaltingGates(WIDTH, [0, 2], prompt_tokens=1)
+    for part in learnt.parameters():
+        torch.nn.init.normal_(part, std=0.3, generator=torch.Generator().manual_seed(seed))
+    policy = LearnedHalting(gates=TrainedGates.of(learnt, arch), protect_last=0)
+    assert not policy.causal  # it reads where the prompt ends
+    together = tiny.decisions(batch, tiny.forward(model, batch, [policy]).trace)
+    for ids, decided in zip(batch.rows, together, strict=True):
+        learnt.prompt_tokens = len(ids)
+        with torch.no_grad(), equivalent_forward(model, learnt.gate) as mask:
+            model(torch.tensor([ids]), use_cache=False)
+        assert mask.current is not None
+        assert torch.equal(mask.current[0].bool(), decided["halt_layer"] == LAYERS - 1)
+
+
 def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
     model, path = tiny.load("gpt2"), tmp_path / "gates.safetensors"
     made = trained(model, missing_kv="project", provenance={"steps": 3})
@@ -205,7 +224,9 @@ def test_options_that_do_not_fit_are_refused():
         tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting(gates=trained(model), resume_layers=2)])
     with pytest.raises(ConfigError, match="not finite"):
         TrainedGates((0,), torch.tensor([[float("nan")]]), torch.zeros(1), 3)
-    with pytest.raises(ConfigError, match="gates='drop': none ship with this model"):
+    with pytest.raises(ConfigError, match=r"weights \(2, 1\) of a token's place, where \(2, 2\) are needed"):
+        TrainedGates((0, 1), torch.zeros(2, 4), torch.zeros(2), 3, place=torch.zeros(2, 1))
+    with pytest.raises(ConfigError, match="gates='predict': none ship with this model"):
         tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting()])
     with pytest.raises(ConfigError, match="no gate stands after layer 1; there are"):
         trained(model, predicts=(1,))

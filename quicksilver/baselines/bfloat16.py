@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,15 @@ from torch import nn
 
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.module import Transform
+
+
+@contextmanager
+def _contiguous_input(module: nn.Module) -> Iterator[None]:
+    hook = module.register_forward_pre_hook(lambda _, inputs: tuple(one.contiguous() for one in inputs))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @dataclass(kw_only=True)
@@ -21,7 +30,8 @@ class BFloat16(Transform):
 
     What differs: nothing; buffers (rotary frequencies) stay as they are, as transformers keeps them. Where the configuration loads
     the model in bfloat16 (`model.dtype=bfloat16`), dense means just this; as a technique beside others it is compared with the
-    dtype that `model.dtype` names.
+    dtype that `model.dtype` names. The output head is given its last token as contiguous rows: of a slice, (B, 1, D) with the strides
+    of the prompt, torch 2.13 makes a batched product, and copies the head's weights for each sequence. In float32 it does not.
     """
 
     @contextmanager
@@ -38,7 +48,9 @@ class BFloat16(Transform):
                         made[id(parameter)] = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
                     originals.append((module, name, parameter))
                     module._parameters[name] = made[id(parameter)]
-            yield
+            head = architecture.model.get_output_embeddings()
+            with _contiguous_input(head) if head is not None else nullcontext():
+                yield
         finally:
             for module, name, parameter in originals:
                 module._parameters[name] = parameter

@@ -28,6 +28,7 @@ from quicksilver.cli.arguments import check_overrides, taken
 from quicksilver.cli.talk import counted, explain, show_fault, watched, width
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import run_missing
+from quicksilver.harness.record import TRACE
 from quicksilver.report.artefacts import Artefact, artefacts, find
 from quicksilver.report.reproduction import base_config, build, command_of, jobs_of
 from quicksilver.runtime.errors import ConfigError
@@ -64,7 +65,7 @@ def main(words: Sequence[str]) -> int:
     overrides = check_overrides(others, f"reproduce {what} {rest[0]}")
     if not any(override.split("=")[0] == "records" for override in overrides):
         # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
-        overrides = [*overrides, "records=own" if artefact.reads_traces else "records=checked"]
+        overrides = [*overrides, "records=own" if TRACE in artefact.reads else "records=checked"]
     return reproduce(artefact, overrides, svg=options.svg, plan=options.plan)
 
 

@@ -14,7 +14,7 @@ from quicksilver.cli.door import say
 from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.cli.talk import show_fault, width
 from quicksilver.harness import study as studies
-from quicksilver.harness.config import compose
+from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.run import ensure, plan
 from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name
 from quicksilver.harness.terminal import summary
@@ -47,6 +47,8 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     first = compose(space.words(least)[0], extra_dirs)
     check_tracker(first.tracker)
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
+    if asked.plan:
+        return _say_plan(first, config)
     manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
     sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
     with sweep.headed():
@@ -81,6 +83,16 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
             board.write()
     _close(board, study, space, config)
     return 1 if failed else 0
+
+
+def _say_plan(first: RunConfig, config: studies.StudyConfig) -> int:
+    from quicksilver.harness.estimate import estimates, table
+
+    print(table(estimates([first])))
+    print(
+        f"Optuna draws {config.trials} runs as it goes (hydra.sweeper.trials); the one above has the smallest value of each key."
+    )
+    return 0
 
 
 def _run_of(sweep: Sweep, overrides: tuple[str, ...], differing: tuple[str, ...]) -> SweepRun:

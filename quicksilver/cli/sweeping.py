@@ -69,12 +69,12 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         check_name(asked.name)
     with hydra_started(extra_dirs):
         settings = _settings(overrides, extra_dirs)
-        if asked.plan:
-            return say_plan(overrides, settings, extra_dirs)
         if str(settings.runtime.choices["hydra/sweeper"]) == "optuna":
             from quicksilver.cli.optimising import optimise
 
             return optimise(overrides, settings, extra_dirs, asked)
+        if asked.plan:
+            return say_plan(overrides, settings, extra_dirs)
         composed = compose_runs(overrides, settings, extra_dirs)
         first = next(iter(composed.configs.values()))
         experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
@@ -94,8 +94,9 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             for number, error in composed.errors.items():
                 sweep.failed(manifest.runs[number - 1], error)
                 say(f"{manifest.label(manifest.runs[number - 1])}: {error}")
-            trouble = _make(sweep, composed, asked, settings)
-        return _close(sweep, trouble)
+            board = Board(sweep)
+            trouble = _make(board, composed, asked, settings)
+        return _close(board, trouble)
 
 
 def say_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> int:
@@ -174,8 +175,9 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
     return Composed(runs, configs, errors, place)
 
 
-def _make(sweep: Sweep, composed: Composed, asked: SweepOptions, settings: DictConfig) -> QuickSilverError | None:
+def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictConfig) -> QuickSilverError | None:
     """The runs that have no record; returns what went wrong with workers that were to make them."""
+    sweep = board.sweep
     wanted = [run.number for run in sweep.manifest.runs if is_open(sweep, run)][: asked.limit]
     done = sum(state.state == "done" for state in sweep.states())
     later = len(sweep.manifest.runs) - done - len(composed.errors) - len(wanted)
@@ -185,7 +187,6 @@ def _make(sweep: Sweep, composed: Composed, asked: SweepOptions, settings: DictC
         file=sys.stderr,
         flush=True,
     )
-    board = Board(sweep)
     board.write()
     if not wanted:
         return None
@@ -291,7 +292,8 @@ def work_through(
                 nonlocal first
                 if first and now.phase != "wait":
                     first = False
-                    board.write()  # its draft is there: the page says that it runs
+                    board.changed()  # its draft is there: the page says that it runs
+                board.catch_up()
                 bar(Progress(place_in_all, len(wanted), now.label, now.phase, (place_in_all + now.fraction) / len(wanted)))
 
             config = config_of(run.number)
@@ -305,14 +307,16 @@ def work_through(
             if shown:
                 print(f"{label}\n{summary(record)}", flush=True)
 
-        work(sweep, make, only=set(wanted), changed=board.write, on_fault=show_fault)
+        try:
+            work(sweep, make, only=set(wanted), changed=board.changed, on_fault=show_fault, napped=board.catch_up)
+        finally:
+            board.write()
 
 
-def _close(sweep: Sweep, trouble: QuickSilverError | None) -> int:
+def _close(board: Board, trouble: QuickSilverError | None) -> int:
     """Say how it ended; returns the exit code."""
-    board = Board(sweep)
     board.write()
-    states = [state.state for state in sweep.states()]
+    states = [state.state for state in board.sweep.states()]
     print(f"\n{board.text(width())}", flush=True)
     failed = states.count("failed")
     if failed:

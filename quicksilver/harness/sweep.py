@@ -364,6 +364,7 @@ def work(
     only: Collection[int] | None = None,
     changed: Callable[[], None] | None = None,
     on_fault: Callable[[Exception], None] | None = None,
+    napped: Callable[[], None] | None = None,
     nap_s: float = 0.2,
 ) -> int:
     """Make the runs that have no record, one after the other; those that another process makes are left to it, and taken over if it dies.
@@ -373,8 +374,9 @@ def work(
     Args:
         make: one run; returns when its record is there.
         only: numbers of runs; all others are left alone.
-        changed: called when a run begins, and when it has ended.
+        changed: called when a run has ended.
         on_fault: told of what is no QuickSilverError.
+        napped: called between two looks at runs that others make.
         nap_s: between two looks at runs that others make.
 
     Returns:
@@ -391,6 +393,8 @@ def work(
             if not left:
                 break
             time.sleep(nap_s)  # all that is left is being made elsewhere
+            if napped is not None:
+                napped()
             continue
         tried.add(free.number)
         try:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver.measure.latency import Step
 from quicksilver.measure.measurement import Measurement, Result
@@ -20,6 +19,8 @@ from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import Trace
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from quicksilver.data.tasks import TaskExamples
     from quicksilver.data.windows import Windows
     from quicksilver.measure.fidelity import DensePasses

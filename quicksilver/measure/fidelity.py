@@ -7,12 +7,15 @@ they pair by window as perplexity does.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.measure.perplexity import Protocol, scored_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KEPT_BYTES = 2**30  # dense logits that are kept for the null and for the next run; what is beyond is computed again
 _ROWS_AT_A_TIME = 256  # as in perplexity.py: a float32 copy of all logits of a batch would triple the peak

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from quicksilver.modules.signals import AttentionReceived, Drift
 from quicksilver.runtime.architecture import Architecture, architecture_of
@@ -23,6 +22,9 @@ from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.run import Execution, apply
 from quicksilver.runtime.trace import PassTrace
 from quicksilver.runtime.view import LayerView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COMPONENTS = 3
 _ROWS_AT_A_TIME = 1024

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -30,6 +29,8 @@ from quicksilver.runtime.run import Execution, apply
 from quicksilver.runtime.trace import PassTrace, Trace
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from quicksilver.measure.fidelity import DenseLogits
 
 PROTOCOLS = ("all", "continuation")

@@ -10,11 +10,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver import numerics
 from quicksilver.modules.halting import Halting
@@ -26,6 +25,9 @@ from quicksilver.runtime.module import RuntimeModule, TokenPolicy
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.run import apply
 from quicksilver.runtime.view import LayerView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GRID = tuple(range(1, 100))
 HALTED_BY: tuple[Signal, ...] = (

@@ -8,10 +8,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver.modules.checks import choice, count, fractions, known_ids, layer_after, number, token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
@@ -31,6 +30,9 @@ from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ENOUGH = 8  # tokens, fewer of which may all halt by chance
 SCHEDULES = ("one_shot", "gradual", "exponential")

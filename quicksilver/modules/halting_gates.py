@@ -15,12 +15,15 @@ be learned; from the states alone a linear gate reads the place badly, and lost 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from quicksilver.runtime.equivalent import KeepMask
 from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.equivalent import KeepMask
 
 OPEN = 1.0  # b before training: p = 0.73, nobody halts
 PLACE_FEATURES = 2

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,13 +17,16 @@ from quicksilver.atomic import write_atomically
 from quicksilver.modules import translators
 from quicksilver.modules.checks import number
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.modules.halting_gates import PLACE_FEATURES, HaltingGates, place_features
+from quicksilver.modules.halting_gates import PLACE_FEATURES, place_features
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import EMBEDDED, SHIPPED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
+
+if TYPE_CHECKING:
+    from quicksilver.modules.halting_gates import HaltingGates
 
 FORMAT = "quicksilver-halting-gates-1"
 BESIDE = "learned_halting"  # the folder beside a model with its gates

@@ -6,14 +6,16 @@ prompt that were measured, the one that costs least on most models (the frontier
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.run import apply
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SIGNAL = {"name": "attention", "last_queries": 64, "pool": 9}  # pooled: what stands beside something looked at is needed with it
 _TRIED = (0.3, 0.7)  # shares of the tokens; what they save lies on a line, but for the attention among the tokens that are left

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver.modules.checks import number
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.placement import whole_parameters
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from quicksilver.modules.signals import Signal
     from quicksilver.runtime.architecture import Architecture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -32,6 +33,7 @@ class Board:
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
         self._found: dict[str, Mapping[str, Any]] = {}
+        self._outdated, self._written, self._took_s = False, float("-inf"), 0.0
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a run: `number`, `state`, its settings by key, numbers of its record, `where`, `since`, `error`."""
@@ -90,9 +92,20 @@ class Board:
         lines = (line.rstrip() for line in capture.get().splitlines())
         return "\n".join((self.headline(rows), *lines))
 
+    def changed(self) -> None:
+        """Something did: the page is written anew, now or by a later `catch_up`."""
+        self._outdated = True
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Write the page if it is behind. A page of many runs takes long: at most a twentieth of this process's time is spent on it."""
+        if self._outdated and time.monotonic() - self._written >= 20 * self._took_s:
+            self.write()
+
     def write(self) -> None:
         """Write the page anew. Whoever writes looks first, and one writes at a time: an older look never replaces a newer one."""
-        folder = self.sweep.folder
+        folder, began = self.sweep.folder, time.monotonic()
+        self._outdated = False
         with self.sweep.store.writing():
             folder.mkdir(parents=True, exist_ok=True)
             held = lease.wait(folder / "page.lock")
@@ -100,6 +113,8 @@ class Board:
                 write_atomically(folder / PAGE, self.html().encode())
             finally:
                 held.release()
+        self._written = time.monotonic()
+        self._took_s = self._written - began
 
     def html(self) -> str:
         """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""

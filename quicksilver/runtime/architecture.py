@@ -9,19 +9,19 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
-from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_rotary
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime.errors import UnsupportedModelError
 from quicksilver.runtime.placement import local, ranks_of, weights_present
 from quicksilver.runtime.visibility import Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin), each (B, M, rotary_dim)
 
@@ -251,6 +251,8 @@ class LlamaArchitecture(Architecture):
         return self._rotate(layer, keys, rotary)
 
     def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_rotary
+
         if rotary is None or not getattr(self.attention(layer), "use_rope", True):
             return states
         return apply_rotary(states, states, *rotary)[0]
@@ -317,11 +319,15 @@ class GPTNeoXArchitecture(Architecture):
         return [self._layer(layer).attention.dense, self._layer(layer).mlp.dense_4h_to_h]
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary
+
         return keys if rotary is None else apply_partial_rotary(keys, keys, *rotary)[1]
 
     def _rotated_qkv(
         self, layer: int, hidden: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary
+
         # The fused weight interleaves q, k and v of each head: a slice would copy it, so the whole product is taken.
         fused = self._layer(layer).attention.query_key_value(self._layer(layer).input_layernorm(hidden))
         q, k, v = fused.unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, dim=-1)
@@ -373,6 +379,8 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     Raises:
         UnsupportedModelError: no family knows `config.model_type`, or the model is not a causal language model.
     """
+    from transformers import PreTrainedModel
+
     known, name = families(), type(model).__name__
     model_type = getattr(getattr(model, "config", None), "model_type", name)
     held = getattr(model, "model", None)

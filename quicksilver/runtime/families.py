@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
-from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_leading_rotary
 
 from quicksilver.runtime.architecture import LlamaArchitecture, Rotary
 from quicksilver.runtime.errors import UnsupportedModelError
 from quicksilver.runtime.placement import weights_present
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Olmo2Architecture(LlamaArchitecture):
@@ -56,6 +57,8 @@ class Phi3Architecture(LlamaArchitecture):
             return functional.linear(normed, fused.weight[start:stop])
 
     def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_leading_rotary
+
         return states if rotary is None else apply_leading_rotary(states, states, *rotary)[0]
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:

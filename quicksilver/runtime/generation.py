@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, TokenPolicy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _REMEDY = "or leave the module out"
 

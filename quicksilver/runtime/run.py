@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quicksilver.runtime.architecture import architecture_of
@@ -39,6 +38,9 @@ from quicksilver.runtime.phases import phase
 from quicksilver.runtime.rows import take_rows
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.visibility import Visibility
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Execution = Literal["compact", "masked", "decide"]
 EXECUTIONS: tuple[str, ...] = ("compact", "masked", "decide")

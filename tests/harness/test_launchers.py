@@ -126,9 +126,11 @@ def test_a_worker_makes_what_is_left(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
 def test_two_workers_make_what_one_process_makes(launcher, tmp_path):
-    """In processes of their own: joblib and submitit start workers that import everything."""
+    """In processes of their own: joblib, submitit and Ray start workers that import everything."""
+    if launcher == "ray":
+        pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs the extra ray")
     world = make_world(tmp_path / "world")
     found = {}
     for name, more in {"serial": [], "two": [f"hydra/launcher={launcher}", "workers=2"]}.items():

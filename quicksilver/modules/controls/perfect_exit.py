@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from quicksilver.modules.checks import choice
 from quicksilver.runtime.errors import ConfigError
@@ -17,6 +16,9 @@ from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
 from quicksilver.runtime.run import apply
 from quicksilver.runtime.trace import Trace
 from quicksilver.runtime.view import LayerView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass

@@ -132,7 +132,7 @@ class Workplace:
         return self._identities[key]
 
     def _identity(self, config: RunConfig) -> Identity:
-        from quicksilver.modules import learned_halting
+        from quicksilver.modules import learned_halting, lens
         from quicksilver.modules.translators import files_behind
         from quicksilver.runtime.quantized.choosing import ChoosesKernels
 
@@ -158,6 +158,8 @@ class Workplace:
                 _check_calibration(name, path)
             for path in files_behind(entry, self.files(config)[0].folder):
                 digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
+            for path in lens.files_behind(entry):
+                digests[f"tuned_lens.{name}.{path.name}"] = _file_digest(name, str(path), "lens")
             for path in learned_halting.files_behind(entry, self.files(config)[0].folder):
                 digests[f"gates.{name}.{path.name}"] = _file_digest(name, str(path), "gates")
         for name, module in zip(sorted(config.modules), modules, strict=True):

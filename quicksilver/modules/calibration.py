@@ -19,7 +19,7 @@ from quicksilver import numerics
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.signals import Drift, Entropy, Signal
 from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted, halted_key, model_digest
-from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule, TokenPolicy
 from quicksilver.runtime.pass_state import TokenState
@@ -49,6 +49,9 @@ class Measuring(TokenPolicy):
 
     def __post_init__(self) -> None:
         self.values: dict[str, dict[int, list[torch.Tensor]]] = {signal.key: {} for signal in self.signals}
+
+    def bind(self, architecture: Architecture) -> None:
+        self.signals = [signal.bound(architecture) for signal in self.signals]
 
     @property
     def causal(self) -> bool:

@@ -209,7 +209,7 @@ class Halting(HaltingPolicy, Calibrated):
             tested.
         unit: of `tau_entropy` where it is given as numbers (percentiles are in nats).
         drift: `relative`, `l2` or `cosine` (docs/conflicts.md #3).
-        entropy: `logit_lens`, `latent` or `histogram` (docs/conflicts.md #5).
+        entropy: `logit_lens`, `tuned_lens`, `latent` or `histogram` (docs/conflicts.md #5).
         calibration: a `Calibration` or the path of one; percentiles need it.
         signal: for `capacity`: drift, update_norm, entropy, attention, position, random, or a mapping of a name and its options.
         schedule: `one_shot`: `halted_share` at the opening of the window. `gradual`: in equal steps over the window.
@@ -228,7 +228,7 @@ class Halting(HaltingPolicy, Calibrated):
     tau_entropy: Thresholds | None = None
     unit: Literal["nats", "bits"] = "nats"
     drift: Literal["relative", "l2", "cosine"] = "relative"
-    entropy: Literal["logit_lens", "latent", "histogram"] = "logit_lens"
+    entropy: Literal["logit_lens", "tuned_lens", "latent", "histogram"] = "logit_lens"
     calibration: Calibration | Path | str | None = None
     signal: SignalSpec = "drift"
     schedule: Literal["one_shot", "gradual", "exponential"] = "gradual"
@@ -255,7 +255,8 @@ class Halting(HaltingPolicy, Calibrated):
             raise ConfigError(
                 "rule='threshold' needs tau_drift or tau_entropy: a number, one number per layer, or a percentile such as 'p25'."
             )
-        self._drift, self._entropy = Drift(self.drift), Entropy(self.entropy)
+        self._drift = Drift(self.drift)
+        self._entropy: Signal = Entropy(self.entropy)
         self._signal: Signal = make_signal(self.signal, kind=self.drift, of=self.entropy)
         super().__post_init__()
 
@@ -286,6 +287,7 @@ class Halting(HaltingPolicy, Calibrated):
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)
+        self._entropy, self._signal = self._entropy.bound(architecture), self._signal.bound(architecture)
         if self.rule == "capacity":
             self._halted_shares = halted_shares(
                 self.schedule, self.first_layer, self.last_layer, architecture.n_layers, self.halted_share, self.alpha

@@ -51,7 +51,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         bits: one width for every token, whatever its entropy: the uniform rows of Table 3.
         mix: the null: widths at random, with these shares of the tokens, one a width. `mix_of` says what a run's was.
         seed: of `mix`; the draw is a hash of (seed, layer, slot, token id).
-        source: entropy of what, as `signals.Entropy` has it (docs/conflicts.md #5): `logit_lens`, `latent` or `histogram`.
+        source: entropy of what, as `signals.Entropy` has it (docs/conflicts.md #5): `logit_lens`, `tuned_lens`, `latent` or `histogram`.
         unit: of the thresholds where they are numbers and H is not normalised: nats or bits.
         normalisation: `none`; `log_vocab`: over its greatest value, the logarithm of the number of outcomes (App. O); `minmax`:
             between the least and the greatest H of the batch's tokens (E.1). With `minmax` a token's width depends on later
@@ -86,7 +86,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     bits: int | None = None
     mix: Sequence[float] | None = None
     seed: int = 0
-    source: Literal["logit_lens", "latent", "histogram"] = "logit_lens"
+    source: Literal["logit_lens", "tuned_lens", "latent", "histogram"] = "logit_lens"
     unit: Literal["nats", "bits"] = "nats"
     normalisation: Literal["none", "log_vocab", "minmax"] = "none"
     tau_low: Thresholds = 1.0
@@ -189,6 +189,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def bind(self, architecture: Architecture) -> None:
         n_layers = architecture.n_layers
+        self._entropy = self._entropy.bound(architecture)
         known_ids("protected_ids", self.protected_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.depth, n_layers)
         if self.first_layer >= n_layers - 1:

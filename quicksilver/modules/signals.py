@@ -10,17 +10,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.checks import choice, count, odd
+from quicksilver.modules.lens import TUNED_LENS, Lens, lens_for
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
 
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture
+
 DRIFTS = ("relative", "l2", "cosine")
-ENTROPIES = ("logit_lens", "latent", "histogram")
+ENTROPIES = ("logit_lens", TUNED_LENS, "latent", "histogram")
 
 
 class Signal(ABC):
@@ -40,6 +45,10 @@ class Signal(ABC):
     def key(self) -> str:
         """Under which a calibration files this signal's percentiles; signals with different values have different keys."""
         return self.name
+
+    def bound(self, architecture: Architecture) -> Signal:
+        """The signal as it is on this model; the same where it is the same on all."""
+        return self
 
     def __call__(self, view: LayerView, tokens: TokenState, where: torch.Tensor | None = None) -> torch.Tensor:
         """Scores (B, M) float32 of the tokens in `where` (B, M) bool (default: the active ones), +inf elsewhere."""
@@ -105,11 +114,11 @@ class Entropy(Signal):
     """Entropy in nats (docs/conflicts.md #4, #5).
 
     `logit_lens`: of softmax(head(final_norm(h^ℓ))), paper 2.1; computed only where it is asked for, because the head costs more
-    than three layers. `latent`: of softmax over the D entries of h^ℓ (2.5). `histogram`: of the counts of the standardised
+    than three layers. `tuned_lens`: the same by maps fitted to the model (`modules/lens.py`). `latent`: of softmax over the D entries of h^ℓ (2.5). `histogram`: of the counts of the standardised
     entries of h^ℓ in `bins` equal bins over ±4 standard deviations (FAQ); 0 to log(bins).
     """
 
-    of: Literal["logit_lens", "latent", "histogram"] = "logit_lens"
+    of: Literal["logit_lens", "tuned_lens", "latent", "histogram"] = "logit_lens"
     bins: int = 64
     name: ClassVar[str] = "entropy"
 
@@ -121,7 +130,14 @@ class Entropy(Signal):
     def key(self) -> str:
         return f"entropy-{self.of}" + (f"-{self.bins}" if self.of == "histogram" else "")
 
+    def bound(self, architecture: Architecture) -> Entropy:
+        return LensEntropy(self.of, self.bins, lens_for(architecture), architecture) if self.of == TUNED_LENS else self
+
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        if self.of == TUNED_LENS:
+            raise ConfigError(
+                f"entropy={TUNED_LENS} is for halting and quantization, which know their model; here take another one."
+            )
         if self.of == "logit_lens":
             scores = torch.full(where.shape, math.inf, device=where.device)
             scores[where] = view.logit_entropy_nats(where)
@@ -137,6 +153,27 @@ class Entropy(Signal):
         counts = torch.zeros(*states.shape[:-1], self.bins, device=states.device)
         p = counts.scatter_add_(-1, bin_of, torch.ones_like(states)) / states.shape[-1]
         return torch.special.entr(p).sum(-1)
+
+
+@dataclass(frozen=True)
+class LensEntropy(Entropy):
+    """`tuned_lens` of one model."""
+
+    lens: Lens | None = None
+    architecture: Architecture | None = None
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        lens, architecture = self.lens, self.architecture
+        assert lens is not None
+        assert architecture is not None  # `bound` gives both
+
+        def head_input(hidden: torch.Tensor) -> torch.Tensor:
+            view.add_signal_flops(2 * hidden.shape[0] * hidden.shape[1] ** 2)
+            return lens.head_input(architecture, view.layer, hidden)
+
+        scores = torch.full(where.shape, math.inf, device=where.device)
+        scores[where] = view.logit_entropy_nats(where, head_input)
+        return scores
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,11 @@ class Deciding:
         if index is None:
             index = torch.arange(forward.n, device=slots.device).expand(forward.batch, -1)
 
-        def logits(hidden: torch.Tensor) -> torch.Tensor:
+        def logits(hidden: torch.Tensor, normed: bool = False) -> torch.Tensor:
             each = 2 * hidden.shape[0] * arch.width
             work.signal_flops += each * arch.vocab_size
             work.signal_flops_of_rank += each * arch.of_rank.vocab_size
-            return self._logits(hidden)
+            return self._logits(hidden, normed)
 
         def attention(last_queries: int | None, reduce: str) -> torch.Tensor:
             assert attended is not None

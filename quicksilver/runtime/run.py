@@ -257,11 +257,11 @@ class Run:
         if not self._in_signal:
             self._head_tokens += hidden.numel() // self.arch.width
 
-    def _lens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logit lens, without counting it as the model's output head."""
+    def _lens(self, hidden: torch.Tensor, normed: bool = False) -> torch.Tensor:
+        """The logit lens, without counting it as the model's output head; `normed`: of what is the head's own input already."""
         self._in_signal = True
         try:
-            return self.arch.logits(hidden)
+            return self.arch.output_head(hidden) if normed else self.arch.logits(hidden)
         finally:
             self._in_signal = False
 

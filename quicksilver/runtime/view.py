@@ -39,7 +39,7 @@ class LayerView:
         index: torch.Tensor,
         input_ids: torch.Tensor | None,
         n_tokens: torch.Tensor,
-        logits: Callable[[torch.Tensor], torch.Tensor],
+        logits: Callable[..., torch.Tensor],
         attention: Callable[[int | None, str], torch.Tensor] | None,
         count_flops: Callable[[int], None],
         all_heads: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
@@ -67,14 +67,20 @@ class LayerView:
         """Logit lens of the K tokens in mask (B, M) bool, in row-major order: (K, V). Its cost goes into the ledger."""
         return self._logits(self.after[mask])
 
-    def logit_entropy_nats(self, mask: torch.Tensor) -> torch.Tensor:
-        """Entropy of the logit lens of the K tokens in mask (B, M): (K,) float32, in nats (paper 2.1)."""
+    def logit_entropy_nats(
+        self, mask: torch.Tensor, head_input: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Entropy of the logit lens of the K tokens in mask (B, M): (K,) float32, in nats (paper 2.1).
+
+        Args:
+            head_input: what the head is given for states (K', D) instead of their final norm: (K', D) (a fitted lens).
+        """
 
         def entropy_nats(logits: torch.Tensor) -> torch.Tensor:
             log_p = logits.log_softmax(-1)
             return -(log_p.exp() * log_p).sum(-1)
 
-        return self._of_logits(mask, entropy_nats)
+        return self._of_logits(mask, entropy_nats, head_input)
 
     def logit_margin(self, mask: torch.Tensor) -> torch.Tensor:
         """By how much the logit lens of the K tokens in mask (B, M) prefers its first choice: (K,) float32, the difference of the two
@@ -86,12 +92,22 @@ class LayerView:
 
         return self._of_logits(mask, margin)
 
-    def _of_logits(self, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _of_logits(
+        self,
+        mask: torch.Tensor,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        head_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         selected = self.after[mask]
         if selected.shape[0] == 0:
             return selected.new_zeros(0, dtype=torch.float32)
         # In pieces: K x V logits of a long prompt and a large vocabulary would be gigabytes.
-        return torch.cat([reduce(self._logits(piece).float()) for piece in selected.split(1024)])
+        return torch.cat(
+            [
+                reduce((self._logits(piece) if head_input is None else self._logits(head_input(piece), True)).float())
+                for piece in selected.split(1024)
+            ]
+        )
 
     def attention_received(self, last_queries: int | None = 16, reduce: str = "mean") -> torch.Tensor:
         """Attention each token of the view gets in this layer from the last `last_queries` active tokens of its row: (B, M) float32.

@@ -204,7 +204,7 @@ def test_the_null_draws_widths_with_the_shares_it_was_given(cuts: tuple[float, f
         ({"mix": (0.5, 0.5)}, r"one share for each of widths=\[2, 4, 8\]"),
         ({"mix": (0.5, 0.5, 0.5)}, "adds up to 1.5, not to 1"),
         ({"mix": (1, 0, 0), "bits": 4}, "remove one"),
-        ({"source": "logits"}, "logit_lens, latent, histogram"),
+        ({"source": "logits"}, "logit_lens, tuned_lens, latent, histogram"),
         ({"unit": "shannon"}, "nats, bits"),
         ({"normalisation": "max"}, "none, log_vocab, minmax"),
         ({"normalisation": "log_vocab", "unit": "bits"}, "has no effect"),

@@ -3,6 +3,7 @@
 quicksilver fit model=reference-gpt2 layers=[9,10]
 quicksilver fit model=gpt2-large text=[wikitext103,python-docs] windows=480 data.root=/folder
 quicksilver fit model=reference-gpt2 layers=[9] distill=120
+quicksilver fit model=reference-gpt2 lens=true
 
 One dense pass over the fitting half of the calibration text, memory independent of its length; stopped and asked again it goes on where it
 was. Paragraphs that share 13 words with the test part of any dataset at hand are left out, counted and recorded. Time and peak memory are
@@ -14,6 +15,7 @@ Keys of its own:
   windows=240       at most this many windows of 512 tokens
   ridge=0.003       penalty, as a multiple of the mean of the diagonal
   distill=0         then so many steps of Adam on KL to the dense logits
+  lens=false        true: a lens instead, for halting with entropy=tuned_lens
   control=NAME      shuffled | mean: what a translator must beat
   dtype=float16     of the written weights
   output=FOLDER     default: results_dir/translators
@@ -54,6 +56,7 @@ class Options:
     windows: int = 240
     ridge: float = 3e-3
     distill: int = 0
+    lens: bool = False
     control: str | None = None
     dtype: str = "float16"
     output: str | None = None
@@ -95,6 +98,13 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
             f"{name}: {said['windows']} windows; {said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
         )
     folder = Path(options.output or Path(config.results_dir) / "translators")
+    if options.lens:
+        from quicksilver.fitting.lens import fit_lens
+
+        path = folder / f"{config.model.name}.lens.safetensors"
+        lens = fit_lens(arch, text, ridge=options.ridge, progress=lambda batches: tqdm(batches, desc="fitting", file=sys.stderr))
+        lens.save(path, getattr(torch, options.dtype))
+        return [path]
     control = f".{options.control}" if options.control else ""
     layers = options.layers or list(range(arch.n_layers // 2, 3 * arch.n_layers // 4 + 1))
 

@@ -103,8 +103,11 @@ def test_a_panel_has_one_noise_floor_pooled_over_its_runs(tmp_path, dense):
     rows = frame(
         [one, replace(one, row=Row("first", "", "a again", "", ())), outcome("first", "b", 4.0), outcome("second", "c", 8.0)]
     )
-    assert rows["noise_floor_pct"].tolist() == pytest.approx([12.5**0.5] * 3 + [8.0])  # the record of two rows counts once
-    assert "3.5% of a batch's time, pooled over the dense model's differences from itself in 2 runs." in noise(rows, "first")[0]
+    pooled = 12.5**0.5  # the record of two rows counts once
+    assert rows["pooled_noise_floor_pct"].tolist() == pytest.approx([pooled] * 3 + [8.0])
+    assert rows["noise_floor_pct"].tolist() == pytest.approx([pooled, pooled, 4.0, 8.0])  # a noisy run stays one
+    assert "3.5% of a batch's time, pooled over the dense model's differences from itself in 2 runs;" in noise(rows, "first")[0]
+    assert "(at most 4.0%)" in noise(rows, "first")[0]
     assert "8.0%" in noise(rows, "second")[0]
     assert noise(rows.assign(noise_floor_pct=None), "first") == ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import Phase, settings
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.fsync = lambda descriptor: None  # no test cuts the power, and thousands of small files wait for the disk
     thinning.whole = config.option.markexpr != "not slow"
     # The same draws on every machine and every day: a red test can be run again by anyone. No deadline: shared machines stall.
     # Without the phase that explains a failure, which takes minutes.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 
+from quicksilver.harness import stats
 from quicksilver.harness.description import DataEntry, DenseTotals, EnvironmentEntry, ModelEntry, PackageEntry, ProtocolEntry
 from quicksilver.harness.identity import Identity
 from quicksilver.harness.record import SCHEMA_VERSION, WINDOWS, Record
@@ -27,6 +29,16 @@ TOKENS = {"all": 511, "continuation": 64}
 TEXT_DIGEST, TOKEN_DIGEST, WEIGHTS_DIGEST = "0123abcd" * 8, "9876fedc" * 8, "a1b2c3d4" * 8
 LEDGERS = {"executed": 1.0, "nominal": 1.0, "paper": 0.5, "signal": 0.0}  # share of DENSE_FLOPS
 PROMPT_SHARE = 0.8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fewer_draws() -> Iterator[None]:
+    """Intervals of 1,000 resamples instead of 10,000, which is most of the time that a table of hand-made records takes."""
+    whole, signs = stats._bootstrap, stats._sign_flip_p
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stats, "_bootstrap", lambda f, samples, n, *rest: whole(f, samples, min(n, 1000), *rest))
+        patch.setattr(stats, "_sign_flip_p", lambda differences, n, seed: signs(differences, min(n, 1000), seed))
+        yield
 
 
 def identity(name: str) -> Identity:

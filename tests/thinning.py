@@ -29,5 +29,5 @@ def diagonal(*axes: Iterable[Any], n: int | None = None) -> list[Any]:
 
 
 def draws(n: int) -> int:
-    """How many inputs a property draws: all `n` in `make test-all`, two of five in the quick suite."""
-    return n if whole else max(1, round(0.4 * n))
+    """How many inputs a property draws: all `n` in `make test-all`, three of ten in the quick suite."""
+    return n if whole else max(1, round(0.3 * n))

@@ -1,7 +1,11 @@
-"""Figures are drawn coarsely here: nothing that is tested depends on how many dots an inch has."""
+"""Figures are drawn coarsely here, and intervals of fewer draws: nothing that is tested depends on how many dots or draws there are."""
 
 from __future__ import annotations
+
+from fakes import fewer_draws
 
 from quicksilver.report import figure
 
 figure._DPI = 40
+
+__all__ = ["fewer_draws"]

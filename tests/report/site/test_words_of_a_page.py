@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from browser import Page, started
 from harness_world import TREEBANK_WORDS, make_treebank, make_world
@@ -13,6 +14,7 @@ from quicksilver.harness.record import Record
 from quicksilver.harness.run import ensure
 from quicksilver.report.site import tokens
 from quicksilver.report.site.pages import make
+from quicksilver.report.table import Table
 
 FUSION = ("modules=[token_fusion]", "modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null")
 CLASSES = {"DT": "determiner", "IN": "preposition", "CC": "conjunction", "NN": "content", "VBD": "content"}
@@ -83,6 +85,7 @@ SPANS = "return [...document.querySelectorAll('#tokens span')].map((one) => [one
 @pytest.mark.slow
 def test_classes_are_shown_and_chosen_and_a_sentence_has_its_tree_and_arcs(record: Record, tmp_path: Path) -> None:
     results = record.path.parents[1]
+    Table("table_words", "Words", pd.DataFrame({"record": [record.fingerprint]}), ()).write(results / "tables")
     make(results)
     with started(tmp_path) as browser:
         page = Page(browser, results / "report" / "tokens" / f"{record.fingerprint}.html")

@@ -62,8 +62,8 @@ class Answers:
         return {"stamp": self._stamp, "answers": dict(sorted((self._index | self._known).items()))}
 
     def get(self, overrides: Sequence[str]) -> Answer | None:
-        """The answer to the overrides of a run; None: it has to be found out. A record that is damaged, or whose dense record
-        is gone, is no answer."""
+        """The remembered record of a run with these overrides; None: nothing is remembered, or the record is damaged, or its dense record
+        is gone."""
         key = _key(overrides)
         kept = self._known.get(key)
         if kept is None or kept.get("outside"):
@@ -110,7 +110,8 @@ def _key(overrides: Sequence[str]) -> str:
 
 
 def _stamp() -> str:
-    """Changes with any file of the package or of conf/, and with Python, which carries the embedded text; the same in every clone."""
+    """A hash that changes with any file of the package or of conf/, and with Python's version, whose own documentation is the embedded text; the
+    same in every clone."""
     whole = hashlib.sha256(sys.version.encode())
     for name, path in sorted(_files()):
         whole.update(f"{name}\n".encode() + path.read_bytes())

@@ -35,7 +35,7 @@ from quicksilver.runtime.errors import ConfigError
 
 @contextmanager
 def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[None]:
-    """Within, Hydra composes from conf/ and from folders of the user's own.
+    """Inside the block, Hydra composes from conf/ and from folders of the user's own; a Hydra that ran before is back after it.
 
     Raises:
         ConfigError: a folder that is not there, or a file in it that is no yaml.
@@ -95,7 +95,8 @@ def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -
 
 @lru_cache(maxsize=512)
 def _of_groups(groups: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int) -> bytes:
-    """The config, pickled: it is read again six times as fast as it is copied. stamp: of the files as they are now; others are read anew."""
+    """What Hydra composes of these groups, pickled: reading it again is six times as fast as copying. `stamp`, that of the files, is there so
+    that changed files are read anew."""
     names = () if extra_dirs else _listed_modules(groups)
     if not names:
         return pickle.dumps(_by_hydra(groups, extra_dirs))
@@ -135,7 +136,8 @@ def _by_hydra(overrides: Sequence[str], extra_dirs: tuple[Path, ...]) -> DictCon
 
 
 def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
-    """Refuse words over which Hydra itself stumbles: a group that is given a number or nothing; and modules that would become one.
+    """Refuse words that Hydra answers with a traceback (a group that is given a number or nothing) or wrongly (two modules with one key, which
+    it would merge into one).
 
     Raises:
         ConfigError: names the word.

@@ -211,13 +211,13 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
 def _composed(
     overrides: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int, environment: tuple[str | None, ...]
 ) -> RunConfig:
-    """stamp: of the files, and environment: values of `ENVIRONMENT`, as they are now; with others it is composed anew."""
+    """`compose`, remembered for as long as neither the files (`stamp`) nor the variables of `ENVIRONMENT` (`environment`) change."""
     readable = quoted(overrides)
     return run_config(composed(readable, extra_dirs, stamp), readable)
 
 
 def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
-    """The typed, checked config of a composed one.
+    """Make what Hydra composed a `RunConfig`, and check it.
 
     Raises:
         ConfigError: keys added with `+` that mean nothing, a missing value, a value out of range.
@@ -262,7 +262,7 @@ def _refuse_unknown_keys(node: DictConfig, schema: Any, prefix: str = "") -> Non
 
 
 def check(config: RunConfig) -> None:
-    """Ranges and choices of the values that no class of ours checks by itself.
+    """Check ranges and choices of the values that no class of ours checks by itself.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.

@@ -104,7 +104,7 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
 
 
 def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
-    """Multiply two matrices (size, size) for about so long."""
+    """The speed of a matrix product (size, size) that is repeated for about `seconds`; eight times as wide on a GPU."""
     import torch
 
     cuda = torch.cuda.is_available() and device_map != "cpu"
@@ -136,7 +136,7 @@ def window_flops(arch: Architecture, tokens: int) -> int:
 
 
 def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) -> Estimate:
-    """One run's. `windows`: that it scores."""
+    """What one run takes, at that speed; `windows`: how many it scores."""
     import torch
 
     protocol = config.protocol
@@ -186,7 +186,7 @@ def windows_passed(config: RunConfig, windows: int) -> float:
 
 
 def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Each run once, with the dense runs that they are compared with."""
+    """Each run once, with the dense runs that the runs are compared with."""
     found: dict[str, RunConfig] = {}
     for config in configs:
         for step in (config.dense(), config) if config.modules else (config.dense(),):
@@ -195,7 +195,7 @@ def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
 
 
 def estimates(configs: Sequence[RunConfig], speed: Speed | None = None) -> list[Estimate]:
-    """Of every run, the dense ones included.
+    """What each run takes, the dense runs they are compared with included.
 
     Raises:
         ConfigError: a shape that is not known, or a text that is to be scored whole.

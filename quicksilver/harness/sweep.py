@@ -156,9 +156,10 @@ def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) ->
 
 
 def check_name(name: str) -> str:
-    """
+    """The name of a sweep, which is that of its folder.
+
     Raises:
-        ConfigError: it would be no single folder.
+        ConfigError: no folder can be called so.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name={name!r}: the name of a sweep is a folder: letters, digits, and . _ + - between them.")
@@ -408,7 +409,7 @@ def work(
 
 
 def is_open(sweep: Sweep, run: SweepRun) -> bool:
-    """Whether it is neither done nor known to fail."""
+    """Whether the run is still to be made: it has no record and has not failed."""
     if run.fingerprint is not None and sweep.store.folder(run.fingerprint).exists():
         return False
     return not (sweep.folder / "failed" / f"{run.number:04d}.json").exists()

@@ -24,8 +24,8 @@ from quicksilver.measure.task import TaskResult
 
 
 def relative_cost(config: RunConfig) -> float:
-    """What a run costs beside a dense one under `all`, by the runs of table 11. Modules bring a null, their signals and a slower batch; under
-    `all` the predictions of every position are compared with the dense model's."""
+    """Time of a run over that of a dense run under `all`, as the runs of Table 11 took it; for progress bars. A run with modules makes its null
+    and its signals as well; under `all` the predictions of every position are compared with the dense model's."""
     dense, whole = not config.modules, config.protocol.name == "all"
     return {(True, True): 1.0, (False, True): 1.8, (True, False): 1.0, (False, False): 1.4}[dense, whole]
 

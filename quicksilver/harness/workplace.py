@@ -31,7 +31,7 @@ _DIGESTS = "cache/digests.json"
 
 
 class Workplace:
-    """What runs share: texts, digests and one loaded model. Believes that files do not change while it lives."""
+    """What runs share: texts, digests and one loaded model. Files that change after they were read are not read again."""
 
     def __init__(self) -> None:
         self._texts: dict[str, Text] = {}

@@ -15,7 +15,7 @@ ROUNDING = 1e-4  # of the largest logit: more than this is no rounding of one su
 
 @dataclass(frozen=True)
 class AuditResult(Result):
-    """How far logits moved that may not.
+    """How far logits moved that must not move.
 
     Attributes:
         max_abs_logit_difference: the largest movement; `max_abs_logit` is the largest logit, for scale.

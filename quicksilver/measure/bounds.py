@@ -68,7 +68,7 @@ class BoundsResult(Result):
         return f"bounds hold at least: {each}"
 
     def of(self, inequality: str, constants: str, layer: int) -> Held:
-        """That one.
+        """The inequality of that name and layer.
 
         Raises:
             ConfigError: it was not asked for.

@@ -90,7 +90,7 @@ class SectionClock:
 
 @dataclass(frozen=True)
 class _PhaseMarks:
-    """Hears of the runtime's phases, and leaves their marks on a clock."""
+    """Is told by the runtime when a phase begins and ends, and notes both moments on a clock."""
 
     clock: SectionClock
 
@@ -103,7 +103,7 @@ class _PhaseMarks:
 
 @contextmanager
 def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: SectionClock) -> Iterator[None]:
-    """Inside the block, calls of the model, and of the runtime that executes `modules` on it, leave their marks on `clock`."""
+    """Inside the block, `clock` notes the beginning and end of every part of the model, and of every phase of the runtime under `modules`."""
     with ExitStack() as stack:
 
         def hook(part: nn.Module, component: str, layer: int | None = None) -> None:
@@ -131,7 +131,7 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
 
 @contextmanager
 def _clocked(owner: Any, name: str, component: str, clock: SectionClock) -> Iterator[None]:
-    """`owner.name` leaves its marks on the clock inside the block; afterwards the owner is as it was."""
+    """Inside the block, the clock notes the beginning and end of every call of `owner.name`; afterwards the owner is as it was."""
     static = inspect.getattr_static(owner, name)
     fn = static.__func__ if isinstance(static, classmethod) else getattr(owner, name)
 

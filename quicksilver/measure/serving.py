@@ -41,7 +41,7 @@ class TokenClock(BaseStreamer):
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is left to note."""
+        """Called by `generate` after the last token; every moment is noted already."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Signals(Measurement):
         return SignalsResult(found)
 
     def _texts(self, bench: Bench) -> list[tuple[str, torch.Tensor]]:
-        """What is looked into, by name: (N,) long each."""
+        """The texts to look inside of, by name: token ids (N,) long each."""
         import torch
 
         if self.windows > len(bench.windows.ids):

@@ -2,6 +2,7 @@
 
 results/sweeps/NAME/
     manifest.json   the runs: overrides, which of them differ, fingerprints. Written once, before the first run
+    taken/          one lease a run that a process has begun with, before its record is in the making
     failed/         one file a run that failed, with the reason; gone once the run is tried again
     index.html      the table of the runs, written anew whenever one begins or ends
     workers/        log files of launchers that write some
@@ -18,7 +19,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 SCHEMA_VERSION = 1
-FOLDER, MANIFEST, PAGE = "sweeps", "manifest.json", "index.html"
+FOLDER, MANIFEST, PAGE, TAKEN = "sweeps", "manifest.json", "index.html", "taken"
 _NAME = re.compile(r"[\w][\w.+-]{0,99}")
 
 State = Literal["done", "running", "failed", "waiting"]
@@ -264,7 +265,23 @@ class Sweep:
         try:
             yield
         finally:
+            with suppress(OSError):
+                (self.folder / TAKEN).rmdir()  # empty, unless workers go on without their head
             held.release()
+
+    def take_first(self, runs: Iterable[SweepRun]) -> tuple[SweepRun | None, lease.Lease | None]:
+        """The first of `runs` with which no living process has begun, and the lease that says so of it now; or nothing.
+
+        Two workers that are free at the same moment would otherwise begin with the same run, and one of them wait until it is made.
+        """
+        folder = self.folder / TAKEN
+        with self.store.writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            for run in runs:
+                held = lease.take(folder / f"{run.number:04d}.lock")
+                if held is not None:
+                    return run, held
+        return None, None
 
     def states(self) -> list[RunState]:
         """What became of each run, right now."""
@@ -389,23 +406,25 @@ def work(
     while True:
         making = sweep.store.in_the_making()
         left = [run for run in mine if run.number not in tried and is_open(sweep, run)]
-        free = next((run for run in left if run.fingerprint not in making), None)
-        if free is None:
-            if not left:
-                break
+        if not left:
+            return len(tried)
+        free, taken = sweep.take_first(run for run in left if run.fingerprint not in making)
+        if free is None or taken is None:
             time.sleep(nap_s)  # all that is left is being made elsewhere
             if napped is not None:
                 napped()
             continue
-        tried.add(free.number)
         try:
-            make(free)
+            if is_open(sweep, free):  # still
+                tried.add(free.number)
+                make(free)
         except Exception as error:
             sweep.failed(free, error)
             if on_fault is not None and not isinstance(error, QuickSilverError):
                 on_fault(error)
+        finally:
+            taken.release()
         tell()
-    return len(tried)
 
 
 def is_open(sweep: Sweep, run: SweepRun) -> bool:

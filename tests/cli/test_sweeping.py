@@ -16,7 +16,7 @@ from quicksilver.cli import door, sweeping
 from quicksilver.harness import lease
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import record_frame
-from quicksilver.harness.sweep import Sweep, labels
+from quicksilver.harness.sweep import Sweep, labels, work
 from quicksilver.harness.workplace import Workplace
 from quicksilver.models import loading
 from quicksilver.report.sweep_status import Board
@@ -118,6 +118,16 @@ def test_runs_that_are_done_are_not_made_again_and_a_limit_leaves_some_for_later
     assert sweep(*words, *DEPTHS, "name=depths") == 0
     assert len(made) == 1
     assert states(results) == ["done"] * 3
+
+
+def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(words, results):
+    assert sweep(*words, *DEPTHS, "name=depths", "--limit", "1") == 0
+    depths, made = Sweep.load(results, "depths"), []
+    begun, taken = depths.take_first(depths.manifest.runs[1:])
+    assert depths.take_first([begun]) == (None, None)
+    work(depths, lambda run: made.append(run.number), only={1, 2, 3}, napped=taken.release, nap_s=0)
+    assert made == [3, 2]
+    assert not list((depths.folder / "taken").iterdir())
 
 
 def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monkeypatch):

@@ -33,10 +33,10 @@ WINNERS: dict[tuple[str, int], str] = {
 
 
 def _halting() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """2.1, 2.5, App. B and the FAQ: three entropies or none, drift measure, percentile, K/V of halted tokens, resuming, decision layers."""
+    """2.1, 2.5, App. B and the FAQ: four entropies or none, drift measure, percentile, K/V of halted tokens, resuming, decision layers."""
     tau = "modules.halting.tau_"
     for entropy, percentile, missing_kv, resume in product(
-        ("logit_lens", "latent", "histogram", "none"), ("p25", "p40", "p60"), ("project", "drop"), (4, 0)
+        ("logit_lens", "tuned_lens", "latent", "histogram", "none"), ("p25", "p40", "p60"), ("project", "drop"), (4, 0)
     ):
         for drift in ("relative", "cosine", "l2") if (missing_kv, resume) == ("drop", 0) else ("relative",):
             asked = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def fit_lens(
     xy = torch.zeros(arch.n_layers - 1, rows, arch.width, dtype=torch.float64)
     states: list[torch.Tensor] = []
 
-    def meet(module: Any, args: Any, output: Any, layer: int) -> None:
+    def meet(layer: int, module: Any, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         normed = arch.normalised_input(layer, hidden).flatten(0, 1)
         states.append(torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1))  # (B·N, 1 + D)
@@ -51,10 +52,7 @@ def fit_lens(
             xy[layer] += (state.T @ target).cpu().double()
         states.clear()
 
-    handles = [
-        layer.register_forward_hook(lambda *call, index=index: meet(*call, index))
-        for index, layer in enumerate(arch.layers[: arch.n_layers - 1])
-    ]
+    handles = [layer.register_forward_hook(partial(meet, index)) for index, layer in enumerate(arch.layers[: arch.n_layers - 1])]
     handles.append(arch.final_norm.register_forward_hook(end))
     try:
         for batch in progress(text.ids.split(batch_size)):

@@ -183,10 +183,11 @@ def _table(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
     table, frame = pq.read_table(path, columns=chosen), pd.read_parquet(path, columns=chosen)
     told = _description(table.schema.metadata, chosen)
     table = table.replace_schema_metadata(None)
-    ways = {
-        name: min(_ways(table, name), key=lambda way, name=name: len(_packed(table.select([name]), {name: way})))
-        for name in chosen
-    }
+
+    def smallest(name: str) -> str:
+        return min(_ways(table, name), key=lambda way: len(_packed(table.select([name]), {name: way})))
+
+    ways = {name: smallest(name) for name in chosen}
     packed = _packed(table, ways, told)
     if pd.read_parquet(io.BytesIO(packed)).equals(frame):
         return packed, rest

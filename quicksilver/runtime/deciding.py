@@ -30,7 +30,7 @@ class Deciding:
         self,
         machine: Machine,
         visibility: Visibility,
-        logits: Callable[[torch.Tensor], torch.Tensor],
+        logits: Callable[..., torch.Tensor],
         merging: Sequence[MergePolicy],
         evicting: Sequence[EvictionPolicy],
     ) -> None:

@@ -14,6 +14,7 @@ Keys: those of `quicksilver run`, but for protocol and modules, which a table or
 
   svg=true             write a figure's vector graphics as well
   plan=true            only say what would run, and what it would take on this machine (docs/recipes.md)
+  workers=1            processes for runs that read no clock, of the models that come with the package; as it comes one a core
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import check_overrides, taken
 from quicksilver.cli.talk import counted, explain, show_fault, watched, width
+from quicksilver.harness import side_by_side
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import run_missing
 from quicksilver.harness.record import TRACE
@@ -47,6 +49,7 @@ class Options:
 
     svg: bool = False
     plan: bool = False
+    workers: int | None = None
 
 
 def main(words: Sequence[str]) -> int:
@@ -66,10 +69,12 @@ def main(words: Sequence[str]) -> int:
     if not any(override.split("=")[0] == "records" for override in overrides):
         # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
         overrides = [*overrides, "records=own" if TRACE in artefact.reads else "records=checked"]
-    return reproduce(artefact, overrides, svg=options.svg, plan=options.plan)
+    return reproduce(artefact, overrides, svg=options.svg, plan=options.plan, workers=options.workers)
 
 
-def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False, plan: bool = False) -> int:
+def reproduce(
+    artefact: Artefact, overrides: Sequence[str], *, svg: bool = False, plan: bool = False, workers: int | None = None
+) -> int:
     """Run what is missing, print and write the artefact, with `svg` a figure's vector graphics too; returns the exit code.
 
     With `plan` nothing is run: what would be is printed, with what it would take. Long work says so by itself before it starts.
@@ -88,6 +93,7 @@ def reproduce(artefact: Artefact, overrides: Sequence[str], *, svg: bool = False
     if missing and base.model.name in LONG:
         with suppress(ConfigError):  # of what cannot be known before, nothing is said
             _say_estimates(missing)
+    side_by_side.make(jobs, workers, watch=watched)
     run_missing(jobs, answers, watch=watched, on_fault=show_fault)
     failed = [job for job in jobs if job.error is not None]
     if jobs and all(job.record is None for job in jobs):

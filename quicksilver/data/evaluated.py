@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quicksilver.runtime.errors import ConfigError
 
 
-def evaluated(metric: str, gold: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:
-    """Numbers of a metric by name.
+def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dict[str, float]]:
+    """A metric, to be given gold and predicted: (E,) class numbers, or values of a regression. It gives its numbers by name.
 
     Args:
         metric: path of a metric script; or a name of the hub, with its configuration behind a slash: `accuracy`, `glue/sst2`.
-        gold, predicted: (E,) class numbers, or values of a regression.
 
     Raises:
-        ConfigError: `evaluate` is not installed, the metric cannot be had, or it refuses the answers.
+        ConfigError: `evaluate` is not installed, or the metric cannot be had; when called: it refuses the answers.
     """
     try:
         import evaluate
@@ -36,13 +35,17 @@ def evaluated(metric: str, gold: Sequence[float], predicted: Sequence[float]) ->
             f"measure.task.evaluate={metric} cannot be loaded ({_first_line(error)}). Without a network give the path of a metric script, or "
             "leave it out: score and scores are computed by this package, as scikit-learn computes them."
         ) from error
-    whole = all(float(one).is_integer() for one in (*gold, *predicted))
-    kind: Any = int if whole else float
-    try:
-        found = module.compute(references=[kind(one) for one in gold], predictions=[kind(one) for one in predicted])
-    except Exception as error:  # the script's own
-        raise ConfigError(f"measure.task.evaluate={metric} refuses these answers: {_first_line(error)}.") from error
-    return {str(name): float(value) for name, value in found.items()}
+
+    def evaluated(gold: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:
+        whole = all(float(one).is_integer() for one in (*gold, *predicted))
+        kind: Any = int if whole else float
+        try:
+            found = module.compute(references=[kind(one) for one in gold], predictions=[kind(one) for one in predicted])
+        except Exception as error:  # the script's own
+            raise ConfigError(f"measure.task.evaluate={metric} refuses these answers: {_first_line(error)}.") from error
+        return {str(name): float(value) for name, value in found.items()}
+
+    return evaluated
 
 
 def _first_line(error: Exception) -> str:

@@ -222,7 +222,7 @@ def _rows(
                 if missing
                 else f"dataset={config.name}: dataset.task.{key} has no file and dataset.hub no id: give one of them."
             )
-        rows, source = _hub_rows(config, split.hub or key, key, cache)
+        rows, source = _hub_rows(config, split.hub or key, key, cache, missing)
     return islice(enumerate(rows), split.first_row, split.end_row), source
 
 
@@ -271,7 +271,10 @@ def _multirc(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _hub_rows(config: DatasetConfig, split: str, key: str, cache: Path | None) -> tuple[Iterator[dict[str, Any]], str]:
+def _hub_rows(
+    config: DatasetConfig, split: str, key: str, cache: Path | None, missing: Path | None
+) -> tuple[Iterator[dict[str, Any]], str]:
+    """missing: the file that would have been read instead."""
     hub = config.hub
     source = f"hub:{hub.id}/{hub.config or 'default'}@{hub.revision or 'main'}:{split}"
     kept = None
@@ -281,10 +284,14 @@ def _hub_rows(config: DatasetConfig, split: str, key: str, cache: Path | None) -
         if kept.is_file():
             return file_rows([kept], []), source
     offline = (
-        f"unavailable offline: dataset.task.{key}.files=[/path/of.tsv or .jsonl]",
-        "a task that data.root holds, such as dataset=sst2",
+        "unavailable offline",
+        f"give dataset.task.{key}.files=[/path/of.tsv or .jsonl]",
+        "or take a task that data.root holds, such as dataset=rte",
     )
-    require_hub(f"dataset={config.name}", str(hub.id), "dataset", offline)
+    what = f"dataset={config.name}"
+    if missing is not None:
+        what += f": there is no file {missing}, and of the hub's {hub.id}"
+    require_hub(what, str(hub.id), "dataset", offline)
     import datasets
 
     try:

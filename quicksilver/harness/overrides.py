@@ -16,12 +16,13 @@ from quicksilver.harness.choices import GROUPS
 from quicksilver.runtime.errors import ConfigError
 
 _KEY_AND_VALUE = re.compile(r"([+~]{0,2}[A-Za-z_][\w./@]*)=(.+)", re.DOTALL)
+_TEMPLATE = re.compile(r"\{\w+(\[\w+\])?\}")  # a text that begins with a field: no mapping
 
 
 def quoted(overrides: Sequence[str]) -> list[str]:
     """`overrides`, with the value of those in quotes that Hydra could not read without: `results_dir=/tmp/é` as `results_dir='/tmp/é'`.
 
-    Lists, mappings and interpolations stay as they are, and so does what is no key=value: composing says what is wrong with it.
+    Lists, mappings and interpolations stay as they are, but for a template, `{sentence} It was`; and so does what is no key=value: composing says what is wrong with it.
 
     Raises:
         ConfigError: a value without a key.
@@ -70,7 +71,7 @@ def _readable(override: str) -> str:
         parsed(override)
     except HydraException:
         match = _KEY_AND_VALUE.fullmatch(override)
-        if match is None or match[2].lstrip()[0] in "[{\"'" or "${" in match[2]:
+        if match is None or "${" in match[2] or (match[2].lstrip()[0] in "[{\"'" and not _TEMPLATE.match(match[2].lstrip())):
             return override
         # In quotes, a backslash means something before a quote alone, and at the end, where a quote follows.
         value = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), match[2])

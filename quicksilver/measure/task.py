@@ -96,7 +96,7 @@ class Task(Measurement):
         import pandas as pd
         import torch
 
-        from quicksilver.data.evaluated import evaluated
+        from quicksilver.data.evaluated import load_metric
         from quicksilver.data.scores import scored
         from quicksilver.data.tasks import REGRESSION
 
@@ -104,6 +104,7 @@ class Task(Measurement):
             raise ConfigError(
                 "measure=task needs labelled examples, and the dataset has none: take a task, such as dataset=sst2."
             )
+        evaluated = None if self.evaluate is None else load_metric(self.evaluate)  # before the work, not after it
         task, examples = bench.examples.task, bench.examples.examples
         classes = label_classes(bench.model, task)
         encoded = encode(examples, bench.tokenizer, _context(bench))
@@ -129,7 +130,7 @@ class Task(Measurement):
         return TaskResult(
             name, score, scores, majority, len(frame), int(frame["truncated"].sum()), int(frame["tokens"].sum()),
             deciding_depth=float(frame["deciding_depth"].mean()), **sums,
-            evaluated=None if self.evaluate is None else evaluated(self.evaluate, frame["gold"], frame["prediction"]),
+            evaluated=None if evaluated is None else evaluated(frame["gold"], frame["prediction"]),
         )  # fmt: skip
 
 

@@ -231,6 +231,7 @@ def test_a_sweep_that_runs_already_is_refused(words, results, nothing_runs, caps
             ("limit=x", "needs a whole number"),
             ("results_dir=a,b", "one results folder"),
             ("--config-dir=/not/there", "there is no such folder"),
+            ("hydra.searchpath=[file:///not/there]", "takes a list of folders that are there"),
             ("model.path=/not/there", "there is no folder"),
         ],
         4,
@@ -238,6 +239,16 @@ def test_a_sweep_that_runs_already_is_refused(words, results, nothing_runs, caps
 )
 def test_what_makes_no_sense_is_one_line(words, nothing_runs, capsys, word, says):
     assert says in refused(capsys, *words, *DEPTHS, word)
+
+
+@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_a_list_of_datasets_may_have_one_s_own(words, tmp_path, capsys, way):
+    text = next(word.split("=")[1] for word in words if word.startswith("dataset.files.test="))
+    (tmp_path / "mine" / "dataset").mkdir(parents=True)
+    (tmp_path / "mine" / "dataset" / "my-own.yaml").write_text(f"name: my-own\nreader: text\nform: raw\nfiles: {{test: {text}}}\n")
+    assert sweep(*words, "dataset=file,my-own", "plan=true", way.format(tmp_path / "mine")) == 0
+    assert "| my-own |" in (said := capsys.readouterr().out)
+    assert "2 runs" in said
 
 
 def test_keys_of_a_sweep_are_refused_for_a_single_run(words, capsys):

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from quicksilver.data.evaluated import evaluated
+from quicksilver.data.evaluated import load_metric
 from quicksilver.data.scores import scored
 from quicksilver.runtime.errors import ConfigError
 
@@ -48,13 +48,13 @@ def script(tmp_path):
 def test_a_script_at_hand_says_what_our_own_metrics_say(script):
     draw = np.random.default_rng(0)
     gold, predicted = draw.integers(0, 2, 80).astype(float), draw.integers(0, 2, 80).astype(float)
-    found = evaluated(script, gold, predicted)
+    found = load_metric(script)(gold, predicted)
     assert found == pytest.approx(scored(["accuracy", "f1", "matthews"], gold, predicted))
 
 
 def test_answers_that_it_refuses_are_named(script):
     with pytest.raises(ConfigError, match=r"of_tasks\.py refuses these answers") as caught:
-        evaluated(script, [0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
+        load_metric(script)([0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
     assert "\n" not in str(caught.value)
 
 
@@ -68,16 +68,16 @@ def test_without_a_network_the_message_says_what_there_is(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"glue/sst2 cannot be loaded \(ConnectionError: Couldn't reach the hub\)\. Without a network"
     ) as caught:
-        evaluated("glue/sst2", [0.0], [1.0])
+        load_metric("glue/sst2")([0.0], [1.0])
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no such file"):
-        evaluated(str(tmp_path / "none.py"), [0.0], [1.0])
+        load_metric(str(tmp_path / "none.py"))([0.0], [1.0])
 
 
 def test_what_is_not_installed_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "evaluate", None)
     with pytest.raises(ConfigError, match=r"pip install 'quicksilver\[tasks\]'"):
-        evaluated("accuracy", [0.0], [1.0])
+        load_metric("accuracy")([0.0], [1.0])

@@ -119,6 +119,15 @@ def test_what_is_not_at_hand_says_so(name, data_root, monkeypatch):
         read_task(compose([f"dataset={name}", "measure=task"]).dataset, root=data_root)
 
 
+def test_a_file_that_is_not_there_is_named_before_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = compose(["dataset=sst2", "measure=task", "dataset.task.validation.files=[/not/there.tsv]"]).dataset
+    with pytest.raises(
+        ConfigError, match=r"there is no file /not/there\.tsv, and of the hub's nyu-mll/glue: .*give dataset\.task"
+    ):
+        read_task(config)
+
+
 def test_rows_of_the_hub_are_kept(tmp_path, monkeypatch):
     asked = []
 

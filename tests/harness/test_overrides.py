@@ -30,6 +30,12 @@ def test_what_it_reads_and_what_is_no_text_stays(override):
     assert quoted([override]) == [override]
 
 
+@pytest.mark.parametrize("template", ["{sentence} It was", "{premise}\n{hypothesis}", "{text}", "{choices[0]}: it's {label}?"])
+def test_a_template_needs_no_quotes_of_its_own(template):
+    (override,) = quoted([f"dataset.task.template={template}"])
+    assert OverridesParser.create().parse_override(override).value() == template
+
+
 @pytest.mark.parametrize("character", UNREADABLE)
 def test_a_folder_may_be_called_anything(character):
     assert compose([f"results_dir=/tmp/a{character}b"]).results_dir == f"/tmp/a{character}b"

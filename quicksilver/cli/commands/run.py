@@ -31,7 +31,7 @@ from quicksilver.harness.composing import check_words
 from quicksilver.harness.config import RunConfig, run_config
 from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_files, check_hydra, check_overrides
-from quicksilver.harness.overrides import quoted
+from quicksilver.harness.overrides import parsed, quoted
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 OWN_HELP = True  # Hydra's: it lists the choices
@@ -99,38 +99,40 @@ def main(words: Sequence[str]) -> int:
     options, overrides = _split(rest)
     overrides = quoted(overrides)
     check_overrides(overrides)
-    extra_dirs = _extra_dirs(options, there=False)
+    searched = _searched(overrides)
+    extra_dirs = [*_extra_dirs(options, there=False), *searched]
     asks_hydra = [word for word in options if word.startswith(_ANSWERED_BY_HYDRA)]
     many = [word for word in options if word in ("-m", "--multirun")]
     if not asks_hydra and (many or asked.plan or any(word.startswith(_MAY_SWEEP) for word in overrides)):
         from quicksilver.cli import sweeping
 
-        if many or asked.plan or sweeping.is_sweep(overrides, extra_dirs):
-            return sweeping.main(overrides, extra_dirs, asked)
+        if many or asked.plan or sweeping.is_sweep([word for word in overrides if not word.startswith(_SEARCHPATH)], extra_dirs):
+            return sweeping.main([word for word in overrides if not word.startswith(_SEARCHPATH)], extra_dirs, asked)
     if asked != SweepOptions():
         raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
-    return _one_run(options, overrides)
+    return _one_run(options, overrides, [*_extra_dirs(options), *searched])
 
 
-def _one_run(options: list[str], overrides: list[str]) -> int:
+def _one_run(options: list[str], overrides: list[str], extra_dirs: list[Path]) -> int:
     # Hydra prints what it catches and exits by itself; with this it raises, and one readable message can be made of it.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     before = sys.argv
     try:
-        check_files(_extra_dirs(options))
-        check_words(overrides, _extra_dirs(options))
+        check_files(extra_dirs)
+        check_words(overrides, extra_dirs)
         # argparse takes overrides on one side of the options only
         sys.argv = ["quicksilver run", *options, *overrides]
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(job)()
     except PastHydra as carrier:
         raise carrier.error from carrier
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, overrides, _extra_dirs(options))) from error
+        raise ConfigError(explain(error, overrides, extra_dirs)) from error
     finally:
         sys.argv = before
     return 0
 
 
+_SEARCHPATH = "hydra.searchpath="
 _MAY_SWEEP = ("experiment=", "hydra.mode=")  # without -m
 _ANSWERED_BY_HYDRA = ("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
 _TAKE_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c")
@@ -153,3 +155,24 @@ def _extra_dirs(options: list[str], *, there: bool = True) -> list[Path]:
     words = [word for option in options for word in option.split("=", 1)] if any("=" in option for option in options) else options
     given = [Path(words[i + 1]).absolute() for i, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
     return [folder for folder in given if folder.is_dir() or not there]
+
+
+def _searched(overrides: Sequence[str]) -> list[Path]:
+    """The folders of `hydra.searchpath=[file:///folder]`.
+
+    Raises:
+        ConfigError: something else than folders, or one that is not there.
+    """
+    found = []
+    for word in overrides:
+        if not word.startswith(_SEARCHPATH):
+            continue
+        value = parsed(word).value()
+        for place in value if isinstance(value, list) else [value]:
+            folder = Path(str(place).removeprefix("file://"))
+            if not isinstance(value, list) or "://" in str(folder) or not folder.is_dir():
+                raise ConfigError(
+                    f"{word}: takes a list of folders that are there, hydra.searchpath=[file:///folder]; or give --config-dir /folder."
+                )
+            found.append(folder.absolute())
+    return found

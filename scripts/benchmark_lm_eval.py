@@ -1,7 +1,9 @@
 """What the adapter to lm-evaluation-harness costs: `python scripts/benchmark_lm_eval.py`, on a quiet machine.
 
 lm-eval's own model `hf` (HFLM) and our model `quicksilver` without modules answer the same requests in turns, in one process, on one model.
-A ratio above 1 is our time over HFLM's. Log-likelihoods and texts must be equal; that is looked at first.
+A ratio above 1 is our time over HFLM's; beside it stands HFLM's over its own, asked a second time in each round (A/A). Log-likelihoods and
+texts must be equal; that is looked at first. Each part takes as many rounds as fit into its share of `--seconds`, five at least: under 90
+seconds in all on a quiet machine. The numbers go to results/benchmarks/benchmark_lm_eval.json, which the next `make benchmark` shows.
 
     contexts   every context is asked about once: nothing is shared, both compute the same tokens
     letters    four continuations of one token after each context
@@ -19,18 +21,20 @@ import json
 import logging
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from benchmark_quantization import CLOCKS, alternate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from rich.table import Table
-from shapes import environment
+from shapes import ROOT, environment
 
 from quicksilver.data.python_docs import python_docs
 from quicksilver.lm_eval import QuickSilverLM
@@ -39,6 +43,8 @@ PARTS = ("contexts", "letters", "choices", "rolling", "generate")
 MOST_SLOWER = 1.05  # what the adapter may cost
 NATS = 1e-4  # of a log-likelihood; of a whole text, which is a sum over many tokens, ten times as much
 LETTERS = (" A", " B", " C", " D")
+LEAST_ROUNDS, MOST_ROUNDS = 5, 25
+OUTPUT = "benchmark_lm_eval.json"
 Answers = list[Any]
 
 
@@ -54,6 +60,7 @@ class Finding:
     noise_low: float
     noise_high: float
     apart: float
+    rounds: int
 
     @property
     def reached(self) -> bool:
@@ -95,20 +102,27 @@ def apart(part: str, ours: Answers, theirs: Answers) -> float:
 
 def measured(part: str, hflm: HFLM, ours: HFLM, options: argparse.Namespace) -> Finding:
     of = requests(part, options.contexts, options.words)
-    difference = apart(part, asked(ours, part, of)(), asked(hflm, part, of)())
+    began = time.perf_counter()
+    difference = apart(part, asked(ours, part, of)(), asked(hflm, part, of)())  # and nothing is cold after it
+    round_s = 1.5 * (time.perf_counter() - began)
+    fit = int(options.seconds / len(options.parts) / round_s)
+    options = argparse.Namespace(**vars(options) | {"repeats": min(max(LEAST_ROUNDS, fit), MOST_ROUNDS), "warmup": 0})
     again = asked(hflm, part, of)
     times = alternate({"hflm": asked(hflm, part, of), "quicksilver": asked(ours, part, of), "hflm again": again}, options)
     ratio, noise = times.ratio("quicksilver", to="hflm"), times.ratio("hflm again", to="hflm")
-    return Finding(part, times["hflm"].median, ratio.median, ratio.low, ratio.high, noise.low, noise.high, difference)
+    return Finding(
+        part, times["hflm"].median, ratio.median, ratio.low, ratio.high, noise.low, noise.high, difference, options.repeats
+    )
 
 
 def shown(findings: Sequence[Finding], options: argparse.Namespace) -> Table:
     table = Table(
         title=f"quicksilver without modules over HFLM: {options.model}, batch {options.batch_size}, {options.contexts} contexts, "
-        f"{options.repeats} rounds, {options.clock} clock"
+        f"{options.clock} clock"
     )
     for header in (
         "requests",
+        "rounds",
         "HFLM, ms",
         "ratio",
         "quartiles",
@@ -119,7 +133,7 @@ def shown(findings: Sequence[Finding], options: argparse.Namespace) -> Table:
         table.add_column(header)
     for one in findings:
         table.add_row(
-            one.part, f"{one.hflm_ms:.0f}", f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}",
+            one.part, str(one.rounds), f"{one.hflm_ms:.0f}", f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}",
             f"{one.noise_low:.3f} to {one.noise_high:.3f}", f"{one.apart:.1e}", "yes" if one.reached else "no",
         )  # fmt: skip
     return table
@@ -129,15 +143,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="reference-gpt2", help="a model of conf/model, a folder or a hub id")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--contexts", type=int, default=16)
-    parser.add_argument("--words", type=int, default=80, help="words of a context, at least")
+    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--words", type=int, default=48, help="words of a context, at least")
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=45.0, help="of rounds, all parts together; what loads comes on top")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="write the numbers here as json")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / OUTPUT, help="the numbers, as json")
     options = parser.parse_args(words)
+    began, load = time.monotonic(), psutil.getloadavg()[0]
     torch.set_num_threads(options.threads)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as results:
@@ -145,10 +159,12 @@ def main(words: Sequence[str] | None = None) -> int:
     hflm = HFLM(pretrained=ours.model, tokenizer=ours.tokenizer, batch_size=options.batch_size)
     findings = [measured(part, hflm, ours, options) for part in options.parts]
     Console(width=140).print(shown(findings, options))
-    if options.output:
-        options.output.write_text(
-            json.dumps({**environment("cpu"), "findings": [asdict(one) for one in findings]}, indent=1) + "\n"
-        )
+    told = {name: value for name, value in vars(options).items() if name != "output"}
+    found = [{**asdict(one), "reached": one.reached} for one in findings]
+    content = {"environment": {**environment("cpu"), "load_average_before": load}, "options": told, "findings": found}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"Written: {options.output} ({time.monotonic() - began:.0f} s)")
     wrong = [one.part for one in findings if one.apart > (10 * NATS if one.part == "rolling" else NATS)]
     if wrong:
         print(f"answers differ: {', '.join(wrong)}", file=sys.stderr)

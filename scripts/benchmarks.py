@@ -8,8 +8,8 @@
 
 With `--against REVISION` this code is compared with an earlier one instead (scripts/benchmark_against.py).
 
-Each part runs in a process of its own. Their numbers and pictures go to results/benchmarks/, with a README.md that shows them. A part that
-would begin after `--minutes` is left out, and that is said.
+Each part runs in a process of its own. Their numbers and pictures go to results/benchmarks/, with a README.md that shows them, and what
+scripts/benchmark_lm_eval.py, which needs another package, has left there. A part that would begin after `--minutes` is left out, and that is said.
 """
 
 from __future__ import annotations
@@ -107,6 +107,11 @@ def markdown(output: Path, notes: Mapping[str, str], seconds: Mapping[str, float
         found = json.loads((output / "benchmark_quantization.json").read_text(encoding="utf-8"))["findings"]
         frame = pd.DataFrame(found)[["part", "what", "name", "speedup", "low", "high"]].round(2)
         parts += ["## int8", "Times as fast as the first of each comparison:", _table(frame)]
+    if (output / "benchmark_lm_eval.json").is_file():
+        parts += [
+            "## lm-evaluation-harness",
+            *_lm_eval(json.loads((output / "benchmark_lm_eval.json").read_text(encoding="utf-8"))),
+        ]
     ran = {part: " ".join([PARTS[part][0], *PARTS[part][1], *more[part]]) for part in seconds}
     parts += ["## This time", "\n".join(f"- {part}: {taken:.0f} s (`{ran[part]}`)" for part, taken in seconds.items())]
     if notes:
@@ -129,6 +134,19 @@ def _runtime(content: Mapping[str, Any]) -> list[str]:
     shape = f"{options['batch']} × {options['sequence']} tokens, {sizes}, {options['repeats']} rounds"
     load = content["environment"]["load_average_before"]
     return [f"{shape}; load average before: {load:.1f}.", _table(pd.DataFrame(rows))]
+
+
+def _lm_eval(content: Mapping[str, Any]) -> list[str]:
+    rows = [
+        {
+            "requests": one["part"], "rounds": one["rounds"], "time over HFLM's": f"{one['ratio']:.3f}", "quartiles": f"{one['low']:.3f} to {one['high']:.3f}",
+            "HFLM over itself": f"{one['noise_low']:.3f} to {one['noise_high']:.3f}", "at most 1.05": "yes" if one["reached"] else "no",
+        }
+        for one in content["findings"]
+    ]  # fmt: skip
+    options, load = content["options"], content["environment"]["load_average_before"]
+    said = f"The adapter without modules on {options['model']}, {options['contexts']} contexts, {options['clock']} clock; load average before: {load:.1f}."
+    return [said, _table(pd.DataFrame(rows))]
 
 
 def _table(frame: pd.DataFrame) -> str:

@@ -216,12 +216,17 @@ def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path: Path, capsys
     from harness_world import make_model
 
     folder, output = make_model(tmp_path / "tiny", positions=512), tmp_path / "found.json"
-    few = ["--contexts", "4", "--words", "8", "--batch-size", "2", "--repeats", "3", "--clock", "cpu"]
+    few = ["--contexts", "4", "--words", "8", "--batch-size", "2", "--seconds", "0", "--clock", "cpu"]
     assert benchmark_lm_eval.main(["--model", str(folder), *few, "--output", str(output)]) == 0
     findings = {one["part"]: one for one in json.loads(output.read_text())["findings"]}
     assert findings.keys() == set(benchmark_lm_eval.PARTS)
     assert all(one["ratio"] > 0 and one["hflm_ms"] > 0 and one["apart"] < 1e-3 for one in findings.values())
+    assert all(one["rounds"] == benchmark_lm_eval.LEAST_ROUNDS for one in findings.values())  # there is time for no more
     assert "quicksilver without modules over HFLM" in capsys.readouterr().out
+    (tmp_path / "benchmark_lm_eval.json").write_text(output.read_text())
+    page = benchmarks.markdown(tmp_path, {}, {}, {})
+    assert "## lm-evaluation-harness" in page
+    assert all(f"| {part} | 5 |" in page for part in benchmark_lm_eval.PARTS)
 
 
 @pytest.mark.slow  # importing lm-eval takes seconds

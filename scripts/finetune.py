@@ -3,7 +3,8 @@
 One model for several tasks: a batch holds examples of one task and of like length, batches come in a shuffled order that the seed
 fixes. The loss is the cross-entropy of the label word after the prompt. For tasks of one sentence it is joined by `--prefix-loss` times
 the cross-entropy among the label words after each token of the sentence (in training only): a phrase's sentiment is mostly decided
-before its end, and thousands of labels alone train a small model slowly. Resumable after a kill at any moment (run the same command again).
+before its end, and thousands of labels alone train a small model slowly. With `--distil SHARE` the targets of these tasks are partly the
+answers of a linear model of word n-grams that never saw the row's sentence (phrases.py). Resumable after a kill at any moment (run the same command again).
 
 All weights are trained, or with `--lora RANK` low-rank updates of the matrices (`peft`), which are merged into the finished model.
 """
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from phrases import kept_out, out_of_fold, owners
 from tqdm import tqdm
 from training_state import TrainingState
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,6 +38,7 @@ from quicksilver.runtime.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 AFTER_THE_PLAN = 1000  # number of the first epoch of `more`: no order of the plan's comes again
 AVERAGE = "held_accuracy_of_average"
+SAVED_EVERY, SCORED_EVERY = 200, 600  # steps; the kept rows take as long as 25 steps
 HELD_ROWS = 600  # of a task's training rows, kept out of training: what choices are made on
 
 
@@ -63,6 +66,12 @@ class Recipe:
     # which then is the finished model (0: the last weights are).
     token_dropout: float = 0.0
     average: float = 0.0
+    plan_dropout: float = 0.0  # token_dropout of the plan
+    # What is kept out: "rows", or of tasks of one sentence whole "sentences" with all their phrases.
+    held: str = "rows"
+    distil: float = 0.0  # share of the n-gram model's answers in the targets of tasks of one sentence
+    whole_sentences: float = 0.0  # epochs, besides the plan's, of the rows that are no phrase of another
+    attention: str = "sdpa"  # "eager" takes half the time at a few dozen tokens
 
     def lr_scale(self, step: int, steps: int, more: int = 0) -> float:
         """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`; then another of `more`."""
@@ -83,6 +92,11 @@ class Encoded:
     words: list[int]
     gold: int
     sentence_end: int  # tokens of the prompt up to here are the sentence; 0: no prefix loss
+    words_read: tuple[int, ...] = ()  # of the sentence, at each of its tokens
+    targets: np.ndarray | None = (
+        None  # (1 + words, W): share of each label word before the first word and after each; None: all on gold
+    )
+    whole: bool = False  # no phrase of another row
 
 
 def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_tokens: int) -> list[Encoded]:
@@ -94,11 +108,13 @@ def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_toke
     words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in task.labels]
     if any(len(w) != 1 for w in words) or len({w[0] for w in words}) != len(words):
         raise SystemExit(f"label words must be one token each, and differ: {list(task.labels)}")
-    prompts = tokenizer([e.prompt for e in found], add_special_tokens=False, verbose=False)["input_ids"]
-    return [
-        Encoded(ids[-max_tokens:], [w[0] for w in words], int(e.gold), max(len(ids[-max_tokens:]) - tail, 0) if tail else 0)
-        for ids, e in zip(prompts, found, strict=True)
-    ]
+    prompts = tokenizer([e.prompt for e in found], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    made = []
+    for ids, spans, e in zip(prompts["input_ids"], prompts["offset_mapping"], found, strict=True):
+        end = max(len(ids[-max_tokens:]) - tail, 0) if tail else 0
+        read = [len(e.prompt[:last].split()) - (not e.prompt[last : last + 1].isspace()) for _, last in spans[-max_tokens:][:end]]
+        made.append(Encoded(ids[-max_tokens:], [w[0] for w in words], int(e.gold), end, tuple(read)))
+    return made
 
 
 def batches(data: list[Encoded], recipe: Recipe, rng: np.random.Generator) -> list[list[Encoded]]:
@@ -151,14 +167,21 @@ def loss_of(
         logits = head(hidden[torch.arange(len(batch)), last])  # (B, V)
     words = torch.tensor(batch[0].words)
     gold = torch.tensor([int(e.gold) for e in batch])
-    loss = F.cross_entropy(logits.float(), words[gold])
+    target = F.one_hot(gold, len(words)).float()  # (B, W)
+    if batch[0].targets is not None:
+        target = torch.tensor(np.array([e.targets[-1] for e in batch]), dtype=torch.float32)  # type: ignore[index]
+    loss = -(target * logits.float().log_softmax(-1)[:, words]).sum(-1).mean()
     right = (logits[:, words].argmax(-1) == gold).float().mean().item()
     ends = torch.tensor([e.sentence_end for e in batch])
     if prefix_loss and int(ends.max()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             among = F.linear(hidden, head.weight[words]).float()  # (B, N, W)
         at = torch.arange(ids.shape[1])[None] < ends[:, None]
-        each = F.cross_entropy(among[at], gold[:, None].expand_as(at)[at], reduction="none")
+        wanted = target[:, None].repeat(1, ids.shape[1], 1)  # (B, N, W)
+        for row, e in zip(wanted, batch, strict=True):
+            if e.targets is not None:
+                row[: e.sentence_end] = torch.from_numpy(e.targets[list(e.words_read)])
+        each = F.cross_entropy(among[at], wanted[at], reduction="none")
         loss = loss + prefix_loss * each.mean()
     return loss, right
 
@@ -241,12 +264,44 @@ def read_rows(recipe: Recipe, tokenizer: Any, data_root: Path) -> tuple[dict[str
     data, held = {}, {}
     for name in (*recipe.epochs, *(name for name in recipe.more if name not in recipe.epochs)):
         read = read_task(compose([f"dataset={name}", "measure=task"]).dataset, "calibration", root=data_root)
-        task, found = read.task, read.examples
-        order = np.random.default_rng(recipe.seed).permutation(len(found))
-        kept = min(HELD_ROWS, len(found) // 10)
-        data[name] = encoded(tokenizer, task, [found[i] for i in order[kept:]], recipe.max_tokens)
-        held[name] = encoded(tokenizer, task, [found[i] for i in order[:kept]], recipe.max_tokens)
+        task, found = read.task, list(read.examples)
+        sentences = sentences_of(task, found)
+        if sentences and recipe.held == "sentences":
+            scored, trained = kept_out(sentences, HELD_ROWS, recipe.seed)
+            kept, rest = [found[i] for i in np.flatnonzero(scored)], [found[i] for i in np.flatnonzero(trained)]
+        else:
+            order = np.random.default_rng(recipe.seed).permutation(len(found))
+            count = min(HELD_ROWS, len(found) // 10)
+            kept, rest = [found[i] for i in order[:count]], [found[i] for i in order[count:]]
+        held[name] = encoded(tokenizer, task, kept, recipe.max_tokens)
+        data[name] = encoded(tokenizer, task, rest, recipe.max_tokens)
+        if sentences:
+            data[name] = taught(data[name], sentences_of(task, rest), recipe)
     return data, held
+
+
+def sentences_of(task: TaskConfig, found: Sequence[Example]) -> list[str]:
+    """What stands in the only field of each prompt; of a template with more fields nothing."""
+    if task.template.count("{") != 1:
+        return []
+    before, after = task.template.split("{")[0], task.template.split("}")[1]
+    return [e.prompt.removeprefix(before).removesuffix(after) for e in found]
+
+
+def taught(data: list[Encoded], sentences: list[str], recipe: Recipe) -> list[Encoded]:
+    """Rows with what the recipe wants to know of their sentences."""
+    if recipe.distil:
+        if len(data[0].words) != 2:
+            raise SystemExit(f"--distil takes tasks of two labels, and one of one sentence has {len(data[0].words)}.")
+        answers = out_of_fold(sentences, [e.gold for e in data], recipe.seed)
+        gold = np.eye(2)
+        data = [
+            dataclasses.replace(e, targets=(1 - recipe.distil) * gold[e.gold] + recipe.distil * q)
+            for e, q in zip(data, answers, strict=True)
+        ]
+    if recipe.whole_sentences:
+        data = [dataclasses.replace(e, whole=bool(is_whole)) for e, is_whole in zip(data, owners(sentences)[1], strict=True)]
+    return data
 
 
 def check_recipe(recipe: Recipe, planned: int, meta: Mapping[str, Any], source: Path) -> None:
@@ -269,11 +324,12 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     if not folder.is_dir():
         folder = Path(recipe.base)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=recipe.attention)
     adapted = with_lora(whole, recipe.lora) if recipe.lora else None
     model: Any = whole.train()  # the same modules, with the updates in them
     data, held = read_rows(recipe, tokenizer, data_root)
-    every = plan(data, recipe, recipe.epochs)
+    sentences = {f"{name} sentences": [e for e in rows if e.whole] for name, rows in data.items() if any(e.whole for e in rows)}
+    every = plan(data | sentences, recipe, dict(recipe.epochs) | dict.fromkeys(sentences, recipe.whole_sentences))
     planned = len(every)
     every += plan(data, recipe, recipe.more, first_epoch=AFTER_THE_PLAN)
     optims = optimizers(model, recipe)
@@ -295,7 +351,8 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
             for group, lr in zip(optim.param_groups, peak, strict=True):
                 group["lr"] = lr * scale
         late = step >= planned
-        heard = drawn(every[step], recipe.token_dropout, recipe.seed, step) if late and recipe.token_dropout else None
+        silent = recipe.token_dropout if late else recipe.plan_dropout
+        heard = drawn(every[step], silent, recipe.seed, step) if silent else None
         loss, right = loss_of(model, every[step], recipe.prefix_loss, heard)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -312,7 +369,7 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
         seen += sum(len(e.ids) for e in every[step - 1])
         bar.update()
         out_of_time = time.monotonic() - began > minutes * 60
-        if step % 200 == 0 or step == steps or out_of_time:
+        if step % SCORED_EVERY == 0 or step == steps:
             scores = {name: accuracy(model, rows) for name, rows in held.items()}
             history.append({"step": step, "loss_nats": loss.item(), "training_accuracy": smooth, "held_accuracy": scores})
             if average.state:
@@ -320,6 +377,7 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
                 history[-1][AVERAGE] = {name: accuracy(model, rows) for name, rows in held.items()}
                 average.swap()
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
+        if step % SAVED_EVERY == 0 or step == steps or out_of_time:
             state.save({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}, model, optims)
         if out_of_time:
             break
@@ -358,6 +416,13 @@ def curve(history: list[Any], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def changed(recipe: Recipe) -> list[str]:
+    """Options that are not as they come: `--lr 0.0005`."""
+    plain = [f for f in dataclasses.fields(Recipe) if f.default is not dataclasses.MISSING and f.name != "falls"]
+    given = {f.name.replace("_", "-"): getattr(recipe, f.name) for f in plain if getattr(recipe, f.name) != f.default}
+    return [f"--{name} {value}" if isinstance(value, str) else f"--{name} {value:g}" for name, value in given.items()]
+
+
 LICENCES = {
     "sst2": "SST-2 (GLUE): for research",
     "cola": "CoLA: sentences published in linguistics, fair use",
@@ -379,10 +444,8 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
     )
     options = f"--falls {' '.join(f'{first}-{last}' for first, last in recipe.falls)} " if recipe.falls else ""
     if recipe.more:
-        options += f"--more {' '.join(f'{k}={v:g}' for k, v in recipe.more.items())} --lr-more {recipe.lr_more:g} "
-    options += f"--token-dropout {recipe.token_dropout:g} " if recipe.token_dropout else ""
-    options += f"--average {recipe.average:g} " if recipe.average else ""
-    options += f"--lora {recipe.lora} " if recipe.lora else ""
+        options += f"--more {' '.join(f'{k}={v:g}' for k, v in recipe.more.items())} "
+    options += "".join(f"{option} " for option in changed(recipe))
     what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
     again = (
         f"after the plan {', '.join(f'{v:g} epochs of {k}' for k, v in recipe.more.items())} once more, from {recipe.lr_more:g} of the peak; "
@@ -393,14 +456,16 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
         again += f"in these a sentence's token is not heard (its embedding is zero) with probability {recipe.token_dropout:g}; "
     if recipe.average:
         again += f"the model is the average of its weights over these steps (decay {recipe.average:g} a step); "
+    kept = ": SST-2's are phrases of the sentences that it was trained on, so that the validation sentences are harder"
+    if recipe.held == "sentences":
+        kept = "; of tasks of one sentence they are whole sentences, and nothing that is in them alone was trained on"
     command = f"python scripts/finetune.py {recipe.base} --tasks {' '.join(f'{k}={v:g}' for k, v in recipe.epochs.items())} {options}--work W --out O"
     lines = [
         f"# {out.name}", "",
         f"{recipe.base}, {what} fine-tuned on label words of several tasks at once, stored in bfloat16 ({size_mb:.1f} MB): the answer is the "
         "likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.", "",
         "| task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |", "|---|--:|--:|--:|---|", *tasks, "",
-        f"The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split: SST-2's are phrases of the sentences that it was trained on, "
-        "so that the validation sentences are harder. Scores on the validation sets are in Table 4. What stays near its most "
+        f"The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split{kept}. Scores on the validation sets are in Table 4. What stays near its most "
         "frequent answer was not learned by a model of this size.", "",
         "![learning curve](learning_curve.png)", "",
         f"Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of "

@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from quicksilver.data.spec import TaskConfig
+from quicksilver.data.tasks import Example
 
 pytest.importorskip("matplotlib")  # the learning curve is a picture
 
@@ -89,7 +92,8 @@ def test_after_the_plan_tokens_are_dropped_and_weights_averaged_whenever_it_was_
     last = json.loads((tmp_path / "whole" / "out" / "training.json").read_text())["history"][-1]
     assert last["held_accuracy_of_average"].keys() == last["held_accuracy"].keys()
     again = (tmp_path / "whole" / "out" / "README.md").read_text()
-    assert "--more sst2=0.3 --lr-more 0.8 --token-dropout 0.3 --average 0.9" in again
+    assert "--more sst2=0.3 " in again
+    assert "--lr-more 0.8 --token-dropout 0.3 --average 0.9" in again
     # An average that forgets at once is the last weights, and what is dropped, or averaged, makes a difference.
     last_weights, forgetful, all_heard = (
         weights(train(place, tmp_path / name, dataclasses.replace(made, **changed)))
@@ -106,6 +110,36 @@ def test_what_is_not_heard_is_of_the_sentence_alone() -> None:
     assert heard.tolist() == [[1.0] + [0.0] * 3 + [1.0] * 5, [1.0] + [0.0] * 6 + [1.0] * 2]
     assert torch.equal(finetune.drawn(batch, 0.5, 3, 4), finetune.drawn(batch, 0.5, 3, 4))
     assert not torch.equal(finetune.drawn(batch, 0.5, 3, 4), finetune.drawn(batch, 0.5, 3, 5))
+
+
+def test_whole_sentences_are_kept_out_and_the_n_gram_model_takes_its_share(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (rows := tmp_path / "data" / "glue" / "SST-2").mkdir(parents=True)
+    lines = [f"plot{i} is {'fine' if i % 2 else 'poor'}\t{i % 2}" for i in range(60)]
+    for name in ("train", "dev"):
+        (rows / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join([*lines, "is fine\t1"]) + "\n")
+    (tmp_path / "base").symlink_to(place / "base")
+    place = tmp_path
+    made = recipe(
+        place, epochs={"sst2": 0.3}, held="sentences", distil=0.5, whole_sentences=1.0, plan_dropout=0.2, attention="eager"
+    )
+    found = weights(train(place, tmp_path / "all", made))
+    train(place, tmp_path / "cut", made, minutes=0)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(train(place, tmp_path / "cut", made)).items())
+    again = (tmp_path / "all" / "out" / "README.md").read_text()
+    assert "--plan-dropout 0.2 --held sentences --distil 0.5 --whole-sentences 1 --attention eager" in again
+    assert "nothing that is in them alone was trained on" in again
+    for name, off in {"distil": 0.0, "whole_sentences": 0.0, "plan_dropout": 0.0}.items():
+        other = weights(train(place, tmp_path / name, dataclasses.replace(made, **{name: off})))
+        assert any(not torch.equal(tensor, found[key]) for key, tensor in other.items()), name
+
+
+def test_each_token_knows_how_many_words_are_read(place: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(place / "base")
+    task = TaskConfig(template="{sentence} It was", labels={" bad": ["0"], " good": ["1"]})
+    (one,) = finetune.encoded(tokenizer, task, [Example("a fine film It was", (), 1, 0)], 192)
+    assert one.words_read == (1, 2, 3)
+    assert one.sentence_end == 3
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(

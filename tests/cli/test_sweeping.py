@@ -245,7 +245,9 @@ def test_what_makes_no_sense_is_one_line(words, nothing_runs, capsys, word, says
 def test_a_list_of_datasets_may_have_one_s_own(words, tmp_path, capsys, way):
     text = next(word.split("=")[1] for word in words if word.startswith("dataset.files.test="))
     (tmp_path / "mine" / "dataset").mkdir(parents=True)
-    (tmp_path / "mine" / "dataset" / "my-own.yaml").write_text(f"name: my-own\nreader: text\nform: raw\nfiles: {{test: {text}}}\n")
+    (tmp_path / "mine" / "dataset" / "my-own.yaml").write_text(
+        f"name: my-own\nreader: text\nform: raw\nfiles: {{test: {text}}}\n"
+    )
     assert sweep(*words, "dataset=file,my-own", "plan=true", way.format(tmp_path / "mine")) == 0
     assert "| my-own |" in (said := capsys.readouterr().out)
     assert "2 runs" in said

@@ -15,6 +15,8 @@ import pytest
 import scaling
 import torch
 
+from quicksilver.cli.commands import benchmark as benchmark_command
+
 torch.set_num_threads(1)
 GPU = [
     "--device=cpu",
@@ -182,7 +184,7 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monk
 
     monkeypatch.setattr(benchmarks, "run", tiny)
     assert benchmarks.main(["--output", str(tmp_path), "--scaling", "--repeats 3"]) == 1
-    assert asked == [["runtime"], ["quantization"], ["break_even"], ["scaling", "--repeats", "3"]]
+    assert asked == [["runtime"], ["prediction"], ["quantization"], ["break_even"], ["scaling", "--repeats", "3"]]
     page = (tmp_path / "README.md").read_text()
     assert "![scaling](scaling.png)" in page
     assert "decay 0.05" in page
@@ -203,6 +205,7 @@ def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     (command,) = commands
     assert Path(command[1]).is_file()
     assert command[-4:] == ["--repeats", "9", "--output", str(tmp_path / "benchmark.json")]
+    assert tuple(benchmarks.PARTS) == benchmark_command.PARTS  # `quicksilver benchmark` knows them all
     for part, (script, words) in benchmarks.PARTS.items():
         parsed = __import__(script.removesuffix(".py")).options_of(list(words))  # a part's words are options that it has
         assert parsed, part

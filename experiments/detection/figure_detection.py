@@ -49,7 +49,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         for plot, across, ap, said, scale in axes:
             plot.set_title(said.capitalize())
             plot.set_ylabel("average precision")
-            plot.set_ylim(-0.02, 0.5)
+            plot.set_ylim(-0.02, 0.58)
             plot.set_xlabel(ACROSS[across])
             for place, key in enumerate(CURVES if not found.empty else ()):
                 points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])]

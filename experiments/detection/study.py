@@ -13,11 +13,12 @@ COMMAND = "python scripts/train_halting.py detection"
 SAID = {
     ("no_layers", "dense"): "No transformer layer",
     ("control", "dense"): "Dense, trained as long",
+    ("longer", "dense"): "Dense, then as long again at a tenth of the rate",
     ("box", "learned"): "Learned, box weights",
     ("uniform", "learned"): "Learned, uniform weights",
     ("reading", "learned"): "Learned, box weights, gates that only read",
     ("frozen", "learned"): "Learned, box weights, gates alone on the dense detector",
-    ("gentle", "learned"): "The same, then both trained at a tenth of the rate",
+    ("gentle", "learned"): "Learned, gates alone, then both at a tenth of the rate",
     ("random", "random"): "Random, at the same rates",
     ("norm", "norm"): "Smallest feature norm, same rates",
     ("static", "static"): "Static depth, dense detector",
@@ -25,7 +26,7 @@ SAID = {
     ("wide_control", "dense"): "Wider, dense",
     ("wide_box", "learned"): "Wider, learned, box weights",
 }
-SECTIONS = {"no_layers": "Dense", "control": "Dense", "wide_control": "Wider", "wide_box": "Wider"}
+SECTIONS = {"no_layers": "Dense", "control": "Dense", "longer": "Dense", "wide_control": "Wider", "wide_box": "Wider"}
 NOBODY = "the same weights, nobody halted"
 PAPER_THRESHOLD = 0.5
 
@@ -86,6 +87,7 @@ def summary() -> pd.DataFrame:
     apart = frame("differences")
     for against, recycled, name in (
         ("dense control", True, "vs_dense"),
+        ("longer control", True, "vs_longer"),
         ("random", True, "vs_random"),
         ("random", False, "vs_random_unrecycled"),
     ):

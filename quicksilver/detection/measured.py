@@ -83,6 +83,8 @@ def differences(found: dict[Key, list[Evaluation]], n_seeds: int, draws: int = 2
         random = found.get(("random", "random", dial))
         if policy in ("learned", "norm") and detector in ("box", "uniform", *RULES) and random is not None:
             pairs += [("random", True, random), ("random", False, random)]
+        if detector == "gentle" and ("longer", "dense", 0.0) in found:
+            pairs.append(("longer control", True, found["longer", "dense", 0.0]))
         if (detector, policy) == ("box", "learned") and random is not None:
             rivals = {"uniform": found["uniform", "learned", dial], "norm": found["norm", "norm", dial]}
             pairs += [(rival, recycled, theirs) for rival, theirs in rivals.items() for recycled in (True, False)]

@@ -31,10 +31,10 @@ GENTLE = 0.1  # of the usual rate
 RULES = ("random", "norm")
 THRESHOLDS = (0.3, 0.5, 0.7)
 FINER = {"frozen": (0.3, 0.4, 0.5, 0.7), "gentle": (0.3, 0.4, 0.5, 0.7)}  # between 0.3 and 0.5 the first of them begins to lose
-PARTS = ("dense", "control", *LEARNED, *RULES, "no_layers")
+PARTS = ("dense", "control", *LEARNED, *RULES, "longer", "no_layers")
 WIDE_PARTS = ("wide_control", "wide_box")
 NEEDS = {
-    "control": ("dense",), "box": ("dense",), "uniform": ("dense",), "reading": ("dense",), "frozen": ("control",), "gentle": ("frozen",),
+    "control": ("dense",), "longer": ("control",), "box": ("dense",), "uniform": ("dense",), "reading": ("dense",), "frozen": ("control",), "gentle": ("frozen",),
     "random": ("box",), "norm": ("box",), "wide_box": ("wide_control",),
 }  # fmt: skip
 Measured = tuple[str, str, float, Evaluation]  # detector, policy, dial
@@ -131,7 +131,13 @@ class Seed:
             return self.ruled(name)
         if name in LEARNED:
             return self.learned(name, wide)
-        return {"dense": self.dense, "control": self.control, "no_layers": lambda _: self.without_layers()}[name](wide)
+        rest = {
+            "dense": self.dense,
+            "control": self.control,
+            "longer": lambda _: self.longer(),
+            "no_layers": lambda _: self.without_layers(),
+        }
+        return rest[name](wide)
 
     def dense(self, wide: bool = False) -> Trained:
         """From scratch."""
@@ -147,6 +153,10 @@ class Seed:
     def control(self, wide: bool = False) -> Trained:
         """The dense detector after as many further steps as those that halt."""
         return self._tuned("control", wide=wide)
+
+    def longer(self) -> Trained:
+        """The control, trained on at a tenth of the rate for as many steps as `gentle`: what that owes to more steps."""
+        return self._tuned("longer", self.control, base_rate=GENTLE)
 
     def learned(self, name: str, wide: bool = False) -> Trained:
         """With gates, under `box` weights or `uniform` ones; `reading`: box weights, and gates whose derivative leaves the states alone; `frozen`:
@@ -222,6 +232,7 @@ class Seed:
         measured = self._measured
         yield "no_layers", "dense", 0.0, measured(self.without_layers())
         yield "control", "dense", 0.0, measured(self.control())
+        yield "longer", "dense", 0.0, measured(self.longer())
         rates: dict[float, list[float]] = {}
         for name in LEARNED:
             learned = self.learned(name)

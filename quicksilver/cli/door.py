@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType, ModuleType
 
 from quicksilver import __version__
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 
 COMMANDS = Path(__file__).resolve().parent / "commands"
 
@@ -82,8 +82,21 @@ def _dispatch(words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in rest) and not getattr(module, "OWN_HELP", False):
         print(help_of(name))
         return 0
-    _refuse_torchrun()
+    together = name == "run" and "model.parallel=tensor" in rest and not {"-m", "--multirun"} & {*rest}
+    if not together:
+        _refuse_torchrun()
+    elif os.environ.get("RANK", "0") != "0":
+        return _unheard(lambda: module.main(rest))
     return module.main(rest)
+
+
+def _unheard(command: Callable[[], int]) -> int:
+    """A run that several processes make speaks through the first of them; what is wrong with it, all of them find."""
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            return command()
+    except (ConfigError, UnsupportedModelError):
+        return 2
 
 
 def _refuse_torchrun() -> None:
@@ -91,8 +104,8 @@ def _refuse_torchrun() -> None:
     processes = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
         raise ConfigError(
-            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. A model is cut among processes "
-            "in a script of your own (quicksilver.models.parallel), and spread over devices with model.device_map=auto."
+            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. One run, without -m, whose "
+            "model is cut among them has model.parallel=tensor; model.device_map=auto spreads a model over devices."
         )
 
 

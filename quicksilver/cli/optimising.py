@@ -35,7 +35,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     from optuna.trial import TrialState
 
     config = studies.study_config(settings.sweeper)
-    if asked.name is None:
+    if asked.name is None and not asked.plan:
         raise ConfigError("hydra/sweeper=optuna needs name=…: under it the study is found again.")
     if asked.workers is not None or str(settings.runtime.choices["hydra/launcher"]) != "basic":
         raise ConfigError("hydra/sweeper=optuna draws one run after the other: leave hydra/launcher and workers out.")
@@ -47,7 +47,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     first = compose(space.words(least)[0], extra_dirs)
     check_tracker(first.tracker)
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
-    if asked.plan:
+    if asked.plan or asked.name is None:
         return _say_plan(first, config)
     manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
     sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))

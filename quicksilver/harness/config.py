@@ -29,7 +29,7 @@ from quicksilver.harness.explain import explain_value, suggest
 from quicksilver.harness.overrides import quoted
 from quicksilver.harness.parts import build_measurements, is_on, measurement_class
 from quicksilver.measure.measurement import Setting
-from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, ModelConfig
+from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelConfig
 from quicksilver.runtime.errors import ConfigError
 
 EXECUTIONS = ("compact", "masked", "decide")
@@ -117,6 +117,7 @@ class RunConfig:
         )
         idle += [
             *([] if self.model.adapter else [(model, "adapter")]),
+            *([] if self.model.parallel else [(model, "parallel")]),
             (model, "path"),
             (model, "revision"),
             (dataset, "files"),
@@ -272,6 +273,8 @@ def check(config: RunConfig) -> None:
             f"model.device_map={config.model.device_map}: no device is called so. Use cpu, cuda, cuda:1 …, mps or auto."
         )
     _choice("model.dtype", config.model.dtype, DTYPES)
+    if config.model.parallel is not None:
+        _choice("model.parallel", config.model.parallel, PARALLEL)
     _choice("model.attn_implementation", config.model.attn_implementation, ATTENTION)
     _choice("dataset.reader", config.dataset.reader, READERS)
     _choice("dataset.form", config.dataset.form, FORMS)
@@ -333,6 +336,14 @@ def _check_measurements(config: RunConfig) -> None:
         raise ConfigError(
             f"execution=masked computes everything and undoes it, so it has no {timed[0]} worth a record: add {off}."
         )
+    alone = next((name for name, measurement in measurements.items() if not measurement.of_ranks), None)
+    if config.model.parallel is not None and alone is not None:
+        raise ConfigError(
+            f"model.parallel={config.model.parallel}: measure.{alone} is of one process alone. Measure quality and the ledgers of each process: "
+            "measure=ranks."
+        )
+    if config.model.parallel is not None and config.records == "checked":
+        raise ConfigError("records=checked compares with a record in one process: give records=own with model.parallel.")
     for name, measurement in measurements.items():
         try:
             measurement.check(setting)

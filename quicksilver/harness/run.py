@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,9 @@ from quicksilver.harness.store import Draft, Store
 from quicksilver.harness.tracker import check_tracker, mirror
 from quicksilver.harness.workplace import Workplace, asks_for_calibration
 from quicksilver.measure.typed import encoded
+from quicksilver.models import parallel
 from quicksilver.models.loading import Loaded
+from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
@@ -79,6 +82,14 @@ def check_allowed_by_protocol(config: RunConfig) -> None:
     modules = build_modules(config.modules)
     check_together(modules)
     check_allowed(modules, _protocol(config))
+
+
+def _check_processes(config: RunConfig) -> None:
+    if config.model.parallel is not None and parallel.processes() < 2:
+        raise ConfigError(
+            f"model.parallel={config.model.parallel}: the model is cut among the processes of torchrun, and this is one alone: start "
+            "torchrun --nproc-per-node 2 -m quicksilver run …"
+        )
 
 
 def _protocol(config: RunConfig) -> Any:
@@ -138,6 +149,7 @@ def ensure(
     workplace = workplace or Workplace()
     for config in configs:
         check_tracker(config.tracker)
+        _check_processes(config)
     for results_dir in dict.fromkeys(config.results_dir for config in configs):
         Store(results_dir).clean()
     planned = plan(configs, workplace)
@@ -173,43 +185,77 @@ class _Reporter:
 # --- running --------------------------------------------------------------------------------------------------------------------
 
 
-def _ensure_one(step: Planned, workplace: Workplace, report: _Reporter) -> Record:
-    store = store_of(step.config)
+def _ensure_one(step: Planned, workplace: Workplace, report: _Reporter) -> None:
+    store, together = store_of(step.config), step.config.model.parallel is not None
+    if together:
+        workplace.model(step.config)  # from here on its processes hear each other
+        if parallel.rank() > 0:
+            _follow(step, workplace, store, report)
+            return
     with store.turn(step.fingerprint, waiting=lambda: report("wait", 0.0)):
-        made_meanwhile = store.get(step.fingerprint)
-        if made_meanwhile is not None:
-            return made_meanwhile
+        missing = store.get(step.fingerprint) is None
+        if together:
+            parallel.told_by_first(missing)
+        if not missing:
+            return
         with store.draft(step.fingerprint) as draft:
             record = _run(step, workplace, store, draft, report)
+    if together:
+        parallel.told_by_first(True)  # the record is there, and the others may read it
     mirror(record, step.config.tracker, store.root, name=report.label)
-    return record
+
+
+def _follow(step: Planned, workplace: Workplace, store: Store, report: _Reporter) -> None:
+    """What a process does for a run whose model it has a part of, and whose record the first process writes: the same passes."""
+    if parallel.told_by_first(False):
+        with _threads(step.config.threads):
+            bench, _ = _bench(step.config, workplace, store)
+            measured_scalars(bench, build_measurements(step.config.measure), report)
+        parallel.told_by_first(False)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Within, torch has so many; None: as many as it has."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        if number is not None:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bench(config: RunConfig, workplace: Workplace, store: Store) -> tuple[Bench, CalibrationEntry | None]:
+    """What the measurements of a run are given, and what its modules were calibrated on."""
+    from quicksilver.measure.bench import Bench
+
+    loaded, windows = workplace.model(config), workplace.windows(config, "test")
+    modules, calibration = calibrated_modules(config, workplace, store)
+    bench = Bench(
+        loaded.model, windows, _protocol(config), modules, cast("Execution", config.execution), config.seed,
+        config.measure["batch_windows"], loaded.tokenizer, workplace.examples(config), dense=workplace.dense(config) if config.modules else None,
+        decision_layers=config.decision_layers,
+    )  # fmt: skip
+    return bench, calibration
 
 
 def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report: _Reporter) -> Record:
-    import torch
-
-    from quicksilver.measure.bench import Bench
-
     config, started, clock = step.config, _now(), time.monotonic()
     draft.event("started", label=report.label, pid=os.getpid())
     report("load", 0.0)
-    threads_before = torch.get_num_threads()
     beside = _others(store, step.fingerprint)
-    try:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+    with _threads(config.threads):
         loaded = workplace.model(config)
         windows = workplace.windows(config, "test")
         draft.event("loaded", model=loaded.files.source, windows=len(windows.ids))
         report("calibration", _LOADING)
-        modules, calibration = calibrated_modules(config, workplace, store)
+        bench, calibration = _bench(config, workplace, store)
+        modules = list(bench.modules)
         if calibration is not None:
             draft.event("calibrated", signals=calibration.signals)
-        bench = Bench(
-            loaded.model, windows, _protocol(config), modules, cast("Execution", config.execution), config.seed,
-            config.measure["batch_windows"], loaded.tokenizer, workplace.examples(config), dense=workplace.dense(config) if config.modules else None,
-            decision_layers=config.decision_layers,
-        )  # fmt: skip
         scalars = _measured(bench, step, store, draft, report)
         report("write", 1.0)
         draft.event("finished")
@@ -218,8 +264,6 @@ def _run(step: Planned, workplace: Workplace, store: Store, draft: Draft, report
         described["environment"] = encoded(environment(beside))
         finished = {"started": started, "finished": _now(), "seconds": round(time.monotonic() - clock, 3)}
         return store.publish(draft, scalars | described | finished)
-    finally:
-        torch.set_num_threads(threads_before)
 
 
 def _others(store: Store, mine: str) -> list[str]:

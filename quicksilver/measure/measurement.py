@@ -73,6 +73,7 @@ class Measurement(ABC):
         timed: a clock is read, which `masked` execution makes worthless.
         windows_speak: windows whose scores come out alike twice say that all of it would.
         in_identity: a record without it is another record. False: no number of the others depends on it, and records that lack it count.
+        of_ranks: right where a model is cut among several processes, each of which makes this pass.
         of_dense: in the dense run that other runs are compared with `always`; `never`; or `alone`: only where the dense run was asked for.
     """
 
@@ -80,6 +81,7 @@ class Measurement(ABC):
     timed: ClassVar[bool] = False
     windows_speak: ClassVar[bool] = False
     in_identity: ClassVar[bool] = True
+    of_ranks: ClassVar[bool] = False
     of_dense: ClassVar[Literal["always", "alone", "never"]] = "always"
 
     def check(self, setting: Setting) -> None:  # noqa: B027  (optional)

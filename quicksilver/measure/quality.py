@@ -58,6 +58,7 @@ class Quality(Measurement):
 
     share = 0.25
     windows_speak = True
+    of_ranks = True
 
     def run(self, bench: Bench) -> QualityResult:
         from quicksilver.measure.fidelity import DensePasses

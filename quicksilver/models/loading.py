@@ -15,6 +15,7 @@ from typing import Any
 
 from quicksilver.models import room
 from quicksilver.models.hub import require_hub
+from quicksilver.models.parallel import cut
 from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
 
@@ -225,8 +226,8 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     _check_device(config)
-    placement = _placement(config, files.folder)
-    device_map = placement["device_map"]
+    placement = cut(files.folder) if config.parallel else _placement(config, files.folder)
+    device_map = placement.get("device_map", "each process")
     with _quiet():
         # Any exception: a damaged folder makes transformers stumble wherever it happens to (TypeError, ZeroDivisionError, …).
         try:
@@ -236,6 +237,10 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
                 f"model={config.name}: {files.folder} has no tokenizer that transformers reads: {_first_line(error)} {_REPAIR}"
             ) from error
         classifies = is_classifier(files.folder)
+        if classifies and config.parallel:
+            raise ConfigError(
+                f"model={config.name}: model.parallel={config.parallel} cuts a language model, and this one classifies: leave it out."
+            )
         kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         try:
             loaded: Any = kind.from_pretrained(

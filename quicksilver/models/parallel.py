@@ -23,25 +23,55 @@ def load_parallel(folder: Path | str, *, dtype: str = "float32", attn_implementa
         UnsupportedModelError: transformers has no plan for the family, or the processes cannot share its heads evenly.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers import AutoModelForCausalLM
 
     from quicksilver.runtime.architecture import architecture_of
 
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size < 2 or "RANK" not in os.environ:
+    if processes() < 2:
         raise ConfigError("A model is cut among the processes of torchrun: torchrun --nproc-per-node 2 script.py starts two.")
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model.")
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    check_plan(AutoConfig.from_pretrained(folder, **local), size)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, use_safetensors=True,
-        distributed_config=DistributedConfig(tp_size=size, tp_plan="auto"), **local,
+        folder, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, use_safetensors=True, local_files_only=True,
+        trust_remote_code=False, **cut(Path(folder)),
     )  # fmt: skip
     model.eval().requires_grad_(False)
     architecture_of(model)  # a family or a plan that does not go is refused here
     return model
+
+
+def processes() -> int:
+    """How many torchrun started; 1: it did not start this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def rank() -> int:
+    """Which of them this is, from 0."""
+    return int(os.environ.get("RANK", "0")) if processes() > 1 else 0
+
+
+def cut(folder: Path) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that cut the model in `folder` among all processes.
+
+    Raises:
+        UnsupportedModelError: transformers has no plan for the family, or the processes cannot share its heads evenly.
+    """
+    from transformers import AutoConfig
+    from transformers.distributed import DistributedConfig
+
+    check_plan(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), processes())
+    return {"distributed_config": DistributedConfig(tp_size=processes(), tp_plan="auto")}
+
+
+def told_by_first(answer: bool) -> bool:
+    """What the first process answers, in all of them, once a model is cut: each waits for it."""
+    import torch
+    from torch import distributed
+
+    on = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    said = torch.tensor([int(answer)], device=on)
+    distributed.broadcast(said, src=0)
+    return bool(said)
 
 
 def check_plan(config: Any, size: int) -> None:

@@ -304,6 +304,12 @@ def taught(data: list[Encoded], sentences: list[str], recipe: Recipe) -> list[En
     return data
 
 
+def folder_of(base: str) -> Path:
+    """Where a base model lies: shipped with the package, or a folder."""
+    shipped = ROOT / "quicksilver" / "models" / "reference" / base
+    return shipped if shipped.is_dir() else Path(base)
+
+
 def check_recipe(recipe: Recipe, planned: int, meta: Mapping[str, Any], source: Path) -> None:
     """Refuse a state of another recipe; what takes effect after its step may be another.
 
@@ -320,9 +326,7 @@ def check_recipe(recipe: Recipe, planned: int, meta: Mapping[str, Any], source: 
 
 
 def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes: float) -> None:
-    folder = ROOT / "quicksilver" / "models" / "reference" / recipe.base
-    if not folder.is_dir():
-        folder = Path(recipe.base)
+    folder = folder_of(recipe.base)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=recipe.attention)
     adapted = with_lora(whole, recipe.lora) if recipe.lora else None
@@ -456,21 +460,26 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
         again += f"in these a sentence's token is not heard (its embedding is zero) with probability {recipe.token_dropout:g}; "
     if recipe.average:
         again += f"the model is the average of its weights over these steps (decay {recipe.average:g} a step); "
+    early = ", which is less than the plan's epochs where the learning rate was let fall early" if recipe.falls else ""
     kept = ": SST-2's are phrases of the sentences that it was trained on, so that the validation sentences are harder"
     if recipe.held == "sentences":
         kept = "; of tasks of one sentence they are whole sentences, and nothing that is in them alone was trained on"
+    before = folder_of(recipe.base) / "training.json"
+    if before.is_file() and set(rows) & set(json.loads(before.read_text()).get("rows", ())):
+        kept += (
+            ". But the base model was trained on these tasks before, and on most of these rows: the accuracy on them is too high"
+        )
     command = f"python scripts/finetune.py {recipe.base} --tasks {' '.join(f'{k}={v:g}' for k, v in recipe.epochs.items())} {options}--work W --out O"
     lines = [
         f"# {out.name}", "",
-        f"{recipe.base}, {what} fine-tuned on label words of several tasks at once, stored in bfloat16 ({size_mb:.1f} MB): the answer is the "
+        f"{recipe.base}, {what} fine-tuned on label words of {', '.join(rows)}, stored in bfloat16 ({size_mb:.1f} MB): the answer is the "
         "likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.", "",
         "| task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |", "|---|--:|--:|--:|---|", *tasks, "",
         f"The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split{kept}. Scores on the validation sets are in Table 4. What stays near its most "
         "frequent answer was not learned by a model of this size.", "",
         "![learning curve](learning_curve.png)", "",
         f"Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of "
-        f"{recipe.warmup_steps} steps, then falling; {again}{falls}; {history[-1]['step']} steps in all, which is less than the plan's epochs where the learning rate "
-        f"was let fall early. Cross-entropy of the label word, and {recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks "
+        f"{recipe.warmup_steps} steps, then falling; {again}{falls}; {history[-1]['step']} steps in all{early}. Cross-entropy of the label word, and {recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks "
         f"(in training only). bfloat16 autocast, seed {recipe.seed}, one thread of a CPU.", "",
         f"Again: `{command}` (needs the rows below `--data-root`).", "",
         f"The base model, its data and its limits: ../{recipe.base}/README.md.", "",

@@ -65,7 +65,15 @@ def rows() -> list[Row]:
                     key = f"{task}.{words}.{depth}{'.random' if random else ''}"
                     always = (f"dataset={task}", *more, "measure=task", "protocol=continuation", f"modules=[{MODULE}]")
                     found.append(
-                        Row(scores.PANEL, title, key, said, (*always, *overrides), (MODULE,), defaults=(f"model={scores.MODEL}",))
+                        Row(
+                            scores.PANEL,
+                            title,
+                            key,
+                            said,
+                            (*always, *overrides),
+                            (MODULE,),
+                            defaults=(f"model={scores.MODELS.get(task, scores.MODEL)}",),
+                        )
                     )
     return found  # fmt: skip
 

@@ -109,6 +109,33 @@ def test_what_makes_no_sense_is_one_line(words, more, says, capsys):
     assert err.count("\n") == 1
 
 
+def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, capsys):
+    assert run(*words, *DRAWN, "hydra.sweeper.trials=7", "plan=true") == 0
+    out = capsys.readouterr().out
+    assert "Optuna draws 7 runs" in out
+    assert "static_depth" in out
+    assert not (tmp_path / "results" / "runs").exists()
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random"])
+def test_every_sampler_takes_a_budget_and_goes_on(sampler, tmp_path):
+    """Cost x and gain x: within a budget of gain the front begins with the least cost that meets it."""
+    pytest.importorskip("optuna")
+    from optuna.distributions import FloatDistribution
+
+    objectives = {"kl_nats": "minimize", "executed_flops_saved_pct": "maximize"}
+    config = study.StudyConfig(objectives=objectives, budget={"executed_flops_saved_pct": 40.0}, sampler=sampler)
+    for trials in (15, 30):  # the second time it goes on from its journal
+        opened = study.open_study(tmp_path, "front", config)
+        while study.finished(opened) < trials:
+            trial = opened.ask({"x": FloatDistribution(0.0, 1.0)})
+            opened.tell(trial, [trial.params["x"], 100 * trial.params["x"]])
+    drawn = [trial.params["x"] for trial in study._complete(opened)]
+    assert len(set(drawn)) == 30  # nothing is drawn twice from the same seed
+    assert study.within_budget(opened, config)
+    assert study.front(opened, config)[0]["x"] == min(x for x in drawn if x >= 0.4)
+
+
 def test_words_become_distributions():
     space = study.space_of(
         ["a=1,2", "b=interval(0,1)", "c=range(1,9,2)", "d=5", "e=tag(log,interval(0.1,1))"], {"d": "interval(0,1)", "f": "x,y"}

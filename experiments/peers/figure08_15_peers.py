@@ -93,7 +93,10 @@ def _times(plot: Axes, shown: pd.DataFrame) -> None:
 
 def _losses(plot: Axes, shown: pd.DataFrame) -> None:
     y = shown["delta_ppl_pct"].fillna(0.0)
-    ends = [(y - shown["delta_ppl_pct_low"]).fillna(0.0), (shown["delta_ppl_pct_high"] - y).fillna(0.0)]
+    ends = [
+        (y - shown["delta_ppl_pct_low"]).clip(lower=0).fillna(0.0),
+        (shown["delta_ppl_pct_high"] - y).clip(lower=0).fillna(0.0),
+    ]
     for place, (section, rows) in enumerate(shown.groupby("section")):
         at = rows.index
         plot.errorbar(

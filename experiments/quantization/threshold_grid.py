@@ -122,6 +122,7 @@ def draw(rows: pd.DataFrame) -> Drawing:
         plot.grid(False)
     plane = plots[1][1]
     spread = [points["base_delta_ppl"] - points["base_delta_ppl_low"], points["base_delta_ppl_high"] - points["base_delta_ppl"]]
+    spread = [end.clip(lower=0) for end in spread]  # an interval may leave its value out, if only by rounding
     plane.errorbar(
         100 * points["delta_flops"], points["base_delta_ppl"], yerr=spread, fmt="o", color=PALETTE[0], ecolor=GREY, elinewidth=0.6
     )

@@ -34,7 +34,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         for place, technique in enumerate(frontier.TECHNIQUES.values()):
             points = frame[frame["section"] == technique.name].dropna(subset=["delta_ppl_pct"])
             middle, gain = points["delta_ppl_pct"], points["prompt_executed_flops_saved_pct"]
-            spread = [middle - points["delta_ppl_pct_low"], points["delta_ppl_pct_high"] - middle]
+            spread = [(middle - points["delta_ppl_pct_low"]).clip(lower=0), (points["delta_ppl_pct_high"] - middle).clip(lower=0)]
             for number, plot in enumerate(plots.flat):
                 near = points.index if number == 0 else points.index[middle < _NEAR]
                 if near.empty:

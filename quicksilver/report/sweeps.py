@@ -284,7 +284,9 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
     swept = rows[rows["section"].eq("")].dropna(subset=[gain, cost]).sort_values(gain, kind="stable")
     series = list(swept.groupby(outer[0], sort=False)) if outer else [("", swept)]
     for place, (value, points) in enumerate(sorted(series, key=lambda one: str(one[0]))):
-        spread = [points[cost] - points[f"{cost}_low"], points[f"{cost}_high"] - points[cost]]
+        ends = [points[cost] - points[f"{cost}_low"], points[f"{cost}_high"] - points[cost]]
+        # A percentile interval may leave the value out, if only by rounding, and matplotlib refuses bars of negative length.
+        spread = [end.clip(lower=0) for end in ends]
         look = {"fmt": MARKERS[place], "color": PALETTE[place], "ecolor": GREY, "elinewidth": 0.7, "capsize": 1.5}
         plot.errorbar(points[gain], points[cost], yerr=spread, label=f"{_short(outer[0])}={value}" if outer else None, **look)
     best = swept[swept["front"]]

@@ -83,6 +83,7 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
     """
     import quicksilver
     from quicksilver import modules as mechanisms
+    from quicksilver.runtime.run import apply
 
     found = Path(str(quicksilver.__file__)).resolve().parents[1]
     if found != options.package.resolve():
@@ -97,7 +98,7 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
     for what, made in MODULES.items():
         try:
             module = [] if made is None else [getattr(mechanisms, made[0])(**made[1])]
-            context = nullcontext() if what == PLAIN else quicksilver.apply(model, module)
+            context: Any = nullcontext() if what == PLAIN else apply(model, module)
             with torch.inference_mode(), context as run:
                 times[what] = _times(model, ids, options, run)
         except Exception as error:  # an earlier version may know neither the class nor the option

@@ -14,7 +14,9 @@ from quicksilver.report.labels import label_ends
 
 from . import frontier
 
-INK = (*PALETTE[:5], "#4f8a65", "#a97b12")  # of the names: the two palest colours cannot be read as text
+# One technique more than the palette has: a single point, in black.
+COLOURS, SHAPES, LINES = (*PALETTE, "#000000"), (*MARKERS, "p"), (*DASHES, "-")
+INK = (*PALETTE[:5], "#4f8a65", "#a97b12", "#000000")  # of the names: the two palest colours cannot be read as text
 # What costs little is drawn apart: beside random tokens it would all be one line.
 _NEAR = 8.0  # % of perplexity
 
@@ -41,8 +43,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                     continue
                 x = gain[near] + 0.25 * place * number
                 plot.errorbar(
-                    x, middle[near], yerr=[part[near] for part in spread], color=PALETTE[place], marker=MARKERS[place],
-                    linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
+                    x, middle[near], yerr=[part[near] for part in spread], color=COLOURS[place], marker=SHAPES[place],
+                    linestyle=LINES[place], elinewidth=0.7, capsize=1.5,
                 )  # fmt: skip
                 last = x.idxmax()
                 ends[number].append((float(x[last]), float(middle[last]), technique.name, INK[place]))

@@ -114,20 +114,30 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
     paper = dense_paper = 0.0
     valid = trace.valid
     past_real = torch.full_like(valid.sum(1), trace.first_column) if work.past_real is None else work.past_real
+    alike: dict[tuple[object, ...], tuple[int, int, float, float]] = {}  # where nothing was decided, layers cost the same
+    decided = trace.decided
     for layer in range(arch.n_layers):
+        window, span = arch.attention_window(layer), arch.spans[layer]
+        cached = work.past_lengths[layer] if work.past_lengths else 0
+        key = (window, span.reach if span else None, cached if isinstance(cached, int) else tuple(cached.tolist()))
+        if not decided and key in alike:
+            n, dense_n, p, dense_p = alike[key]
+            nominal, dense_nominal, paper, dense_paper = nominal + n, dense_nominal + dense_n, paper + p, dense_paper + dense_p
+            continue
+        before = nominal, dense_nominal
         active, present = trace.active(layer), trace.kv_present(layer)
-        past = work.past_lengths[layer] if work.past_lengths else 0
-        past = torch.as_tensor(past, device=valid.device).expand(valid.shape[0])
+        past = torch.as_tensor(cached, device=valid.device).expand(valid.shape[0])
         projected = present & ~active & _is_projected(trace, layer)
         nominal += work.translation_flops_per_token.get(layer, 0) * int((projected & (trace.halted_kv == PREDICT)).sum())
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
-        window, span = arch.attention_window(layer), arch.spans[layer]
         nearest = min((limit for limit in (window, span.reach if span else None) if limit is not None), default=None)
         nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, nearest, active, present, past)
         dense_pairs = _visible_pairs(arch.causal, window, valid, valid, past_real)
         dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
-        paper += _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
-        dense_paper += _paper_layer(arch, valid, past_real)
+        paper_here = _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
+        dense_paper_here = _paper_layer(arch, valid, past_real)
+        paper, dense_paper = paper + paper_here, dense_paper + dense_paper_here
+        alike[key] = (nominal - before[0], dense_nominal - before[1], paper_here, dense_paper_here)
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
 
 

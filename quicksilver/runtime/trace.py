@@ -59,6 +59,14 @@ class PassTrace:
                 bits = torch.where(precision.bits > 0, precision.bits, bits)
         return bits
 
+    @property
+    def decided(self) -> bool:
+        """Whether anything was decided about any token of the pass."""
+        if self.fusions or self.precisions or self.merges or self.evictions:
+            return True
+        stopped = (self.halt_layer, self.kv_layer, self.fused_layer)
+        return any(int(layers.min()) < self.n_layers - 1 for layers in stopped if layers.numel())
+
     def active(self, layer: int) -> torch.Tensor:
         """(B, N) bool: took part in `layer`."""
         return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)

@@ -155,6 +155,11 @@ def test_it_runs_what_is_missing_and_only_that(harness, capsys):
     assert harness.made == []
     assert {path: path.read_bytes() for path in (harness.results / "tables").iterdir()} == written
 
+    (harness.results / "cache" / "answers.json").unlink()  # what is there is found without it
+    capsys.readouterr()
+    assert table11(harness, "plan=true") == 0
+    assert capsys.readouterr().out == "Every run has its record: nothing would run.\n"
+
 
 def test_a_failed_run_is_named_and_the_rest_is_built(harness, capsys):
     harness.broken = {"halting all"}

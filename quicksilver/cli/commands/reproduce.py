@@ -33,7 +33,7 @@ from quicksilver.harness.jobs import run_missing
 from quicksilver.harness.record import TRACE
 from quicksilver.report.artefacts import Artefact, artefacts, find
 from quicksilver.report.reproduction import base_config, build, command_of, jobs_of
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
@@ -88,7 +88,7 @@ def reproduce(
     jobs = jobs_of(artefact, overrides, answers)
     missing = [job.config for job in jobs if job.config is not None]
     if plan:
-        _say_estimates(missing)
+        _say_estimates(_without_record(missing))
         return 0
     if missing and base.model.name in LONG:
         with suppress(ConfigError):  # of what cannot be known before, nothing is said
@@ -107,6 +107,22 @@ def reproduce(
     print("Written: " + ", ".join(map(str, made.written)))
     explain(failed)
     return 1 if failed else 0
+
+
+def _without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
+    from quicksilver.harness.run import plan
+    from quicksilver.harness.workplace import Workplace
+
+    place, left = Workplace(), []
+    for config in configs:
+        try:
+            done = plan([config], place)[-1].done
+        except QuickSilverError:
+            done = False
+        if not done:
+            left.append(config)
+    return left
 
 
 def _say_estimates(missing: Sequence[RunConfig]) -> None:

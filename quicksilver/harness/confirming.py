@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
     from quicksilver.measure.measurement import Measurement
 
-MOST_NATS = 1e-4  # a scored token, in any window: a thousandth of what any row claims, a thousand times what rounding leaves
+MOST_NATS = 1e-4  # a scored token, in any window: 0.01% of its perplexity, and far above what rounding in float32 leaves
 MOST_OF_FLOPS = 1e-3  # a token whose signal is at its threshold may fall to either side
 
 

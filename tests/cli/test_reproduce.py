@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 
 import fakes
 import pandas as pd
 import pytest
 from fake_harness import Harness
+from repository import git
 from thinning import first
 
 import quicksilver.harness.config as harness_config
@@ -270,23 +270,10 @@ def test_the_committed_version_is_that_of_head(made, harness):
     csv = harness.results / "tables" / "table11.csv"
     assert committed(csv).origin.endswith("as it stood")
 
-    def git(*words: str) -> None:
-        identity = [
-            "-c",
-            "user.name=t",
-            "-c",
-            "user.email=t@localhost",
-            "-c",
-            "commit.gpgsign=false",
-            "-c",
-            "core.hooksPath=/dev/null",
-        ]
-        subprocess.run(["git", *identity, *words], cwd=harness.results, check=True, capture_output=True)
-
-    git("init")
+    git(harness.results, "init")
     assert committed(csv) is None
-    git("add", "tables")
-    git("commit", "-m", "tables")
+    git(harness.results, "add", "tables")
+    git(harness.results, "commit", "-m", "tables")
     csv.write_text("panel,key\n")
     reference = committed(csv)
     assert reference.origin.endswith("at HEAD")

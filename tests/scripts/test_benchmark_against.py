@@ -8,6 +8,7 @@ from pathlib import Path
 
 import benchmark_against as against
 import pytest
+from repository import git
 
 TINY = ["--shape=tiny", "--layers=2", "--tokens=6", "--new-tokens=2", "--warmup=0", "--repeats=1"]
 
@@ -42,19 +43,9 @@ def repository(tmp_path) -> Path:
     """A clone with two commits: the second changed the file."""
     where = tmp_path / "clone"
     where.mkdir()
-    identity = [
-        "-c",
-        "user.name=t",
-        "-c",
-        "user.email=t@localhost",
-        "-c",
-        "commit.gpgsign=false",
-        "-c",
-        "core.hooksPath=/dev/null",
-    ]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "1"], ["commit", "-qam", "2"]):
         (where / "version").write_text(words[-1])
-        subprocess.run(["git", *identity, *words], cwd=where, check=True, capture_output=True)
+        git(where, *words)
     return where
 
 

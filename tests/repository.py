@@ -1,0 +1,14 @@
+"""Git in a folder of a test, whatever the user's own settings are. Nothing here is a test."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+_SETTINGS = ("user.name=t", "user.email=t@localhost", "commit.gpgsign=false", "core.hooksPath=/dev/null")
+
+
+def git(where: Path, *words: str) -> None:
+    """Run a command of git there; raises CalledProcessError where it fails."""
+    settings = [word for setting in _SETTINGS for word in ("-c", setting)]
+    subprocess.run(["git", *settings, *words], cwd=where, check=True, capture_output=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -138,6 +139,19 @@ def _no_remarks() -> Iterator[None]:
         os.close(nowhere)
 
 
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Tensors of whoever ran before that wait in cycles go first, and none is collected meanwhile: its end would lower the peak."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def peak_tensor_bytes(fn: Callable[[], object]) -> int:
     """Most bytes of CPU tensors at one moment of `fn`, above those there were before it: every allocation of torch's is counted.
 
@@ -147,7 +161,7 @@ def peak_tensor_bytes(fn: Callable[[], object]) -> int:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with _no_remarks(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _no_remarks(), _no_garbage(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         fn()
     held = peak = 0
     assert profiled.profiler is not None

@@ -47,11 +47,18 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
         ("int8", "dynamic int8 alone", "int8_dynamic", ()),
         ("40.bfloat16", "40%, in bfloat16", "quicksilver,bfloat16", ()),
         ("50.bfloat16", "50%, in bfloat16", "quicksilver_50,bfloat16", ()),
+        ("bfloat16.blocks", "bfloat16, attention in blocks", "bfloat16,block_attention", ()),
+        ("int8.blocks", "dynamic int8, attention in blocks", "int8_dynamic,block_attention", ()),
+        ("40.bfloat16.blocks", "40%, in bfloat16, attention in blocks", "quicksilver,bfloat16,block_attention", ()),
+        ("50.bfloat16.blocks", "50%, in bfloat16, attention in blocks", "quicksilver_50,bfloat16,block_attention", ()),
     ),
 }  # fmt: skip
 # Searched for reference-llama alone: at half of its work it is not yet at the paper's bar. gpt2 is past it there.
 DEEPER = ("60", "60%", "quicksilver", ("modules.quicksilver.saves_pct=60",))
-DEEPER_HALF = ("60.bfloat16", "60%, in bfloat16", "quicksilver,bfloat16", ("modules.quicksilver.saves_pct=60",))
+DEEPER_HALF = (
+    ("60.bfloat16", "60%, in bfloat16", "quicksilver,bfloat16", ("modules.quicksilver.saves_pct=60",)),
+    ("60.bfloat16.blocks", "60%, in bfloat16, attention in blocks", "quicksilver,bfloat16,block_attention", ("modules.quicksilver.saves_pct=60",)),
+)  # fmt: skip
 OLDEST = ("oldest", "oldest dropped, 40%", "halting_attention", ("modules.halting.signal=position",))
 ALWAYS = ("protocol=continuation", "dataset.windows=128")
 # panel -> title, rows, what its runs have besides
@@ -62,7 +69,7 @@ PANELS: dict[str, tuple[str, dict[str, tuple[tuple[str, str, str, tuple[str, ...
     ),
     "llama": (
         "reference-llama",
-        {OURS: (*SCHEDULES, DEEPER), "For comparison": (OLDEST,), FORMATS: (*ROWS[FORMATS], DEEPER_HALF)},
+        {OURS: (*SCHEDULES, DEEPER), "For comparison": (OLDEST,), FORMATS: (*ROWS[FORMATS], *DEEPER_HALF)},
         ("model=reference-llama",),
     ),
     "llama.wikitext103": (

@@ -70,6 +70,9 @@ BEST: dict[str, tuple[str, tuple[str, ...]]] = {
     "quicksilver": ("Dropped, then predicted", ()),
     "quicksilver+bfloat16": ("Dropped, then predicted, in bfloat16", _PEER),
     "quicksilver_50+bfloat16": ("Dropped, then predicted, 50%, in bfloat16", _PEER),
+    "bfloat16+block_attention": ("bfloat16, attention in blocks", _PEER),
+    "quicksilver+bfloat16+block_attention": ("Dropped, then predicted, in bfloat16, attention in blocks", _PEER),
+    "quicksilver_50+bfloat16+block_attention": ("Dropped, then predicted, 50%, in bfloat16, attention in blocks", _PEER),
 }
 _ALWAYS = ("protocol=continuation",)
 # Decoding is timed where a method is about it. Its dense run is one more.

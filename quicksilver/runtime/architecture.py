@@ -63,6 +63,7 @@ class Architecture(ABC):
         self.output_head: Any = model.get_output_embeddings()
         self.vocab_size: int = self.output_head.weight.shape[0]
         self.spans: list[Span | None] = [None] * self.n_layers  # what modules leave in sight, set for the length of a run
+        self.causal_block = 1  # queries of a causal product that visit as many keys as the last of them
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
         # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
         linear = [m.weight for m in self.layers[0].modules() if isinstance(m, (nn.Linear, Conv1D))]
@@ -255,7 +256,7 @@ class LlamaArchitecture(Architecture):
 
         if rotary is None or not getattr(self.attention(layer), "use_rope", True):
             return states
-        return apply_rotary(states, states, *rotary)[0]
+        return apply_rotary(states, states[:, :0], *rotary)[0]  # it rotates two; of the other there is nothing
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self._layer(layer).self_attn

@@ -30,6 +30,7 @@ class Forward:
         past_real: (B,) long, real tokens before the pass; n_real: (B, 1) long, in it.
         is_prompt: nothing was cached before and there is more than one column.
         decisions: what the modules decide. executed: what is executed: the same, or what nobody touches where they only decide.
+        carried: where the layer before left the states of its packed tokens out of what it returned: which columns, and (B, A, D).
         predicted: K before rotation and V by layer, of the tokens in `prediction_packing`, by source layer of their translator.
 
     Raises:
@@ -59,6 +60,8 @@ class Forward:
         self.past_lengths: list[torch.Tensor | int] = []
         self.newest_kv: KV | None = None
         self.predicted: dict[int, Any] = {}
+        self.arranged: Any = None  # what the planner keeps from one layer to the next
+        self.carried: tuple[Packing, torch.Tensor] | None = None
         self._packing: Packing | None = None
         self._kept: dict[str, Packing] | None = None
         self._prediction_packing: dict[int, Packing] = {}
@@ -144,6 +147,13 @@ class Forward:
             real = still if packing.real is None else still & packing.real
             packing = self._prediction_packing[source_layer] = Packing(packing.order, real, packing.width)
         return packing
+
+    def with_carried(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States (B, N, D) as they enter a layer, with those put in that the layer before carried over."""
+        if self.carried is None:
+            return hidden
+        (packing, packed), self.carried = self.carried, None
+        return packing.put_all(hidden, packed)
 
     # -- K and V kept for later layers -------------------------------------------------------------------------------------------
 

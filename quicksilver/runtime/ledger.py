@@ -73,7 +73,7 @@ class LayerWork:
     translation_flops: int = 0
 
     def flops(self, arch: Architecture) -> int:
-        pairs = self.tokens * (self.tokens + 1) // 2 if self.keys is None else self.tokens * self.keys
+        pairs = _causal_pairs(self.tokens, arch.causal_block) if self.keys is None else self.tokens * self.keys
         linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.projection_params_per_layer * self.projected
         return self.batch * (linear + self.translation_flops // arch.shares + 4 * arch.n_heads * arch.head_dim * pairs)
 
@@ -145,6 +145,12 @@ def _is_projected(trace: PassTrace, layer: int) -> torch.Tensor:
     """(B, N) bool: if the token is halted in `layer`, its K/V there are projected from its state."""
     predicted_later = (trace.halted_kv == PREDICT) & (trace.halt_layer == layer - 1)
     return (trace.halted_kv == MISSING_KV.index("project")) | predicted_later
+
+
+def _causal_pairs(tokens: int, block: int) -> int:
+    """Query-key pairs that are visited where each block of queries visits the keys up to its last query."""
+    whole, rest = divmod(tokens, block)
+    return block * block * whole * (whole + 1) // 2 + rest * tokens
 
 
 def _visible_pairs(causal: bool, nearest: int | None, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:

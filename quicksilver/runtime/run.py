@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -292,6 +292,7 @@ class Run:
         watched = any(policy.wants_attention(layer) for policy in policies)
         sums_attention = store is not None and self._deciding.sums_attention(layer)
         plan = self._planner.plan(call, current, observes_kv=watched or sums_attention or self._copies_kv)
+        plan = self._carrying(plan, call, current, asked=bool(policies) or sums_attention)
         with self._watching(layer) if watched else _NOT_WATCHED as attention_outputs:
             result = self._execute(plan, call, current)
         current.work.layers.append(result.work)
@@ -307,6 +308,26 @@ class Run:
             # What was merged away reads as the super-token that carried it (ToMe's unmerge): the model gets N states back.
             output = take_rows(output, current.executed.representatives())
         return output
+
+    def _carrying(self, plan: LayerPlan, call: LayerCall, current: Forward, asked: bool) -> LayerPlan:
+        """The plan, marked where its states may stay packed on their way to the next layer; what came packed and does not fit is put in.
+
+        Args:
+            asked: somebody looks at the states that enter or leave the layer.
+        """
+        compact_one = plan.way == "compact" and not asked
+        if current.carried is not None and not (compact_one and plan.packing is current.carried[0]):
+            call.arguments["hidden_states"] = current.with_carried(call.hidden)
+        carries = compact_one and plan.packing.order is not None and plan.packing.width > 0 and not self._is_looked_at(call.layer)
+        return replace(plan, carries=True) if carries else plan
+
+    def _is_looked_at(self, layer: int) -> bool:
+        """Whether somebody but the next layer gets the states that leave this one: a hook, which transformers sets where a model is asked
+        for its hidden states, or accelerate, which moves them."""
+        if layer == self.arch.n_layers - 1:
+            return True
+        here, after = self.arch.layers[layer], self.arch.layers[layer + 1]
+        return bool(here._forward_hooks or after._forward_pre_hooks) or hasattr(here, "_hf_hook") or hasattr(after, "_hf_hook")
 
     def _execute(self, plan: LayerPlan, call: LayerCall, current: Forward) -> LayerResult:
         match plan.way:

@@ -1,4 +1,7 @@
-"""Gather the active tokens, call the layer on them alone, scatter the result."""
+"""Gather the active tokens, call the layer on them alone, scatter the result.
+
+Between layers with the same active tokens that nobody looks between, they stay gathered: the states are carried by the `Forward`.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,11 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
         output, attended, keys_seen = call.hidden, None, 0
     else:
         port = CompactPort(plan, halted, machine)
-        before = packing.take(call.hidden)
-        computed = machine.run_layer(call, machine.inputs(call, plan, before, port), plan.bits)
-        output, attended = packing.put(call.hidden, before, computed), port.attended
+        before = packing.take(call.hidden) if forward.carried is None else forward.carried[1]
+        computed = packing.of_chosen(before, machine.run_layer(call, machine.inputs(call, plan, before, port), plan.bits))
+        forward.carried = (packing, computed) if plan.carries else None
+        output = call.hidden if plan.carries else packing.put_all(call.hidden, computed)
+        attended = port.attended
         if plan.own_keys_only:
             keys_seen = None if machine.arch.causal else packing.width
         else:

@@ -59,14 +59,18 @@ class Packing:
             return x
         return take_rows(x, self.order)
 
-    @phase("scatter")
     def put(self, full: torch.Tensor, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
         """`full` (B, N, D) with the chosen columns replaced by `packed_new` (B, A, D); `packed_old` is what `take` gave."""
-        if self.real is not None:
-            packed_new = torch.where(self.real[..., None], packed_new, packed_old)
-        if self.order is None:
-            return packed_new
-        return put_rows(full, self.order, packed_new)
+        return self.put_all(full, self.of_chosen(packed_old, packed_new))
+
+    def of_chosen(self, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
+        """(B, A, D): new states of the chosen columns, old ones of padding."""
+        return packed_new if self.real is None else torch.where(self.real[..., None], packed_new, packed_old)
+
+    @phase("scatter")
+    def put_all(self, full: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        """`full` (B, N, D) with the packed columns, padding among them, replaced by `packed` (B, A, D)."""
+        return packed if self.order is None else put_rows(full, self.order, packed)
 
     def rotary(self, rotary: Rotary | None, batch: int) -> Rotary | None:
         """Rotary factors (1 or B, N, ...) of the packed tokens."""
@@ -147,6 +151,7 @@ class LayerPlan:
         mask: (B, 1, A, K), as attention takes it; None: none, the kernel's own causality.
         own_keys_only: queries attend to nothing but the keys computed with them.
         observes_kv: whether K and V are needed afterwards.
+        carries: nobody looks at the states that leave the layer before the next one does.
     """
 
     way: Way
@@ -159,6 +164,7 @@ class LayerPlan:
     mask: torch.Tensor | None = None
     own_keys_only: bool = False
     observes_kv: bool = True
+    carries: bool = False
 
     @property
     def planned(self) -> KVLayout:

@@ -3,14 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from quicksilver.runtime.cache import CacheLayer, Entries, join_entries
+from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout, join_entries
 from quicksilver.runtime.execution.plan import HaltedKV, LayerCall, LayerPlan, Packing, or_all
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.pass_state import PassState
-from quicksilver.runtime.visibility import Visibility
+from quicksilver.runtime.visibility import Span, Visibility
+
+
+class Source(NamedTuple):
+    """Halted tokens that are seen in a layer: where their K and V come from, their columns, and the translator's source layer."""
+
+    name: str
+    packing: Packing
+    translator: int | None
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where the K and V of a compact layer go and who sees them: the same for all layers with the same tokens.
+
+    Attributes:
+        own: facts of the computed tokens, (B, A) each; others, of the halted ones that are seen.
+        layout, mask, own_keys_only: as in `LayerPlan`.
+    """
+
+    own: Entries
+    others: tuple[Entries, ...]
+    layout: KVLayout | None
+    mask: torch.Tensor | None
+    own_keys_only: bool
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What an arrangement follows from where of tokens nothing but the slot is known.
+
+    Attributes:
+        packings: of the computed tokens and of the halted ones; these very objects.
+        fresh: the layer's cache has no entries, or there is none; cached: there is one.
+        window, span: how far back its queries see.
+    """
+
+    packings: tuple[Packing, ...]
+    fresh: bool
+    cached: bool
+    window: int | None
+    span: Span | None
+
+    def is_that_of(self, other: Situation) -> bool:
+        return (
+            self.fresh
+            and (self.fresh, self.cached, self.window, self.span) == (other.fresh, other.cached, other.window, other.span)
+            and len(self.packings) == len(other.packings)
+            and all(one is another for one, another in zip(self.packings, other.packings, strict=True))
+        )
 
 
 class Planner:
@@ -66,24 +117,54 @@ class Planner:
     def _compact(self, call: LayerCall, forward: Forward) -> LayerPlan:
         layer, store, state = call.layer, call.store, forward.executed
         packing = forward.packing(layer)
-        halted = self._halted(layer, forward)
-        own = self._facts(state, packing.take)
-        entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), halted)
+        sources = self._sources(layer, forward)
         if packing.width == 0:
-            layout = store.plan(entries, keep, in_order=False) if store is not None and halted else None
+            own, others = self._facts(state, packing.take), self._others(sources, state)
+            entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), sources, others)
+            layout = store.plan(entries, keep, in_order=False) if store is not None and sources else None
+            halted = self._halted(sources, others)
             return LayerPlan("compact", packing, target=store, layout=layout, halted=halted)
-        own_keys_only = self._own_keys_only(call, forward, entries, halted, packing.real is None)
-        target = layout = mask = None
-        if store is not None or not own_keys_only:
+        found = self._arrangement(call, forward, packing, sources)
+        halted, target = self._halted(sources, found.others), None
+        if store is not None or not found.own_keys_only:
             target = store if store is not None else self.new_store()
+        bits = self._widths(found.own, packing)
+        return LayerPlan(
+            "compact", packing, found.own["slots"], target, found.layout, halted, bits, found.mask, found.own_keys_only
+        )
+
+    def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, sources: list[Source]) -> Arrangement:
+        """That of the layer before where nothing has changed since: sorting entries and comparing slots takes as long as a small layer's
+        products."""
+        state, store = forward.executed, call.store
+        situation = Situation(
+            (packing, *(one.packing for one in sources)),
+            fresh=store is None or store.slots is None,
+            cached=store is not None,
+            window=self.visibility.windows[call.layer],
+            span=self.visibility.arch.spans[call.layer],
+        )
+        only_slots = not (state.any_kv_skipped or state.fusions or state.precisions)
+        if only_slots and forward.arranged is not None and situation.is_that_of(forward.arranged[0]):
+            return forward.arranged[1]
+        found = self._arrange(call, forward, packing, sources)
+        forward.arranged = (situation, found) if only_slots else None
+        return found
+
+    def _arrange(self, call: LayerCall, forward: Forward, packing: Packing, sources: list[Source]) -> Arrangement:
+        layer, store, state = call.layer, call.store, forward.executed
+        own, others = self._facts(state, packing.take), self._others(sources, state)
+        entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), sources, others)
+        own_keys_only = self._own_keys_only(call, forward, entries, bool(sources), packing.real is None)
+        layout = mask = None
+        if store is not None or not own_keys_only:
             # A cache is in slot order, and halted tokens come after computed ones that they stand before.
-            layout = target.plan(entries, keep, in_order=not halted)
+            layout = (store if store is not None else self.new_store()).plan(entries, keep, in_order=not sources)
         if not own_keys_only:
             all_seen = forward.n == 1 and self.visibility.one_token_sees_all(layer, forward.seen)
             assert layout is not None
             mask = self.visibility.mask(layer, own["slots"], packing.real, layout.entries, layout.valid, all_seen)
-        bits = self._widths(own, packing)
-        return LayerPlan("compact", packing, own["slots"], target, layout, halted, bits, mask, own_keys_only)
+        return Arrangement(own, others, layout, mask, own_keys_only)
 
     def _own_entries(self, layer: int, packing: Packing, state: PassState) -> torch.Tensor | None:
         """Which of the packed tokens get an entry: (B, A) bool, None: all."""
@@ -93,23 +174,20 @@ class Planner:
         return writes if packing.real is None else packing.real & writes
 
     def _with_halted(
-        self, own: Entries, keep: torch.Tensor | None, halted: tuple[HaltedKV, ...]
+        self, own: Entries, keep: torch.Tensor | None, sources: list[Source], others: tuple[Entries, ...]
     ) -> tuple[Entries, torch.Tensor | None]:
         """Facts of the packed tokens and, behind them, of the halted ones; which of them get an entry."""
-        if not halted:
+        if not sources:
             return own, keep
         entries, kept = own, [or_all(keep, own["slots"])]
-        for one in halted:
-            assert one.facts is not None
-            entries = join_entries(entries, one.facts)
-            kept.append(or_all(one.packing.real, one.facts["slots"]))
-        if keep is None and all(one.packing.real is None for one in halted):
+        for one, facts in zip(sources, others, strict=True):
+            entries = join_entries(entries, facts)
+            kept.append(or_all(one.packing.real, facts["slots"]))
+        if keep is None and all(one.packing.real is None for one in sources):
             return entries, None
         return entries, torch.cat(kept, dim=1)
 
-    def _own_keys_only(
-        self, call: LayerCall, forward: Forward, entries: Entries, halted: tuple[HaltedKV, ...], even: bool
-    ) -> bool:
+    def _own_keys_only(self, call: LayerCall, forward: Forward, entries: Entries, halted: bool, even: bool) -> bool:
         """Active tokens come first and padding last, so the causal kernel is right for every real query without a mask, as long as the
         keys are exactly the queries' own tokens and weigh the same; without causality only where no row is padded (`even`)."""
         fresh = call.store is None or call.store.slots is None
@@ -128,20 +206,22 @@ class Planner:
         # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
         return torch.where(packing.real, bits, bits[:, :1])
 
-    def _halted(self, layer: int, forward: Forward) -> tuple[HaltedKV, ...]:
-        """K/V entries of halted tokens, as `missing_kv` has it."""
+    def _sources(self, layer: int, forward: Forward) -> list[Source]:
+        """Halted tokens that have K/V entries, as `missing_kv` has it."""
         state = forward.executed
         if not state.kept_kv:
-            return ()
-        found: list[tuple[str, Packing, int | None]] = [(mode, packing, None) for mode, packing in forward.kept(layer).items()]
+            return []
+        found = [Source(mode, packing, None) for mode, packing in forward.kept(layer).items()]
         for source_layer in sorted(state.translators):
-            source = "project" if source_layer == layer else "predict"
-            found.append((source, forward.prediction_packing(layer, source_layer), source_layer))
-        return tuple(
-            HaltedKV(source, packing, self._facts(state, packing.take), translator)
-            for source, packing, translator in found
-            if packing.width
-        )
+            name = "project" if source_layer == layer else "predict"
+            found.append(Source(name, forward.prediction_packing(layer, source_layer), source_layer))
+        return [one for one in found if one.packing.width]
+
+    def _others(self, sources: list[Source], state: PassState) -> tuple[Entries, ...]:
+        return tuple(self._facts(state, one.packing.take) for one in sources)
+
+    def _halted(self, sources: list[Source], others: tuple[Entries, ...]) -> tuple[HaltedKV, ...]:
+        return tuple(HaltedKV(one.name, one.packing, facts, one.translator) for one, facts in zip(sources, others, strict=True))
 
     # -- masked ------------------------------------------------------------------------------------------------------------------
 

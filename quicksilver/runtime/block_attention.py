@@ -19,6 +19,7 @@ from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 
 _NAME = "quicksilver_blocks"
+_BLOCK = "_quicksilver_block"  # on an attention module: queries of a block
 _NOT_HERE = ("softcap", "position_bias", "cache")  # options of an attention function that only transformers' own knows
 
 
@@ -37,7 +38,7 @@ def attention_in_blocks(architecture: Architecture, block: int) -> Iterator[None
         )
     attentions = [architecture.attention(layer) for layer in range(architecture.n_layers)]
     for attention in attentions:
-        attention._quicksilver_block = block
+        setattr(attention, _BLOCK, block)
     architecture.causal_block = block
     config._attn_implementation_internal = _NAME  # transformers' own setter asks whether a kernel of that name can be downloaded
     try:
@@ -46,7 +47,7 @@ def attention_in_blocks(architecture: Architecture, block: int) -> Iterator[None
         config._attn_implementation_internal = "sdpa"
         architecture.causal_block = 1
         for attention in attentions:
-            del attention._quicksilver_block
+            delattr(attention, _BLOCK)
 
 
 def _attend(
@@ -71,7 +72,7 @@ def _attend(
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
     scaling = options.get("scaling")
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _in_blocks(query * factor, key, value, attention_mask, causal, module._quicksilver_block), None  # type: ignore[arg-type]
+    return _in_blocks(query * factor, key, value, attention_mask, causal, getattr(module, _BLOCK)), None
 
 
 def _in_blocks(

@@ -13,7 +13,16 @@ _FOLLOWING = {
     "list": ("table", "figure"),
     "completion": ("bash", "zsh"),
 }
-_NO_RUN = ("benchmark", "completion", "demo", "list", "lm_eval", "readme", "rekey")  # commands that take no key of a run
+_NO_RUN = (
+    "benchmark",
+    "completion",
+    "demo",
+    "list",
+    "lm_eval",
+    "readme",
+    "rekey",
+    "variants",
+)  # commands that take no key of a run
 
 
 def candidates(line: str) -> list[str]:

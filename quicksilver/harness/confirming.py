@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quicksilver.harness import archive
 from quicksilver.harness.description import Confirmed
-from quicksilver.harness.record import CHECKSUM, EVENTS, Record, check_files
-from quicksilver.harness.store import KEPT, Store
+from quicksilver.harness.record import CHECKSUM, EVENTS, WINDOWS, Record, check_files
+from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def of_repository(results_dir: str, fingerprint: str, measurements: Mapping[str,
         return None
     try:
         record = Store(results_dir).get(fingerprint)
-        if record is None or record.path.parent.name != KEPT:
+        if record is None or not record.is_kept:
             return None
         check_files(record)
     except ConfigError:
@@ -70,4 +71,5 @@ def taken(record: Record, draft: Draft) -> dict[str, Any]:
     for name in record.files:
         if name != EVENTS:
             draft.write(name, partial(shutil.copyfile, record.path / name))
-    return {key: entry for key, entry in record.content.items() if key not in (CHECKSUM, "files", "confirmed")}
+    draft.write(WINDOWS, lambda path: record.windows.to_parquet(path, index=False))
+    return {key: entry for key, entry in record.content.items() if key not in (CHECKSUM, "files", "confirmed", archive.ENTRY)}

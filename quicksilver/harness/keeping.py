@@ -1,42 +1,27 @@
 """Records that the repository has: what its tables, figures and ledger name, small enough for git.
 
-results/records/<fingerprint>/ holds record.json and windows.parquet, and of the further files what something is made of. Parquet files are
-written again in a third of their bytes, arrays and traces are gzipped; no number changes. What was left out is named in record.json, whose
-checksum is made anew; identity and fingerprint stay.
+results/records/ holds what record.json and windows.parquet say of all of them in two files (archive.py), and in <fingerprint>/ what something is
+made of beside. Parquet files are written again in a third of their bytes, arrays and traces are gzipped; no number changes. What was left out is
+named in the record, whose checksum is made anew; identity and fingerprint stay.
 """
 
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pandas as pd
-
-from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, PACKED, RECORD, TRACE, WINDOWS, Record, checksum, load_record
+from quicksilver.harness import archive
+from quicksilver.harness.parquet import columns_of
+from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, PACKED, TRACE, WINDOWS, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store, described
 from quicksilver.runtime.trace import pack
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 _LARGE_BYTES = 1_500_000  # of one file, as it would be kept
-_LEVEL = 19  # of zstd: written once, read often
-_PANDAS = b"pandas"
-_PLAIN = ("int64", "float64", "object")  # parquet says as much
-_DICTIONARY = "dictionary"
-# Ways to write a column, by kind: which is smallest differs from column to column, and small files are all that is kept.
-_WAYS = {
-    "integer": ("PLAIN", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", _DICTIONARY),
-    "floating": ("PLAIN", "BYTE_STREAM_SPLIT", _DICTIONARY),
-    "string": ("PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", _DICTIONARY),
-    "other": ("PLAIN",),
-}
 
 
 def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
@@ -46,6 +31,9 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
         wanted: fingerprint to what to keep beside record.json and windows.parquet: names of files, or `FILE:PATTERN` for the columns of a
             parquet file, or the arrays of a safetensors file, with such names. A record of which a file is still large is passed over.
 
+    Returns:
+        Where they are: `load_record` reads each.
+
     Raises:
         ConfigError: a record is not there, or not whole.
     """
@@ -54,7 +42,7 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
     def add(fingerprint: str, parts: Collection[str]) -> Record:
         made = store.path(fingerprint)
         record = load_record(made if made.exists() else store.root / KEPT / fingerprint)
-        records.setdefault(fingerprint, (record, {WINDOWS}))[1].update(parts)
+        records.setdefault(fingerprint, (record, set()))[1].update(parts)
         return record
 
     for fingerprint, parts in wanted.items():
@@ -63,16 +51,26 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
             add(dense, ())
     new, old = store.root / f".{KEPT}-new", store.root / KEPT
     shutil.rmtree(new, ignore_errors=True)
-    kept = [fingerprint for fingerprint, (record, parts) in sorted(records.items()) if _copy(record, new / fingerprint, parts)]
-    _copy_calibrations(store, [records[fingerprint][0] for fingerprint in kept], new / CALIBRATIONS)
+    new.mkdir(parents=True)
+    lines = {name: _copy(record, new / name, parts) for name, (record, parts) in sorted(records.items(), key=_alike)}
+    kept = [fingerprint for fingerprint, line in lines.items() if line is not None]
+    archive.write(new, [line for line in lines.values() if line is not None], {name: records[name][0].windows for name in kept})
+    _copy_calibrations(store, [records[fingerprint][0] for fingerprint in sorted(kept)], new / CALIBRATIONS)
     with store.writing():
         shutil.rmtree(old, ignore_errors=True)
         new.rename(old)
-    return [old / fingerprint for fingerprint in kept]
+    return [old / fingerprint for fingerprint in sorted(kept)]
 
 
-def _copy(record: Record, folder: Path, parts: Collection[str]) -> bool:
-    """Write the record as it is kept; False: a file of it is too large."""
+def _alike(item: tuple[str, tuple[Record, Any]]) -> tuple[str, ...]:
+    """Order in which neighbours have most in common: what repeats is stored once."""
+    fingerprint, (record, _) = item
+    against = record.dense_fingerprint or fingerprint
+    return (record.model.name, record.data.name, record.protocol.name, against, *record.modules, record.label, fingerprint)
+
+
+def _copy(record: Record, folder: Path, parts: Collection[str]) -> dict[str, Any] | None:
+    """Write further files of the record as they are kept; what its line says. None: a file of it is too large."""
     contents, left_out = {}, {*record.content.get("left_out", ())}
     for name in record.files:
         plain = name.removesuffix(PACKED)
@@ -81,18 +79,17 @@ def _copy(record: Record, folder: Path, parts: Collection[str]) -> bool:
             content, rest = _content(record.path / name, patterns)
             contents[plain + PACKED if plain.endswith(".safetensors") else name] = content
             left_out |= {f"{plain}:{one}" for one in rest}
-        else:
+        elif name != WINDOWS:
             left_out.add(plain)
     if any(len(content) > _LARGE_BYTES for content in contents.values()):
-        return False
-    folder.mkdir(parents=True)
+        return None
     for name, packed in contents.items():
+        folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(packed)
     files = {name: described(folder / name) for name in contents}
-    data = _without_idle(_without_places(record.content)) | {"files": files, "left_out": sorted(left_out)}
-    text = json.dumps({**data, CHECKSUM: checksum(data)}, allow_nan=False, separators=(",", ":"))
-    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
-    return True
+    more = {"files": files, archive.ENTRY: archive.described(record.windows), "left_out": sorted(left_out)}
+    data = _without_idle(_without_places(record.content)) | more
+    return {**data, CHECKSUM: checksum(data)}
 
 
 def _copy_calibrations(store: Store, records: Collection[Record], folder: Path) -> None:
@@ -155,7 +152,7 @@ def _content(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
         return pack(path), []
     if plain.endswith(".safetensors"):
         return _arrays(path, patterns)
-    return _table(path, patterns) if path.suffix == ".parquet" else (path.read_bytes(), [])
+    return _columns(path, patterns) if path.suffix == ".parquet" else (path.read_bytes(), [])
 
 
 def _chosen(names: Iterable[str], patterns: Collection[str]) -> tuple[list[str], list[str]]:
@@ -175,64 +172,8 @@ def _arrays(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
     return gzip.compress(save({name: arrays[name] for name in chosen}), mtime=0), rest
 
 
-def _table(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
-    """The same columns as parquet, as small as they get: small tables are mostly statistics, dictionaries and descriptions of themselves."""
+def _columns(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
     import pyarrow.parquet as pq
 
     chosen, rest = _chosen(pq.read_schema(path).names, patterns)
-    table, frame = pq.read_table(path, columns=chosen), pd.read_parquet(path, columns=chosen)
-    told = _description(table.schema.metadata, chosen)
-    table = table.replace_schema_metadata(None)
-
-    def smallest(name: str) -> str:
-        return min(_ways(table, name), key=lambda way: len(_packed(table.select([name]), {name: way})))
-
-    ways = {name: smallest(name) for name in chosen}
-    packed = _packed(table, ways, told)
-    if pd.read_parquet(io.BytesIO(packed)).equals(frame):
-        return packed, rest
-    content = io.BytesIO()
-    frame.to_parquet(content, index=False)
-    return content.getvalue(), rest
-
-
-def _ways(table: pa.Table, name: str) -> tuple[str, ...]:
-    import pyarrow as pa
-
-    kind = table.schema.field(name).type
-    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return _WAYS[
-        "integer"
-        if pa.types.is_integer(kind)
-        else "floating"
-        if pa.types.is_floating(kind)
-        else "string"
-        if is_string
-        else "other"
-    ]
-
-
-def _packed(table: pa.Table, ways: Mapping[str, str], told: Mapping[str, Any] | None = None) -> bytes:
-    """Parquet with each column written its way; columns of lists are written plainly."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    nested = {field.name for field in table.schema if pa.types.is_nested(field.type)}
-    content = pa.BufferOutputStream()
-    with pq.ParquetWriter(
-        content, table.schema, compression="zstd", compression_level=_LEVEL, write_statistics=False, store_schema=False,
-        use_dictionary=[name for name, way in ways.items() if way == _DICTIONARY],
-        column_encoding={name: way for name, way in ways.items() if way != _DICTIONARY and name not in nested},
-    ) as writer:  # fmt: skip
-        writer.write_table(table)
-        if told:
-            writer.add_key_value_metadata({_PANDAS: json.dumps(told).encode()})
-    packed: bytes = content.getvalue().to_pybytes()
-    return packed
-
-
-def _description(metadata: Mapping[bytes, bytes] | None, names: Collection[str]) -> dict[str, Any]:
-    """What pandas has to be told about columns that it would not read right by itself: nullable integers, say. It is as long as the numbers."""
-    told = json.loads((metadata or {}).get(_PANDAS, b"{}"))
-    columns = [one for one in told.get("columns", ()) if one["numpy_type"] not in _PLAIN and one["name"] in names]
-    return {**told, "columns": columns, "index_columns": [], "column_indexes": []} if columns else {}
+    return columns_of(path, chosen), rest

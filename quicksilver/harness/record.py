@@ -7,8 +7,9 @@ results/runs/<fingerprint>/
     signals.safetensors what happened to each token of a few texts, layer by layer (with measure.signals)
     events.jsonl        what happened when
 
-In a record that the repository keeps (results/records, keeping.py) further files are there only as far as something reads them, and
-safetensors files are gzipped: trace.safetensors.gz. `Record.arrays` reads both.
+Of a record that the repository keeps (results/records, keeping.py) record.json and windows.parquet lie with those of all others
+(archive.py), further files are there only as far as something reads them, and safetensors files are gzipped: trace.safetensors.gz.
+`load_record` and `Record` read both.
 
 A record is believed only as far as it can be checked: record.json carries a checksum of itself and digests of the other files, what is
 read is typed and finite, and totals that contradict each other are refused.
@@ -22,7 +23,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from quicksilver.harness import archive
 from quicksilver.harness.description import DenseTotals, Description
 from quicksilver.harness.identity import Identity
 from quicksilver.measure.measurement import Result
@@ -63,7 +68,7 @@ class Record(Description):
     compared with (`record.dense`). Further measurements are asked for by name and class: `record.measured("energy", EnergyResult)`.
 
     Attributes:
-        path: the directory.
+        path: the directory. Of a record that the repository keeps it is there only where the record has further files.
         content: record.json as json has it, for what shows all of it; whoever wants a value reads an attribute.
     """
 
@@ -130,6 +135,24 @@ class Record(Description):
         return 100 * (1 - count / dense) if count is not None and dense else None
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it is the repository's."""
+        return archive.ENTRY in self.content
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """The record as a directory with all its files: its own, or one that is there within the block."""
+        if not self.is_kept:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory() as place:
+            if self.path.is_dir():
+                shutil.copytree(self.path, place, dirs_exist_ok=True)
+            (Path(place) / RECORD).write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            self.windows.to_parquet(Path(place) / WINDOWS, index=False)
+            yield Path(place)
+
+    @property
     def timing_warnings(self) -> list[str]:
         """Why times of this run may be worth less than they look, from every measurement that reads a clock."""
         sections = (self.content, *(one for one in self.content.values() if isinstance(one, Mapping)))
@@ -165,10 +188,14 @@ class Record(Description):
         Raises:
             ConfigError: the file is damaged, or its sums are not those of record.json.
         """
-        import pyarrow.parquet as pq
+        frame: pd.DataFrame
+        if self.is_kept:
+            frame = archive.windows(self.path.parent, self.fingerprint, self.content[archive.ENTRY])
+        else:
+            import pyarrow.parquet as pq
 
-        # As pandas.read_parquet, in half its time: a ledger of claims reads hundreds.
-        frame: pd.DataFrame = pq.ParquetFile(self._checked(WINDOWS)).read().to_pandas()
+            # As pandas.read_parquet, in half its time: a ledger of claims reads hundreds.
+            frame = pq.ParquetFile(self._checked(WINDOWS)).read().to_pandas()
         for column, total in (
             ("tokens", self.quality.tokens),
             ("nll_nats", self.quality.nll_nats),
@@ -253,7 +280,7 @@ class Record(Description):
 
 
 def load_record(folder: Path | str) -> Record:
-    """Read one record directory; the same object again while none of its files has changed.
+    """Read one record directory, or the record of that name that the archive beside it has; the same object again while no file has changed.
 
     Raises:
         ConfigError: it is not a whole record of this schema, or what it says cannot be so; the message names the path and the remedy.
@@ -264,16 +291,16 @@ def load_record(folder: Path | str) -> Record:
         files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino) for one in os.scandir(folder))
     except OSError:
         files = []  # what is wrong there, reading says
-    return _loaded(folder, tuple(files))
+    return _loaded(
+        folder, tuple(files), tuple(archive.state(folder.parent / name) for name in (archive.RECORDS, archive.WINDOWS))
+    )
 
 
 @lru_cache(maxsize=2048)
-def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> Record:
-    """`files`: what the folder has, so that a file that changes is read again."""
+def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived: tuple[Any, ...]) -> Record:
+    """`files`, `archived`: what the folder and the archive have, so that a file that changes is read again."""
     try:
-        content = json.loads((folder / RECORD).read_text(encoding="utf-8"), parse_constant=_not_finite, parse_float=_finite)
-    except FileNotFoundError:
-        raise _corrupt(folder, f"it has no {RECORD}") from None
+        content = json.loads(_text(folder), parse_constant=_not_finite, parse_float=_finite)
     except ValueError as error:
         raise _corrupt(folder, f"{RECORD} is damaged: {error}") from error
     except OSError as error:
@@ -291,6 +318,17 @@ def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> Recor
     if record.fingerprint != folder.name:
         raise _corrupt(folder, f"{RECORD} belongs to the run {record.fingerprint}")
     return record
+
+
+def _text(folder: Path) -> str:
+    """What record.json says, of a directory or of the archive beside it."""
+    try:
+        return (folder / RECORD).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        found = archive.text(folder.parent, folder.name)
+        if found is None:
+            raise _corrupt(folder, f"it has no {RECORD}") from None
+        return found
 
 
 def record_of(folder: Path, content: Mapping[str, Any]) -> Record:
@@ -386,6 +424,8 @@ def check_files(record: Record) -> None:
     """
     for name in record.files:
         record._checked(name)
+    if record.is_kept:
+        _ = record.windows  # against the digest of its rows
 
 
 def _corrupt(folder: Path, why: str) -> ConfigError:
@@ -404,16 +444,12 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
     """
     import pandas as pd
 
-    places = [place for place in (Path(results_dir) / "runs", Path(results_dir) / "records") if place.is_dir()]
-    found = {
-        p.name: p
-        for place in places
-        for p in place.iterdir()
-        if p.is_dir() and not p.name.startswith(".") and p.name != CALIBRATIONS
-    }
+    runs, kept = Path(results_dir) / "runs", Path(results_dir) / "records"
+    found = {p.name: p for p in (runs.iterdir() if runs.is_dir() else ()) if p.is_dir() and not p.name.startswith(".")}
+    found |= {name: kept / name for name in archive.names(kept)}
     folders = [found[name] for name in sorted(found)]
     rows = [
-        dict(_flatten({k: v for k, v in load_record(folder).content.items() if k not in ("identity", CHECKSUM)}))
+        dict(_flatten({k: v for k, v in load_record(folder).content.items() if k not in ("identity", archive.ENTRY, CHECKSUM)}))
         for folder in folders
     ]
     if not rows:

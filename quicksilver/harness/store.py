@@ -24,7 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from quicksilver.harness import lease
+from quicksilver.harness import archive, lease
 from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -83,12 +83,12 @@ class Store:
             ConfigError: something is there that is not a whole record of this schema.
         """
         folder = self.folder(fingerprint)
-        record = load_record(folder) if folder.exists() else None
+        record = load_record(folder) if folder.parent == self.kept or folder.exists() else None
         return None if record is not None and self._own and record.confirmed is not None else record
 
     def folder(self, fingerprint: str) -> Path:
         """Where that record is, or would be made: one that the repository has comes first, so that its tables stay what they are."""
-        there = self.kept is not None and (self.kept / fingerprint).exists()
+        there = self.kept is not None and archive.text(self.kept, fingerprint) is not None
         return self.kept / fingerprint if self.kept is not None and there else self.path(fingerprint)
 
     def dense_of(self, record: Record) -> Record:

@@ -61,7 +61,8 @@ def mirror(
     try:
         with start(config, results_dir, id=record.fingerprint, name=name or record.label, **about) as run:
             run.log(scalars(record) | differences(record) | dict(more or {}))
-            run.log_artifact(str(record.path), name=f"record-{record.fingerprint}", type="record")
+            with record.folder() as folder:
+                run.log_artifact(str(folder), name=f"record-{record.fingerprint}", type="record")
     except QuickSilverError as error:
         raise NotMirrored(f"{record.path} is finished, but {error}") from error
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from quicksilver.harness.record import Record
-from quicksilver.harness.store import KEPT
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome
@@ -33,7 +32,8 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     if kernels:
         lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
     seeds = _each(records, lambda record: str(record.config["seed"]))
-    lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window.")
+    timed = "; of times: quartiles of rounds" if any(record.found("latency", LatencyResult) for record in records) else ""
+    lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window{timed}.")
     if confirmed := confirmation(records):
         lines.append(confirmed)
     warnings = timing_warnings(records)
@@ -52,7 +52,7 @@ def confirmation(records: Sequence[Record]) -> str | None:
     apart = max(one.largest_difference_nats for one in found)
     windows = " / ".join(dict.fromkeys(f"{one.windows} of {one.of}" for one in found))
     taken = sum(one.agrees for one in found)
-    if all(record.path.parent.name == KEPT for record in records):
+    if all(record.is_kept for record in records):
         return f"{taken} runs were timed again after they were made, when {windows} windows came out alike (at most {apart:.1g} nats a token apart)."
     said = f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
     if taken < len(found):

@@ -14,6 +14,7 @@ from quicksilver.harness.answers import Answer, Answers
 from quicksilver.harness.jobs import Job, make_job
 from quicksilver.harness.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row
+from quicksilver.report.variants import selected_by
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -63,9 +64,8 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
 
 def all_kept(outcomes: Sequence[Outcome], store: Store) -> bool:
     """Whether the repository has every record behind these outcomes; also where it has none at all: then nothing of it can be overwritten."""
-    kept = store.root / KEPT
-    return not kept.is_dir() or all(
-        record.path.parent == kept for one in outcomes for record in (one.record, one.dense) if record is not None
+    return not (store.root / KEPT).is_dir() or all(
+        record.is_kept for one in outcomes for record in (one.record, one.dense) if record is not None
     )
 
 
@@ -92,7 +92,7 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     product = artefact.build(outcomes, name if all_kept(outcomes, store) else f"{name}{MINE}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
     records = [record for one in outcomes for record in (one.record, one.dense) if record is not None]
-    here = [record for record in records if record.path.parent.name != KEPT]
+    here = [record for record in records if not record.is_kept]
     return Made(product, confirmation(here) or distance(product.frame, reference, f"{name}.csv"), written)
 
 
@@ -138,9 +138,13 @@ def _sound(row: Row, job: Job, store: Store) -> Outcome:
 
 
 def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
-    """`table11` for the embedded default; model and dataset in the name of others, and a digest where more was changed."""
+    """`table11` for the embedded default; model and dataset in the name of others, and a digest where more was changed than in a variant that the
+    repository has."""
     from quicksilver.harness.config import compose
 
+    variant = selected_by([override for override in overrides if override.split("=")[0] not in _NEUTRAL])
+    if variant is not None:
+        return f"{name}-{variant.name}"
     default = compose([])
     more = sorted(override for override in overrides if override.split("=")[0] not in ("model", "dataset", *_NEUTRAL))
     parts = [name]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-import pandas as pd
 import pytest
 from harness_world import make_world
 
+from quicksilver.harness import archive
 from quicksilver.harness.config import compose
 from quicksilver.harness.keeping import keep
-from quicksilver.harness.record import CHECKSUM, RECORD, WINDOWS, checksum, load_record
+from quicksilver.harness.record import CHECKSUM, checksum, load_record
 from quicksilver.harness.run import ensure, plan
-from quicksilver.harness.store import CALIBRATIONS, KEPT, Store, described
+from quicksilver.harness.store import CALIBRATIONS, KEPT, Store
 from quicksilver.report.provenance import confirmation
 
 DRIFT = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
@@ -32,13 +32,16 @@ def clone(tmp_path):
 
 
 def change(record, edit) -> None:
-    """Another windows.parquet and another record.json, whole as the repository might have them."""
-    frame = pd.read_parquet(record.path / WINDOWS)
-    content = json.loads((record.path / RECORD).read_text())
-    edit(frame, content)
-    frame.to_parquet(record.path / WINDOWS, index=False)
-    content["files"][WINDOWS] = described(record.path / WINDOWS)
-    (record.path / RECORD).write_text(json.dumps(content | {CHECKSUM: checksum(content)}))
+    """Other windows and another line, whole as the repository might have them."""
+    folder = record.path.parent
+    records = {name: load_record(folder / name) for name in archive.names(folder)}
+    frames = {name: one.windows.copy() for name, one in records.items()}
+    contents = {name: dict(one.content) for name, one in records.items()}
+    edit(frames[record.fingerprint], contents[record.fingerprint])
+    for name, content in contents.items():
+        content[archive.ENTRY] = archive.described(frames[name])
+        content[CHECKSUM] = checksum(content)
+    archive.write(folder, [*contents.values()], frames)
 
 
 def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
@@ -115,7 +118,7 @@ def test_a_run_that_was_timed_again_is_kept_and_says_so(clone) -> None:
 
 def test_a_damaged_record_of_the_repository_is_as_none(clone) -> None:
     words, kept = clone
-    (kept.path / WINDOWS).write_bytes(b"cut")
+    (kept.path.parent / archive.WINDOWS).write_bytes(b"cut")
     (found,) = ensure([compose([*words, "records=checked"])])
     assert found.confirmed is None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import gzip
 import json
 import shutil
 
@@ -13,9 +13,10 @@ import torch
 from harness_world import make_world
 from safetensors.numpy import load_file
 
+from quicksilver.harness import archive
 from quicksilver.harness.answers import INDEX, Answer, Answers
 from quicksilver.harness.config import compose
-from quicksilver.harness.keeping import _content, keep
+from quicksilver.harness.keeping import keep
 from quicksilver.harness.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, check_files, load_record, record_frame
 from quicksilver.harness.run import ensure, plan, store_of
 from quicksilver.harness.store import KEPT, Store
@@ -41,17 +42,35 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     check_files(again)
     assert again.trace_path is None
     assert TRACE in again.content["left_out"]
-    assert str(store.root) not in (again.path / "record.json").read_text()
+    assert str(store.root) not in archive.text(store.root / KEPT, record.fingerprint)
     assert again.quality == record.quality
-    assert again.windows.equals(record.windows)
-    assert again.files["windows.parquet"].bytes < 0.7 * record.files["windows.parquet"].bytes
-    assert {path.name: path.read_bytes() for path in again.path.iterdir()} == {
-        path.name: path.read_bytes()
-        for path in keep(store, {record.fingerprint: set()})[-1].parent.joinpath(record.fingerprint).iterdir()
-    }
+    pd.testing.assert_frame_equal(again.windows, record.windows, check_exact=True)
+    assert (again.is_kept, record.is_kept) == (True, False)
+    assert not again.path.exists()  # nothing of it is large enough for a folder of its own
+    content = files_below(store.root / KEPT)
+    assert sum(map(len, content.values())) < 0.5 * sum(map(len, files_below(store.runs).values()))
+    keep(store, {record.fingerprint: set()})
+    assert files_below(store.root / KEPT) == content
     assert store.get(record.fingerprint).path.parent.name == KEPT
     assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
     assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}
+
+
+def files_below(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_kept_record_as_a_folder_has_what_the_run_wrote(made) -> None:
+    config, record, _ = made
+    store = Store(config.results_dir)
+    keep(store, {record.fingerprint: {TRACE}})
+    with load_record(store.root / KEPT / record.fingerprint).folder() as folder:
+        assert {path.name for path in folder.iterdir()} == {"record.json", "windows.parquet", PACKED_TRACE}
+        assert json.loads((folder / "record.json").read_text())["fingerprint"] == record.fingerprint
+        assert pd.read_parquet(folder / "windows.parquet").equals(record.windows)
+    assert not folder.exists()
+    with record.folder() as folder:
+        assert folder == record.path
 
 
 def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
@@ -124,24 +143,6 @@ def test_of_a_file_the_parts_that_are_read_are_kept_to_the_last_digit(looked_int
         kept.arrays(SIGNALS)
 
 
-def test_columns_are_kept_as_they_were_whatever_their_kind(looked_into) -> None:
-    _, record = looked_into
-    odd = pd.DataFrame(
-        {
-            "count": pd.array([1, None, 3] * 20, dtype="Int64"), "name": ["a", "bb", None] * 20, "truth": [True, False, True] * 20,
-            "steps": [[1, 2], [], [3]] * 20, "value": np.linspace(0, 1, 60, dtype="float32"),
-        }
-    )  # fmt: skip
-    path = record.path / "odd.parquet"
-    odd.to_parquet(path, index=False)
-    for columns in (["count", "name", "truth", "steps", "value"], ["count", "value"]):
-        content, rest = _content(path, columns)
-        pd.testing.assert_frame_equal(pd.read_parquet(io.BytesIO(content)), pd.read_parquet(path)[columns])
-        assert sorted([*rest, *columns]) == sorted(odd)
-        assert len(content) < path.stat().st_size
-    path.unlink()
-
-
 def test_a_record_of_which_much_is_read_is_passed_over(looked_into, monkeypatch) -> None:
     store, record = looked_into
     keep(store, {record.fingerprint: {SIGNALS}})
@@ -168,8 +169,9 @@ def test_a_kept_record_that_was_changed_is_refused(made) -> None:
     config, record, _ = made
     store = Store(config.results_dir)
     keep(store, {record.fingerprint: set()})
-    path = store.root / KEPT / record.fingerprint / "record.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"ppl": 1.0}))
+    path = store.root / KEPT / archive.RECORDS
+    lines = [json.loads(line) | {"ppl": 1.0} for line in gzip.decompress(path.read_bytes()).splitlines()]
+    path.write_bytes(gzip.compress("\n".join(json.dumps(line, separators=(",", ":")) for line in lines).encode()))
     with pytest.raises(ConfigError, match="checksum"):
         store.get(record.fingerprint)
     with pytest.raises(ConfigError):

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quicksilver.harness.record import Record, load_record
+from quicksilver.harness.record import Record
 from quicksilver.harness.store import Store
 from quicksilver.harness.sweep import labels
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
+from quicksilver.report.reproduction import make_command
+from quicksilver.report.variants import DEFAULT, of_name
 from quicksilver.report.writing import without_folders
 from quicksilver.report.written import Value, Written, read
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -44,6 +46,7 @@ class Piece:
         command: what makes it.
         written: what it says; None: it was not made yet, or its file is damaged.
         data: its frame as CSV, of `data_bytes`.
+        variant: the selection that it is of, where it is a variant (variants.py) of the piece called `of`; "": the default.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Piece:
     data: Path | None = None
     data_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
+    of: str = ""
+    variant: str = ""
 
     @property
     def carried_data(self) -> str | None:
@@ -137,6 +142,9 @@ class Collection:
             if artefact.is_numbered:
                 title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}"
         piece = Piece(name, kind, title, command, order)
+        if artefact is not None and (variant := of_name(name, artefact.name)) is not None:
+            piece.of, piece.variant = artefact.name, variant.title
+            piece.command = make_command(artefact, variant.overrides)
         path = self.root / f"{kind}s" / f"{name}.json"
         if not path.is_file():
             self.note([piece], name, f"it was not made yet: there is no {kind}s/{path.name}.")
@@ -158,6 +166,12 @@ class Collection:
                 which = " ".join(str(entry.get(key) or "") for key in ("panel", "key")).strip()
                 self.note([piece], name, f"the run of its row {which} failed when it was made.")
         return piece
+
+    def selections(self, piece: Piece) -> list[tuple[str, Piece]]:
+        """The piece and its variants that were written, each with the selection it is of; none where there is only one."""
+        name = piece.of or piece.name
+        same = [(one.variant or DEFAULT, one) for one in self.pieces if one.written and name in (one.name, one.of)]
+        return same if len(same) > 1 else []
 
     def _claims(self) -> list[dict[str, Value]] | None:
         """The rows of the ledger, empty text where there is no value; None: there is no ledger."""
@@ -224,12 +238,12 @@ class Collection:
                 run.varied = first or keys
 
     def _run(self, fingerprint: str, pieces: list[Piece]) -> NamedRecord:
-        path = Store(self.root).folder(fingerprint)
         names = ", ".join(piece.name for piece in pieces)
         try:
-            if not path.is_dir():
+            record = Store(self.root).get(fingerprint)
+            if record is None:
                 raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
-            return NamedRecord(fingerprint, load_record(path), None, pieces)
+            return NamedRecord(fingerprint, record, None, pieces)
         except Exception as error:  # as above
             run = NamedRecord(fingerprint, None, None, pieces)
             self.trouble(run, error)

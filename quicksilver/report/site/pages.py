@@ -19,6 +19,7 @@ import pandas as pd
 import yaml
 from markupsafe import Markup
 
+from quicksilver.harness.archive import ENTRY
 from quicksilver.harness.record import EVENTS, Record
 from quicksilver.measure.typed import encoded
 from quicksilver.report import provenance
@@ -131,6 +132,7 @@ class Site:
             "pictures": pictures,
             "runs": runs,
             "linked": self._linked,
+            "selections": self.there.selections(piece),
             "before": before,
             "after": after,
         }
@@ -260,7 +262,18 @@ class Site:
 
 
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
-_SHOWN_APART = ("checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts")
+_SHOWN_APART = (
+    ENTRY,
+    "checksum",
+    "config",
+    "environment",
+    "files",
+    "schema_version",
+    "fingerprint",
+    "identity",
+    "label",
+    "texts",
+)
 _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
     *("started", "finished", "seconds"),

@@ -30,6 +30,7 @@ from quicksilver.report.site.collection import Collection
 from quicksilver.report.site.grid import grid
 from quicksilver.report.site.pages import Site, make
 from quicksilver.report.table import Panel, Table
+from quicksilver.report.variants import DEFAULT, VARIANTS
 from quicksilver.report.writing import without_folders
 from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, read
 from quicksilver.runtime.trace import Trace
@@ -183,6 +184,22 @@ def test_the_same_files_give_the_same_bytes_wherever_they_lie(site, copy):
     for path in site.rglob("*"):
         if path.is_file():
             assert path.read_bytes() == (again / path.relative_to(site)).read_bytes(), path
+
+
+def test_a_table_of_another_model_is_linked_from_the_default_one_and_back(copy):
+    variant = VARIANTS[0]
+    name = f"table11-{variant.name}"
+    shutil.copy(copy / "tables" / "table11.json", copy / "tables" / f"{name}.json")
+    changed(copy / "tables" / f"{name}.json", name=name)
+    make(copy)
+    first, there, other = ((copy / "report" / f"{page}.html").read_text() for page in ("index", "table11", name))
+    assert f'<a href="{name}.html">{variant.title}</a>' in there
+    assert f'<a href="table11.html">{DEFAULT}</a>' in other
+    assert f"<strong>{variant.title}</strong>" in other
+    assert "MODEL=reference-llama" in other
+    (line,) = [line for line in first.splitlines() if f"{name}.html" in line]
+    assert 'href="table11.html"' in line  # in the default's line, not in one of its own
+    assert "Model and text" not in (copy / "report" / "figure99.html").read_text()
 
 
 def test_the_first_page_is_small(site):

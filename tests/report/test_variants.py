@@ -1,0 +1,85 @@
+"""Tables of other models and texts: named alike everywhere, kept by git, and missing only with a reason."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quicksilver.harness.config import compose
+from quicksilver.harness.jobs import REFUSED, Job
+from quicksilver.report.artefacts import find
+from quicksilver.report.reproduction import MINE, make_command, name_of
+from quicksilver.report.variants import VARIANTS, Variant, index, of_name, selected_by, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: one.name)
+def test_a_variants_name_is_that_of_its_overrides_and_leads_back(variant: Variant) -> None:
+    overrides = [*variant.overrides, "results_dir=/somewhere", "records=any"]
+    name = name_of("table11", compose(overrides), overrides)
+    assert name == f"table11-{variant.name}"
+    assert of_name(name, "table11") is variant
+    assert of_name(name, "table1") is None
+    assert selected_by(variant.overrides) is variant
+    more = [*overrides, "dataset.calibration_windows=3"]
+    assert selected_by(more) is None
+    assert name_of("table11", compose(more), more) != name  # what else is changed is another table
+    assert all(
+        word in make_command(find("table", "11"), variant.overrides) for word in (variant.overrides[0].split("=")[1], "TABLE=11")
+    )
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no git tree")
+def test_git_keeps_what_is_read_of_a_variant_and_nothing_that_is_a_users() -> None:
+    def ignored(name: str) -> bool:
+        return subprocess.run(["git", "check-ignore", "-q", "--no-index", f"results/{name}"], cwd=ROOT).returncode == 0
+
+    for variant in VARIANTS:
+        there = [f"tables/table11-{variant.name}.{suffix}" for suffix in ("md", "json")]
+        there += [f"figures/figure08_15-{variant.name}.{suffix}" for suffix in ("png", "json")]
+        assert not any(map(ignored, there))
+        others = (
+            f"tables/table11-{variant.name}.csv",
+            f"tables/table11-{variant.name}{MINE}.md",
+            f"figures/figure09-{variant.name}{MINE}.png",
+        )
+        assert all(map(ignored, others))
+    assert ignored("tables/table11-gpt2-large-wikitext103.md")
+
+
+def job(fingerprint: str | None = None, **more: object) -> Job:
+    record = None if fingerprint is None else SimpleNamespace(fingerprint=fingerprint)
+    return Job("continuation halting", (), record=record, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "said"),
+    [
+        ([job("a"), job("b")], None),
+        ([job("a"), job(reason=REFUSED)], None),  # refused under any selection: part of the table
+        ([job("a"), job(), job()], "2 of its 3 rows have no record"),
+        ([job("d"), job("d")], "the same under any selection"),
+        ([], "asks for no run"),
+        ([job("a"), job(error=ValueError("no gold annotation"))], "no gold annotation"),
+    ],
+)
+def test_one_that_is_missing_says_why(jobs: list[Job], said: str | None) -> None:
+    why = why_not(jobs, ["d", "e"])
+    assert why is None if said is None else said in str(why)
+
+
+def test_the_page_links_what_is_there_and_gives_each_reason_once() -> None:
+    tables, figure = [find("table", number) for number in ("11", "3", "10")], find("figure", "7")
+    missing = {tables[0]: None, tables[1]: "it was not run", tables[2]: "it was not run", figure: None}
+    there = {VARIANTS[0]: missing, VARIANTS[1]: dict.fromkeys(missing, "it was not run")}
+    page = index(there, {variant: {one: f"make {one.name}" for one in missing} for variant in VARIANTS})
+    assert f"(tables/table11-{VARIANTS[0].name}.md)" in page
+    assert f"(figures/figure07-{VARIANTS[0].name}.png)" in page
+    assert f"table03-{VARIANTS[0].name}" not in page
+    assert "- table 3, table 10: it was not run" in page
+    assert page.count("](tables/table03.md)") == 1  # the default is always there

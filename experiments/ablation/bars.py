@@ -18,7 +18,7 @@ from quicksilver.report.cells import number
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.comparison import MEASURED
 from quicksilver.report.comparison import frame as ablation_frame
-from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style
+from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
 from quicksilver.report.provenance import notes
 
 PROTOCOLS = {"all": "protocol all", "continuation": "protocol continuation"}
@@ -60,7 +60,12 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) ->
             low, high = line[0].get_ylim()
             line[0].set_ylim(low - (0.12 if low < 0 else 0.05) * (high - low), high + 0.16 * (high - low))
         handles = [
-            Patch(facecolor=PALETTE[2], edgecolor="black", linewidth=0.5, label="measured, 95% interval"),
+            Patch(
+                facecolor=PALETTE[2],
+                edgecolor="black",
+                linewidth=0.5,
+                label="measured, 95% interval; of time: quartiles of rounds",
+            ),
             Line2D(
                 [],
                 [],
@@ -129,7 +134,7 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, object]], measure: str) -> 
                 axes.errorbar(
                     place,
                     value,
-                    yerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
+                    yerr=whiskers(value, low, high),
                     color="black",
                     linewidth=1,
                     capsize=2,

@@ -270,7 +270,7 @@ def _synergy_columns() -> tuple[Column, ...]:
 
 def draw(rows: pd.DataFrame) -> Drawing:
     """Main effects and pairs as matrices (operations, perplexity), and δ of every set. Call it inside `style()`."""
-    from quicksilver.report.figure import HATCHES, PALETTE, panels
+    from quicksilver.report.figure import HATCHES, PALETTE, panels, whiskers
     from quicksilver.report.labels import heat_look, write_cells
 
     drawing, plots = panels(1, 3, size=(11.0, 3.4), width_ratios=[1, 1, 1.25])
@@ -292,7 +292,7 @@ def draw(rows: pd.DataFrame) -> Drawing:
     places = np.arange(len(deltas))
     for k, ledger in enumerate(("nominal", "paper")):
         middle = deltas[f"synergy_{ledger}"]
-        spread = [middle - deltas[f"synergy_{ledger}_low"], deltas[f"synergy_{ledger}_high"] - middle]
+        spread = whiskers(middle, deltas[f"synergy_{ledger}_low"], deltas[f"synergy_{ledger}_high"])
         bars = {"color": PALETTE[(0, 4)[k]], "hatch": HATCHES[k], "edgecolor": "white", "label": f"{ledger} ledger"}
         plot.bar(places + 0.4 * k - 0.2, middle, 0.4, yerr=spread, error_kw={"elinewidth": 0.7}, **bars)
     plot.plot(places[-1], reported_synergy(), marker="D", linestyle="", color=PALETTE[1], label="the paper's numbers (P.4)")

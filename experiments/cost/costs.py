@@ -13,9 +13,9 @@ import pandas as pd
 from quicksilver.harness.record import Record
 from quicksilver.measure.components import KERNELS, ComponentsResult
 from quicksilver.measure.energy import EnergyResult
-from quicksilver.report import comparison
+from quicksilver.report import comparison, noise
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed, time_difference_cell
+from quicksilver.report.cells import NO_VALUE, number, signed, time_cell
 from quicksilver.report.table import Lines
 
 from ..ablation.techniques import steps
@@ -76,14 +76,19 @@ def component_ms(record: Record, who: str, component: str) -> tuple[float, float
     return None if found is None else (found.median_ms, found.iqr_ms)
 
 
-def component_saved(record: Record, component: str) -> tuple[float, float] | None:
+def component_saved(record: Record, component: str, floor_pct: float | None = None) -> tuple[float, float] | None:
     """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, or half of the
-    two interquartile ranges where that is more. None where dense inference has no such component."""
+    two interquartile ranges where that is more. None where dense inference has no such component.
+
+    Args:
+        floor_pct: the floor, pooled with that of other runs; None: of this run alone.
+    """
     dense, run = component_ms(record, "dense", component), component_ms(record, "run", component)
     if dense is None or run is None or not dense[0]:
         return None
     spread = 100 * (dense[1] + run[1]) / 2 / dense[0]
-    return 100 * (1 - run[0] / dense[0]), max(components(record).noise_floor_pct, spread)
+    floor = components(record).noise_floor_pct if floor_pct is None else floor_pct
+    return 100 * (1 - run[0] / dense[0]), max(floor, spread)
 
 
 def kernel_saved_pct(record: Record) -> float | None:
@@ -165,12 +170,16 @@ def waterfall(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         if outcome.record is not None and outcome.record.dense_fingerprint is not None:
             row |= _stages(outcome.record)
         found.append(row)
+    noise.pool(found)
+    for row in found:
+        if noise.FLOOR in row:
+            row["realization"] = realization(row["wall_saved_pct"], row["executed_saved_pct"], row[noise.FLOOR])
     columns = ["panel", "section", "key", "technique", "status", *STAGES, *_BESIDE, "method", "record"]
     return pd.DataFrame(found, columns=columns)
 
 
 _BESIDE = (
-    *("policy_pct", "policy_pct_low", "policy_pct_high", "wall_saved_pct_low", "wall_saved_pct_high", "noise_floor_pct"),
+    *("policy_pct", "policy_pct_low", "policy_pct_high", "wall_saved_pct_low", "wall_saved_pct_high", noise.FLOOR, noise.POOLED),
     *("joules_resolution_pct", "realization"),
 )
 
@@ -190,8 +199,7 @@ def _stages(record: Record) -> dict[str, Any]:
         "policy_pct": 100 * (policy.median - 1),
         "policy_pct_low": 100 * (policy.low - 1),
         "policy_pct_high": 100 * (policy.high - 1),
-        "noise_floor_pct": found.noise_floor_pct,
-        "realization": realization(100 * (1 - wall.median), executed, found.noise_floor_pct),
+        noise.FLOOR: found.noise_floor_pct,
         "method": method(record),
         "record": record.fingerprint,
     }
@@ -219,5 +227,5 @@ def stage_cell(row: Mapping[str, Any], stage: str) -> Lines:
             return (BELOW, row["method"])
         return (signed(value), row["method"])
     if stage in ("kernel_saved_pct", "wall_saved_pct"):
-        return time_difference_cell(value, number(row, "noise_floor_pct"))
+        return time_cell(value, number(row, noise.FLOOR))
     return (signed(value),)

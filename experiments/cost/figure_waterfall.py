@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from quicksilver.report import provenance
+from quicksilver.report import noise, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import number
-from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style
+from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
 
 from . import costs
 
@@ -53,6 +53,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Hatched: a difference that is no larger than the noise of the instrument.",
         "All of the prompt; joules of the prompt and the tokens after it. The cost of deciding was measured by a run that decides and computes "
         "every token all the same. realized: time saved over executed operations saved; no number where one of the two is within the noise.",
+        *noise.note(frame.to_dict("records"), "a prompt's time"),
         costs.energy_note(outcomes),
         *provenance.notes(outcomes),
     )
@@ -60,8 +61,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 
 def _falls(plot: Axes, row: Mapping[str, Any]) -> None:
-    noise, resolution = number(row, "noise_floor_pct"), number(row, "joules_resolution_pct")
-    floors = {"kernel_saved_pct": noise, "wall_saved_pct": noise, "joules_saved_pct": resolution}
+    own, resolution = number(row, noise.FLOOR), number(row, "joules_resolution_pct")
+    floors = {"kernel_saved_pct": own, "wall_saved_pct": own, "joules_saved_pct": resolution}
     for place, stage in enumerate(costs.STAGES):
         saved = number(row, stage)
         if saved is None:
@@ -77,12 +78,11 @@ def _falls(plot: Axes, row: Mapping[str, Any]) -> None:
         if stage == "wall_saved_pct":
             low, high = number(row, "wall_saved_pct_low"), number(row, "wall_saved_pct_high")
             policy = number(row, "policy_pct") or 0.0
-            if noise is not None and policy > noise:
+            if own is not None and policy > own:
                 plot.bar(place, min(policy, top), bottom=max(0.0, top - policy), width=0.7, color=PALETTE[0], linewidth=0)
             if low is not None and high is not None:
-                plot.errorbar(
-                    place, top, yerr=[[high - saved], [saved - low]], color="black", elinewidth=0.8, capsize=2, marker=""
-                )
+                spread = whiskers(top, 100 - high, 100 - low)
+                plot.errorbar(place, top, yerr=spread, color="black", elinewidth=0.8, capsize=2, marker="")
                 top = 100 - low
         plot.annotate(
             "noise" if refused else f"{100 - saved:.0f}", (place, top), (0, 3), textcoords="offset points", ha="center", size=7,

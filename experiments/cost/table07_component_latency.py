@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.report import provenance
+from quicksilver.report import noise, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import NO_VALUE, number, signed, time_difference_cell
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -46,22 +46,23 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         columns += [Column(heading, "ms", _ms(f"{run}_ms", f"{run}_iqr_ms")), Column(heading, "saved %", _saved(run))]
     found = frame(outcomes)
     title = "Table 7: latency by component, reported beside measured"
-    panel = Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), provenance.notes(outcomes))
+    notes = (*noise.note(_floors(_records(outcomes)).values(), "a prompt's time"), *provenance.notes(outcomes))
+    panel = Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), notes)
     return Table(name, title, found, (panel,), _legend(outcomes))
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row a component: what the paper reports, medians with interquartile ranges, percent saved with its noise."""
-    records = {run: record for run, key in RUNS.items() if (record := costs.by_key(outcomes).get(key)) is not None}
+    records = _records(outcomes)
+    floors = {run: row[noise.FLOOR] for run, row in _floors(records).items()}
     shown = [
         (component, "The paper's rows" if component in IN_THE_PAPER else "What the paper leaves out")
         for component in costs.COMPONENTS
     ]
     shown.sort(key=lambda one: one[0] not in IN_THE_PAPER)
-    found = [_component(component, section, records) for component, section in shown]
-    found += [
-        _whole(key, technique, records) for key, technique in ((TOTAL, "Total: the untouched pass"), ("sum", "Sum of the above"))
-    ]
+    found = [_component(component, section, records, floors) for component, section in shown]
+    whole = ((TOTAL, "Total: the untouched pass"), ("sum", "Sum of the above"))
+    found += [_whole(key, technique, records, floors) for key, technique in whole]
     residual: dict[str, Any] = {"panel": costs.PANEL, "section": "All of it", "key": "residual", "technique": "Sum off by %"}
     for run, record in records.items():
         residual[f"{run}_residual_pct"] = costs.components(record).ours.residual_pct
@@ -69,12 +70,23 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame([*found, residual])
 
 
+def _records(outcomes: Sequence[Outcome]) -> dict[str, Record]:
+    return {run: record for run, key in RUNS.items() if (record := costs.by_key(outcomes).get(key)) is not None}
+
+
+def _floors(records: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
+    """The A/A floors of the runs, pooled."""
+    rows = {run: {"record": one.fingerprint, noise.FLOOR: costs.components(one).noise_floor_pct} for run, one in records.items()}
+    noise.pool([*rows.values()])
+    return rows
+
+
 def _paper(component: str) -> dict[str, float]:
     entry = reported().get(f"table7.{component}")
     return {} if entry is None else {f"reported_{quantity}": value for quantity, value in entry.values.items()}
 
 
-def _component(component: str, section: str, records: Mapping[str, Record]) -> dict[str, Any]:
+def _component(component: str, section: str, records: Mapping[str, Record], floors: Mapping[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"panel": costs.PANEL, "section": section, "key": component, "technique": costs.COMPONENTS[component]}
     row |= _paper(component)
     for run, record in records.items():
@@ -82,13 +94,14 @@ def _component(component: str, section: str, records: Mapping[str, Record]) -> d
             measured = costs.component_ms(record, who, component)
             if measured is not None and f"{prefix}_ms" not in row:
                 row[f"{prefix}_ms"], row[f"{prefix}_iqr_ms"] = measured
-        saved = costs.component_saved(record, component)
+        saved = costs.component_saved(record, component, floors[run])
         if saved is not None:
+            row[f"{run}_is_own"] = saved[1] > floors[run]
             row[f"{run}_saved_pct"], row[f"{run}_noise_pct"] = saved
     return row
 
 
-def _whole(key: str, technique: str, records: Mapping[str, Record]) -> dict[str, Any]:
+def _whole(key: str, technique: str, records: Mapping[str, Record], floors: Mapping[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"panel": costs.PANEL, "section": "All of it", "key": key, "technique": technique}
     row |= _paper(key)
     for run, record in records.items():
@@ -98,7 +111,7 @@ def _whole(key: str, technique: str, records: Mapping[str, Record]) -> dict[str,
         row[f"{run}_ms"] = mine.headline_ms if key == TOTAL else mine.sum_ms
         ratio = found.run_ratio.median if key == TOTAL and found.run_ratio is not None else mine.sum_ms / dense.sum_ms
         row[f"{run}_saved_pct"] = 100 * (1 - ratio)
-        row[f"{run}_noise_pct"] = found.noise_floor_pct
+        row[f"{run}_noise_pct"] = floors[run]
     return row
 
 
@@ -116,7 +129,11 @@ def _ms(key: str, spread: str | None = None) -> Callable[[Mapping[str, Any]], Li
 
 
 def _saved(run: str) -> Callable[[Mapping[str, Any]], Lines]:
-    return lambda row: time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
+    def cell(row: Mapping[str, Any]) -> Lines:
+        found = time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
+        return found if row.get(f"{run}_is_own") is True else found[:1]
+
+    return cell
 
 
 def _legend(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
@@ -124,8 +141,8 @@ def _legend(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     return (
         f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
         "belongs to one component, the innermost.",
-        "saved: percent of the dense component that is gone; within: no larger than its noise, which is how far the dense pass is from "
-        "itself (A/A), or half of the two interquartile ranges where that is more.",
+        "saved: percent of the dense component that is gone; within: no larger than its noise, which is the noise floor of the panel (A/A), below "
+        "it, or half of the component's two interquartile ranges where that is more and stands in the cell.",
         "Sum off by: how far the sum of the components is from the untouched pass, which is timed in the same rounds. It is the "
         "cost of the timing marks, and noise.",
         "Attention includes K/V projected for halted tokens. Quantization is coding and decoding; products at fewer bits count "

@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.measure.deployment import DeploymentResult
-from quicksilver.report import provenance
+from quicksilver.report import noise, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, time_difference_cell
+from quicksilver.report.cells import NO_VALUE, number, time_cell
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.verdicts import Estimate
 from quicksilver.report.table import Column, Lines, Panel, Table
@@ -25,34 +25,34 @@ def rows() -> list[Row]:
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """Milliseconds of a request, and what of it is within the budget."""
-    frame = pd.DataFrame([_row(outcome) for outcome in outcomes])
+    found = [_row(outcome) for outcome in outcomes]
+    noise.pool(found)
+    frame = pd.DataFrame(found)
     columns = (
         Column("", "technique", lambda row: (row["technique"],), align="left"),
         Column("ms to the first token", "median", lambda row: _ms(row, "first_token_ms")),
         Column("ms per token after it", "p50", lambda row: _ms(row, "p50_ms")),
         Column("ms per token after it", "p95", lambda row: _ms(row, "p95_ms")),
         Column("ms per token after it", "p99", lambda row: _ms(row, "p99_ms")),
-        Column(
-            "per token", "saved %", lambda row: time_difference_cell(number(row, "saved_pct"), number(row, "noise_floor_pct"))
-        ),
+        Column("per token", "saved %", lambda row: time_cell(number(row, "saved_pct"), number(row, noise.FLOOR))),
         Column("", "tokens/s", lambda row: _ms(row, "tokens_per_s")),
         Column("", "in budget %", lambda row: _ms(row, "within_budget_pct"), expendable=1),
     )
     requests = {
-        (found.prompt_tokens, found.new_tokens, found.budget_ms)
+        (served.prompt_tokens, served.new_tokens, served.budget_ms)
         for record in costs.by_key(outcomes).values()
-        if (found := record.found("deployment", DeploymentResult))
+        if (served := record.found("deployment", DeploymentResult))
     }
     said = "; ".join(
         f"a prompt of {prompt} tokens, {new} new ones, {budget:g} ms a token" for prompt, new, budget in sorted(requests)
     )
     legend = (
         f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
-        "saved: mean time per token, in percent of dense inference, round by round. within: no larger than the A/A noise floor "
-        "below it.",
+        "saved: mean time per token, in percent of dense inference, round by round. within: no larger than the noise floor of the panel (A/A), "
+        "which stands below it, the root mean square over the runs; or than that of the row's own run, where it is larger.",
         "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
     )
-    panel = Panel(costs.PANEL, "Batch 1, greedy", columns, provenance.notes(outcomes))
+    panel = Panel(costs.PANEL, "Batch 1, greedy", columns, (*noise.note(found, "a token's time"), *provenance.notes(outcomes)))
     return Table(name, "Deployment: one request at a time", frame, (panel,), legend)
 
 
@@ -71,7 +71,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     ratio = found.per_token_ratio
     if ratio is not None:
         row |= {"saved_pct": 100 * (1 - ratio.median), "saved_pct_low": 100 * (1 - ratio.high)}
-        row |= {"saved_pct_high": 100 * (1 - ratio.low), "noise_floor_pct": found.noise_floor_pct}
+        row |= {"saved_pct_high": 100 * (1 - ratio.low), noise.FLOOR: found.noise_floor_pct}
     return row | {"record": outcome.record.fingerprint}
 
 

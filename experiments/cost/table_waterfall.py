@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quicksilver.report import provenance
+from quicksilver.report import noise, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, time_difference_cell
+from quicksilver.report.cells import NO_VALUE, number, time_cell
 from quicksilver.report.table import Column, Panel, Table
 
 from . import costs
@@ -39,9 +39,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     columns = (
         Column("", "technique", lambda row: (row["technique"],), align="left"),
         *stages[:2],
-        Column(
-            "time", "policy costs", lambda row: time_difference_cell(number(row, "policy_pct"), number(row, "noise_floor_pct"))
-        ),
+        Column("time", "policy costs", lambda row: time_cell(number(row, "policy_pct"), number(row, noise.FLOOR))),
         *stages[2:],
         Column("", "realized", lambda row: (NO_VALUE if (ratio := number(row, "realization")) is None else f"{ratio:.2f}",)),
     )
@@ -52,10 +50,12 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
         "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
         f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
-        "within: the difference is within the noise floor, which is how far dense inference is from itself (A/A). below "
-        "resolution: idle windows differ by as much.",
+        "within: the difference is within the noise floor of the panel, which stands below it: how far dense inference is from itself (A/A), the "
+        "root mean square over the runs; or within that of the row's own run, where it is larger. below resolution: idle windows differ by as "
+        "much.",
         costs.energy_note(outcomes),
     )
     title = "Waterfall: from operations to joules"
-    panel = Panel(costs.PANEL, "Saved against dense inference, stage by stage", columns, provenance.notes(outcomes))
+    notes = (*noise.note(frame.to_dict("records"), "a prompt's time"), *provenance.notes(outcomes))
+    panel = Panel(costs.PANEL, "Saved against dense inference, stage by stage", columns, notes)
     return Table(name, title, frame, (panel,), legend)

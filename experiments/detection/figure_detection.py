@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
 
 from . import study
 
@@ -56,7 +56,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 points = points.dropna(subset=[across]).sort_values(across)
                 if points.empty:
                     continue
-                spread = [points[ap] - points[f"{ap}_low"], points[f"{ap}_high"] - points[ap]] if f"{ap}_low" in points else None
+                ends = [points.get(f"{ap}_{end}") for end in ("low", "high")]
+                spread = None if ends[0] is None else whiskers(points[ap], *ends)
                 plot.errorbar(
                     scale * points[across], points[ap], yerr=spread, label=study.SAID[key], color=PALETTE[place], marker=MARKERS[place],
                     linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from quicksilver.report import noise
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import NO_VALUE, number, signed
 from quicksilver.report.table import Column, Lines, Panel, Table
@@ -32,7 +33,10 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         found.insert(0, "panel", PANEL)
         found.insert(1, "section", sections)
         found.insert(2, "technique", said)
-    panel = Panel(PANEL, "Rotated boxes found, mean of cars (IoU 0.5) and pedestrians (IoU 0.3)", COLUMNS, study.note())
+    timed = [row | {"record": f"{row['detector']} {row['dial']}"} for row in found.to_dict("records")]
+    noise.pool([row for row in timed if number(row, noise.FLOOR) is not None])
+    notes = (*study.note(), *noise.note(timed, "a scene's time"))
+    panel = Panel(PANEL, "Rotated boxes found, mean of cars (IoU 0.5) and pedestrians (IoU 0.3)", COLUMNS, notes)
     return Table(name, "Token halting on a detector", found, (panel,), LEGEND)
 
 
@@ -59,7 +63,7 @@ def _difference(key: str) -> Any:
 
 def _time(row: Mapping[str, Any]) -> Lines:
     ratio = number(row, "latency_ratio")
-    return (NO_VALUE,) if ratio is None else (f"{ratio:.2f}", f"noise {row['noise_floor_pct']:.0f}%")
+    return (NO_VALUE,) if ratio is None else (f"{ratio:.2f}",)
 
 
 def _time_of_flops(row: Mapping[str, Any]) -> Lines:
@@ -98,7 +102,7 @@ LEGEND = (
     "p < 0.5 is the paper's rule; the other thresholds turn the same gates. Random and norm: as many tokens halt after each layer as under "
     "the gates with box weights, and the detector was trained further under that rule, for as many steps as all others.",
     "Differences are paired by scene and seed, with 95% bootstrap intervals over scenes. Dense means trained as long, without halting.",
-    "FLOPs: executed, of encoder and head. Time: one scene a pass, in turns with the dense detector; below it the clock's noise (A/A). Time ÷ FLOPs "
+    "FLOPs: executed, of encoder and head. Time: one scene a pass, in turns with the dense detector. Time ÷ FLOPs "
     "saved: the share of the saved operations that is saved of the time.",
     "Gates alone: trained on the dense detector, whose weights stay. At a tenth of the rate: from there on both are trained, for as many steps again; trained longer "
     "is the dense detector with these steps.",

@@ -10,7 +10,7 @@ import pandas as pd
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
+from quicksilver.report.figure import GREY, PALETTE, Figure, panels, percent_of_shares, style, whiskers
 
 from . import runs
 from .table09_13_fusion_and_constituents import DEFINITIONS, fused, result
@@ -43,14 +43,14 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 ("random", GREY, ":", "random neighbours"),
                 ("same tags", PALETTE[3], "--", "neighbours with the same tags"),
             ):
-                band = 100 * np.array(
+                band = percent_of_shares(
                     [[getattr(one.nulls[definition][null], end) for end in ("expected", "low", "high")] for one in chosen]
                 )
                 axis.fill_between(layers, band[:, 1], band[:, 2], color=colour, alpha=0.3, linewidth=0)
                 axis.plot(layers, band[:, 0], color=colour, linestyle=dash, marker="", label=label)
                 short = null.replace(" ", "_")
                 frame[[f"{short}_pct", f"{short}_pct_low", f"{short}_pct_high"]] = band
-            axis.errorbar(layers, share[:, 0], yerr=[share[:, 0] - share[:, 1], share[:, 2] - share[:, 0]], color=PALETTE[1], linestyle="-", marker="o", capsize=2, elinewidth=0.8, label=f"the closest {found.share:.0%} of neighbours")  # fmt: skip
+            axis.errorbar(layers, share[:, 0], yerr=whiskers(*share.T), color=PALETTE[1], linestyle="-", marker="o", capsize=2, elinewidth=0.8, label=f"the closest {found.share:.0%} of neighbours")  # fmt: skip
             for place, record in enumerate(there):
                 one = fused(record)
                 if one is not None:

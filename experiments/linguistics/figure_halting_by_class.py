@@ -10,7 +10,7 @@ import pandas as pd
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
+from quicksilver.report.figure import GREY, PALETTE, Figure, panels, percent_of_shares, style, whiskers
 
 from . import runs
 from .table02_08_12_halting_by_class import CLASSES, result
@@ -45,15 +45,15 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 ("random", GREY, "any tokens"),
             ):
                 over = one.over_depth[null]
-                low, high, middle = (100 * np.array(values) for values in (over.low, over.high, over.expected))
+                low, high, middle = (percent_of_shares(values) for values in (over.low, over.high, over.expected))
                 axis.fill_between(depth, low, high, color=colour, alpha=0.3, linewidth=0, label=f"chance among {label}")
                 axis.plot(depth, middle, color=colour, linestyle="-" if null == MATCHED else ":", marker="", linewidth=1)
                 short = null.replace(" × ", "_")
                 frame = frame.assign(**{f"{short}_pct": middle, f"{short}_pct_low": low, f"{short}_pct_high": high})
             axis.plot(depth, rate, color=PALETTE[1], linestyle="-", marker="o", markersize=2.5, label="halted")
             at = depth[found.layer - 1]
-            half = [[100 * (one.halted.value - one.halted.low)], [100 * (one.halted.high - one.halted.value)]]
-            axis.errorbar([at], [100 * one.halted.value], yerr=half, color=PALETTE[1], capsize=3, linewidth=1.2)
+            share, low, high = (100 * end for end in (one.halted.value, one.halted.low, one.halted.high))
+            axis.errorbar([at], [share], yerr=whiskers(share, low, high), color=PALETTE[1], capsize=3, linewidth=1.2)
             if claim is not None:
                 axis.plot([at], [reported()[claim].values["halted_share_pct"]], marker="*", markersize=9, linestyle="", color="black", label="the paper, layer 15 of 30")  # fmt: skip
             axis.set_title(f"{title}: {one.tokens:,} tokens")

@@ -17,7 +17,7 @@ from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, panels, style, whiskers
 from quicksilver.report.labels import legend_below
 
 from . import methods
@@ -67,7 +67,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 def _times(plot: Axes, shown: pd.DataFrame) -> None:
     x = shown["prompt_time_ratio"]
     low, high = (1 - shown[f"prompt_speedup_pct_{end}"] / 100 for end in ("high", "low"))
-    ends = [(x - low).clip(lower=0).fillna(0.0), (high - x).clip(lower=0).fillna(0.0)]
+    ends = [pd.Series(end, x.index).fillna(0.0) for end in whiskers(x, low, high)]
     for section, rows in shown.groupby("section"):
         plot.barh(
             rows.index, x[rows.index], color=COLOURS[str(section)], hatch=HATCH[str(section)], edgecolor="white", height=0.72
@@ -93,10 +93,7 @@ def _times(plot: Axes, shown: pd.DataFrame) -> None:
 
 def _losses(plot: Axes, shown: pd.DataFrame) -> None:
     y = shown["delta_ppl_pct"].fillna(0.0)
-    ends = [
-        (y - shown["delta_ppl_pct_low"]).clip(lower=0).fillna(0.0),
-        (shown["delta_ppl_pct_high"] - y).clip(lower=0).fillna(0.0),
-    ]
+    ends = [pd.Series(end, y.index).fillna(0.0) for end in whiskers(y, shown["delta_ppl_pct_low"], shown["delta_ppl_pct_high"])]
     for place, (section, rows) in enumerate(shown.groupby("section")):
         at = rows.index
         plot.errorbar(

@@ -93,7 +93,7 @@ def draw(rows: pd.DataFrame) -> Drawing:
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    from quicksilver.report.figure import GREY, PALETTE, panels
+    from quicksilver.report.figure import GREY, PALETTE, panels, whiskers
     from quicksilver.report.labels import heat_look, write_cells
 
     drawing, plots = panels(2, 2, size=(7.2, 6.0))
@@ -121,8 +121,7 @@ def draw(rows: pd.DataFrame) -> Drawing:
         plot.set_title(title, fontsize=8)
         plot.grid(False)
     plane = plots[1][1]
-    spread = [points["base_delta_ppl"] - points["base_delta_ppl_low"], points["base_delta_ppl_high"] - points["base_delta_ppl"]]
-    spread = [end.clip(lower=0) for end in spread]  # an interval may leave its value out, if only by rounding
+    spread = whiskers(points["base_delta_ppl"], points["base_delta_ppl_low"], points["base_delta_ppl_high"])
     plane.errorbar(
         100 * points["delta_flops"], points["base_delta_ppl"], yerr=spread, fmt="o", color=PALETTE[0], ecolor=GREY, elinewidth=0.6
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
 from quicksilver.report.labels import label_ends
 
 from . import frontier
@@ -18,6 +18,7 @@ from . import frontier
 COLOURS, SHAPES, LINES = (*PALETTE, "#000000"), (*MARKERS, "p"), (*DASHES, "-")
 INK = (*PALETTE[:5], "#4f8a65", "#a97b12", "#000000")  # of the names: the two palest colours cannot be read as text
 # What costs little is drawn apart: beside random tokens it would all be one line.
+_ENDS = ["below", "above"]
 _NEAR = 8.0  # % of perplexity
 
 
@@ -36,14 +37,16 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         for place, technique in enumerate(frontier.TECHNIQUES.values()):
             points = frame[frame["section"] == technique.name].dropna(subset=["delta_ppl_pct"])
             middle, gain = points["delta_ppl_pct"], points["prompt_executed_flops_saved_pct"]
-            spread = [(middle - points["delta_ppl_pct_low"]).clip(lower=0), (points["delta_ppl_pct_high"] - middle).clip(lower=0)]
+            spread = points.assign(
+                **dict(zip(_ENDS, whiskers(middle, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"]), strict=True))
+            )
             for number, plot in enumerate(plots.flat):
                 near = points.index if number == 0 else points.index[middle < _NEAR]
                 if near.empty:
                     continue
                 x = gain[near] + 0.25 * place * number
                 plot.errorbar(
-                    x, middle[near], yerr=[part[near] for part in spread], color=COLOURS[place], marker=SHAPES[place],
+                    x, middle[near], yerr=spread.loc[near, _ENDS].to_numpy().T, color=COLOURS[place], marker=SHAPES[place],
                     linestyle=LINES[place], elinewidth=0.7, capsize=1.5,
                 )  # fmt: skip
                 last = x.idxmax()

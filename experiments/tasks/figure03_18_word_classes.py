@@ -17,7 +17,7 @@ from quicksilver.measure.task import TaskResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.cells import signed
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
 from quicksilver.runtime.errors import ConfigError
 
 from . import scores
@@ -135,7 +135,7 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
     chance = not bool(rows["above_chance"].iloc[0])
     for i, ((words, random), line) in enumerate(rows.groupby(["words", "random"], sort=False)):
         place = CLASSES.index(str(words))
-        error = [line["lost"] - line["lost_low"], line["lost_high"] - line["lost"]]
+        error = whiskers(line["lost"], line["lost_low"], line["lost_high"])
         axis.errorbar(
             line["depth_layers"] + 0.12 * (i - 1.5), line["lost"], yerr=error, capsize=2.5,
             color=GREY if chance else _COLOURS[str(words)], linestyle=DASHES[2] if random else DASHES[place],

@@ -59,8 +59,13 @@ def kl_cell(row: Mapping[str, Any]) -> Lines:
 def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
     """The speedup, or `within` where it is no larger than the A/A noise floor, which stands below the panel (`comparison.noise`)."""
     floor = number(row, key.replace("speedup_pct", "noise_floor_pct"))
-    found = time_difference_cell(number(row, key), floor)
-    return found if floor is None else found[:1]
+    return time_cell(number(row, key), floor)
+
+
+def time_cell(value: float | None, noise: float | None) -> Lines:
+    """A difference of times as a cell: `within` where it is no larger than the noise floor, which stands below the panel."""
+    found = time_difference_cell(value, noise)
+    return found if noise is None else found[:1]
 
 
 def time_difference_cell(value: float | None, noise: float | None) -> Lines:

@@ -5,7 +5,6 @@ Every difference is paired: the same windows, the same machine, one run. Nothing
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.null import NullResult
+from quicksilver.report import noise as noise_floor
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.cells import amount, audit_cell, interval_cell, kl_cell, number, signed, speedup_cell, versus_null_cell
 from quicksilver.report.claims.reported import reported
@@ -195,32 +195,15 @@ def _adjust(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _pool_noise(rows: Sequence[dict[str, Any]]) -> None:
-    """One A/A floor a panel, the root mean square over its runs, because a few rounds of one run say little about the clock. A run that was noisier
-    than that is judged by its own floor. A record that stands in several rows counts once."""
+    """One A/A floor a panel."""
     for panel in dict.fromkeys(row["panel"] for row in rows):
-        members = [row for row in rows if row["panel"] == panel]
         for phase in ("", "prompt_"):
-            floors = {row["record"]: row[f"{phase}noise_floor_pct"] for row in members if f"{phase}noise_floor_pct" in row}
-            for row in members:
-                if row.get("record") in floors:
-                    pooled = math.sqrt(sum(one**2 for one in floors.values()) / len(floors))
-                    row[f"{phase}pooled_noise_floor_pct"] = pooled
-                    row[f"{phase}noise_floor_pct"] = max(pooled, row[f"{phase}noise_floor_pct"])
+            noise_floor.pool([row for row in rows if row["panel"] == panel], phase)
 
 
 def noise(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
     """The sentence below a panel of `frame` that says its A/A floor; nothing where no run was timed."""
-    timed = rows[(rows["panel"] == panel) & rows["noise_floor_pct"].notna()]
-    if timed.empty:
-        return ()
-    prompt = timed["prompt_pooled_noise_floor_pct"].dropna()
-    of_prompt = f", {prompt.iloc[0]:.1f}% of a prompt's" if len(prompt) else ""
-    count = timed["record"].nunique()
-    return (
-        f"Noise floor of the clock (A/A): {timed['pooled_noise_floor_pct'].iloc[0]:.1f}% of a batch's time{of_prompt}, pooled over the dense model's "
-        f"differences from itself in {count} run{'s' if count > 1 else ''}; a noisier run is judged by its own (at most "
-        f"{timed[['noise_floor_pct', 'prompt_noise_floor_pct']].max().max():.1f}%).",
-    )
+    return noise_floor.note(rows[rows["panel"] == panel].to_dict("records"), "a batch's time")
 
 
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:

@@ -193,3 +193,17 @@ def panels(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 3.
     """An empty drawing of `size` inches and its axes (rows, columns); `options` go to `Figure.subplots`. Call it inside `style()`."""
     drawing = Drawing(figsize=size, layout="constrained")
     return drawing, drawing.subplots(rows, columns, squeeze=False, **options)
+
+
+def whiskers(value: Any, low: Any, high: Any) -> list[Any]:
+    """Lengths of error bars below and above `value`, as matplotlib wants them: (2, 1) of numbers, (2, N) of columns.
+
+    A percentile interval may leave its own estimate out, if only by rounding, and matplotlib refuses bars of negative length: such a bar ends
+    at the estimate.
+    """
+    return [np.atleast_1d(np.maximum(0.0, np.asarray(length, dtype=float))) for length in (value - low, high - value)]
+
+
+def percent_of_shares(shares: Any) -> np.ndarray:
+    """Shares as percent from 0 to 100: a band of chance that was computed as mean and standard deviations does not know where shares end."""
+    return np.asarray(100 * np.clip(np.asarray(shares, dtype=float), 0.0, 1.0))

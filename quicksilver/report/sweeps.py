@@ -277,16 +277,14 @@ def notes(outcomes: Sequence[Outcome], name: str) -> tuple[str, ...]:
 def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float, float, str]]:
     """One sweep into `plot` (matplotlib axes): a series for each value of the first of two axes, labelled by the other; the front as a
     line. Against the sweep's base where it has one. Returns x, y and text of the labels, for `label_points`."""
-    from quicksilver.report.figure import GREY, MARKERS, PALETTE
+    from quicksilver.report.figure import GREY, MARKERS, PALETTE, whiskers
 
     gain, cost = sweep.shown[0], "base_delta_ppl_pct" if sweep.base else "delta_ppl_pct"
     *outer, inner = sweep.axes()
     swept = rows[rows["section"].eq("")].dropna(subset=[gain, cost]).sort_values(gain, kind="stable")
     series = list(swept.groupby(outer[0], sort=False)) if outer else [("", swept)]
     for place, (value, points) in enumerate(sorted(series, key=lambda one: str(one[0]))):
-        ends = [points[cost] - points[f"{cost}_low"], points[f"{cost}_high"] - points[cost]]
-        # A percentile interval may leave the value out, if only by rounding, and matplotlib refuses bars of negative length.
-        spread = [end.clip(lower=0) for end in ends]
+        spread = whiskers(points[cost], points[f"{cost}_low"], points[f"{cost}_high"])
         look = {"fmt": MARKERS[place], "color": PALETTE[place], "ecolor": GREY, "elinewidth": 0.7, "capsize": 1.5}
         plot.errorbar(points[gain], points[cost], yerr=spread, label=f"{_short(outer[0])}={value}" if outer else None, **look)
     best = swept[swept["front"]]

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from quicksilver.report.figure import DASHES, HATCHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import DASHES, HATCHES, MARKERS, PALETTE, Figure, panels, percent_of_shares, style, whiskers
 
 
 def figure(caption: tuple[str, ...] = ("Model: m.", "Records: r."), extras: dict[str, bytes] | None = None) -> Figure:
@@ -122,3 +122,13 @@ def test_style_does_not_outlive_its_block():
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_a_figure_without_a_caption_is_still_a_picture(kind):
     assert getattr(figure(caption=()), kind)()
+
+
+def test_an_error_bar_is_never_of_negative_length_and_a_share_never_outside_of_its_range():
+    below, above = whiskers(pd.Series([1.0, 2.0, 0.0]), pd.Series([0.5, 2.1, -1.0]), pd.Series([3.0, 2.5, -0.1]))
+    assert below.tolist() == [0.5, 0.0, 1.0]
+    assert above.tolist() == [2.0, 0.5, 0.0]
+    with style():
+        _, axes = panels()
+        axes[0, 0].errorbar([0], [2.0], yerr=whiskers(2.0, 2.1, 2.5))  # matplotlib refuses what is negative
+    assert percent_of_shares([-0.1, 0.25, 1.2]).tolist() == [0.0, 25.0, 100.0]

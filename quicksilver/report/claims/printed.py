@@ -15,7 +15,7 @@ from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import Column, Lines, Panel, Table
 
 LEGEND = (
-    "measured: with its 95% interval; of several protocols each has its row. Perplexity is compared in percent of dense perplexity, "
+    "measured: with its 95% interval, a time with the quartiles of its rounds; of several protocols each has its row. Perplexity is compared in percent of dense perplexity, "
     "operations in the paper's ledger, time in percent of dense inference in the same process.",
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -159,6 +160,18 @@ def test_noise_is_neither_a_saving_nor_a_ratio(tmp_path: Path) -> None:
     assert line.count("within") == 3  # the policy, the kernels, the clock
     assert BELOW in line
     assert made.frame["realization"].isna().all()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("table", "7"), ("table", "waterfall"), ("table", "deployment")])
+def test_a_table_has_one_noise_floor_below_it_and_none_in_its_rows(kind: str, name: str, tmp_path: Path) -> None:
+    artefact, made = find(kind, name), records(tmp_path / "a")
+    noisy = records(tmp_path / "b", noise=9.0)[costs.BUDGET]
+    text = artefact.build(outcomes(artefact, made | {costs.BUDGET: noisy}), "x").text(None)
+    said = next(line for line in text.splitlines() if "Noise floor of the clock (A/A)" in line)
+    assert "pooled over" in said
+    rows = text.partition("Noise floor of the clock")[0]
+    floors = re.findall(r"noise ([\d.]+)", rows)
+    assert set(floors) <= {"20.0"}  # Table 7: the spread of a component of one millisecond, which is no floor of the clock
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 The first rows of a panel are the model's own schedules at 40% and 50% of the prompt's work, chosen on calibration text
 (docs/predicted-kv.md). The rows below take one part away and leave the rest as it is, so their budgets differ and stand beside their cost.
-Controls have the schedule of the 40% row and a map that knows less; they are fitted on the calibrating part of the run's own text.
+Controls have the schedule of the 40% row (one that of 50%) and a map that knows less; they are fitted on the calibrating part of the run's own text.
 More windows than Table 11 has: differences of a percent need them.
 """
 
@@ -38,7 +38,8 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
     ),
     CONTROLS: (
         ("fitted", "ridge on the windows of this text alone, true pairs", "fitted_prediction", FIT_WINDOWS),
-        ("shuffled", "the same, fitted on shuffled tokens", "fitted_prediction", ("modules.fitted_prediction.control=shuffled", *FIT_WINDOWS)),
+        ("fitted_50", "the same at 50%", "fitted_prediction", ("modules.fitted_prediction.saves_pct=50", "dataset.calibration_windows=160", "measure=quick")),
+        ("shuffled", "the first, fitted on shuffled tokens", "fitted_prediction", ("modules.fitted_prediction.control=shuffled", *FIT_WINDOWS)),
         ("mean", "mean K/V of each layer and head", "fitted_prediction", ("modules.fitted_prediction.control=mean", *FIT_WINDOWS)),
         ("static", "none dropped: all predicted at the layer that saves 40%", "fitted_prediction", ("modules.fitted_prediction.drop_oldest=false", *FIT_WINDOWS)),
     ),

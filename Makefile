@@ -69,7 +69,7 @@ docs: $(VENV)/.docs ## build the documentation with the API reference into site/
 	$(PY) -m mkdocs build --strict --quiet
 	@echo 'site/index.html (the search box needs a server: python3 -m http.server --directory site)'
 
-train-reference: $(STAMP) ## train the embedded reference model again, hours (MODEL=reference-llama for the other one)
+train-reference: $(STAMP) ## train an embedded model again, hours (MODEL=reference-llama, or a rung of the ladder such as ladder-gpt2-1m)
 	$(PY) scripts/train_reference.py $(or $(MODEL),reference-gpt2) $(ARGS)
 
 calibrate: $(STAMP) ## thresholds from data, per layer (MODEL, DATASET, ARGS)

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import reference_corpus as corpus
@@ -20,7 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.runtime import architecture_of
 
-CONTEXT_TOKENS = 512
+CONTEXT_TOKENS = 512  # of a window, or fewer where the model takes no more
+POSITIONS = (1, 17, 65, 129, 257, 385, 512)  # at which the loss by position is cut
 # label, text, windows (None: all of it)
 EVALUATIONS = (
     ("WikiText-103 validation", "wikitext-103-valid", None),
@@ -29,6 +31,7 @@ EVALUATIONS = (
     ("books, validation, 200 windows evenly spread", "books-valid", 200),
 )
 PROMPT = "The language reference describes the syntax of"
+SAMPLED_TOKENS = 16
 LICENCES = {
     "wiki": ("WikiText-2 train (article order shuffled)", "CC BY-SA 3.0"),
     "books": ("public-domain books", "public domain"),
@@ -69,20 +72,35 @@ def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> DepthProfile
     return DepthProfile(lens / n, agree / n, position / n)
 
 
+def position_ranges(context_tokens: int) -> list[tuple[int, int]]:
+    """First and last but one position of each row of the loss by position; a window's first token is scored by nobody."""
+    ends = [*(end for end in POSITIONS if end < context_tokens), context_tokens]
+    return list(pairwise(ends))
+
+
+def purpose(name: str) -> str:
+    """What the model is for."""
+    if name.startswith("ladder-"):
+        return "It is a rung of the ladder of sizes below reference-gpt2 (`make reproduce-figure FIGURE=ladder`). It is no assistant."
+    return (
+        "It exists so that token-level adaptivity can be measured on a really trained, deep enough model without a network. It is no "
+        "assistant."
+    )
+
+
 def card(name: str, folder: Path, data_root: Path) -> str:
+    """The card as markdown; takes minutes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder)
     training = json.loads((folder / "training.json").read_text())
     recipe, text = training["recipe"], corpus.held_out_texts(data_root)
-    scores = [
-        (label, bits_per_byte(model, tokenizer, text[key], CONTEXT_TOKENS, windows, "cpu")) for label, key, windows in EVALUATIONS
-    ]
+    context = min(CONTEXT_TOKENS, recipe["context_tokens"])
+    scores = [(label, bits_per_byte(model, tokenizer, text[key], context, windows, "cpu")) for label, key, windows in EVALUATIONS]
     ids = torch.tensor(tokenizer(text["python-docs"], add_special_tokens=False)["input_ids"])
-    profile = depth_profile(model, ids[: len(ids) // CONTEXT_TOKENS * CONTEXT_TOKENS].view(-1, CONTEXT_TOKENS)[::20])
-    prompt = tokenizer(PROMPT, return_tensors="pt")
-    (sample,) = tokenizer.batch_decode(
-        model.generate(**prompt, max_new_tokens=16, do_sample=False)[:, prompt["input_ids"].shape[1] :]
-    )
+    profile = depth_profile(model, ids[: len(ids) // context * context].view(-1, context)[::20])
+    prompt = tokenizer(PROMPT, return_tensors="pt", truncation=True, max_length=context - SAMPLED_TOKENS)["input_ids"]
+    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED_TOKENS, do_sample=False)
+    (sample,) = tokenizer.batch_decode(generated[:, prompt.shape[1] :])
     parameters = sum(p.numel() for p in model.parameters())
     size_mb = sum(p.stat().st_size for p in folder.iterdir() if p.name != "README.md") / 1e6
 
@@ -92,17 +110,17 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         f"trained from scratch for QuickSilver: {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} heads"
         + (f" ({recipe['kv_heads']} key-value heads, SwiGLU)" if recipe["family"] == "llama" else "")
         + f", context {recipe['context_tokens']}, byte-level BPE of {recipe['vocab_size']} entries, tied embeddings, stored in bfloat16 ({size_mb:.1f} MB).",
-        "It exists so that token-level adaptivity can be measured on a really trained, deep enough model without a network. It is no assistant.", "",
+        purpose(name), "",
         "```python", f'AutoModelForCausalLM.from_pretrained("quicksilver/models/reference/{name}")', "```", "",
-        "## Evaluation", "", "Disjoint windows of 512 tokens, every position but the first of a window scored, float32 arithmetic on the stored bfloat16 weights.", "",
+        "## Evaluation", "", f"Disjoint windows of {context} tokens, every position but the first of a window scored, float32 arithmetic on the stored bfloat16 weights.", "",
         "| text (kept out of training) | bits per byte |", "|---|---|", *(f"| {label} | {value:.3f} |" for label, value in scores), "",
         "![loss curve](loss_curve.png)", "",
-        "### Where tokens settle", "", f"python-docs, {CONTEXT_TOKENS}-token windows. Logit lens: final norm and output head on the state after a layer. "
+        "### Where tokens settle", "", f"python-docs, {context}-token windows. Logit lens: final norm and output head on the state after a layer. "
         "Agreement: share of tokens whose most likely next token is already the last layer's.", "",
         "| layer | logit-lens loss (nats) | agreement with the last layer |", "|---|---|---|",
         *(f"| {i + 1} | {v:.3f} | {a:.1%} |" for i, (v, a) in enumerate(zip(profile.lens_nats.tolist(), profile.agreement.tolist(), strict=True))), "",
         "### Loss by position", "", "| positions | nats per token |", "|---|---|",
-        *(f"| {lo} to {hi - 1} | {profile.nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in ((1, 17), (17, 65), (65, 129), (129, 257), (257, 385), (385, 512))), "",
+        *(f"| {lo} to {hi - 1} | {profile.nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in position_ranges(context)), "",
         "### Greedy sample", "", f"`{PROMPT}` → `{sample.strip()!r}`" if "`" not in sample else f"{PROMPT!r} → {sample.strip()!r}", "",
         "## Data and licences", "", "| source | documents | bytes | tokens | share of training (stable, decay) | licence |", "|---|---|---|---|---|---|",
     ]  # fmt: skip

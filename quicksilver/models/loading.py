@@ -77,8 +77,8 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
             there = sorted(p.name for p in EMBEDDED.glob("*/")) if EMBEDDED.is_dir() else []
             raise ConfigError(
                 f"model={config.name}: the package has no embedded model {name} (it has {', '.join(there) or 'none'}). "
-                "Train it with scripts/train_reference.py, or take another: model=gpt2, or model=folder model.name=… "
-                "model.path=/folder."
+                f"In a clone `make train-reference MODEL={name}` trains it, if scripts/train_reference.py has a recipe of that name. Or take "
+                "another: model=gpt2, or model=folder model.name=… model.path=/folder."
             )
         return ModelFiles(_complete(config, folder), f"embedded:{name}")
     if kind == "data":

@@ -61,6 +61,7 @@ def test_a_hub_name_is_served_by_a_folder_below_data_root(folder):
         ("a/b/c", None, "there is no folder"),
         ("data:model", None, "data.root, which is not set"),
         ("embedded:reference-gpt9", None, "no embedded model reference-gpt9"),
+        ("embedded:ladder-gpt2-9m", None, "make train-reference MODEL=ladder-gpt2-9m"),
     ],
 )
 def test_a_model_that_is_not_there_says_what_to_give(path, root, says):

@@ -16,8 +16,10 @@ from quicksilver.modules.thresholds import model_digest, shipped_calibration
 from quicksilver.runtime import ConfigError
 from quicksilver.runtime.run import apply
 
-# What was fine-tuned for tasks calibrates on their training rows.
-NAMES = sorted(folder.name for folder in EMBEDDED.glob("*/") if not folder.name.endswith("-tasks"))
+# What was fine-tuned for tasks calibrates on their training rows; the ladder compares shares of tokens, which need no percentiles.
+NAMES = sorted(
+    folder.name for folder in EMBEDDED.glob("*/") if not (folder.name.endswith("-tasks") or folder.name.startswith("ladder-"))
+)
 WINDOWS = torch.randint(1, tiny.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(0))
 
 

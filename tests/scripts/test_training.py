@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import model_card
 import pytest
 import reference_corpus as corpus
 import tiny
@@ -603,6 +604,16 @@ def test_the_exported_folder_is_a_plain_hugging_face_one(tmp_path: Path, data: P
     assert (folder / "loss_curve.png").is_file()
 
 
+def test_the_card_of_a_rung_is_of_its_own_context_and_training(uninterrupted: Path, data: Path) -> None:
+    card = model_card.card("ladder-tiny", uninterrupted / "out" / "tiny", data)
+    assert f"Disjoint windows of {RECIPE.context_tokens} tokens" in card
+    assert "a rung of the ladder of sizes" in card
+    assert "`make train-reference MODEL=ladder-tiny`" in card
+    rows = [line for line in card.splitlines() if " to " in line and line.startswith("| ") and line[2].isdigit()]
+    assert rows[-1].startswith(f"| 17 to {RECIPE.context_tokens - 1} |")
+    assert all(0 < float(row.split("|")[2]) < 20 for row in rows)
+
+
 @pytest.mark.parametrize("name", training.RECIPES)
 def test_the_real_recipes_keep_within_their_limits(name: str) -> None:
     recipe = training.RECIPES[name]
@@ -632,8 +643,8 @@ def reference(request: pytest.FixtureRequest) -> Path:
 
 def test_a_shipped_model_loads_and_is_what_its_name_says(reference: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(reference).eval(), AutoTokenizer.from_pretrained(reference)
-    assert model.config.model_type == reference.name.removeprefix("reference-")
-    assert model.config.num_hidden_layers >= 16
+    recipe = training.RECIPES[reference.name]
+    assert (model.config.model_type, model.config.num_hidden_layers) == (recipe.family, recipe.layers)
     assert model.config.max_position_embeddings == 512
     assert 4096 <= len(tokenizer) <= 8192
     assert len(tokenizer) <= model.config.vocab_size
@@ -664,12 +675,14 @@ def test_a_shipped_model_has_a_card(reference: Path) -> None:
         assert word in card, word
 
 
-def test_the_shipped_models_share_one_tokenizer() -> None:
-    folders = [training.ROOT / "quicksilver" / "models" / "reference" / name for name in training.RECIPES]
-    if not all((folder / "tokenizer.json").is_file() for folder in folders):
-        pytest.skip("the reference models have not both been trained yet: make train-reference")
-    one, other = (json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) for folder in folders)
-    assert one["model"] == other["model"]
+@pytest.mark.parametrize("kind", ["reference", "ladder"])
+def test_the_shipped_models_of_a_kind_share_one_tokenizer(kind: str) -> None:
+    names = [name for name in training.RECIPES if name.startswith(kind)]
+    paths = [training.ROOT / "quicksilver" / "models" / "reference" / name / "tokenizer.json" for name in names]
+    there = [json.loads(path.read_text(encoding="utf-8"))["model"] for path in paths if path.is_file()]
+    if len(there) < 2:
+        pytest.skip(f"fewer than two of {', '.join(names)} have been trained yet: make train-reference")
+    assert all(one == there[0] for one in there)
 
 
 def test_a_shipped_model_runs_under_the_runtime(reference: Path) -> None:
@@ -681,4 +694,5 @@ def test_a_shipped_model_runs_under_the_runtime(reference: Path) -> None:
     policy = tiny.Hashed(0.05, 0.05, "project", 4)
     compact, masked = (tiny.forward(model, batch, [policy], execution=e) for e in ("compact", "masked"))
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits), atol=1e-4)
-    assert compact.trace.active_counts()[10] < compact.trace.active_counts()[0]
+    half = model.config.num_hidden_layers // 2  # the last four take halted tokens in again
+    assert compact.trace.active_counts()[half] < compact.trace.active_counts()[0]

@@ -1,0 +1,246 @@
+"""The ladder: one family of models from small to large, and which tokens may leave a prompt on each, at the same share of its work.
+
+Tokens leave after the same fraction of the depth on every model. How many is arithmetic on the model's shape: as many as save
+`SAVES_PCT` of the prompt's executed operations. No text decides it. Random tokens are a line of their own, so no run has a null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from quicksilver.harness.record import Record
+from quicksilver.harness.stats import Interval, bootstrap, mean
+from quicksilver.models.loading import EMBEDDED
+from quicksilver.report import comparison
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.runtime.errors import ConfigError
+
+LADDER = ("ladder-gpt2-1m", "ladder-gpt2-2m", "ladder-gpt2-4m", "reference-gpt2")
+OTHERS = ("reference-llama",)  # of another family: no rung
+SAVES_PCT = 40.0
+PROMPT_TOKENS = 448  # of protocol continuation
+DROP_DEPTH, PREDICT_DEPTH = 0.25, 0.5  # whole numbers of layers where there are 12 or 16
+PROTECT_FIRST = 4
+PREDICTED, TREND = "predicted", "trend"
+ALWAYS = ("protocol=continuation", "measure=sweep", "dataset.windows=128", "dataset.calibration_windows=40")
+SIGNALS = {"position": "Oldest", "attention": "Least attended", "drift": "Least drift (paper)", "random": "Random"}
+COLUMNS = ["parameters", "layers", "trained_tokens", "beside", "beside_kl_nats", "beside_kl_nats_low", "beside_kl_nats_high"]
+TECHNIQUES = {PREDICTED: "All predicted at half depth, none dropped", **SIGNALS}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the work of a prompt.
+
+    Attributes:
+        layers, width, vocabulary: as in config.json.
+        attention_width: heads times their width.
+        linear_params: weights of a layer's matrices; kv_params: those that make K and V.
+    """
+
+    layers: int
+    width: int
+    vocabulary: int
+    attention_width: int
+    linear_params: int
+    kv_params: int
+
+    def layer_flops(self, tokens: int, keys: int | None = None, projected: int = 0) -> int:
+        """Operations of a layer on `tokens`, which see `keys` each (None: those up to themselves), and of K and V alone for `projected`."""
+        pairs = tokens * (tokens + 1) // 2 if keys is None else tokens * keys
+        return 2 * self.linear_params * tokens + 2 * self.kv_params * projected + 4 * self.attention_width * pairs
+
+    def saved_pct(self, layers: Sequence[int]) -> float:
+        """Percent of a dense prompt's operations that a run saves whose layers take so many each; the head sees one token."""
+        head = 2 * self.width * self.vocabulary
+        return 100 * (1 - (sum(layers) + head) / (self.layers * self.layer_flops(PROMPT_TOKENS) + head))
+
+
+def is_there(model: str) -> bool:
+    """Whether the package has this model's weights."""
+    return (EMBEDDED / model / "config.json").is_file()
+
+
+def missing() -> list[str]:
+    """Rungs whose weights are not in the package."""
+    return [model for model in LADDER if not is_there(model)]
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """The shape that a config.json of GPT-2 or Llama describes."""
+    if config["model_type"] == "gpt2":
+        width = config["n_embd"]
+        linear = 4 * width * width + 2 * width * (config["n_inner"] or 4 * width)
+        return Shape(config["n_layer"], width, config["vocab_size"], width, linear, 2 * width * width)
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or width // heads
+    kv = 2 * width * config["num_key_value_heads"] * head
+    linear = 2 * width * heads * head + kv + 3 * width * config["intermediate_size"]
+    return Shape(config["num_hidden_layers"], width, config["vocab_size"], heads * head, linear, kv)
+
+
+def dropped_tokens(shape: Shape) -> int:
+    """How many tokens leave after `DROP_DEPTH`: the fewest that save `SAVES_PCT`.
+
+    Raises:
+        ConfigError: not even all of them do.
+    """
+    first = round(DROP_DEPTH * shape.layers)
+    whole = shape.layer_flops(PROMPT_TOKENS)
+    for dropped in range(PROMPT_TOKENS):
+        left = shape.layer_flops(PROMPT_TOKENS - dropped)
+        if shape.saved_pct([whole] * first + [left] * (shape.layers - first)) >= SAVES_PCT:
+            return dropped
+    raise ConfigError(f"{shape}: dropping at {DROP_DEPTH:g} of the depth saves less than {SAVES_PCT:g}% of a prompt.")
+
+
+def protected_tokens(shape: Shape) -> int:
+    """How many last tokens go on where all others are predicted from `PREDICT_DEPTH` on: the most that leave `SAVES_PCT` saved.
+
+    Raises:
+        ConfigError: not even one may.
+    """
+    source = round(PREDICT_DEPTH * shape.layers)
+    for last in range(PROMPT_TOKENS - PROTECT_FIRST, 0, -1):
+        kept = PROTECT_FIRST + last
+        stopped = PROMPT_TOKENS - kept
+        after = shape.layer_flops(kept, PROMPT_TOKENS)
+        # In the source layer K and V follow from the state; the map then makes those of all layers after it at once.
+        predicting = 2 * shape.kv_params * stopped * (shape.layers - source)
+        work = [shape.layer_flops(PROMPT_TOKENS)] * source + [after] * (shape.layers - source) + [predicting]
+        if shape.saved_pct(work) >= SAVES_PCT:
+            return last
+    raise ConfigError(f"{shape}: predicting from {PREDICT_DEPTH:g} of the depth on saves less than {SAVES_PCT:g}% of a prompt.")
+
+
+def overrides(shape: Shape, technique: str) -> tuple[str, ...]:
+    """The modules of a technique, its dial set for a model of this shape."""
+    if technique == PREDICTED:
+        at = "modules.fitted_prediction"
+        fields = {
+            "drop_before": 1, "drop_share": 0, "predict_before": round(PREDICT_DEPTH * shape.layers),
+            "protect_first": PROTECT_FIRST, "protect_last": protected_tokens(shape),
+        }  # fmt: skip
+        schedule = ",".join(f"{name}:{value}" for name, value in fields.items())
+        return ("modules=[fitted_prediction]", f"{at}.saves_pct=null", f"{at}.schedule={{{schedule}}}")
+    at = "modules.halting"
+    signal = () if technique == "attention" else (f"{at}.signal={technique}",)
+    share = dropped_tokens(shape) / PROMPT_TOKENS
+    return ("modules=[halting_attention]", *signal, f"{at}.window=[{DROP_DEPTH:g},0.8]", f"{at}.halted_share={share:.6g}")
+
+
+def rows() -> list[Row]:
+    """Dense and each technique on every model that is there."""
+    found = []
+    for model in (*LADDER, *OTHERS):
+        if not is_there(model):
+            continue
+        shape = shape_of(json.loads((EMBEDDED / model / "config.json").read_text(encoding="utf-8")))
+        always = (*ALWAYS, f"model={model}")
+        found.append(Row(model, "", "dense", "Dense", (*always, "modules=[]")))
+        found += [
+            Row(model, "", technique, title, (*always, *overrides(shape, technique))) for technique, title in TECHNIQUES.items()
+        ]
+    return found
+
+
+def trained_tokens(model: str) -> int | None:
+    """How many tokens the model was trained on, as its training wrote; None: it did not."""
+    path = EMBEDDED / model / "training.json"
+    if not path.is_file():
+        return None
+    held_out = json.loads(path.read_text(encoding="utf-8")).get("held_out") or [{}]
+    return held_out[-1].get("tokens")
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """`comparison.frame`, then a row a trend.
+
+    Added: `parameters`, `layers` and `trained_tokens` of the model. `beside`: in the row of a model's best signal the next best one, in that of
+    prediction the best signal; `beside_kl_nats`: KL of that one minus KL of this, paired by window. In a row of panel `trend`:
+    `kl_nats_per_doubling` of the number of parameters, over `sizes` models.
+    """
+    found = comparison.frame(outcomes)
+    more: list[dict[str, Any]] = []
+    for outcome in outcomes:
+        record = outcome.record
+        known = {} if record is None else {"parameters": record.model.parameters, "layers": record.model.layers}
+        more.append(known | {"trained_tokens": trained_tokens(outcome.row.panel)} | _beside(outcome, outcomes))
+    found = pd.concat([found, pd.DataFrame(more, columns=COLUMNS)], axis=1)
+    trends = pd.DataFrame(_trends(outcomes))
+    return found if trends.empty else pd.concat([found, trends], ignore_index=True)
+
+
+def best_signal(outcomes: Sequence[Outcome], model: str) -> list[Outcome]:
+    """The outcomes of a model's signals, least KL first."""
+    mine = [one for one in outcomes if one.row.panel == model and one.row.key in SIGNALS and one.record is not None]
+    return sorted(mine, key=lambda one: float(_kl(one.record).mean()))
+
+
+def _beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    signals = best_signal(outcomes, outcome.row.panel)
+    if outcome.record is None or not signals:
+        return {}
+    if outcome.row.key == PREDICTED:
+        other = signals[0]
+    elif outcome is signals[0] and len(signals) > 1:
+        other = signals[1]
+    else:
+        return {}
+    difference = bootstrap(mean, _kl(other.record) - _kl(outcome.record))
+    return {"beside": other.row.key, **_named("beside_kl_nats", difference)}
+
+
+def _trends(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    found = []
+    for technique in TECHNIQUES:
+        rungs = [
+            one.record for one in outcomes if one.row.key == technique and one.row.panel in LADDER and one.record is not None
+        ]
+        # Windows are numbered along the text: those of the same number lie at the same place of it, whatever the tokenizer.
+        if len(rungs) < 2 or len({(one.data.digest, one.data.windows, one.protocol) for one in rungs}) > 1:
+            continue
+        slope = slope_per_doubling([one.model.parameters for one in rungs], [_kl(one) for one in rungs])
+        found.append(
+            {
+                "panel": TREND, "section": "", "key": technique, "technique": TECHNIQUES[technique], "status": TREND,
+                "sizes": len(rungs), **_named("kl_nats_per_doubling", slope),
+            }
+        )  # fmt: skip
+    return found
+
+
+def slope_per_doubling(parameters: Sequence[int], kl_nats: Sequence[np.ndarray]) -> Interval:
+    """Weighted least squares of the mean KL against log2 of the number of parameters, with its interval over windows.
+
+    A model weighs by one over the variance of its mean. What another training of the same model would have given is not in the interval.
+
+    Args:
+        kl_nats: (W,) of each model, nats a token, the same windows for all.
+    """
+    doublings = np.log2(np.asarray(parameters, dtype=np.float64))
+    windows = np.stack(kl_nats)  # (M, W)
+    weights = 1 / np.maximum(windows.var(axis=1, ddof=1), np.finfo(np.float64).tiny)
+    apart = doublings - (weights * doublings).sum() / weights.sum()
+    share = weights * apart / (weights * apart**2).sum()
+    return bootstrap(mean, share @ windows)  # the slope is linear in the means
+
+
+def _kl(record: Record | None) -> np.ndarray:
+    """(W,) nats a token, in the order of the text."""
+    assert record is not None
+    return record.windows.sort_values("window")["kl_nats"].to_numpy(np.float64)
+
+
+def _named(name: str, found: Interval) -> dict[str, float]:
+    values = {name: float(found.value), f"{name}_low": float(found.low), f"{name}_high": float(found.high)}
+    if not all(map(math.isfinite, values.values())):
+        raise ConfigError(f"{name}: {values} are no numbers.")
+    return values

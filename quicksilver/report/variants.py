@@ -65,7 +65,7 @@ def why_not(jobs: Sequence[Job], default: Sequence[str]) -> str | None:
     if failed is not None:
         return failed
     lacking = sum(job.record is None and job.reason is None for job in jobs)
-    return f"{lacking} of its {len(jobs)} rows have no record" if lacking else None
+    return f"its runs were not made: {lacking} of {len(jobs)} rows have no record" if lacking else None
 
 
 def index(there: Mapping[Variant, Mapping[Artefact, str | None]], commands: Mapping[Variant, Mapping[Artefact, str]]) -> str:
@@ -89,8 +89,9 @@ def index(there: Mapping[Variant, Mapping[Artefact, str | None]], commands: Mapp
             if why is not None:
                 reasons.setdefault(why, []).append(artefact)
         said = [f"- {', '.join(f'{one.kind} {one.number}' for one in those)}: {why}" for why, those in reasons.items()]
-        example = next(iter(commands[variant].values()))
-        lines += [f"## Not there for {variant.title}", "\n".join(said), f"To make one: `{example}`, and so on."]
+        example = next((commands[variant][one] for one, why in missing.items() if why is None), None)
+        made = [f"Made by `{example}`, and so on."] if example else []
+        lines += [f"## Not there for {variant.title}", "\n".join(said), *made]
     return "\n\n".join(lines) + "\n"
 
 

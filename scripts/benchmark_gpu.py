@@ -8,9 +8,11 @@ checked on the device: what is wrong there has no speed. Every comparison takes 
     prefill     batch × 512 tokens: no module, exponential decay of active tokens, half of the prompt halted at once; realization
                 ratio: time saved over executed FLOPs saved
     decode      one token after another, after a prompt: no module, every token stopped at half depth
+    int8        prefill with int8 products in place of the linear layers, by torch and by torchao, and with half of the prompt halted
     faster      dense and halting with `torch.compile`, and as CUDA graphs; what does not work is said, with the error
 
-`--device cpu --shapes tiny` runs all of it on shapes for tests. Writes benchmark_gpu.json and prints a table.
+Writes benchmark_gpu.json and prints a table. `--dry-run` needs no GPU: every step is executed on the CPU on shapes for tests, what only a CUDA
+device can do is named and skipped, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,18 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # a clone is enough: nothing has t
 
 from shapes import ROOT, SHAPES, Shape, environment, model_of, random_ids  # noqa: E402
 
+from quicksilver.baselines.int8_dynamic import Int8Dynamic  # noqa: E402
 from quicksilver.measure.latency import Alternation, alternate, shared_weight_copy  # noqa: E402
 from quicksilver.modules import ExponentialDecay, Halting, RandomHalting, StaticDepth  # noqa: E402
 from quicksilver.runtime import QuickSilverError, RuntimeModule, apply, architecture_of  # noqa: E402
 
-PARTS = ("invariants", "prefill", "decode", "faster")
+PARTS = ("invariants", "prefill", "decode", "int8", "faster")
+NEEDS_CUDA = "skipped: needs a CUDA device"
+# Of --dry-run: what the options are then, unless they are given.
+DRY: dict[str, Any] = {
+    "device": "cpu", "shapes": ["tiny", "tiny-llama"], "batch": [1, 2], "sequence": 24, "context": 8, "new_tokens": 2, "vocabulary": 61,
+    "dtype": "float32", "repeats": 3, "warmup": 0,
+}  # fmt: skip
 Call = Callable[[], object]
 Row = dict[str, Any]
 
@@ -62,12 +72,12 @@ def policies(layers: int) -> dict[str, Callable[[], list[RuntimeModule]]]:
 def invariants(shape: Shape, options: argparse.Namespace) -> list[Row]:
     """The invariants of docs/design.md Â§8 on this device, in float32 on few layers: largest difference of a logit, and what is allowed."""
     # Tensor cores would round the factors of float32 products: an invariant is about the runtime.
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         return _invariants(shape, options)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.set_float32_matmul_precision(before)
 
 
 def _invariants(shape: Shape, options: argparse.Namespace) -> list[Row]:
@@ -203,39 +213,97 @@ def rows_of(part: str, shape: Shape, batch: int, times: Alternation, saved: Mapp
     return found
 
 
+# -- integers --------------------------------------------------------------------------------------------------------------------
+
+
+def int8(model: PreTrainedModel, shape: Shape, batch: int, options: argparse.Namespace) -> list[Row]:
+    """Prefill, dense and with int8 products, alone and with half of the prompt halted: in turns, as far as each of them works."""
+    ids = random_ids(batch, options.sequence, vocabulary=options.vocabulary, device=options.device)
+    half = half_halted(options.depth(shape))
+    asked: dict[str, Callable[[], list[RuntimeModule]]] = {
+        "dense": lambda: [],
+        "int8 by torch": lambda: [Int8Dynamic()],
+        "int8 by torch, half halted": lambda: [Int8Dynamic(), half],
+        "int8 by torchao": lambda: [Int8Dynamic(backend="torchao")],
+    }
+    fns: dict[str, Call] = {}
+    failures: list[Row] = []
+    with ExitStack() as stack:
+        for name, make in asked.items():
+            if name.endswith("torchao") and not on_cuda(options.device):
+                failures.append(failure("int8", shape, batch, name, NEEDS_CUDA))
+                continue
+            with finding(failures, "int8", shape, batch, name):
+                call = _prefill_call(shared_weight_copy(model), ids, make(), stack)
+                call()
+                fns[name] = call
+        times = alternate(fns, options.warmup, options.repeats, options.device)
+    return rows_of("int8", shape, batch, times, {}, batch * options.sequence) + failures
+
+
 # -- compiled, captured ----------------------------------------------------------------------------------------------------------
 
 
 def faster(model: PreTrainedModel, shape: Shape, batch: int, options: argparse.Namespace) -> list[Row]:
     """Dense and half-halted prefill, eager, with compiled layers, and as CUDA graphs: in turns, as far as each of them works."""
     ids = random_ids(batch, options.sequence, vocabulary=options.vocabulary, device=options.device)
-    halted, failures = half_halted(options.depth(shape)), []
+    kinds: dict[str, list[RuntimeModule]] = {"dense": [], "half halted": [half_halted(options.depth(shape))]}
+    fns: dict[str, Call] = {}
+    failures: list[Row] = []
     with ExitStack() as stack:
-        fns: dict[str, Call] = {}
-        for name, modules in {"dense": [], "half halted": [halted]}.items():
-            for how in ("eager", "torch.compile", "CUDA graph"):
+        stack.enter_context(compiled_for(options.depth(shape)))
+        for name, modules in kinds.items():
+            call = _prefill_call(shared_weight_copy(model), ids, modules, stack)
+            call()
+            fns["dense" if name == "dense" else f"{name}, eager"] = call
+        for name, modules in kinds.items():
+            with finding(failures, "faster", shape, batch, f"{name}, torch.compile"):
                 other = shared_weight_copy(model)
-                try:
-                    if how == "torch.compile":
-                        for layer in architecture_of(other).layers:
-                            layer.forward = torch.compile(layer.forward, dynamic=True)
-                    call = _prefill_call(other, ids, modules, stack)
-                    call()
-                    fns["dense" if (name, how) == ("dense", "eager") else f"{name}, {how}"] = (
-                        captured(call) if how == "CUDA graph" else call
-                    )
-                except Exception as error:  # whatever a compiler raises: it is the finding
-                    failures.append(
-                        {
-                            "part": "faster",
-                            "shape": shape.name,
-                            "batch": batch,
-                            "what": f"{name}, {how}",
-                            "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
-                        }
-                    )
+                for layer in architecture_of(other).layers:
+                    layer.forward = torch.compile(layer.forward, dynamic=True)
+                call = _prefill_call(other, ids, modules, stack)
+                call()
+                fns[f"{name}, torch.compile"] = call
+        # Last: after a capture that failed, the device may refuse what comes next.
+        for name, modules in kinds.items():
+            if not on_cuda(options.device):
+                failures.append(failure("faster", shape, batch, f"{name}, CUDA graph", NEEDS_CUDA))
+                continue
+            with finding(failures, "faster", shape, batch, f"{name}, CUDA graph"):
+                fns[f"{name}, CUDA graph"] = captured(_prefill_call(shared_weight_copy(model), ids, modules, stack))
         times = alternate(fns, options.warmup, options.repeats, options.device)
     return rows_of("faster", shape, batch, times, {}, batch * options.sequence) + failures
+
+
+def on_cuda(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def failure(part: str, shape: Shape, batch: int, what: str, why: str) -> Row:
+    return {"part": part, "shape": shape.name, "batch": batch, "what": what, "failed": why}
+
+
+@contextmanager
+def finding(failures: list[Row], part: str, shape: Shape, batch: int, what: str) -> Iterator[None]:
+    """Within, whatever is raised is a finding, one row of `failures`; a full device is not: it stops the part."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler raises
+        lines = str(error).splitlines()
+        failures.append(failure(part, shape, batch, what, f"{type(error).__name__}: {lines[0][:200] if lines else ''}"))
+
+
+@contextmanager
+def compiled_for(layers: int) -> Iterator[None]:
+    """Within, torch.compile makes as many versions of a layer's code as there are layers: after 8 it would go on without compiling, and say
+    nothing that a table shows."""
+    from torch._dynamo import config
+
+    most = {name: 8 + 4 * layers for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)}
+    with config.patch(**most):  # type: ignore[attr-defined]
+        yield
 
 
 def _prefill_call(model: PreTrainedModel, ids: torch.Tensor, modules: Sequence[RuntimeModule], stack: ExitStack) -> Call:
@@ -252,8 +320,6 @@ def _prefill_call(model: PreTrainedModel, ids: torch.Tensor, modules: Sequence[R
 
 def captured(call: Call) -> Call:
     """The call as a CUDA graph; raises where something in it waits for the device."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device")
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -277,6 +343,7 @@ class Options(argparse.Namespace):
 
 def options_of(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="execute every step on the CPU, on tiny shapes; keep nothing")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["gpt2-large", "llama2-7b"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
@@ -290,16 +357,28 @@ def options_of(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / "benchmark_gpu.json")
-    return parser.parse_args(arguments, namespace=Options())
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--dry-run" in words:
+        parser.set_defaults(**DRY, output=None)
+    return parser.parse_args(words, namespace=Options())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        print("benchmark_gpu: this machine has no CUDA device that torch can use; --device cpu --shapes tiny tries the script itself.", file=sys.stderr)  # fmt: skip
-        return 2
+    if on_cuda(options.device) and not torch.cuda.is_available():
+        print("benchmark_gpu: this machine has no CUDA device that torch can use; --dry-run tries every step without one.", file=sys.stderr)  # fmt: skip
+        return 1
+    if options.output is None:
+        with tempfile.TemporaryDirectory() as folder:
+            options.output = Path(folder) / "benchmark_gpu.json"
+            return run(options)
+    return run(options)
+
+
+def run(options: Options) -> int:
+    """Check, then time; returns the exit code."""
     found: list[Row] = []
-    timed = {"prefill": prefill, "decode": decode, "faster": faster}
+    timed = {"prefill": prefill, "decode": decode, "int8": int8, "faster": faster}
     with torch.inference_mode():
         for name in options.shapes:
             shape = SHAPES[name]
@@ -323,12 +402,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     try:
                         rows = measure(model, shape, batch, options)
                     except torch.OutOfMemoryError as error:
-                        rows = [{"part": part, "shape": name, "batch": batch, "what": "all", "failed": f"out of memory: {str(error).splitlines()[0]}"}]  # fmt: skip
+                        rows = [failure(part, shape, batch, "all", f"out of memory: {str(error).splitlines()[0]}")]
                     show(rows)
                     found += rows
                     save(found, options)  # what was measured stays, whatever comes next
             del model
     save(found, options)
+    if options.dry_run:
+        skipped = sorted({row["what"] for row in found if row.get("failed") == NEEDS_CUDA})
+        broken = sorted(
+            {f"{row['part']}, {row['what']}: {row['failed']}" for row in found if row.get("failed", NEEDS_CUDA) != NEEDS_CUDA}
+        )
+        print(
+            f"Dry run: {len(found)} rows, times mean nothing. Only a CUDA device can do: {', '.join(skipped) or 'nothing more'}."
+        )
+        for line in broken:
+            print(f"benchmark_gpu: {line}", file=sys.stderr)
+        return 1 if broken else 0
     print(f"Saved to {options.output}")
     return 0
 

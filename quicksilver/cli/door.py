@@ -82,7 +82,7 @@ def _dispatch(words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in rest) and not getattr(module, "OWN_HELP", False):
         print(help_of(name))
         return 0
-    together = name == "run" and "model.parallel=tensor" in rest and not {"-m", "--multirun"} & {*rest}
+    together = name == "run" and "model.parallel=tensor" in rest
     if not together:
         _refuse_torchrun()
     elif os.environ.get("RANK", "0") != "0":
@@ -104,8 +104,8 @@ def _refuse_torchrun() -> None:
     processes = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
         raise ConfigError(
-            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. One run, without -m, whose "
-            "model is cut among them has model.parallel=tensor; model.device_map=auto spreads a model over devices."
+            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. A run or a sweep (-m) "
+            "whose model is cut among them has model.parallel=tensor; model.device_map=auto spreads a model over devices."
         )
 
 

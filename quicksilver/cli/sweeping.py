@@ -7,11 +7,12 @@ line and of conf/ mean the same, and a sweep has a manifest in the results folde
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ from quicksilver.harness.config import RunConfig, compose
 from quicksilver.harness.explain import explain
 from quicksilver.harness.hydra_section import check_hydra
 from quicksilver.harness.launchers import SERIAL, check_launcher, launch, launcher_name
-from quicksilver.harness.run import Progress, ensure, plan
+from quicksilver.harness.run import Progress, ensure, is_done, plan
 from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
 from quicksilver.harness.terminal import progress_bar, summary
 from quicksilver.harness.tracker import check_tracker
 from quicksilver.harness.workplace import Workplace
+from quicksilver.models import parallel
 from quicksilver.report.sweep_status import Board, duration
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -69,14 +71,25 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         check_name(asked.name)
     with hydra_started(extra_dirs):
         settings = _settings(overrides, extra_dirs)
-        if str(settings.runtime.choices["hydra/sweeper"]) == "optuna":
+        sweeper = str(settings.runtime.choices["hydra/sweeper"])
+        if parallel.processes() > 1 and (sweeper, launcher_name(settings)) != ("basic", SERIAL):
+            raise ConfigError(
+                f"hydra/sweeper={sweeper} hydra/launcher={launcher_name(settings)}: the processes of torchrun make the runs of a sweep by "
+                "themselves, one after the other: leave out both."
+            )
+        if sweeper == "optuna":
             from quicksilver.cli.optimising import optimise
 
             return optimise(overrides, settings, extra_dirs, asked)
         if asked.plan:
             return say_plan(overrides, settings, extra_dirs)
-        composed = compose_runs(overrides, settings, extra_dirs)
+        with uncollected():
+            composed = compose_runs(overrides, settings, extra_dirs)
         first = next(iter(composed.configs.values()))
+        if parallel.processes() > 1:
+            _join(composed)
+            if parallel.rank() > 0:
+                return _follow(composed)
         experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
         manifest = Manifest(
             name=asked.name or default_name(composed.runs, experiment),
@@ -97,6 +110,45 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             board = Board(sweep)
             trouble = _make(board, composed, asked, settings)
         return _close(board, trouble)
+
+
+def _join(composed: Composed) -> None:
+    """Under torchrun: load the model whose parts the processes have, if a run is to be made; from then on they hear each other.
+
+    Raises:
+        ConfigError: a run that each process would make by itself.
+    """
+    for number, config in composed.configs.items():
+        if config.model.parallel is None:
+            raise ConfigError(
+                f"Run {number} of the sweep has model.parallel=null, and each of the {parallel.processes()} processes of torchrun would make it: "
+                "sweep over other keys, with model.parallel=tensor in every run."
+            )
+    missing = [config for config in composed.configs.values() if not is_done(config, composed.place)]
+    if missing:
+        composed.place.model(missing[0])
+
+
+def _follow(composed: Composed) -> int:
+    """What the other processes of torchrun do: the runs that the first one says, in its order, until it says 0. Returns the exit code."""
+    if all(is_done(config, composed.place) for config in composed.configs.values()):
+        return 0
+    while number := parallel.told_by_first(0):
+        ensure([composed.configs[number]], workplace=composed.place)
+    return 0
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, Python looks for no garbage: importing torch and transformers makes half a million objects that all stay, and looking through them
+    again and again takes a seventh of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def say_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> int:
@@ -197,10 +249,22 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
     try:
         with _watched(board):
-            launch(settings, task, workers, sweep.folder.absolute() / "workers")
+            launch(settings, task, workers, sweep.folder.absolute() / "workers", _all_closed(sweep, wanted))
     except QuickSilverError as error:
         return error
     return None
+
+
+def _all_closed(sweep: Sweep, wanted: Sequence[int]) -> Callable[[], bool]:
+    """Asks whether every one of these runs has its record or has failed; looks at each of them until it has, and never again."""
+    left = [run for run in sweep.manifest.runs if run.number in wanted]
+
+    def closed() -> bool:
+        while left and not is_open(sweep, left[-1]):
+            left.pop()
+        return not left
+
+    return closed
 
 
 @dataclass(frozen=True)
@@ -233,8 +297,22 @@ class Worker:
             config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
             return dataclasses.replace(config, results_dir=self.results_dir)
 
-        work_through(sweep, config_of, Workplace(), self.wanted, Board(sweep), shown=False)
+        place = Workplace()
+        self._load(sweep, config_of, place)
+        work_through(sweep, config_of, place, self.wanted, Board(sweep), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
+
+    def _load(self, sweep: Sweep, config_of: Callable[[int], RunConfig], place: Workplace) -> None:
+        """Load the model of the first open run before one is claimed: workers that start at once would wait for the dense run of one of them, and
+        load theirs only then."""
+        first = next((run.number for run in sweep.manifest.runs if run.number in self.wanted and is_open(sweep, run)), None)
+        if first is None:
+            return
+        with suppress(QuickSilverError), uncollected():  # what is wrong, the run says
+            config = config_of(first)
+            if config.model.parallel is None:
+                plan([config], place)
+                place.model(config)
 
 
 @contextmanager
@@ -269,7 +347,8 @@ def work_through(
     *,
     shown: bool = True,
 ) -> None:
-    """Make runs one after the other, and say so.
+    """Make runs one after the other, and say so. Under torchrun the other processes are told of each, and the first failure is the last: after
+    one, nobody knows where the others are.
 
     Args:
         config_of: the config of a run, by its number.
@@ -277,6 +356,7 @@ def work_through(
         shown: what each record says goes to stdout.
     """
     seconds: list[float] = []
+    together = parallel.processes() > 1
     with progress_bar() as bar:
 
         def make(run: SweepRun) -> None:
@@ -297,18 +377,25 @@ def work_through(
                 bar(Progress(place_in_all, len(wanted), now.label, now.phase, (place_in_all + now.fraction) / len(wanted)))
 
             config = config_of(run.number)
+            if together:
+                parallel.told_by_first(run.number)
             names = {} if run.fingerprint is None else {run.fingerprint: label}
             try:
                 (record,) = ensure([config], progress=progress, workplace=place, labels=names)
             except QuickSilverError as error:
-                say(f"{label}: {error}")
+                if not together:  # else it is what the command ends with
+                    say(f"{label}: {error}")
                 raise
             seconds.append(time.monotonic() - began)
             if shown:
                 print(f"{label}\n{summary(record)}", flush=True)
 
         try:
-            work(sweep, make, only=set(wanted), changed=board.changed, on_fault=show_fault, napped=board.catch_up)
+            work(
+                sweep, make, only=set(wanted), changed=board.changed, on_fault=show_fault, napped=board.catch_up, go_on=not together
+            )  # fmt: skip
+            if together:
+                parallel.told_by_first(0)
         finally:
             board.write()
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -225,19 +225,41 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """
     try:
         _refuse_unknown_keys(cfg, RunConfig())
-        OmegaConf.resolve(cfg)
-        missing = sorted(_missing(OmegaConf.to_container(cfg)))
+        plain = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(plain, dict)
+        missing = sorted(_missing(plain))
         if missing:
             name = f"{missing[0].split('.')[0]}={OmegaConf.select(cfg, missing[0].split('.')[0] + '.name', default='…') or '…'}"
             raise ConfigError(f"{missing[0]} has no value: {name} needs {missing[0]}=…")
-        config = OmegaConf.to_object(cfg)
+        config = _object(RunConfig, plain)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value: give {error.full_key}=…") from error
     except OmegaConfBaseException as error:
         raise ConfigError(explain_value(error, overrides)) from error
-    assert isinstance(config, RunConfig)
     check(config)
     return config
+
+
+D = TypeVar("D")
+
+
+def _object(cls: type[D], plain: Mapping[Any, Any]) -> D:
+    """The dataclass of a section that OmegaConf has checked and resolved. `OmegaConf.to_object` resolves everything once more, one key at a time."""
+    sections = _sections(cls)
+    return cls(
+        **{key: _object(sections[key], value) if key in sections and value is not None else value for key, value in plain.items()}
+    )
+
+
+@lru_cache
+def _sections(cls: type) -> dict[str, type]:
+    """The fields of a dataclass that are dataclasses themselves, or may be."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        classes = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+        if classes:
+            found[name] = classes[0]
+    return found
 
 
 def _missing(node: Any, key: str = "") -> Iterator[str]:

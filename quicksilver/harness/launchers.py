@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -126,12 +127,16 @@ def _file_system(path: Path) -> str:
     return next((mounts[folder] for folder in (path, *path.parents) if folder in mounts), "")
 
 
-def launch(settings: DictConfig, task: Callable[[Any], Any], workers: int, log_dir: Path) -> None:
+def launch(
+    settings: DictConfig, task: Callable[[Any], Any], workers: int, log_dir: Path, is_over: Callable[[], bool] = lambda: False
+) -> None:
     """Start workers and wait for them, within `hydra_started`.
 
     Args:
         task: what a worker does; it is sent to it by its name. It is given a config that it need not read.
         log_dir: where a launcher may write log files.
+        is_over: whether nothing is left to make; asked often. Jobs of submitit, which tell of their end a second late, are then waited for
+            no longer: all they still do is end.
 
     Raises:
         QuickSilverError: a worker could not be started, or died; what it made is kept.
@@ -153,9 +158,16 @@ def launch(settings: DictConfig, task: Callable[[Any], Any], workers: int, log_d
     context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
     try:
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)
-        # No overrides: a worker composes each of its runs itself.
-        for answer in launcher.launch([[] for _ in range(workers)], initial_job_idx=0):
-            _ = answer.return_value  # raises what the worker raised
+
+        def wait() -> None:
+            # No overrides: a worker composes each of its runs itself.
+            for answer in launcher.launch([[] for _ in range(workers)], initial_job_idx=0):
+                _ = answer.return_value  # raises what the worker raised
+
+        if launcher_name(settings).startswith("submitit"):
+            _until_over(wait, is_over)
+        else:
+            wait()
     except QuickSilverError:
         raise
     except Exception as error:  # of submitit, joblib or ray, each with its own; all that matters is in the sweep
@@ -166,3 +178,21 @@ def launch(settings: DictConfig, task: Callable[[Any], Any], workers: int, log_d
     finally:
         with suppress(OSError):
             log_dir.rmdir()  # a launcher that wrote no log
+
+
+def _until_over(wait: Callable[[], None], is_over: Callable[[], bool], every_s: float = 0.1) -> None:
+    """`wait()`, but no longer than until `is_over`. Raises what it raised."""
+    raised: list[Exception] = []
+
+    def waiting() -> None:
+        try:
+            wait()
+        except Exception as error:  # whatever it is: it is raised where somebody hears it
+            raised.append(error)
+
+    thread = threading.Thread(target=waiting, name="quicksilver-launcher", daemon=True)
+    thread.start()
+    while thread.is_alive() and not is_over():
+        thread.join(every_s)
+    if raised and not is_over():
+        raise raised[0]

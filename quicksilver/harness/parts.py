@@ -6,8 +6,10 @@ each option.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +143,9 @@ def build_measurements(entries: Mapping[str, Any]) -> dict[str, Measurement]:
     return {name: _measurement(name, entry) for name, entry in entries.items() if is_on(name, entry)}
 
 
+_built: dict[tuple[type, str, bytes], Measurement] = {}
+
+
 def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
     cls = measurement_class(name, entry)
     arguments = {key: value for key, value in entry.items() if key not in ("_target_", "enabled")}
@@ -148,10 +153,14 @@ def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
     for key in arguments:
         if key not in known:
             raise ConfigError(f"measure.{name}.{key}: {cls.__name__} has no such option. {suggest(key, known, 'Options')}")
-    try:
-        # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
-        built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"measure.{name}.{explain_type(error) or plain(error)}") from error
-    assert isinstance(built, Measurement)
-    return built
+    # A sweep builds the same measurements for each of its runs, and OmegaConf takes a millisecond for each.
+    key = (cls, name, pickle.dumps(arguments))
+    if key not in _built:
+        try:
+            # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
+            built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"measure.{name}.{explain_type(error) or plain(error)}") from error
+        assert isinstance(built, Measurement)
+        _built[key] = built
+    return copy.deepcopy(_built[key])

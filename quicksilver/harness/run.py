@@ -123,9 +123,10 @@ def store_of(config: RunConfig) -> Store:
     return Store(config.results_dir, config.records)
 
 
-def is_done(config: RunConfig) -> bool:
+def is_done(config: RunConfig, workplace: Workplace | None = None) -> bool:
     """Whether the record of a config is there. Loads no model."""
-    return store_of(config).get(Workplace().fingerprint(config if config.modules else config.dense())) is not None
+    place = workplace or Workplace()
+    return store_of(config).get(place.fingerprint(config if config.modules else config.dense())) is not None
 
 
 def ensure(

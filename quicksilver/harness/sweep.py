@@ -384,6 +384,7 @@ def work(
     on_fault: Callable[[Exception], None] | None = None,
     napped: Callable[[], None] | None = None,
     nap_s: float = 0.2,
+    go_on: bool = True,
 ) -> int:
     """Make the runs that have no record, one after the other; those that another process makes are left to it, and taken over if it dies.
 
@@ -396,6 +397,7 @@ def work(
         on_fault: told of what is no QuickSilverError.
         napped: called between two looks at runs that others make.
         nap_s: between two looks at runs that others make.
+        go_on: after a run that failed; otherwise what made it fail is raised.
 
     Returns:
         How many this call tried to make.
@@ -422,6 +424,8 @@ def work(
             sweep.failed(free, error)
             if on_fault is not None and not isinstance(error, QuickSilverError):
                 on_fault(error)
+            if not go_on:
+                raise
         finally:
             taken.release()
         tell()

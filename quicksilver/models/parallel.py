@@ -63,15 +63,15 @@ def cut(folder: Path) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=processes(), tp_plan="auto")}
 
 
-def told_by_first(answer: bool) -> bool:
-    """What the first process answers, in all of them, once a model is cut: each waits for it."""
+def told_by_first(answer: int) -> int:
+    """What the first process answers (a number, a yes or a no), in all of them, once a model is cut: each waits for it."""
     import torch
     from torch import distributed
 
     on = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     said = torch.tensor([int(answer)], device=on)
     distributed.broadcast(said, src=0)
-    return bool(said)
+    return int(said)
 
 
 def check_plan(config: Any, size: int) -> None:

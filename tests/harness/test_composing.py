@@ -6,15 +6,18 @@ import pytest
 import thinning
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from thinning import first
 
+from quicksilver.data.spec import FilesConfig
 from quicksilver.harness import composing
 from quicksilver.harness.choices import choices
 from quicksilver.harness.composing import check_words, hydra_started
 from quicksilver.harness.config import RunConfig, compose, run_config
 from quicksilver.harness.explain import explain
 from quicksilver.harness.overrides import quoted
+from quicksilver.harness.parts import build_measurements
 from quicksilver.runtime.errors import ConfigError
 
 RUNS = [
@@ -109,3 +112,26 @@ def test_a_hydra_that_runs_already_is_left_as_it_was():
             assert compose(["seed=4"]).seed == 4
         assert GlobalHydra.instance().hydra is outer
     assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize(
+    "words", [["dataset=sst2", "modules=[halting]"], ["dataset=wikitext103-tagged", "measure=paper"], ["seed=3", "threads=2"]]
+)
+def test_a_run_s_config_has_the_classes_and_values_that_omegaconf_gives(words):
+    readable = quoted(words)
+    cfg = composing.composed(readable, (), 0)
+    OmegaConf.resolve(cfg)
+    expected = OmegaConf.to_object(cfg)
+    found = run_config(composing.composed(readable, (), 0))
+    assert found == expected
+    assert type(found.dataset.task) is type(expected.dataset.task)
+    assert type(found.dataset.tagger) is type(expected.dataset.tagger)
+    assert type(found.dataset.files) is FilesConfig
+    assert all(type(entry) in (dict, str, int) for entry in found.measure.values())
+
+
+def test_measurements_that_were_built_before_are_not_the_same_objects():
+    entries = compose(["measure=default"]).measure
+    first_time, again = build_measurements(entries), build_measurements(entries)
+    assert first_time == again
+    assert all(again[name] is not built for name, built in first_time.items())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,45 @@ def test_two_workers_make_what_one_process_makes(launcher, tmp_path):
         assert (tmp_path / name / "sweeps" / "depths" / "index.html").read_text().count('data-state="done"') == 3
     assert found["two"] == found["serial"]
     assert len(found["two"]) == 4
+
+
+def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer():
+    ended = threading.Event()
+    looks = iter([False, False, True])
+    launchers._until_over(ended.wait, lambda: next(looks), every_s=0.0)  # the job itself has not ended
+    assert not ended.is_set()
+    ended.set()
+
+    def died() -> None:
+        raise RuntimeError("UncompletedJobError")
+
+    with pytest.raises(RuntimeError, match="UncompletedJobError"):
+        launchers._until_over(died, lambda: False)
+    launchers._until_over(died, lambda: True)  # all is made: what became of a worker matters no more
+
+
+def test_a_sweep_is_over_when_each_wanted_run_has_its_record_or_has_failed(tmp_path):
+    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
+    assert door.main(["run", "-m", *words, "limit=1"]) == 0
+    sweep = Sweep.load(tmp_path / "results", "depths")
+    assert sweeping._all_closed(sweep, [1])()
+    closed = sweeping._all_closed(sweep, [1, 2])
+    assert not closed()
+    sweep.failed(sweep.manifest.runs[1], QuickSilverError("no memory"))
+    assert closed()
+    assert not sweeping._all_closed(sweep, [1, 2, 3])()
+
+
+def test_a_worker_has_its_model_before_it_claims_a_run(tmp_path, monkeypatch):
+    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
+    assert door.main(["run", "-m", *words, "limit=1"]) == 0
+    seen = []
+
+    def work_through(sweep, config_of, place, wanted, board, **_):
+        seen.append((place._loaded is not None, list((sweep.folder / "taken").glob("*"))))
+
+    monkeypatch.setattr(sweeping, "work_through", work_through)
+    sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))()
+    sweeping.Worker(str(tmp_path / "results"), "depths", (1,))()  # nothing is left for it
+    assert seen == [(True, []), (False, [])]
+    assert gc.isenabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from harness_world import make_world
 
 from quicksilver.cli import door
 from quicksilver.harness.config import compose
-from quicksilver.harness.record import load_record
+from quicksilver.harness.record import load_record, record_frame
 from quicksilver.measure.ranks import RanksResult
 from quicksilver.runtime.errors import ConfigError
 
@@ -71,6 +72,44 @@ def test_two_processes_make_one_record_with_the_numbers_of_one(tmp_path):
     assert max(of_two.executed_flops_by_rank) < 0.7 * of_one.executed_flops
     assert of_two.interposed_flops_by_rank == pytest.approx(of_two.executed_flops_by_rank, rel=0.01)
     assert sum(of_two.kv_bytes_resident_by_rank) == of_two.kv_bytes_resident == of_one.kv_bytes_resident > 0
+
+
+@pytest.mark.slow
+def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(tmp_path):
+    words = [word for word in words_of(tmp_path / "world") if not word.startswith("dataset.windows")]
+    words += ["dataset.windows=4", "modules.static_depth.depth=0.4,0.6,0.8", "name=depths"]
+    asked = ["-m", *words, "model.parallel=tensor", f"results_dir={tmp_path / 'two'}"]
+    made = started(*asked, "limit=2")
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert made.stdout.count("  record  ") == 2
+    made = started(*asked)
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert made.stdout.count("  record  ") == 1
+    assert "3 of 3 done" in made.stdout
+    again = started(*asked)  # nothing is left: no model is loaded
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert again.stdout.count("  record  ") == 0
+    assert door.main(["run", "-m", *words, f"results_dir={tmp_path / 'one'}"]) == 0
+    two, one = (record_frame(tmp_path / name).sort_values("executed_flops") for name in ("two", "one"))
+    assert len(two) == len(one) == 4
+    assert list(two["ppl"]) == pytest.approx(list(one["ppl"]), rel=1e-4)
+    assert list(two["executed_flops"]) == list(one["executed_flops"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hydra/launcher=joblib"], "hydra/launcher=joblib: the processes of torchrun make the runs"),
+        (["model.parallel=null"], r"Run 1 of the sweep has model.parallel=null, and each of the 2 processes"),
+    ],
+)
+def test_a_sweep_that_is_not_of_all_processes_is_refused_before_anything_is_loaded(words, said, tmp_path, monkeypatch, capsys):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    asked = [*words_of(tmp_path / "world"), "seed=0,1", f"results_dir={tmp_path / 'two'}"]
+    assert door.main(["run", "-m", "model.parallel=tensor", *asked, *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "two" / "sweeps").exists()
 
 
 @pytest.mark.slow

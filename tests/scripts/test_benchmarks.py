@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,7 @@ def test_a_power_law_is_found_and_two_points_are_none() -> None:
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert benchmark_gpu.main([]) == 2
+    assert benchmark_gpu.main([]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -153,8 +155,44 @@ def test_what_cannot_be_captured_is_a_finding(tmp_path: Path, monkeypatch: pytes
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     failed = {row["what"]: row["failed"] for row in rows if "failed" in row}
     assert failed["dense, torch.compile"] == "RuntimeError: no compiler here"
-    assert failed["half halted, CUDA graph"] == "RuntimeError: no CUDA device"
+    assert failed["half halted, CUDA graph"] == "skipped: needs a CUDA device"
     assert [row["what"] for row in rows if "failed" not in row] == ["dense", "half halted, eager"]
+
+
+def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)  # the compiler takes a minute: the slow test has it
+    kept = benchmark_gpu.ROOT / "results" / "benchmarks" / "benchmark_gpu.json"
+    before = kept.exists()
+    assert benchmark_gpu.main(["--dry-run", "--shapes", "tiny-llama", "--batch", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert {line.split()[0] for line in said.out.splitlines() if not line.startswith(" ")} == {*benchmark_gpu.PARTS, "Dry"}
+    assert "int8 by torch, half halted" in said.out
+    for what in ("dense, CUDA graph", "half halted, CUDA graph", "int8 by torchao"):
+        (row,) = (line for line in said.out.splitlines() if f"  {what}  " in line)
+        assert row.endswith("skipped: needs a CUDA device")
+    assert "Only a CUDA device can do: dense, CUDA graph, half halted, CUDA graph, int8 by torchao." in said.out
+    assert kept.exists() == before
+
+
+def test_a_step_that_fails_in_the_dry_run_fails_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses(**_: Any) -> None:
+        raise RuntimeError("no integers here")
+
+    monkeypatch.setattr(benchmark_gpu, "Int8Dynamic", refuses)
+    assert benchmark_gpu.main(["--dry-run", "--shapes", "tiny", "--batch", "1", "--only", "int8"]) == 1
+    assert "int8, int8 by torch: RuntimeError: no integers here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_whole_dry_run_in_a_process_that_has_neither_hydra_nor_pandas() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['hydra', 'omegaconf', 'pandas', 'wandb', 'rich', 'matplotlib'])); "
+    run = f"import runpy; sys.argv = ['benchmark_gpu.py', '--dry-run']; runpy.run_path({benchmark_gpu.__file__!r}, run_name='__main__')"
+    made = subprocess.run([sys.executable, "-c", blocked + run], capture_output=True, text=True, timeout=1800)
+    assert made.returncode == 0, made.stderr[-2000:]
+    assert "Only a CUDA device can do: dense, CUDA graph, half halted, CUDA graph, int8 by torchao." in made.stdout
 
 
 @pytest.mark.slow

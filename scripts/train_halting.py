@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import torch
 from tqdm import tqdm
 
-from quicksilver.detection import measured
-from quicksilver.detection.study import PARTS, WIDE_PARTS, Plan, Seed
-from quicksilver.detection.workers import Workers, tasks
+from quicksilver.detection import measured, timing
+from quicksilver.detection.study import MORE, PARTS, Plan, Seed, tasks
+from quicksilver.detection.workers import Workers
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +35,20 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_subparsers(dest="what", required=True)
     detection = what.add_parser("detection", help="the study of made scenes")
     detection.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    detection.add_argument("--only", nargs="+", choices=(*PARTS, *WIDE_PARTS), help="train these and measure nothing")
-    detection.add_argument("--wide", action="store_true", help="the wider detector, too")
+    detection.add_argument("--only", nargs="+", choices=(*PARTS, *sum(MORE.values(), ())), help="train these and measure nothing")
+    detection.add_argument(
+        "--more", nargs="+", choices=tuple(MORE), default=[], help="a detector taught by a dense one, and the wider one, too"
+    )
     detection.add_argument("--processes", type=int, default=1, help="that train side by side, each with --threads")
     timed = detection.add_mutually_exclusive_group()
     timed.add_argument("--no-timing", action="store_true", help="do not time: for a machine that does other work")
     timed.add_argument("--timing-only", action="store_true", help="time the finished detectors and write nothing else")
+    timed.add_argument("--sizes-only", action="store_true", help="time detectors of drawn weights by size and write nothing else")
+    timed.add_argument(
+        "--cost-only",
+        action="store_true",
+        help="time a few steps of every training in --processes at once, and write what all cost",
+    )
     detection.add_argument("--checkpoints", type=Path, default=ROOT / "outputs" / "detection")
     detection.add_argument("--output", type=Path, default=ROOT / "results" / "detection")
     detection.add_argument(
@@ -81,28 +90,36 @@ def detection(options: argparse.Namespace) -> None:
         scenes=options.scenes, validation=options.validation, steps=options.steps, tuning_steps=options.tuning_steps,
         tokens=options.tokens, seeds=tuple(options.seeds), folder=options.folder,
     )  # fmt: skip
-    seeds = [Seed(plan, seed, options.checkpoints, progress, may_train=not options.timing_only) for seed in options.seeds]
+    seeds = [
+        Seed(plan, seed, options.checkpoints, progress, may_train=not (options.timing_only or options.cost_only))
+        for seed in options.seeds
+    ]
     if options.processes < 1:
         raise ConfigError(f"processes={options.processes}: give at least 1.")
-    wide, parts = options.wide, options.only or [*PARTS, *(WIDE_PARTS if options.wide else ())]
+    more, parts = options.more, options.only or [*PARTS, *(part for name in options.more for part in MORE[name])]
     frames = {}
-    if options.timing_only:
+    if options.sizes_only:
+        frames["sizes"] = timing.sizes()
+    elif options.cost_only:
+        with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
+            frames["cost"] = pd.concat(workers.costs(options.seeds), ignore_index=True)
+    elif options.timing_only:
         pass
     elif options.processes == 1:
         for number, part in tasks(options.seeds, parts):
             seeds[options.seeds.index(number)].train(part)
         if not options.only:
-            evaluations = ([*seed.evaluations(), *(seed.wide_evaluations() if wide else ())] for seed in seeds)
+            evaluations = ([*seed.evaluations(), *seed.more_evaluations(more)] for seed in seeds)
             frames = measured.study(seeds, evaluations)
     else:
         with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
             workers.train(options.seeds, parts, print)
             if not options.only:
-                frames = measured.study(seeds, workers.measure(options.seeds, wide))
+                frames = measured.study(seeds, workers.measure(options.seeds, more))
     if options.only:
         return
-    if not options.no_timing:
-        frames["timing"] = measured.timing(seeds[0], wide)
+    if not (options.no_timing or options.sizes_only or options.cost_only):
+        frames |= {"timing": timing.timing(seeds[0], more), "parts": timing.parts(seeds[0])}
     print("Written: " + ", ".join(map(str, measured.write(frames, options.output))))
 
 

@@ -76,18 +76,27 @@ def _in_own(places: np.ndarray, boxes: np.ndarray) -> np.ndarray:
 
 def all_ious(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     """Every box of (A, 5) with every box of (B, 5): (A, B)."""
-    pairs = np.repeat(np.arange(len(one)), len(two)), np.tile(np.arange(len(two)), len(one))
-    return rotated_iou(one[pairs[0]], two[pairs[1]]).reshape(len(one), len(two))
+    return _ious_where(np.ones((len(one), len(two)), dtype=bool), one, two)
+
+
+def _ious_where(asked: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Of the pairs that are asked for, (A, B) bool: (A, B), 0 elsewhere. Most pairs are too far apart to share anything, and are not computed."""
+    radii = [np.hypot(boxes[:, 2], boxes[:, 3]) / 2 for boxes in (one, two)]
+    apart = np.hypot(*(one[:, None, axis] - two[None, :, axis] for axis in (0, 1)))
+    pairs = np.nonzero(asked & (apart <= radii[0][:, None] + radii[1] + 1e-6))
+    ious = np.zeros(asked.shape)
+    ious[pairs] = rotated_iou(one[pairs[0]], two[pairs[1]])
+    return ious
 
 
 def keep_by_nms(boxes: np.ndarray, labels: np.ndarray, overlap: float) -> np.ndarray:
     """Indices of the boxes (K, 5), best first, that overlap no better one of their label by more than `overlap`."""
-    ious = all_ious(boxes, boxes)
-    kept: list[int] = []
+    rivals = np.tri(len(boxes), k=-1, dtype=bool) & (labels[:, None] == labels)
+    overlaps = _ious_where(rivals, boxes, boxes) > overlap  # (K, K), with better ones of the same label
+    kept = np.zeros(len(boxes), dtype=bool)
     for i in range(len(boxes)):
-        if all(labels[i] != labels[j] or ious[i, j] <= overlap for j in kept):
-            kept.append(i)
-    return np.array(kept, dtype=np.int64)
+        kept[i] = not (overlaps[i] & kept).any()
+    return np.flatnonzero(kept)
 
 
 def matches(
@@ -108,13 +117,18 @@ def matches(
     return found.scores[found.labels == label], right, len(there)
 
 
-def average_precision(scores: np.ndarray, right: np.ndarray, n_boxes: int) -> float:
-    """Mean over forty recalls of the best precision at that recall or a higher one (KITTI since 2019); NaN without boxes."""
+def average_precision(scores: np.ndarray, right: np.ndarray, n_boxes: int, times: np.ndarray | None = None) -> float:
+    """Mean over forty recalls of the best precision at that recall or a higher one (KITTI since 2019); NaN without boxes.
+
+    Args:
+        times: (K,) how often each detection is there; None: once.
+    """
     if not n_boxes:
         return float("nan")
     order = np.argsort(-scores, kind="stable")
-    hits = right[order].cumsum()
-    precision = hits / np.arange(1, len(hits) + 1)
+    each = np.ones(len(order), dtype=np.int64) if times is None else times[order]
+    hits = (right[order] * each).cumsum()
+    precision = hits / np.maximum(each.cumsum(), 1)
     recall = hits / n_boxes
     best = np.maximum.accumulate(precision[::-1])[::-1] if len(precision) else precision
     at = np.searchsorted(recall, RECALLS - 1e-12)

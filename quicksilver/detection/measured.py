@@ -8,7 +8,7 @@ of: seeds, sizes, versions.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,17 +18,15 @@ import torch
 
 import quicksilver
 from quicksilver.atomic import write_atomically
-from quicksilver.detection.evaluate import Evaluation, ScenePolicy, ap_difference, evaluate
+from quicksilver.detection.evaluate import Evaluation, ap_difference, evaluate
 from quicksilver.detection.model import PillarDetector
 from quicksilver.detection.pillars import Batch
 from quicksilver.detection.pseudo_gradient import accuracy, effects
-from quicksilver.detection.study import LEARNED, RULES, Measured, Seed, gated, ruled
+from quicksilver.detection.study import LEARNED, RULES, Measured, Seed, gated
 from quicksilver.detection.training import detection_loss
-from quicksilver.measure.latency import alternate
-from quicksilver.runtime.run import apply
 
-Key = tuple[str, str, float]
-TIMED = (0.3, 0.5)  # thresholds
+Key = tuple[str, str, float]  # detector, policy, dial
+DRAWS = 200  # of each interval
 
 
 def study(seeds: Sequence[Seed], measured: Iterable[Sequence[Measured]]) -> dict[str, pd.DataFrame]:
@@ -36,7 +34,7 @@ def study(seeds: Sequence[Seed], measured: Iterable[Sequence[Measured]]) -> dict
     rows, found = evaluations([seed.seed for seed in seeds], measured)
     return {
         "evaluations": rows,
-        "differences": differences(found, len(seeds)),
+        "differences": differences(found),
         "curves": curves(seeds),
         "gradients": gradients(seeds[0]),
         "scene": scene(seeds[0]),
@@ -72,29 +70,39 @@ def evaluations(seeds: Sequence[int], measured: Iterable[Sequence[Measured]]) ->
     return pd.DataFrame(rows), found
 
 
-def differences(found: dict[Key, list[Evaluation]], n_seeds: int, draws: int = 200) -> pd.DataFrame:
-    """AP against the dense control with recycling, and against random halting at the same rates without, mean over seeds."""
+def differences(found: dict[Key, list[Evaluation]], draws: int = DRAWS) -> pd.DataFrame:
+    """AP against the detectors of `compared`, mean over seeds; what has fewer of them than the rest is compared on these, the first."""
     rows = []
-    control = found["control", "dense", 0.0]
-    for (detector, policy, dial), ours in found.items():
-        if (detector, policy) == ("control", "dense") or len(ours) != n_seeds:
-            continue
-        pairs = [("dense control", True, control)]
-        random = found.get(("random", "random", dial))
-        if policy in ("learned", "norm") and detector in ("box", "uniform", *RULES) and random is not None:
-            pairs += [("random", True, random), ("random", False, random)]
-        if detector == "gentle" and ("longer", "dense", 0.0) in found:
-            pairs.append(("longer control", True, found["longer", "dense", 0.0]))
-        if (detector, policy) == ("box", "learned") and random is not None:
-            rivals = {"uniform": found["uniform", "learned", dial], "norm": found["norm", "norm", dial]}
-            pairs += [(rival, recycled, theirs) for rival, theirs in rivals.items() for recycled in (True, False)]
-        for against, recycled, theirs in pairs:
-            gap = ap_difference(ours, theirs, recycled=recycled, draws=draws)
-            rows.append(
-                {"detector": detector, "policy": policy, "dial": dial, "against": against, "recycled": recycled, "difference": gap.value,
-                 "low": gap.low, "high": gap.high}
-            )  # fmt: skip
+    for key, against, recycled, other in compared(found):
+        ours = found[key]
+        theirs = found[other][: len(ours)]
+        gap = ap_difference(ours, theirs, recycled=recycled, draws=draws)
+        rows.append(
+            dict(zip(("detector", "policy", "dial"), key, strict=True))
+            | {"against": against, "recycled": recycled, "difference": gap.value, "low": gap.low, "high": gap.high}
+        )
     return pd.DataFrame(rows)
+
+
+def compared(found: Collection[Key]) -> list[tuple[Key, str, bool, Key]]:
+    """Which evaluations are compared: ours, what the other is called, with recycling or without, the other. All against the dense control; against
+    random halting at the same rates, with and without; those trained longer against the dense detector that was, too."""
+    dense, longer = ("control", "dense", 0.0), ("longer", "dense", 0.0)
+    pairs: list[tuple[Key, str, bool, Key]] = []
+    for key in found:
+        detector, policy, dial = key
+        if key == dense:
+            continue
+        pairs.append((key, "dense control", True, dense))
+        random = ("random", "random", dial)
+        if policy in ("learned", "norm") and detector in ("box", "uniform", *RULES) and random in found:
+            pairs += [(key, "random", True, random), (key, "random", False, random)]
+        if detector in ("gentle", "taught", "wide_gentle") and longer in found:
+            pairs.append((key, "longer control", True, longer))
+        if (detector, policy) == ("box", "learned") and random in found:
+            rivals = {"uniform": ("uniform", "learned", dial), "norm": ("norm", "norm", dial)}
+            pairs += [(key, name, recycled, theirs) for name, theirs in rivals.items() for recycled in (True, False)]
+    return pairs
 
 
 def curves(seeds: Sequence[Seed]) -> pd.DataFrame:
@@ -158,46 +166,6 @@ def gradients(seed: Seed, scenes: int = 3, tokens: int = 24) -> pd.DataFrame:
 
 def _loss(model: PillarDetector, batch: Batch) -> torch.Tensor:
     return detection_loss(model(batch.features), batch)
-
-
-def timing(seed: Seed, wide: bool, repeats: int = 15, scenes: int = 8) -> pd.DataFrame:
-    """Wall clock of one scene a pass, in turns with the dense control; one sample is a round of `scenes`. A row a detector, policy and dial:
-    every threshold of the gates that halts somebody and leaves somebody, and random halting at the rates of box weights."""
-    data = seed.plan.validation_data
-    runs: dict[Key, tuple[PillarDetector, ScenePolicy | None]] = {("control", "dense", 0.0): (seed.control().model, None)}
-    for name in LEARNED:
-        learned = seed.learned(name)
-        runs |= {(name, "learned", threshold): (learned.model, gated(learned, threshold)) for threshold in TIMED}
-    runs["random", "random", 0.5] = (seed.ruled("random").model, ruled("random", seed.rates))
-    if wide:
-        runs["wide_control", "dense", 0.0] = (seed.control(wide=True).model, None)
-        learned = seed.learned("box", wide=True)
-        runs |= {("wide_box", "learned", threshold): (learned.model, gated(learned, threshold)) for threshold in TIMED}
-
-    def once(key: Key) -> None:
-        model, policy = runs[key]
-        with torch.inference_mode():
-            if policy is None:
-                for number in range(scenes):
-                    model(data.features[number : number + 1])
-                return
-            with apply(model, policy(0)) as run:
-                for number in range(scenes):
-                    run.reset()
-                    model(data.features[number : number + 1])
-
-    names = {" ".join(map(str, key)): key for key in runs}
-    times = alternate({name: partial(once, key) for name, key in names.items()}, 2, repeats)
-    control = next(iter(names))
-    rows = []
-    for name, (detector, policy, dial) in names.items():
-        ratio = times.ratio(name, control)
-        rows.append(
-            {"detector": detector, "policy": policy, "dial": dial, "latency_ms": times[name].median / scenes,
-             "latency_ratio": ratio.median, "latency_ratio_low": ratio.low, "latency_ratio_high": ratio.high,
-             "noise_floor_pct": 100 * (times.noise_floor or 0.0), "load_average": times.load_before}
-        )  # fmt: skip
-    return pd.DataFrame(rows)
 
 
 def about(seeds: Sequence[Seed]) -> pd.DataFrame:

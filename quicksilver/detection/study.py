@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +28,22 @@ BOX_WEIGHT = 0.1
 STATIC_DEPTHS = (0.25, 0.5, 0.75)
 LEARNED = ("box", "uniform", "reading", "frozen", "gentle")
 GENTLE = 0.1  # of the usual rate
+IMITATES = 1.0
 RULES = ("random", "norm")
 THRESHOLDS = (0.3, 0.5, 0.7)
-FINER = {"frozen": (0.3, 0.4, 0.5, 0.7), "gentle": (0.3, 0.4, 0.5, 0.7)}  # between 0.3 and 0.5 the first of them begins to lose
+FINER = {
+    "frozen": (0.3, 0.4, 0.5, 0.7),
+    "gentle": (0.3, 0.4, 0.5, 0.7),
+    "taught": (0.3, 0.4, 0.5, 0.7),
+}  # between 0.3 and 0.5 the first of them begins to lose
 PARTS = ("dense", "control", *LEARNED, *RULES, "longer", "no_layers")
-WIDE_PARTS = ("wide_control", "wide_box")
+MORE = {"taught": ("taught",), "wide": ("wide_control", "wide_frozen", "wide_gentle")}  # not in the study unless asked for
 NEEDS = {
     "control": ("dense",), "longer": ("control",), "box": ("dense",), "uniform": ("dense",), "reading": ("dense",), "frozen": ("control",), "gentle": ("frozen",),
-    "random": ("box",), "norm": ("box",), "wide_box": ("wide_control",),
+    "taught": ("frozen", "longer"), "random": ("box",), "norm": ("box",), "wide_frozen": ("wide_control",), "wide_gentle": ("wide_frozen",),
 }  # fmt: skip
 Measured = tuple[str, str, float, Evaluation]  # detector, policy, dial
+Task = tuple[int, str]  # seed, part
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Plan:
     """
 
     shape: Shape = field(default_factory=Shape)
-    wide: Shape = field(default_factory=lambda: Shape(width=72, heads=4))
+    wide: Shape = field(default_factory=lambda: Shape(width=72, heads=3))
     scenes: int = 1600
     validation: int = 100
     steps: int = 800
@@ -97,9 +103,13 @@ class Plan:
 
     @cached_property
     def validation_data(self) -> Batch:
+        return batch_of(self.validation_scenes(self.validation), self.maker.grid)
+
+    def validation_scenes(self, n: int) -> list[Scene]:
+        """The first `n` scenes that are measured."""
         if self.folder is not None:
-            return batch_of(self._frames[self.scenes :], self.maker.grid)
-        return batch_of([self.maker.scene(VALIDATION + seed) for seed in range(self.validation)], self.maker.grid)
+            return self._frames[self.scenes :][:n]
+        return [self.maker.scene(VALIDATION + seed) for seed in range(n)]
 
 
 Progress = Callable[[str, range], Iterable[int]]
@@ -125,11 +135,11 @@ class Seed:
     may_train: bool = True
 
     def train(self, part: str) -> Trained:
-        """One of `PARTS` or `WIDE_PARTS`, and whatever it starts from."""
+        """One of `PARTS` or of the parts of `MORE`, and whatever it starts from."""
         wide, name = part.startswith("wide_"), part.removeprefix("wide_")
         if name in RULES:
             return self.ruled(name)
-        if name in LEARNED:
+        if name in (*LEARNED, "taught"):
             return self.learned(name, wide)
         rest = {
             "dense": self.dense,
@@ -161,15 +171,19 @@ class Seed:
     def learned(self, name: str, wide: bool = False) -> Trained:
         """With gates, under `box` weights or `uniform` ones; `reading`: box weights, and gates whose derivative leaves the states alone; `frozen`:
         box weights, and gates alone are trained, on the control, so that nothing but stopping can differ from it; `gentle`: from there on
-        both, the detector at a tenth of the rate and the gates as in `reading`."""
+        both, the detector at a tenth of the rate and the gates as in `reading`; `taught`: as `gentle`, imitating `longer`, too."""
         shape = self.plan.wide if wide else self.plan.shape
-        gates = HaltingGates(shape.width, range(shape.layers - 1), reads_only=name in ("reading", "gentle"))
-        start = {"frozen": self.control, "gentle": lambda _: self.learned("frozen")}.get(name, self.dense)
-        if name == "gentle" and (found := self.learned("frozen").gates) is not None:
-            gates.load_state_dict(found.state_dict())
+        goes_on = name in ("gentle", "taught")
+        gates = HaltingGates(shape.width, range(shape.layers - 1), reads_only=name == "reading" or goes_on)
+        start: Callable[[bool], Trained] = self.control if name == "frozen" else self.dense
+        if goes_on:
+            start = partial(self.learned, "frozen")
+            if (found := start(wide).gates) is not None:
+                gates.load_state_dict(found.state_dict())
         return self._tuned(
-            name, start, wide=wide, gates=gates, tokens=self.plan.tokens, box_weight=1.0 if name == "uniform" else BOX_WEIGHT,
-            base_rate={"frozen": 0.0, "gentle": GENTLE}.get(name, 1.0),
+            name, start, wide=wide, gates=gates, teacher=self.longer if name == "taught" else None, tokens=self.plan.tokens,
+            box_weight=1.0 if name == "uniform" else BOX_WEIGHT, base_rate=0.0 if name == "frozen" else GENTLE if goes_on else 1.0,
+            imitates=IMITATES if name == "taught" else 0.0,
         )  # fmt: skip
 
     def ruled(self, name: str) -> Trained:
@@ -193,12 +207,19 @@ class Seed:
         wide: bool = False,
         gates: HaltingGates | None = None,
         policy: ScenePolicy | None = None,
+        teacher: Callable[[], Trained] | None = None,
         **recipe: object,
     ) -> Trained:
         shape = self.plan.wide if wide else self.plan.shape
         own = Recipe(self.plan.tuning_steps, learning_rate=1.5e-3, seed=self.seed + 100, **recipe)  # type: ignore[arg-type]
         return self._trained(
-            f"wide_{name}" if wide else name, shape, lambda: copy.deepcopy((start or self.dense)(wide).model), own, gates, policy
+            f"wide_{name}" if wide else name,
+            shape,
+            lambda: copy.deepcopy((start or self.dense)(wide).model),
+            own,
+            gates,
+            policy,
+            teacher,
         )
 
     def _trained(
@@ -209,6 +230,7 @@ class Seed:
         recipe: Recipe,
         gates: HaltingGates | None = None,
         policy: ScenePolicy | None = None,
+        teacher: Callable[[], Trained] | None = None,
     ) -> Trained:
         path = self.folder / f"seed{self.seed}" / f"{name}.safetensors"
         if path.is_file() or not self.may_train:
@@ -220,7 +242,8 @@ class Seed:
                     f"{path} was trained for {found.step} of {recipe.steps} steps: finish it first, python scripts/train_halting.py detection."
                 )
         return train(
-            start(), self.plan.training_data, recipe, gates=gates, policy=policy, checkpoint=path,
+            start(), self.plan.training_data, recipe, gates=gates, policy=policy,
+            teacher=None if teacher is None else teacher().model, checkpoint=path,
             progress=lambda steps: self.progress(f"seed {self.seed}, {name}", steps),
         )  # fmt: skip
 
@@ -251,15 +274,37 @@ class Seed:
         for depth in STATIC_DEPTHS:
             yield "static", "static", depth, measured(self.control(), static(depth))
 
-    def wide_evaluations(self) -> Iterator[Measured]:
-        """The same of the wider detector."""
+    def more_evaluations(self, more: Sequence[str]) -> Iterator[Measured]:
+        """The same of what was asked for by its name in `MORE`."""
+        if "taught" in more:
+            taught = self.learned("taught")
+            yield "taught", "dense", 0.0, self._measured(taught)
+            for threshold in FINER["taught"]:
+                yield "taught", "learned", threshold, self._measured(taught, gated(taught, threshold))
+        if "wide" not in more:
+            return
         yield "wide_control", "dense", 0.0, self._measured(self.control(wide=True))
-        wide = self.learned("box", wide=True)
-        for threshold in THRESHOLDS:
-            yield "wide_box", "learned", threshold, self._measured(wide, gated(wide, threshold))
+        wide = self.learned("gentle", wide=True)
+        for threshold in FINER["gentle"]:
+            yield "wide_gentle", "learned", threshold, self._measured(wide, gated(wide, threshold))
 
     def _measured(self, trained: Trained, policy: ScenePolicy | None = None) -> Evaluation:
         return evaluate(trained.model, self.plan.validation_data, self.plan.maker.grid, policy)
+
+
+def tasks(seeds: Sequence[int], parts: Sequence[str]) -> list[Task]:
+    """These parts with all that they start from, the first to be done first: a part of all seeds, then the next part."""
+    wanted: list[str] = []
+
+    def add(part: str) -> None:
+        if part not in wanted:
+            for need in NEEDS.get(part, ()):
+                add(need)
+            wanted.append(part)
+
+    for part in parts:
+        add(part)
+    return [(seed, part) for part in wanted for seed in seeds]
 
 
 def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> ScenePolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch.nn import functional as F
 
 from quicksilver.atomic import write_atomically
 from quicksilver.detection.model import PillarDetector, detector
@@ -48,6 +50,7 @@ class Recipe:
         base_rate: of the learning rate, what the detector's own weights have beside gates; 0: they stay as they are.
         recycle: the head reads the frozen states of halted tokens; else it sees nothing of them.
         seed: of the order of scenes.
+        imitates: weight of the distance to the outputs of a teacher; 0: none teaches.
     """
 
     steps: int
@@ -58,6 +61,7 @@ class Recipe:
     base_rate: float = 1.0
     recycle: bool = True
     seed: int = 0
+    imitates: float = 0.0
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
@@ -68,6 +72,8 @@ class Recipe:
             raise ConfigError(f"box_weight={self.box_weight} must lie above 0 and at 1 or below.")
         if not 0 <= self.base_rate <= 1 or (self.tokens is None and not self.base_rate):
             raise ConfigError(f"base_rate={self.base_rate} must lie between 0 and 1, and above 0 where no gates are trained.")
+        if not 0 <= self.imitates < math.inf:
+            raise ConfigError(f"imitates={self.imitates} must be 0 or a positive number.")
 
     def rate(self, step: int) -> float:
         """Learning rate at `step`."""
@@ -87,6 +93,23 @@ def detection_loss(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
     return -focal.sum() / centre.sum().clamp(min=1) + 0.5 * (apart * batch.near).sum() / batch.near.sum().clamp(min=1)
 
 
+def imitation_loss(outputs: torch.Tensor, taught: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """How far outputs (B, N, C + 6) are from a teacher's: a scalar.
+
+    Cross entropy of the heat with the teacher's for its target, less the teacher's own entropy, weighted and divided as the focal loss is (a
+    pillar by how far the two probabilities are apart, squared; a scene by its centres), and L1 of the box where a label's is taken.
+    """
+    n_classes = len(CLASSES)
+    logits, target = outputs[..., :n_classes], taught[..., :n_classes].sigmoid()
+    excess = F.binary_cross_entropy_with_logits(logits, target, reduction="none") - F.binary_cross_entropy(
+        target, target, reduction="none"
+    )
+    apart = (logits.sigmoid() - target).detach().abs()
+    box = (outputs[..., n_classes:] - taught[..., n_classes:]).abs().sum(-1)
+    centres = (batch.heat >= 1).sum().clamp(min=1)
+    return (apart * excess).sum() / centres + 0.5 * (box * batch.near).sum() / batch.near.sum().clamp(min=1)
+
+
 def without_halted(outputs: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """Outputs (B, N, C + 6) of a head that is not given halted tokens, left (B, N) 1 or 0: no heat there."""
     n_classes = len(CLASSES)
@@ -102,12 +125,14 @@ class Trained:
     Attributes:
         curve: one entry every few steps: step, loss, tokens (share of token-layers), kept_in_box, strength.
         step: steps done.
+        processor_s: what they took of all threads together, in seconds; None: it was not noted.
     """
 
     model: PillarDetector
     gates: HaltingGates | None
     curve: list[dict[str, float]]
     step: int
+    processor_s: float | None = None
 
 
 def train(
@@ -117,6 +142,7 @@ def train(
     *,
     gates: HaltingGates | None = None,
     policy: Policy | None = None,
+    teacher: PillarDetector | None = None,
     checkpoint: Path | None = None,
     every: int = 50,
     progress: Callable[[range], Iterable[int]] = iter,
@@ -126,18 +152,22 @@ def train(
     Args:
         gates: trained with it, by the equivalent forward; needs `recipe.tokens`.
         policy: from the step's number to modules that halt while the detector is trained.
+        teacher: whose outputs on the same scenes are imitated, beside the labels; needs gates and `recipe.imitates`.
         checkpoint: where the state is kept every `every` steps and found again after a kill.
 
     Raises:
-        ConfigError: gates without a target or the reverse, a target below what the gates can reach, a checkpoint of something else.
+        ConfigError: gates without a target or the reverse, a teacher that nobody imitates or the reverse, a target below what the gates can reach, a checkpoint of something else.
         QuickSilverError: a loss that is not finite; the last good checkpoint stays.
     """
     if (gates is None) != (recipe.tokens is None):
         raise ConfigError("Gates are trained for a share of tokens: give gates and recipe.tokens, or neither.")
+    if (teacher is None) != (recipe.imitates == 0) or (teacher is not None and gates is None):
+        raise ConfigError("A detector that halts imitates a teacher: give gates, teacher and recipe.imitates, or no teacher.")
     control = None if gates is None else SparsityController(gates, recipe.tokens or 0.0, model.config.num_hidden_layers)
     optimisers = _optimisers(model, gates, recipe.base_rate)
     keeper = Checkpoint(checkpoint, model, gates, control, optimisers, recipe)
     first, curve = keeper.load()
+    started = time.process_time() - keeper.processor_s
     weights = torch.where(data.in_box, recipe.box_weight, 1.0)
     model.train()
     model.requires_grad_(recipe.base_rate > 0)
@@ -157,6 +187,10 @@ def train(
                 if not recipe.recycle and mask.current is not None:
                     outputs = without_halted(outputs, mask.current)
                 task, sparsity = detection_loss(outputs, batch), gates.sparsity(weights[chosen])
+                if teacher is not None:
+                    with torch.no_grad():
+                        taught = teacher(batch.features)
+                    task = task + recipe.imitates * imitation_loss(outputs, taught, batch)
                 loss = task + control.strength * sparsity
                 left = control.update(mask)
                 inside, m = batch.in_box, mask.current
@@ -177,11 +211,12 @@ def train(
             if step % 10 == 0 or step == recipe.steps - 1:
                 curve.append(entry)
             if (step + 1) % every == 0 or step == recipe.steps - 1:
+                keeper.processor_s = time.process_time() - started
                 keeper.save(step + 1, curve)
     finally:
         model.requires_grad_(True)
         model.eval()
-    return Trained(model, gates, curve, recipe.steps)
+    return Trained(model, gates, curve, recipe.steps, keeper.processor_s)
 
 
 def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: float) -> list[torch.optim.Optimizer]:
@@ -234,6 +269,7 @@ class Checkpoint:
         recipe: Recipe,
     ) -> None:
         self.path, self.model, self.gates, self.control, self.optimisers = path, model, gates, control, optimisers
+        self.processor_s = 0.0
         shape = {name: getattr(model.config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         self.of = {"recipe": asdict(recipe), "shape": shape, "gates": None if gates is None else list(gates.layers)}
 
@@ -247,7 +283,7 @@ class Checkpoint:
             for number, state in optimiser.state_dict()["state"].items():
                 tensors |= {f"optimiser.{which}.{number}.{name}": value for name, value in state.items()}
         strength = None if self.control is None else self.control.strength
-        about = {**self.of, "step": step, "curve": curve, "strength": strength}
+        about = {**self.of, "step": step, "curve": curve, "strength": strength, "processor_s": self.processor_s}
         content = save({name: t.detach().clone().contiguous() for name, t in tensors.items()}, {_ABOUT: json.dumps(about)})
         write_atomically(self.path, content)
 
@@ -277,6 +313,7 @@ class Checkpoint:
             optimiser.load_state_dict(state)
         if self.control is not None:
             self.control.strength = about["strength"]
+        self.processor_s = about["processor_s"]
         return about["step"], about["curve"]
 
 
@@ -318,7 +355,7 @@ def trained(path: Path, shape: Shape) -> Trained:
     if about["gates"] is not None:
         gates = HaltingGates(shape.width, about["gates"])
         gates.load_state_dict(_part(tensors, "gates."))
-    return Trained(model, gates, about["curve"], about["step"])
+    return Trained(model, gates, about["curve"], about["step"], about["processor_s"])
 
 
 def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -8,11 +8,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pandas as pd
 import torch
 
-from quicksilver.detection.study import NEEDS, Measured, Plan, Seed
-
-Task = tuple[int, str]  # seed, part
+from quicksilver.detection.study import NEEDS, Measured, Plan, Seed, Task, tasks
+from quicksilver.detection.timing import cost
 
 
 @dataclass
@@ -52,24 +52,13 @@ class Workers:
                 done.add(task := running.pop(future))
                 say(f"seed {task[0]}, {task[1]}: trained ({len(done)} of {n})")
 
-    def measure(self, seeds: Sequence[int], wide: bool) -> Iterator[list[Measured]]:
+    def measure(self, seeds: Sequence[int], more: Sequence[str] = ()) -> Iterator[list[Measured]]:
         """Every evaluation of every seed, in order."""
-        return self._pool.map(_measure, seeds, [wide] * len(seeds))
+        return self._pool.map(_measure, seeds, [tuple(more)] * len(seeds))
 
-
-def tasks(seeds: Sequence[int], parts: Sequence[str]) -> list[Task]:
-    """These parts with all that they start from, the first to be done first: a part of all seeds, then the next part."""
-    wanted: list[str] = []
-
-    def add(part: str) -> None:
-        if part not in wanted:
-            for need in NEEDS.get(part, ()):
-                add(need)
-            wanted.append(part)
-
-    for part in parts:
-        add(part)
-    return [(seed, part) for part in wanted for seed in seeds]
+    def costs(self, seeds: Sequence[int]) -> Iterator[pd.DataFrame]:
+        """What the study would take for these seeds (`timing.cost`); as many of them as there are processes are timed side by side."""
+        return self._pool.map(_cost, seeds)
 
 
 def ready(waiting: Sequence[Task], done: set[Task]) -> list[Task]:
@@ -89,6 +78,11 @@ def _train(seed: int, part: str) -> None:
     Seed(_HERE[0][0], seed, _HERE[0][1]).train(part)
 
 
-def _measure(seed: int, wide: bool) -> list[Measured]:
+def _measure(seed: int, more: Sequence[str]) -> list[Measured]:
     one = Seed(_HERE[0][0], seed, _HERE[0][1])
-    return [*one.evaluations(), *(one.wide_evaluations() if wide else ())]
+    return [*one.evaluations(), *one.more_evaluations(more)]
+
+
+def _cost(seed: int) -> pd.DataFrame:
+    plan, folder = _HERE[0]
+    return cost(plan, seed, folder)

@@ -145,13 +145,20 @@ class HaltingPolicy(TokenPolicy):
         return self.first_layer <= layer <= self.last_layer
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        full = by_place(view, *self.protected_at(view.layer))
-        full |= by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
+        full = self._full(view)
         if self.forced_ids or self.forced_mask is not None:
             forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
-            self._halt(tokens, tokens.active & ~full & forced, view.layer)
-        chosen = self.choose(view, tokens, tokens.active & ~full)
+            self._halt(tokens, (tokens.active if full is None else tokens.active & ~full) & forced, view.layer)
+        chosen = self.choose(view, tokens, tokens.active if full is None else tokens.active & ~full)
         self._halt(tokens, chosen, view.layer, self._count_per_row(view, tokens))
+
+    def _full(self, view: LayerView) -> torch.Tensor | None:
+        """(B, M) bool: who goes through all layers; None: nobody by name or place."""
+        protected = self.protected_at(view.layer)
+        if not (any(protected) or self.full_ids or self.full_mask is not None):
+            return None
+        full = by_place(view, *protected)
+        return full | by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
 
     def _halt(self, tokens: TokenState, mask: torch.Tensor, layer: int, count_per_row: int | None = None) -> None:
         tokens.halt(

@@ -109,12 +109,15 @@ class TrainedGates:
                 f"The gates were trained on other weights (digest {self.weights_digest[:12]}…, this model's is {found[:12]}…): {REMEDY}."
             )
 
-    def logits(self, layer: int, hidden: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """w · LN(h) + v · place + b: hidden (..., D), place (...) in the prompt, 0 to 1 -> (...) float32."""
+    def logits(self, layer: int, hidden: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
+        """w · LN(h) + v · place + b: hidden (..., D), place (...) in the prompt, 0 to 1, None where no gate reads it -> (...) float32."""
         index, device = self.layers.index(layer), hidden.device
         normed = torch.nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
         found = normed @ self.weight[index].to(device) + self.bias[index].to(device)
-        return found if self.place is None else found + place_features(place) @ self.place[index].to(device)
+        if self.place is None:
+            return found
+        assert place is not None
+        return found + place_features(place) @ self.place[index].to(device)
 
     def save(self, path: Path | str) -> None:
         """Write atomically, as safetensors."""
@@ -243,7 +246,8 @@ class LearnedHalting(HaltingPolicy):
         assert self._gates is not None
         rows, columns, width = view.after.shape
         view.add_signal_flops(2 * rows * columns * (width + (0 if self._gates.place is None else PLACE_FEATURES)))
-        logits = self._gates.logits(view.layer, view.after, view.slots / view.n_tokens)
+        place = None if self._gates.place is None else view.slots / view.n_tokens
+        logits = self._gates.logits(view.layer, view.after, place)
         return eligible & (logits < self._cut[view.layer])
 
 

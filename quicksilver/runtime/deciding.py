@@ -58,7 +58,7 @@ class Deciding:
         packing, state = result.packing, forward.decisions
         if packing.width == 0:
             return result.output
-        after = packing.take(result.output)
+        after = packing.take(result.output) if result.after is None else result.after
         view = self._view(call, forward, result, after, watched, attention_output)
         tokens = TokenState(state, view, packing.order, self._real(forward, packing, view.index))
         before = (state.halt_layer, len(state.fusions))
@@ -83,6 +83,7 @@ class Deciding:
         attention_output: torch.Tensor | None,
     ) -> LayerView:
         packing, slots = result.packing, forward.decisions.slots
+        own_slots = packing.take(slots) if result.slots is None else result.slots
         arch, work = self.machine.arch, forward.work
         index = packing.order
         if index is None:
@@ -97,12 +98,12 @@ class Deciding:
         def attention(last_queries: int | None, reduce: str) -> torch.Tensor:
             assert attended is not None
             received = self._received(call, forward, packing, attended, last_queries, reduce)
-            return received.gather(1, packing.take(slots).clamp(min=0))
+            return received.gather(1, own_slots.clamp(min=0))
 
         attended = result.attended if watched else None
         return LayerView(
             layer=call.layer, n_layers=arch.n_layers, pass_index=forward.index, is_prompt=forward.is_prompt,
-            before=packing.take(call.hidden), after=after, slots=packing.take(slots), index=index,
+            before=packing.take(call.hidden) if result.before is None else result.before, after=after, slots=own_slots, index=index,
             input_ids=None if forward.input_ids is None else packing.take(forward.input_ids), n_tokens=forward.n_real,
             logits=logits, attention=None if attended is None else attention, count_flops=lambda n: self._count(forward, n), pass_ids=forward.pass_ids,
             all_heads=arch.ranks.all_heads,

@@ -103,6 +103,8 @@ class PassState:
         """(B, N) bool: takes part in `layer`."""
         if not (self.any_halted or self.fusions):
             return self.valid
+        if not (self.resume_layers or self.fusions):
+            return self.valid & (self.halt_layer >= layer)
         return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)
 
     def writes_kv(self, layer: int) -> torch.Tensor:
@@ -266,7 +268,8 @@ class TokenState:
         mask = mask & self.active
         self._count_halt(mask, missing_kv, resume_layers, count_per_row)
         state.halt_layer = self._write(state.halt_layer, mask, self._layer)
-        state.halted_kv = self._write(state.halted_kv, mask, MISSING_KV.index(missing_kv))
+        if missing_kv != "drop" or state.kept_kv:  # nobody's later layers have seen anything else yet
+            state.halted_kv = self._write(state.halted_kv, mask, MISSING_KV.index(missing_kv))
         if resume_layers:
             first = state.n_layers - resume_layers
             state.resume_layer = self._write(state.resume_layer, mask, first)

@@ -32,5 +32,7 @@ def join_kv(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _flat(order: torch.Tensor, n: int) -> torch.Tensor:
     """Columns of each of B sequences as rows of all sequences end to end, (B · A,)."""
+    if order.shape[0] == 1:
+        return order.flatten()
     first = torch.arange(0, order.shape[0] * n, n, device=order.device)
     return (order + first[:, None]).flatten()

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quicksilver.detection.boxes import average_precision, inside_boxes, keep_by_nms, mean_average_precision, rotated_iou
+from quicksilver.detection.boxes import (
+    all_ious,
+    average_precision,
+    inside_boxes,
+    keep_by_nms,
+    mean_average_precision,
+    rotated_iou,
+)
 from quicksilver.detection.pillars import Detections
 
 
@@ -65,3 +72,12 @@ def test_suppression_keeps_the_best_of_those_that_overlap():
     crowd = np.concatenate([box(), box(x=0.5), box(x=6)])
     assert keep_by_nms(crowd, np.array([0, 0, 0]), 0.2).tolist() == [0, 2]
     assert keep_by_nms(crowd, np.array([0, 1, 0]), 0.2).tolist() == [0, 1, 2]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(boxes, min_size=1, max_size=4), st.floats(0, 6))
+def test_boxes_that_are_not_compared_share_nothing(drawn, apart):
+    ours = np.concatenate(drawn)
+    theirs = ours + np.array([[apart, -apart, 0, 0, 0.3]])
+    each = rotated_iou(ours.repeat(len(theirs), axis=0), np.tile(theirs, (len(ours), 1)))
+    np.testing.assert_array_equal(all_ious(ours, theirs).ravel(), each)

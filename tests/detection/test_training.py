@@ -14,7 +14,7 @@ from quicksilver.detection.model import detector
 from quicksilver.detection.pillars import Batch, batch_of
 from quicksilver.detection.scenes import Grid, SceneMaker
 from quicksilver.detection.study import Plan, gated, halted_shares, ruled
-from quicksilver.detection.training import Recipe, Shape, read_checkpoint, train, trained
+from quicksilver.detection.training import Recipe, Shape, imitation_loss, read_checkpoint, train, trained
 from quicksilver.modules import StaticDepth
 from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.runtime import ConfigError, QuickSilverError
@@ -72,6 +72,28 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path):
     again = trained(path, SHAPE)
     assert torch.equal(again.gates.bias, whole.gates.bias)
     assert again.step == 8
+    assert again.processor_s == resumed.processor_s > 0  # of both parts together
+
+
+def test_a_teacher_is_imitated():
+    teacher = train(fresh(), DATA, Recipe(30, batch_size=6)).model
+    shared = {"batch_size": 6, "tokens": 0.9}
+
+    def distance(model) -> float:
+        with torch.no_grad():
+            return float(imitation_loss(model(DATA.features), teacher(DATA.features), DATA))
+
+    alone = train(fresh(), DATA, Recipe(10, **shared), gates=gates())
+    taught = train(fresh(), DATA, Recipe(10, imitates=5.0, **shared), gates=gates(), teacher=teacher)
+    assert distance(teacher) == pytest.approx(0, abs=1e-5)
+    assert distance(taught.model) < 0.8 * distance(alone.model)
+
+
+@pytest.mark.parametrize(("imitates", "teaches", "halts"), [(0.0, True, True), (1.0, False, True), (1.0, True, False)])
+def test_a_teacher_needs_one_that_imitates_it(imitates, teaches, halts):
+    recipe = Recipe(2, tokens=0.6 if halts else None, imitates=imitates)
+    with pytest.raises(ConfigError, match="give gates, teacher and recipe.imitates, or no teacher"):
+        train(fresh(), DATA, recipe, gates=gates() if halts else None, teacher=fresh() if teaches else None)
 
 
 def test_it_learns():

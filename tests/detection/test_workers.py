@@ -9,12 +9,12 @@ from threading import Lock
 import pytest
 
 from quicksilver.detection import workers
-from quicksilver.detection.study import NEEDS, PARTS, WIDE_PARTS, Plan
-from quicksilver.detection.workers import Workers, tasks
+from quicksilver.detection.study import MORE, NEEDS, PARTS, Plan, tasks
+from quicksilver.detection.workers import Workers
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5])
-@pytest.mark.parametrize("parts", [PARTS, ("norm", "frozen"), WIDE_PARTS])
+@pytest.mark.parametrize("parts", [PARTS, ("norm", "frozen"), *MORE.values()])
 def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
     log, lock, running = [], Lock(), []
 

@@ -70,3 +70,15 @@ def test_rotary_factors_are_packed_once_for_each_kind() -> None:
 def test_nothing_taken_is_empty(ndim: int) -> None:
     states = torch.ones(2, 3, *[4] * (ndim - 2))
     assert take_rows(states, torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, *[4] * (ndim - 2))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8))
+def test_a_row_is_packed_alone_as_it_is_in_a_batch(chosen: list[bool]) -> None:
+    mask = torch.tensor([chosen])
+    alone, both = Packing.of(mask), Packing.of(mask.repeat(2, 1))
+    assert alone.width == both.width == sum(chosen)
+    assert alone.real is both.real is None
+    if all(chosen):
+        assert alone.order is both.order is None
+    else:
+        assert alone.order.tolist() == both.order[:1].tolist()

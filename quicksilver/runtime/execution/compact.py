@@ -49,12 +49,13 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
         if store is not None and plan.layout is not None:
             store.write(plan.layout, *(join_kv(parts) for parts in zip(*halted, strict=True)))
         output, attended, keys_seen = call.hidden, None, 0
+        before = after = None
     else:
         port = CompactPort(plan, halted, machine)
         before = packing.take(call.hidden) if forward.carried is None else forward.carried[1]
-        computed = packing.of_chosen(before, machine.run_layer(call, machine.inputs(call, plan, before, port), plan.bits))
-        forward.carried = (packing, computed) if plan.carries else None
-        output = call.hidden if plan.carries else packing.put_all(call.hidden, computed)
+        after = packing.of_chosen(before, machine.run_layer(call, machine.inputs(call, plan, before, port), plan.bits))
+        forward.carried = (packing, after) if plan.carries else None
+        output = call.hidden if plan.carries else packing.put_all(call.hidden, after)
         attended = port.attended
         if plan.own_keys_only:
             keys_seen = None if machine.arch.causal else packing.width
@@ -63,4 +64,4 @@ def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine
     if store is not None:
         store.advance(forward.n, forward.n_real)
     work = LayerWork(forward.batch, packing.width, keys_seen, projected, translation_flops(plan, call, forward))
-    return LayerResult(output, packing, work, attended)
+    return LayerResult(output, packing, work, attended, before, after, plan.slots)

@@ -40,6 +40,9 @@ class Packing:
     def of(cls, mask: torch.Tensor, count: int | None = None) -> Packing:
         """mask: (B, N) bool; count: how many are set in each row, where the host knows it."""
         n = mask.shape[1]
+        if count is None and mask.shape[0] == 1:  # one row: who is chosen says how many
+            order = mask[0].nonzero().view(1, -1)
+            return cls(None, None, n) if order.shape[1] == n else cls(order, None, order.shape[1])
         if count is not None:
             low = high = count
         else:
@@ -206,12 +209,17 @@ class LayerResult:
         packing: as in the plan.
         work: for the ledger.
         attended: None where nobody asked, or nobody was computed.
+        before, after: (B, A, D) states of the packed tokens entering and leaving it, where they are at hand: else `packing` takes them.
+        slots: (B, A) long of the packed tokens, likewise.
     """
 
     output: torch.Tensor
     packing: Packing
     work: LayerWork
     attended: Attended | None = None
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

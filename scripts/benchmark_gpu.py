@@ -301,8 +301,10 @@ def compiled_for(layers: int) -> Iterator[None]:
     nothing that a table shows."""
     from torch._dynamo import config
 
-    most = {name: 8 + 4 * layers for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)}
-    with config.patch(**most):  # type: ignore[attr-defined]
+    most: dict[str, Any] = {
+        name: 8 + 4 * layers for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)
+    }
+    with config.patch(most):
         yield
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -243,7 +243,7 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
 D = TypeVar("D")
 
 
-def _object(cls: type[D], plain: Mapping[Any, Any]) -> D:
+def _object(cls: Callable[..., D], plain: Mapping[Any, Any]) -> D:
     """The dataclass of a section that OmegaConf has checked and resolved. `OmegaConf.to_object` resolves everything once more, one key at a time."""
     sections = _sections(cls)
     return cls(
@@ -252,9 +252,9 @@ def _object(cls: type[D], plain: Mapping[Any, Any]) -> D:
 
 
 @lru_cache
-def _sections(cls: type) -> dict[str, type]:
+def _sections(cls: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """The fields of a dataclass that are dataclasses themselves, or may be."""
-    found = {}
+    found: dict[str, Callable[..., Any]] = {}
     for name, hint in get_type_hints(cls).items():
         classes = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
         if classes:

@@ -154,13 +154,13 @@ def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
         if key not in known:
             raise ConfigError(f"measure.{name}.{key}: {cls.__name__} has no such option. {suggest(key, known, 'Options')}")
     # A sweep builds the same measurements for each of its runs, and OmegaConf takes a millisecond for each.
-    key = (cls, name, pickle.dumps(arguments))
-    if key not in _built:
+    options = (cls, name, pickle.dumps(arguments))
+    if options not in _built:
         try:
             # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
             built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
         except OmegaConfBaseException as error:
             raise ConfigError(f"measure.{name}.{explain_type(error) or plain(error)}") from error
         assert isinstance(built, Measurement)
-        _built[key] = built
-    return copy.deepcopy(_built[key])
+        _built[options] = built
+    return copy.deepcopy(_built[options])

@@ -98,13 +98,14 @@ class Board:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Write the page if it is behind. A page of many runs takes long: at most a twentieth of this process's time is spent on it."""
+        """Write the page if it is behind. A page of many runs takes long: at most a twentieth of this process's time is spent on it. What counts is
+        work: a write that waited for a busy processor or disk would put off the next one for minutes."""
         if self._outdated and time.monotonic() - self._written >= 20 * self._took_s:
             self.write()
 
     def write(self) -> None:
         """Write the page anew. Whoever writes looks first, and one writes at a time: an older look never replaces a newer one."""
-        folder, began = self.sweep.folder, time.monotonic()
+        folder, began_s = self.sweep.folder, time.thread_time()
         self._outdated = False
         with self.sweep.store.writing():
             folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ class Board:
             finally:
                 held.release()
         self._written = time.monotonic()
-        self._took_s = self._written - began
+        self._took_s = time.thread_time() - began_s
 
     def html(self) -> str:
         """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""

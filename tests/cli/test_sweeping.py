@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness_world import make_world
@@ -19,6 +20,7 @@ from quicksilver.harness.record import record_frame
 from quicksilver.harness.sweep import Sweep, labels, work
 from quicksilver.harness.workplace import Workplace
 from quicksilver.models import loading
+from quicksilver.report import sweep_status
 from quicksilver.report.sweep_status import Board
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -278,3 +280,27 @@ def test_the_memory_of_a_process_does_not_hold_what_is_done(words, results):
         harness_run.ensure([compose([*words, "measure=sweep", "modules=[static_depth]", f"seed={seed}"])], workplace=place)
     assert len(place._texts) == len(place._files) == len(place._windows) == 1
     assert all(len(json.dumps(identity.to_json())) < 20_000 for identity in place._identities.values())
+
+
+def test_a_page_that_waited_for_its_write_does_not_put_off_the_next(words, results, monkeypatch):
+    assert sweep(*words, *DEPTHS, "name=depths", "limit=1") == 0
+    clock, written = SimpleNamespace(now_s=0.0, worked_s=0.0), []
+    monkeypatch.setattr(sweep_status.time, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(sweep_status.time, "thread_time", lambda: clock.worked_s)
+    board = Board(Sweep.load(results, "depths"))
+
+    def html(waited_s: float, worked_s: float) -> str:
+        clock.now_s, clock.worked_s = clock.now_s + waited_s + worked_s, clock.worked_s + worked_s
+        written.append(clock.now_s)
+        return "page"
+
+    def change(later_s: float, waited_s: float, worked_s: float) -> int:
+        monkeypatch.setattr(board, "html", lambda: html(waited_s, worked_s))
+        clock.now_s += later_s
+        board.changed()
+        return len(written)
+
+    assert change(0.0, waited_s=60.0, worked_s=0.01) == 1
+    assert change(1.0, waited_s=0.0, worked_s=0.5) == 2  # the minute was spent waiting
+    assert change(1.0, waited_s=0.0, worked_s=0.5) == 2  # half a second was work: it is 1 of 20
+    assert change(9.5, waited_s=0.0, worked_s=0.5) == 3

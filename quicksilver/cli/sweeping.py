@@ -40,6 +40,8 @@ from quicksilver.harness.terminal import progress_bar, summary
 from quicksilver.harness.tracker import check_tracker
 from quicksilver.harness.workplace import Workplace
 from quicksilver.models import parallel
+from quicksilver.models.loading import check_fits
+from quicksilver.models.spec import ModelConfig
 from quicksilver.report.sweep_status import Board, duration
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -211,13 +213,21 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
             errors[number] = error
     if len({config.results_dir for config in configs.values()}) > 1:
         raise ConfigError("results_dir: a sweep has one results folder: its manifest lies there.")
+    here = launcher_name(settings) in (SERIAL, "joblib", "submitit_local")
+    fitting: list[ModelConfig] = []
     runs = []
     for number, (words_of_run, differing) in enumerate(swept, start=1):
         fingerprint = None
         if number in configs:
             try:
                 check_tracker(configs[number].tracker)
-                fingerprint = plan([configs[number]], place)[-1].fingerprint
+                step = plan([configs[number]], place)[-1]
+                fingerprint = step.fingerprint
+                if here and not step.done:
+                    model, files = configs[number].model, place.files(configs[number])[0]
+                    if model not in fitting:
+                        check_fits(model, files.folder)
+                        fitting.append(model)
             except QuickSilverError as error:
                 errors[number] = error
                 del configs[number]

@@ -333,6 +333,31 @@ def _check_device(config: ModelConfig) -> None:
             raise ConfigError(f"model.device_map={config.device_map}: this machine has {has}. Use model.device_map=cpu or auto.")
 
 
+def check_fits(config: ModelConfig, folder: Path) -> None:
+    """Refuse, before anything is loaded, a model that this machine does not hold, or whose parts its processes cannot share.
+
+    Raises:
+        ConfigError: a device that is not there, more weights than memory and disk hold.
+        UnsupportedModelError: see `parallel.cut`.
+    """
+    _check_device(config)
+    if config.parallel:
+        cut(folder)
+    elif config.device_map == "cpu":
+        room.check_memory(_needed_bytes(config, folder), config.name)
+    elif config.device_map == "auto":
+        room.check_room(_needed_bytes(config, folder), config.name, folder)
+
+
+def _needed_bytes(config: ModelConfig, folder: Path) -> int:
+    import torch
+
+    try:
+        return room.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
+    except Exception:
+        return 0  # damaged files: loading says what is wrong with them
+
+
 def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
     """Where the weights go, as arguments of `from_pretrained`.
 
@@ -341,10 +366,7 @@ def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
     """
     import torch
 
-    try:
-        needed = room.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
-    except Exception:
-        needed = 0  # damaged files: loading says what is wrong with them
+    needed = _needed_bytes(config, folder)
     if config.device_map != "auto":
         if config.device_map == "cpu":
             room.check_memory(needed, config.name)

@@ -304,3 +304,12 @@ def test_a_page_that_waited_for_its_write_does_not_put_off_the_next(words, resul
     assert change(1.0, waited_s=0.0, worked_s=0.5) == 2  # the minute was spent waiting
     assert change(1.0, waited_s=0.0, worked_s=0.5) == 2  # half a second was work: it is 1 of 20
     assert change(9.5, waited_s=0.0, worked_s=0.5) == 3
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_the_sweep_is_there(words, results, monkeypatch, capsys):
+    monkeypatch.setattr(loading.room, "host_memory_bytes", lambda: 1000)
+    assert sweep(*words, *DEPTHS, "name=depths") == 2
+    said = capsys.readouterr().err
+    assert "of memory. model.device_map=auto leaves on disk what does not fit" in said
+    assert said.count("\n") == 1
+    assert not (results / "sweeps").exists()

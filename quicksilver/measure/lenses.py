@@ -1,0 +1,159 @@
+"""What a lens reads in the dense model's middle layers: does the entropy there say anything about the prediction at the end?
+
+    logit lens    softmax(head(norm(h_t^ℓ)))                              the paper's, of a model that was not trained for it
+    tuned lens    softmax(head([1, LN₀(h_t^ℓ)] · W_ℓ))                    maps fitted on calibration text (modules/lens.py)
+
+A lens whose loss of the next token is above ln V knows less than uniform, and its entropy is of noise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from quicksilver.measure.bench import Bench
+    from quicksilver.runtime.architecture import Architecture
+
+LOGIT_LENS, TUNED = "logit lens", "tuned lens"
+_DRAWS = 10_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One lens after one layer.
+
+    Attributes:
+        layer: from 1; after the last one there is nothing to read.
+        nats: loss of the next token, nats a token; entropy_nats: mean entropy.
+        correlation: Pearson's r of a token's entropy here with its entropy at the end, with the ends of its 95% interval, bootstrap over windows.
+    """
+
+    lens: str
+    layer: int
+    nats: float
+    entropy_nats: float
+    correlation: float
+    correlation_low: float
+    correlation_high: float
+
+
+@dataclass(frozen=True)
+class LensesResult(Result):
+    """Attributes:
+    uniform_nats: loss of who knows nothing, ln V; final_nats: of the model itself; final_entropy_nats: mean entropy at the end.
+    tokens: whose next one was predicted, in so many windows.
+    no_tuned_because: why there is no tuned lens; None: there is one.
+    """
+
+    uniform_nats: float
+    final_nats: float
+    final_entropy_nats: float
+    windows: int
+    tokens: int
+    readings: list[Reading]
+    no_tuned_because: str | None = None
+
+    def line(self) -> str:
+        best = {
+            one.lens: max(self.readings, key=lambda other: other.correlation * (other.lens == one.lens)) for one in self.readings
+        }
+        return "entropy against the end: " + ", ".join(
+            f"{name} r {one.correlation:.2f} after layer {one.layer}" for name, one in best.items()
+        )
+
+
+@dataclass
+class Lenses(Measurement):
+    """Dense passes over the first windows, every layer read by each lens.
+
+    Args:
+        windows: how many, at least 8; an interval needs them.
+    """
+
+    windows: int = 16
+
+    share = 0.3
+    of_dense = "alone"
+
+    def check(self, setting: Setting) -> None:
+        at_least("windows", self.windows, 8)
+
+    def run(self, bench: Bench) -> LensesResult:
+        import numpy as np
+        import torch
+
+        from quicksilver.measure.latency import shared_weight_copy
+        from quicksilver.modules.lens import lens_for
+        from quicksilver.runtime.architecture import architecture_of
+        from quicksilver.runtime.errors import ConfigError
+
+        model = shared_weight_copy(bench.model)
+        arch = architecture_of(model)
+        lens, why = None, None
+        try:
+            lens = lens_for(arch)
+        except ConfigError as error:
+            why = str(error)
+        texts = bench.windows.ids[: self.windows].to(model.device)
+        names = [LOGIT_LENS] if lens is None else [LOGIT_LENS, TUNED]
+        found = np.zeros((len(texts), len(names), arch.n_layers - 1, 2, texts.shape[1] - 1))  # loss and entropy, nats
+        final = np.zeros((len(texts), 2, texts.shape[1] - 1))
+        with torch.no_grad():
+            for number, ids in enumerate(texts):
+                bench.progress(number / len(texts))
+                output = model(ids[None], use_cache=False, output_hidden_states=True)
+                final[number] = _read(output.logits[0, :-1], ids[1:])
+                for layer, hidden in enumerate(output.hidden_states[1:-1]):
+                    found[number, 0, layer] = _read(arch.logits(hidden[0, :-1]), ids[1:])
+                    if lens is not None:
+                        found[number, 1, layer] = _read(arch.output_head(lens.head_input(arch, layer, hidden[0, :-1])), ids[1:])
+        readings = []
+        for place, name in enumerate(names):
+            for layer in range(arch.n_layers - 1):
+                loss, entropies = found[:, place, layer, 0], found[:, place, layer, 1]
+                middle, low, high = correlation(entropies, final[:, 1])
+                readings.append(Reading(name, layer + 1, float(loss.mean()), float(entropies.mean()), middle, low, high))
+        nats, entropy = (float(one) for one in final.mean(axis=(0, 2)))
+        return LensesResult(math.log(_vocabulary(arch)), nats, entropy, len(texts), final[:, 0].size, readings, why)
+
+
+def _vocabulary(arch: Architecture) -> int:
+    return int(arch.model.config.get_text_config().vocab_size)
+
+
+def _read(logits: torch.Tensor, following: torch.Tensor) -> np.ndarray:
+    """Loss of the following tokens (N,) and entropy of logits (N, V), nats: (2, N)."""
+    import torch
+
+    log_p = logits.float().log_softmax(-1)
+    loss = -log_p.gather(1, following[:, None])[:, 0]
+    return torch.stack([loss, -(log_p.exp() * log_p).sum(-1)]).cpu().double().numpy()
+
+
+def correlation(here: np.ndarray, end: np.ndarray) -> tuple[float, float, float]:
+    """Pearson's r of two arrays (windows, tokens) over all their entries, with the ends of its 95% interval: windows are drawn, as their tokens
+    are alike. A constant has no correlation: 0."""
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    sums = np.stack([np.ones_like(here), here, end, here * here, end * end, here * end]).sum(-1)  # (6, windows)
+
+    def r(*drawn: Any, axis: int = -1) -> Any:
+        n, x, y, xx, yy, xy = (np.asarray(one).sum(axis) for one in drawn)
+        spread = np.sqrt(np.maximum(xx / n - (x / n) ** 2, 0) * np.maximum(yy / n - (y / n) ** 2, 0))
+        return np.where(spread > 0, (xy / n - x * y / n**2) / np.where(spread > 0, spread, 1.0), 0.0)
+
+    middle = float(r(*sums))
+    if len(here) < 2 or np.ptp(here) == 0 or np.ptp(end) == 0:
+        return middle, middle, middle
+    ends = bootstrap(
+        tuple(sums), r, paired=True, vectorized=True, n_resamples=_DRAWS, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return middle, float(ends.low), float(ends.high)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
@@ -42,12 +43,16 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             mine = drawn[cost]
             if (drawn[f"{cost}_low"] > 0).all() and mine.max() > _WIDE * mine.min():
                 pair[0].set_yscale("log")
+                pair[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                pair[0].yaxis.set_major_formatter("{x:g}")
+                pair[0].yaxis.set_minor_formatter(NullFormatter())
             else:
                 pair[0].axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
                 pair[1].axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
             pair[0].set_title("GPT-2, by number of parameters")
             pair[1].set_title("Llama")
-            pair[1].tick_params(labelleft=False)
+            pair[1].tick_params(labelleft=False, which="both")
+            pair[1].set_visible(drawn["panel"].isin(ladder.OTHERS).any())
         handles = axes[0, 0].get_legend_handles_labels()[0] or axes[0, 1].get_legend_handles_labels()[0]
         if handles:
             legend_below(drawing, handles, ncols=len(handles), title="Which tokens of the prompt are dropped")
@@ -96,6 +101,9 @@ def _said(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
         said.append(
             f"Not drawn, because the weights are not here: {', '.join(absent)}. In a clone, make train-reference MODEL={absent[0]} trains one."
         )
+    unmeasured = [f"{one.row.panel} {one.row.key}" for one in outcomes if one.record is None]
+    if unmeasured:
+        said.append(f"Not drawn, because there is no record: {', '.join(unmeasured)}.")
     return tuple(one for one in said if one)
 
 
@@ -128,7 +136,7 @@ def _confounded(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
         else_.append(
             "tokenizer and docstrings (of other packages, so windows meet by place in the text and a token is another unit)"
         )
-    apart = f"Size is confounded with {'; and '.join(else_)}. " if else_ else ""
+    apart = f"Size is confounded with {'; '.join(else_)}. " if else_ else ""
     return f"{apart}Each model was trained once: intervals are of the text and say nothing of another training."
 
 

@@ -183,4 +183,5 @@ def test_without_any_record_the_figure_says_so(models: Path) -> None:
     made = figure_ladder.figure([Outcome(row, reason="failed") for row in figure_ladder.rows()], "figure_ladder")
     assert "One size is no trend" in " ".join(made.caption)
     assert pd.isna(made.frame["kl_nats"]).all()
+    assert "no record: ladder-gpt2-1m dense, ladder-gpt2-1m predicted" in " ".join(made.caption)
     assert made.png()

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -53,7 +54,7 @@ class Timed:
     embedded: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = shared_weight_copy(self.model)  # one that no other run acts on
+        self.model = cast(PillarDetector, shared_weight_copy(self.model))  # one that no other run acts on
         with torch.inference_mode():
             self.embedded = [self.embed(self.given(scene)) for scene in self.scenes]
 
@@ -227,8 +228,8 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
     finally:
         for handle in handles:
             handle.remove()
-    for layer in range(model.config.num_hidden_layers):  # one that nobody is left for is not called
-        watch.seconds.setdefault(f"layer {layer}", 0.0)
+    for index in range(model.config.num_hidden_layers):  # one that nobody is left for is not called
+        watch.seconds.setdefault(f"layer {index}", 0.0)
     return dict(watch.seconds)
 
 
@@ -249,7 +250,7 @@ def sizes(shapes: Sequence[tuple[int, int, int]] = SIZES, layers: int = 4, repea
         model = detector(width, layers, max(1, width // 16) if width < 96 else width // 32, 0)
         scenes = [SceneMaker(grid=grid).scene(number) for number in range(max(batch, 2))]
         given = batch_of(scenes, grid).features
-        plain = shared_weight_copy(model)
+        plain = cast(PillarDetector, shared_weight_copy(model))
         with torch.inference_mode():
             hidden = model.embed(given) + model.place(given[..., N_MEASURED:])
             passes = list(hidden.split(batch))

@@ -89,11 +89,9 @@ def _described(model: dict[str, Any]) -> str:
 
 def _said(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
     """What is drawn, the trend as far as its interval allows, what differs beside size, the best signal of each model, and who is missing."""
-    share = f"{100 * ladder.DROP_DEPTH:g}%"
     drawn = (
-        f"After {share} of the layers as many of a prompt's tokens are dropped as save {ladder.SAVES_PCT:g}% of its operations; the line says which "
-        "ones. Predicted: all but the last few stop at half depth, and their K/V are predicted by a map fitted on calibration text. Bars: 95% "
-        "intervals over windows."
+        f"Dropped after {100 * ladder.DROP_DEPTH:g}% of the layers, as many tokens as save {ladder.SAVES_PCT:g}% of a prompt's operations; predicted: K/V of "
+        "all but the last few from half depth on. Bars: 95% over windows."
     )
     said = [drawn, _trend(frame), _confounded(outcomes, frame), _best(outcomes, frame)]
     absent = ladder.missing()
@@ -115,7 +113,8 @@ def _trend(frame: pd.DataFrame) -> str:
     for row in trends.to_dict("records"):
         low, middle, high = (100 * row[f"kl_nats_per_doubling{end}"] for end in ("_low", "", "_high"))
         undecided = " (undecided)" if low <= 0 <= high else ""
-        parts.append(f"{row['technique'].lower()} {signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]{undecided}")
+        name = "predicted" if row["key"] == ladder.PREDICTED else row["technique"].lower()
+        parts.append(f"{name} {signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]{undecided}")
     sizes = int(trends["sizes"].min())
     of_two = ", a difference of two sizes and no line" if sizes == 2 else f", a line through {sizes} sizes"
     return f"KL × 100 for each doubling of the parameters of a GPT-2{of_two}: {'; '.join(parts)}."
@@ -133,10 +132,8 @@ def _confounded(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
     if rungs["trained_tokens"].nunique() > 1:
         else_.append(f"training ({_each(rungs['trained_tokens'].map(_millions))} tokens)")
     if rungs["token_digest"].nunique() > 1:
-        else_.append(
-            "tokenizer and docstrings (of other packages, so windows meet by place in the text and a token is another unit)"
-        )
-    apart = f"Size is confounded with {'; '.join(else_)}. " if else_ else ""
+        else_.append("tokenizer and docstrings (of other packages)")
+    apart = f"Not of size alone, as they differ in {', '.join(else_)} too. " if else_ else ""
     return f"{apart}Each model was trained once: intervals are of the text and say nothing of another training."
 
 

@@ -52,8 +52,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 frame = frame.assign(**{f"{short}_pct": middle, f"{short}_pct_low": low, f"{short}_pct_high": high})
             axis.plot(depth, rate, color=PALETTE[1], linestyle="-", marker="o", markersize=2.5, label="halted")
             at = depth[found.layer - 1]
-            share, low, high = (100 * end for end in (one.halted.value, one.halted.low, one.halted.high))
-            axis.errorbar([at], [share], yerr=whiskers(share, low, high), color=PALETTE[1], capsize=3, linewidth=1.2)
+            share, least, most = (100 * end for end in (one.halted.value, one.halted.low, one.halted.high))
+            axis.errorbar([at], [share], yerr=whiskers(share, least, most), color=PALETTE[1], capsize=3, linewidth=1.2)
             if claim is not None:
                 axis.plot([at], [reported()[claim].values["halted_share_pct"]], marker="*", markersize=9, linestyle="", color="black", label="the paper, layer 15 of 30")  # fmt: skip
             axis.set_title(f"{title}: {one.tokens:,} tokens")

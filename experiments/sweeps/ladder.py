@@ -218,18 +218,18 @@ def _trends(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def slope_per_doubling(parameters: Sequence[int], kl_nats: Sequence[np.ndarray]) -> Interval:
-    """Weighted least squares of the mean KL against log2 of the number of parameters, with its interval over windows.
+    """Least squares of the mean KL against log2 of the number of parameters, with its interval over windows.
 
-    A model weighs by one over the variance of its mean. What another training of the same model would have given is not in the interval.
+    Every model weighs the same: windows of a small model differ less, and weights by their variance would make the line one through the small
+    ones. What another training of the same model would have given is not in the interval.
 
     Args:
         kl_nats: (W,) of each model, nats a token, the same windows for all.
     """
     doublings = np.log2(np.asarray(parameters, dtype=np.float64))
     windows = np.stack(kl_nats)  # (M, W)
-    weights = 1 / np.maximum(windows.var(axis=1, ddof=1), np.finfo(np.float64).tiny)
-    apart = doublings - (weights * doublings).sum() / weights.sum()
-    share = weights * apart / (weights * apart**2).sum()
+    apart = doublings - doublings.mean()
+    share = apart / (apart**2).sum()
     return bootstrap(mean, share @ windows)  # the slope is linear in the means
 
 

@@ -100,14 +100,6 @@ def test_the_slope_is_that_of_a_line_and_its_interval_that_of_the_windows() -> N
     assert noise.low < 0 < noise.high
 
 
-def test_a_model_that_is_surely_measured_weighs_more() -> None:
-    rng = np.random.default_rng(0)
-    sure = [0.1 + 0.001 * rng.standard_normal(64), 0.2 + 0.001 * rng.standard_normal(64)]
-    for noisy in (0.0, 1.0):  # whatever the third says, the line is that of the other two
-        slope = ladder.slope_per_doubling([1, 2, 4], [*sure, noisy + 2.0 * rng.standard_normal(64)])
-        assert slope.value == pytest.approx(0.1, abs=0.01)
-
-
 # --- figure ------------------------------------------------------------------------------------------------------------------
 
 COSTS = {"predicted": 0.01, "position": 0.03, "attention": 0.05, "drift": 0.09, "random": 0.10}

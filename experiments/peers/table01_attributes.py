@@ -33,7 +33,16 @@ PAPER: dict[str, tuple[tuple[str, str, str, str, str], tuple[str, ...]]] = {
     "QuickSilver": ((NO, NO, YES, YES, YES), ("Halting", "KVSkipping", "TokenFusion", "AdaptiveQuantization")),
     "(not in the paper's table)": (
         ("",) * 5,
-        ("PromptPruning", "OneShotHalting", "HeavyHitter", "StagedHalting", "PresetHalting", "LearnedHalting", "ChannelSparsity"),
+        (
+            "PromptPruning",
+            "OneShotHalting",
+            "HeavyHitter",
+            "StagedHalting",
+            "PresetHalting",
+            "LearnedHalting",
+            "ChannelSparsity",
+            "BlockAttention",
+        ),
     ),
 }
 

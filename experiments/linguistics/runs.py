@@ -6,7 +6,6 @@ Percentiles are chosen so that about as many tokens have halted at half of the d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from quicksilver.harness.record import TRACE, Record
 from quicksilver.measure.word_classes import WORDS
@@ -55,11 +54,6 @@ def fusion() -> list[Row]:
         )
         for layer, fraction in PAPER_DEPTHS.items()
     ]  # fmt: skip
-
-
-def on_llama(rows: Sequence[Row]) -> list[Row]:
-    """The same runs on reference-llama."""
-    return [replace(row, overrides=(*row.overrides, "model=reference-llama")) for row in rows]
 
 
 def measured(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -69,6 +69,17 @@ def all_kept(outcomes: Sequence[Outcome], store: Store) -> bool:
     )
 
 
+def _says_less(written: Path, outcomes: Sequence[Outcome], store: Store) -> bool:
+    """Whether the written version has rows from records that the repository keeps and these outcomes lack: text that is not here, say."""
+    from quicksilver.harness import archive
+    from quicksilver.report.written import read
+
+    if not written.is_file():
+        return False
+    here = {record.fingerprint for one in outcomes for record in (one.record, one.dense) if record is not None}
+    return not here.issuperset(set(read(written).records).intersection(archive.names(store.root / KEPT)))
+
+
 def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, to_run: bool = True) -> list[Job]:
     """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
     return [
@@ -89,7 +100,8 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     name = name_of(artefact.name, base, overrides)
     folder = Path(base.results_dir) / f"{artefact.kind}s"
     reference = committed(folder / f"{name}.csv")
-    product = artefact.build(outcomes, name if all_kept(outcomes, store) else f"{name}{MINE}")
+    plain = all_kept(outcomes, store) and not _says_less(folder / f"{name}.json", outcomes, store)
+    product = artefact.build(outcomes, name if plain else f"{name}{MINE}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
     records = [record for one in outcomes for record in (one.record, one.dense) if record is not None]
     here = [record for record in records if not record.is_kept]

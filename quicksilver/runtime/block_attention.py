@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.attention_function import attention_function, register, sdpa
 from quicksilver.runtime.errors import ConfigError
 
 _NAME = "quicksilver_blocks"
@@ -30,7 +29,6 @@ def attention_in_blocks(architecture: Architecture, block: int) -> Iterator[None
     Raises:
         ConfigError: the model has another attention than sdpa.
     """
-    config = architecture.model.config
     if architecture.attention_implementation != "sdpa":
         raise ConfigError(
             f"Attention in blocks stands in for sdpa, and this model was loaded with "
@@ -40,11 +38,10 @@ def attention_in_blocks(architecture: Architecture, block: int) -> Iterator[None
     for attention in attentions:
         setattr(attention, _BLOCK, block)
     architecture.causal_block = block
-    config._attn_implementation_internal = _NAME  # transformers' own setter asks whether a kernel of that name can be downloaded
     try:
-        yield
+        with attention_function(architecture.model, _NAME):
+            yield
     finally:
-        config._attn_implementation_internal = "sdpa"
         architecture.causal_block = 1
         for attention in attentions:
             delattr(attention, _BLOCK)
@@ -69,7 +66,7 @@ def _attend(
         or options.get("dropout")
         or any(options.get(name) is not None for name in _NOT_HERE)
     ):
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
+        return sdpa(module, query, key, value, attention_mask, **options)
     scaling = options.get("scaling")
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _in_blocks(query * factor, key, value, attention_mask, causal, getattr(module, _BLOCK)), None
@@ -105,6 +102,4 @@ def _in_blocks(
     return out.view(batch, queries, heads, -1)
 
 
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
-# Without one of its own transformers hands no mask to an attention function, and a sliding window would see everything.
-ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+register(_NAME, _attend)

@@ -24,10 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.attention_function import attention_function, register, sdpa
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.translation import KVTranslator
 
@@ -87,7 +86,6 @@ def equivalent_forward(
     mask = KeepMask()
     predicting = dict(translators or {})
     stopped: list[tuple[torch.Tensor, Mapping[int, KV]]] = []  # g, and K before its rotation and V by layer
-    before = model.config._attn_implementation
     previous: list[Any] = []
 
     def wrap(index: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -128,10 +126,9 @@ def equivalent_forward(
         for index, layer in enumerate(arch.layers):
             previous.append(layer.__dict__.get("forward"))
             layer.forward = wrap(index, layer.forward)
-        _set_attention(model, _NAME)
-        yield mask
+        with attention_function(model, _NAME):
+            yield mask
     finally:
-        _set_attention(model, before)
         for layer, kept in zip(arch.layers, previous, strict=False):
             if kept is None:
                 layer.__dict__.pop("forward", None)
@@ -150,7 +147,6 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Σ_j m_j e^{s_ij} v_j / Σ_k m_k e^{s_ik}, (B, M, H, head_dim), by the fused kernel: log m_j is added to scores, and the derivative by m,
     which is there where m = 0, too, comes from `_slope`."""
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mask = _MASK.get()
     for g, (keys, values) in reversed(
         mask.predicted if mask is not None else []
@@ -197,16 +193,9 @@ def _slope(m: torch.Tensor, attended: torch.Tensor, inputs: tuple[Any, ...], opt
     weight = m[:, None, :, None]
     column = nn.functional.pad(weight.expand(*value.shape[:3], 1), (0, _WIDER - 1))
     values = torch.cat([value * weight, column], dim=-1)
-    both, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, values, attention_mask, **options)
+    both, _ = sdpa(module, query, key, values, attention_mask, **options)
     left = both[..., width : width + 1]
     return (both[..., :width] - attended * left) / left.detach().clamp(min=_LEAST)
 
 
-def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """transformers' own setter asks whether a kernel of that name can be downloaded."""
-    model.config._attn_implementation_internal = name
-
-
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
-# Without one of its own transformers hands no mask to an attention function, and a sliding window would see everything.
-ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+register(_NAME, _attend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,9 @@ from quicksilver.runtime.execution.plan import KV, Attended, Packing
 from quicksilver.runtime.ledger import PassWork
 from quicksilver.runtime.pass_state import PassState
 from quicksilver.runtime.translation import KVTranslator
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.execution.planner import Arrangement, Situation
 
 
 class Forward:
@@ -60,7 +63,7 @@ class Forward:
         self.past_lengths: list[torch.Tensor | int] = []
         self.newest_kv: KV | None = None
         self.predicted: dict[int, Any] = {}
-        self.arranged: Any = None  # what the planner keeps from one layer to the next
+        self.arranged: tuple[Situation, Arrangement] | None = None  # the planner's, for layers with the same tokens
         self.carried: tuple[Packing, torch.Tensor] | None = None
         self._packing: Packing | None = None
         self._kept: dict[str, Packing] | None = None

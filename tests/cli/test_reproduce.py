@@ -16,7 +16,7 @@ import quicksilver.harness.config as harness_config
 import quicksilver.harness.run as harness_run
 import quicksilver.report.artefacts as report_artefacts
 from quicksilver.cli import door
-from quicksilver.harness import answers
+from quicksilver.harness import answers, archive
 from quicksilver.harness.jobs import FAILED, REFUSED
 from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import artefacts, find
@@ -232,6 +232,19 @@ def test_other_settings_never_overwrite_the_default_table(harness, capsys):
     assert table11(harness, "measure.latency.repeats=9") == 0
     (name,) = {path.stem for path in (harness.results / "tables").iterdir()}
     assert name.startswith("table11-reference-gpt2-python-docs-")
+    capsys.readouterr()
+
+
+def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(harness, monkeypatch, capsys):
+    assert table11(harness) == 0
+    written = harness.results / "tables" / "table11.md"
+    before = written.read_bytes()
+    monkeypatch.setattr(archive, "names", lambda folder: [fakes.fingerprint("halting all")])
+    shutil.rmtree(Store(harness.results).path(fakes.fingerprint("halting all")))
+    harness.broken = {"halting all"}
+    assert table11(harness) == 1
+    assert written.read_bytes() == before
+    assert written.with_name("table11-mine.md").exists()
     capsys.readouterr()
 
 

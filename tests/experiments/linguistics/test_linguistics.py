@@ -117,17 +117,6 @@ def test_figures_are_drawn_from_these_records_and_not_without(number, outcomes):
         artefact.build([Outcome(row, reason="failed") for row in artefact.experiment.rows()], "figure")
 
 
-@pytest.mark.parametrize(("name", "number"), [("halting_by_class_llama", "2"), ("fusion_and_constituents_llama", "9")])
-def test_the_same_tables_are_made_of_runs_on_llama(name, number):
-    own, ours = find("table", name), find("table", number)
-    jobs = jobs_of(own, [], Answers("nowhere"))
-    assert {job.config.model.name for job in jobs if job.config is not None} == {"reference-llama"}
-    assert [row.key for row in own.experiment.rows()] == [row.key for row in ours.experiment.rows()]
-    made = own.build([Outcome(row, reason="failed") for row in own.experiment.rows()], own.name)
-    assert made.title.endswith("reference-llama")
-    assert "failed" in made.text(200)
-
-
 def test_the_taxonomy_has_a_leaf_for_every_technique():
     from quicksilver.experiments.peers.figure01_taxonomy import BRANCHES, taxonomy
 

@@ -26,6 +26,7 @@ from safetensors.torch import save
 from quicksilver.atomic import write_atomically
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.translation import PredictedKV
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
@@ -177,14 +178,14 @@ class BoundTranslator:
     def flops_per_token(self) -> int:
         return self.translator.flops_per_token
 
-    def translate(self, hidden: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """K before its rotation, and V, by layer: hidden (B, M, D) -> (B, H_kv, M, head_dim) each. One product for all layers."""
+    def translate(self, hidden: torch.Tensor) -> PredictedKV:
+        """K before its rotation, and V, of all later layers: hidden (B, M, D). One product for all."""
         own = self.translator
         normed = self.architecture.normalised_input(own.source_layer, hidden).to(hidden.dtype)
         weight = own.weight[:, :, :, self.architecture.ranks.own(own.shape.n_kv_heads)].to(hidden)
         flat = torch.addmm(weight[0].flatten(), normed.flatten(0, 1), weight[1:].flatten(1))
         parts = flat.view(*hidden.shape[:2], *weight.shape[1:]).permute(2, 3, 0, 4, 1, 5)
-        return {own.source_layer + 1 + index: (keys, values) for index, (keys, values) in enumerate(parts.unbind(0))}
+        return PredictedKV(own.source_layer + 1, parts[:, 0], parts[:, 1])
 
 
 def _capital(text: str) -> str:

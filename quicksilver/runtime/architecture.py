@@ -138,8 +138,12 @@ class Architecture(ABC):
         """As `project_kv`, K before its rotation (after its norm, where it has one)."""
         return self.project_kv(layer, hidden, None)
 
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer rotates Q and K where the model hands it rotary factors; all layers that do rotate alike."""
+        return True
+
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """K as the layer stores it, from K before its rotation: keys (B, H_kv, M, head_dim), rotary of the same M tokens."""
+        """K as the layer stores it, from K before its rotation: keys (..., B, H_kv, M, head_dim), rotary of the same M tokens."""
         return keys
 
     @abstractmethod
@@ -248,15 +252,18 @@ class LlamaArchitecture(Architecture):
     def residual_writers(self, layer: int) -> list[nn.Module]:
         return [self._layer(layer).self_attn.o_proj, self._layer(layer).mlp.down_proj]
 
+    def rotates(self, layer: int) -> bool:
+        return getattr(self.attention(layer), "use_rope", True)
+
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return self._rotate(layer, keys, rotary)
 
     def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_rotary
 
-        if rotary is None or not getattr(self.attention(layer), "use_rope", True):
+        if rotary is None or not self.rotates(layer):
             return states
-        return apply_rotary(states, states[:, :0], *rotary)[0]  # it rotates two; of the other there is nothing
+        return apply_rotary(states, states[..., :0, :, :], *rotary)[0]  # it rotates two; of the other there is nothing
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self._layer(layer).self_attn

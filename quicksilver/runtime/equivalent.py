@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.attention_function import attention_function, register, sdpa
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.translation import KVTranslator, PredictedKV
 
 _NAME = "quicksilver_keep"
 _LEAST = 0.05  # of a query's attention
@@ -85,7 +85,7 @@ def equivalent_forward(
     arch = architecture_of(model)
     mask = KeepMask()
     predicting = dict(translators or {})
-    stopped: list[tuple[torch.Tensor, Mapping[int, KV]]] = []  # g, and K before its rotation and V by layer
+    stopped: list[tuple[torch.Tensor, PredictedKV]] = []  # g, and what is predicted
     previous: list[Any] = []
 
     def wrap(index: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

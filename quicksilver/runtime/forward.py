@@ -10,7 +10,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.execution.plan import KV, Attended, Packing
 from quicksilver.runtime.ledger import PassWork
 from quicksilver.runtime.pass_state import PassState
-from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.translation import KVTranslator, PredictedKV
 
 if TYPE_CHECKING:
     from quicksilver.runtime.execution.planner import Arrangement, Situation
@@ -34,7 +34,7 @@ class Forward:
         is_prompt: nothing was cached before and there is more than one column.
         decisions: what the modules decide. executed: what is executed: the same, or what nobody touches where they only decide.
         carried: where the layer before left the states of its packed tokens out of what it returned: which columns, and (B, A, D).
-        predicted: K before rotation and V by layer, of the tokens in `prediction_packing`, by source layer of their translator.
+        predicted: K and V of later layers, of the tokens in `prediction_packing`, by source layer of their translator.
 
     Raises:
         ConfigError: neither ids nor embeddings, an attention mask that is no padding mask.
@@ -62,7 +62,7 @@ class Forward:
         self.work = PassWork(layers=[])
         self.past_lengths: list[torch.Tensor | int] = []
         self.newest_kv: KV | None = None
-        self.predicted: dict[int, Any] = {}
+        self.predicted: dict[int, PredictedKV] = {}
         self.arranged: tuple[Situation, Arrangement] | None = None  # the planner's, for layers with the same tokens
         self.carried: tuple[Packing, torch.Tensor] | None = None
         self._packing: Packing | None = None

@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture, Rotary
+
+_SMALL = 2**18  # numbers of a layer's keys
+
+
+@dataclass(frozen=True)
+class PredictedKV:
+    """K and V of the same M tokens in consecutive layers.
+
+    Attributes:
+        first_layer: the first of them.
+        keys, values: (L, B, H_kv, M, head_dim), K before its rotation.
+    """
+
+    first_layer: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    _rotated: list[tuple[Rotary, torch.Tensor]] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + len(self.keys))
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self.layers
+
+    def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, (B, H_kv, M, head_dim) each."""
+        return self.keys[layer - self.first_layer], self.values[layer - self.first_layer]
+
+    def rotated_keys(self, layer: int, architecture: Architecture, rotary: Rotary | None) -> torch.Tensor:
+        """K of one layer as it is stored, (B, H_kv, M, head_dim).
+
+        Of small layers all are rotated at once, if they share the factors: a call for each takes longer than its numbers. Large ones would
+        lie in memory twice.
+        """
+        keys = self[layer][0]
+        if rotary is None or not architecture.rotates(layer) or keys.numel() > _SMALL:
+            return architecture.rotate_keys(layer, keys, rotary)
+        for known, rotated in self._rotated:
+            if known is rotary:
+                return rotated[layer - self.first_layer]
+        self._rotated.append((rotary, architecture.rotate_keys(layer, self.keys, rotary)))
+        return self._rotated[-1][1][layer - self.first_layer]
 
 
 class KVTranslator(Protocol):
@@ -25,13 +71,13 @@ class KVTranslator(Protocol):
     @property
     def flops_per_token(self) -> int: ...
 
-    def translate(self, hidden: torch.Tensor) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
+    def translate(self, hidden: torch.Tensor) -> PredictedKV:
         """K before its rotation, and V, of each layer after `source_layer`.
 
         Args:
             hidden: (B, M, D), states entering `source_layer`.
 
         Returns:
-            By layer: (B, H_kv, M, head_dim) each, in the dtype of `hidden`, of the heads that this process has (`arch.ranks`).
+            In the dtype of `hidden`, of the heads that this process has (`arch.ranks`).
         """
         ...

@@ -26,10 +26,10 @@ def test_it_predicts_k_and_v_of_every_later_layer_from_the_normalised_state_alon
     own = translator(name)
     hidden = torch.randn(2, 3, arch.width)
     found = own.bound(arch).translate(hidden)
-    assert list(found) == [2, 3, 4]
+    assert list(found.layers) == [2, 3, 4]
     one = torch.cat([torch.ones(2, 3, 1), arch.normalised_input(1, hidden)], dim=-1)
-    for layer, (keys, values) in found.items():
-        for part, index in ((keys, 0), (values, 1)):
+    for layer in found.layers:
+        for index, part in enumerate(found[layer]):
             assert part.shape == (2, arch.n_kv_heads, 3, arch.head_dim)
             wanted = torch.einsum("bmd,dhk->bhmk", one, own.weight[:, layer - 2, index])
             torch.testing.assert_close(part, wanted)

@@ -3,7 +3,6 @@ batches, passes and replays do not matter, is tested with every other mode of `m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from quicksilver.modules import AdaptiveQuantization
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState, apply, architecture_of
+from quicksilver.runtime.translation import PredictedKV
 
 AT = 1  # tokens halt after this layer: the source layer is the next one
 BATCH = Batch((tuple(range(1, 15)), tuple(range(40, 26, -1))))
@@ -28,12 +28,16 @@ class Constant:
     source_layer: int = AT + 1
     flops_per_token: int = 1000
     asked: list[torch.Size] = field(default_factory=list)
+    made: list[PredictedKV] = field(default_factory=list)
 
-    def translate(self, hidden: torch.Tensor) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
+    def translate(self, hidden: torch.Tensor) -> PredictedKV:
         self.asked.append(hidden.shape)
         of = self.architecture
         states = hidden[:, None, :, : of.head_dim].expand(-1, of.n_kv_heads, -1, -1)
-        return {layer: (states * layer, states / layer) for layer in range(self.source_layer + 1, of.n_layers)}
+        layers = range(self.source_layer + 1, of.n_layers)
+        keys, values = (torch.stack(parts) for parts in ([states * i for i in layers], [states / i for i in layers]))
+        self.made.append(PredictedKV(layers[0], keys, values))
+        return self.made[-1]
 
 
 @dataclass
@@ -100,6 +104,21 @@ def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, e
             all_keys, all_values = translator.translate(frozen)[layer]
             wanted = arch.rotate_keys(layer, all_keys, rotaries[layer])[:, :, 1::2], all_values[:, :, 1::2]
         torch.testing.assert_close((keys, values), wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_keys_rotated_for_all_layers_at_once_are_those_of_each_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.load(name)
+    found, at_once = [], []
+    for small in (0, 2**18):
+        monkeypatch.setattr("quicksilver.runtime.translation._SMALL", small)
+        translator = Constant(architecture_of(model))
+        with apply(model, [EverySecond(translator)]):
+            found.append(model(**BATCH.inputs()).logits)
+        at_once.append(len(translator.made[0]._rotated))
+    assert torch.equal(*found)
+    assert at_once == [0, 0 if name == "gpt2" else 2 if name == "gemma3" else 1]  # Gemma 3 has factors of two kinds of layer
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ def kv_of_halted(halted: HaltedKV, call: LayerCall, forward: Forward, machine: M
             return arch.project_kv(layer, frozen, packing.rotary(call.rotary, forward.batch))
         case "predict":
             assert halted.translator is not None
-            keys, values = forward.predicted[halted.translator][layer]
-            return arch.rotate_keys(layer, keys, packing.rotary(call.rotary, forward.batch)), values
+            predicted = forward.predicted[halted.translator]
+            return predicted.rotated_keys(layer, arch, packing.rotary(call.rotary, forward.batch)), predicted[layer][1]
         case _:
             shape = (forward.batch, arch.own_kv_heads, packing.width, arch.head_dim)
             return call.hidden.new_zeros(shape), call.hidden.new_zeros(shape)

@@ -32,8 +32,8 @@ class Packing:
     order: torch.Tensor | None
     real: torch.Tensor | None
     width: int
-    # All layers of a kind are handed the same factors: packed once.
-    _rotary: list[tuple[Rotary, Rotary]] = field(default_factory=list, compare=False, repr=False)
+    # What all layers are handed alike, rotary factors and positions, is packed once.
+    _shared: list[tuple[Any, Any]] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     @phase("gather")
@@ -79,12 +79,18 @@ class Packing:
         """Rotary factors (1 or B, N, ...) of the packed tokens."""
         if rotary is None:
             return None
-        for whole, packed in self._rotary:
-            if whole is rotary:
+        return self._once(rotary, lambda: (self.take(rows(rotary[0], batch)), self.take(rows(rotary[1], batch))))
+
+    def positions(self, ids: torch.Tensor, batch: int) -> torch.Tensor:
+        """Position ids (1 or B, N) of the packed tokens."""
+        return self._once(ids, lambda: self.take(rows(ids, batch)))
+
+    def _once(self, whole: Any, pack: Callable[[], Any]) -> Any:
+        for known, packed in self._shared:
+            if known is whole:
                 return packed
-        packed = (self.take(rows(rotary[0], batch)), self.take(rows(rotary[1], batch)))
-        self._rotary.append((rotary, packed))
-        return packed
+        self._shared.append((whole, pack()))
+        return self._shared[-1][1]
 
 
 def rows(x: torch.Tensor, batch: int) -> torch.Tensor:
@@ -254,5 +260,5 @@ class Machine:
         if call.rotary is not None:
             inputs["position_embeddings"] = plan.packing.rotary(call.rotary, batch)
         if call.arguments.get("position_ids") is not None:
-            inputs["position_ids"] = plan.packing.take(rows(call.arguments["position_ids"], batch))
+            inputs["position_ids"] = plan.packing.positions(call.arguments["position_ids"], batch)
         return inputs

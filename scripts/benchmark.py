@@ -9,7 +9,8 @@ callables that take turns in one run; the first of them is timed twice a round, 
     fusion     30% of the prompt fused away at a third of the depth: the same ratio, and the price of choosing the pairs
     decide     the price of deciding alone: modules decide, everything is executed
     predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on the shapes of
-               --shapes: the realization ratio of the prompt, and time per token decoded after it against after a dense prompt
+               --shapes (a shipped model under its own schedules): the realization ratio of the prompt, and time per token decoded after
+               it against after a dense prompt
     generate   greedy decoding: tokens per second without a module; time per token when every token stops at half depth
     repeat     the same ratio measured three times over: how far apart its medians are
 
@@ -33,15 +34,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import ROOT, SHAPES, Shape, environment, model_of
-from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate, alternate_steps, shared_weight_copy
 from quicksilver.modules.controls import ExponentialDecay, StaticDepth
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
-from quicksilver.modules.presets import Schedule
+from quicksilver.modules.presets import Schedule, schedules_of, shipped_with_schedules
 from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import BoundTranslator, ModelShape, Translator
+from quicksilver.modules.translators import SHIPPED, BoundTranslator, ModelShape, Translator
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
 
@@ -237,18 +238,34 @@ def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTransla
 
 def predicted(bench: Bench) -> None:
     for name in bench.options.shapes:
-        predicted_of(bench, SHAPES[name])
+        if name in SHAPES:
+            predicted_of(bench, SHAPES[name])
+        else:
+            presets_of(bench, name)
+
+
+def presets_of(bench: Bench, name: str) -> None:
+    """A shipped model under its own schedules."""
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED / name, dtype=bench.dtype).to(bench.options.device).eval()
+    for saves_pct, schedule in schedules_of(architecture_of(model)).items():
+        timed_prediction(
+            bench, model, schedule.halting(), f"{name}, its {saves_pct:g}%, {schedule}", model.config.num_hidden_layers
+        )
 
 
 def predicted_of(bench: Bench, shape: Shape) -> None:
     o = bench.options
     layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
     model = model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=bench.dtype, device=o.device)
-    ids = bench.input_ids()
     schedule = Schedule(max(1, round(layers * 3 / 16)), 0.2, max(2, round(layers * 5 / 8)), protect_last=min(32, o.sequence // 8))
     module = schedule.halting(translator=random_translator(model, schedule.predict_before))
+    timed_prediction(bench, model, module, f"{shape.name} × {layers} layers, {schedule}", layers)
+
+
+def timed_prediction(bench: Bench, model: PreTrainedModel, module: RuntimeModule, what: str, layers: int) -> None:
+    """The prompt's realization ratio, and what decoding after it takes."""
+    o, ids = bench.options, bench.input_ids()
     plain = shared_weight_copy(model)
-    what = f"{shape.name} × {layers} layers, {schedule}"
     with apply(model, [module]) as run:
         passes = {"plain": forward(plain, ids, None), "predicted": forward(model, ids, None)}
         passes["predicted"]()
@@ -384,7 +401,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--heads", type=int, default=20)
-    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=["gpt2-large", "llama2-7b"], help="of predicted")
+    parser.add_argument(
+        "--shapes", nargs="*", choices=[*SHAPES, *shipped_with_schedules()], default=["gpt2-large", "llama2-7b"],
+        help="of predicted: shapes, or shipped models under their own schedules"
+    )  # fmt: skip
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=33, help="of generate, the first of which belongs to the prompt's pass")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")

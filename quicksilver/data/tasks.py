@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import string
 from collections.abc import Iterable, Iterator, Mapping
@@ -234,15 +235,15 @@ def file_rows(paths: Iterable[Path], columns: list[str]) -> Iterator[dict[str, A
     """
     for path in paths:
         try:
-            with path.open(encoding="utf-8", newline="") as file:
-                if path.suffix == ".jsonl":
-                    yield from _jsonl(path, file)
-                    continue
-                # Quotes are characters here, as in GLUE's own files.
-                for row in csv.DictReader(file, fieldnames=columns or None, delimiter="\t", quoting=csv.QUOTE_NONE):
-                    yield {str(name): value for name, value in row.items() if name is not None and value is not None}
+            file = io.StringIO(path.read_bytes().decode("utf-8"), newline="")  # whole: whoever stops early leaves no file open
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a table of UTF-8 text: {error}.") from error
+        if path.suffix == ".jsonl":
+            yield from _jsonl(path, file)
+            continue
+        # Quotes are characters here, as in GLUE's own files.
+        for row in csv.DictReader(file, fieldnames=columns or None, delimiter="\t", quoting=csv.QUOTE_NONE):
+            yield {str(name): value for name, value in row.items() if name is not None and value is not None}
 
 
 def _jsonl(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:

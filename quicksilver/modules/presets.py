@@ -170,15 +170,32 @@ def schedule_of(architecture: Architecture, saves_pct: float) -> Schedule:
     Raises:
         ConfigError: none ships with the model, or none at that budget.
     """
+    own = schedules_of(architecture)
+    if not own:
+        digest = model_digest(architecture.model)
+        raise ConfigError(f"saves_pct={saves_pct:g}: no schedule ships with this model (digest {digest[:12]}…): {REMEDY}.")
+    if saves_pct not in own:
+        raise ConfigError(
+            f"saves_pct={saves_pct:g}: for this model there are schedules for {', '.join(f'{pct:g}' for pct in own)}; or {REMEDY}."
+        )
+    return own[saves_pct]
+
+
+def schedules_of(architecture: Architecture) -> dict[float, Schedule]:
+    """The schedules that ship with the model, by the percent of a prompt's executed FLOPs that they were chosen for, ascending; none: {}."""
     digest = model_digest(architecture.model)
-    for path in sorted(SHIPPED.glob(f"*/{BESIDE}/{SCHEDULES}")):
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if content["weights_digest"] != digest:
-            continue
-        own = content["schedules"]
-        if saves_pct not in own:
-            raise ConfigError(
-                f"saves_pct={saves_pct:g}: for this model there are schedules for {', '.join(map(str, sorted(own)))}; or {REMEDY}."
-            )
-        return read_schedule(own[saves_pct]["schedule"])
-    raise ConfigError(f"saves_pct={saves_pct:g}: no schedule ships with this model (digest {digest[:12]}…): {REMEDY}.")
+    for content in _shipped().values():
+        if content["weights_digest"] == digest:
+            own = content["schedules"]
+            return {saves_pct: read_schedule(own[saves_pct]["schedule"]) for saves_pct in sorted(own)}
+    return {}
+
+
+def shipped_with_schedules() -> list[str]:
+    """Names of the shipped models that have schedules of their own."""
+    return list(_shipped())
+
+
+def _shipped() -> dict[str, Any]:
+    found = sorted(SHIPPED.glob(f"*/{BESIDE}/{SCHEDULES}"))
+    return {path.parts[-3]: yaml.safe_load(path.read_text(encoding="utf-8")) for path in found}

@@ -127,6 +127,7 @@ class Run:
         self._skippable_before = self._skippable_flops()
         self._head_tokens = 0
         self._current: Forward | None = None
+        self._only_continues = False
         self._cache: Cache | None = None
 
     # -- what came of it ---------------------------------------------------------------------------------------------------------
@@ -234,6 +235,12 @@ class Run:
             dict(arguments.get("kwargs", {})) | arguments, self.arch.n_layers, self.pass_index,
             decides_only=self.execution == "decide", remembers_kv=self._copies_kv,
         )  # fmt: skip
+        self._only_continues = self._nobody_acts_in(self._current)
+
+    def _nobody_acts_in(self, current: Forward) -> bool:
+        """One new token a row, about which no module will be asked in any layer: nothing can change before the pass ends."""
+        asked = any(policy.causal or policy.lookahead for policy in self.token_policies)
+        return current.n == 1 and current.seen > 0 and not (asked or self._copies_kv or self._deciding.evicting)
 
     def _end(self, output: Any) -> None:
         current = self._current
@@ -275,9 +282,23 @@ class Run:
             current = self._current
             if current is None:
                 raise QuickSilverError("A decoder layer was called outside its model's forward; call the model.")
-            return self._layer(layer, original, arguments, current)
+            continued = self._continued(layer, original, arguments, current) if self._only_continues else None
+            return self._layer(layer, original, arguments, current) if continued is None else continued
 
         return forward
+
+    @phase("runtime")
+    def _continued(
+        self, layer: int, original: Callable[..., torch.Tensor], arguments: dict[str, Any], current: Forward
+    ) -> torch.Tensor | None:
+        """What `_layer` would return where it would do no more than append, in a third of the time; None: it does more."""
+        store = self._store(arguments.get(self.arch.cache_argument), layer, current)
+        if store is None or store.is_complete or not self._planner.can_append(store, layer, current):
+            return None
+        current.past_lengths.append(store.length)
+        result = append.execute(LayerCall(layer, original, arguments, store), current, self._machine)
+        current.work.layers.append(result.work)
+        return result.output
 
     @phase("runtime")
     def _layer(
@@ -334,7 +355,7 @@ class Run:
             case "plain":
                 return plain.execute(plan, call, current, self._machine, self._visibility)
             case "append":
-                return append.execute(plan, call, current, self._machine)
+                return append.execute(call, current, self._machine)
             case "compact":
                 return compact.execute(plan, call, current, self._machine)
             case _:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from quicksilver.runtime.cache import CacheLayer
-from quicksilver.runtime.execution.plan import LayerCall, LayerPlan, LayerResult, Machine
+from quicksilver.runtime.execution.plan import LayerCall, LayerResult, Machine, Packing
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.ledger import LayerWork
+
+ONE_TOKEN = Packing(None, None, 1)
 
 
 class AppendingPort:
@@ -22,11 +24,11 @@ class AppendingPort:
         return self.store.append(keys, values)
 
 
-def execute(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
+def execute(call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
     store = call.store
     assert store is not None
     inputs = call.arguments | {"attention_mask": None, machine.arch.cache_argument: AppendingPort(store)}
     output = machine.run_layer(call, inputs, None)
     keys = store.length
     assert isinstance(keys, int), "rows of unequal length cannot be appended to"
-    return LayerResult(output, plan.packing, LayerWork(forward.batch, 1, keys))
+    return LayerResult(output, ONE_TOKEN, LayerWork(forward.batch, 1, keys))

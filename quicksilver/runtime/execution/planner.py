@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout, join_entries
+from quicksilver.runtime.execution.append import ONE_TOKEN
 from quicksilver.runtime.execution.plan import HaltedKV, LayerCall, LayerPlan, Packing, or_all
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.pass_state import PassState
@@ -81,8 +82,8 @@ class Planner:
         """The plan of one layer; `observes_kv`: its K and V are needed afterwards."""
         if forward.is_plain and self._is_dense(call, forward):
             return LayerPlan("plain", Packing(None, None, forward.n), observes_kv=observes_kv)
-        if not observes_kv and self._can_append(call, forward):
-            return LayerPlan("append", Packing(None, None, forward.n), observes_kv=False)
+        if not observes_kv and call.store is not None and self.can_append(call.store, call.layer, forward):
+            return LayerPlan("append", ONE_TOKEN, observes_kv=False)
         return self._masked(call, forward) if self.masked else self._compact(call, forward)
 
     def _is_dense(self, call: LayerCall, forward: Forward) -> bool:
@@ -90,16 +91,14 @@ class Planner:
         complete = call.store is None or call.store.is_complete
         return complete and self.visibility.span_reaches_back(call.layer, forward.end)
 
-    def _can_append(self, call: LayerCall, forward: Forward) -> bool:
+    def can_append(self, store: CacheLayer, layer: int, forward: Forward) -> bool:
         """One new token in each row, nothing decided about it yet, that sees all entries of the layer as they lie there."""
-        store = call.store
         return (
             forward.n == 1
-            and store is not None
             and forward.is_plain
             and store.can_append
             and self.visibility.sdpa
-            and self.visibility.one_token_sees_all(call.layer, forward.seen)
+            and self.visibility.one_token_sees_all(layer, forward.seen)
             and not self.visibility.weighs(store.facts)
         )
 

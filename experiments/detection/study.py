@@ -67,8 +67,12 @@ def note() -> tuple[str, ...]:
     said = facts()
     if not said:
         return (f"The study was not made on this machine: {COMMAND}.",)
+    each = frame("evaluations")
+    wider = (
+        f" ({said['wide']} the wider one)" if "wide" in said and not each.empty and "wide_gentle" in set(each["detector"]) else ""
+    )
     return (
-        f"Made by `{COMMAND}`: {said['pillars']} pillars a scene, {said['layers']} layers of width {said['width']}, seeds {said['seeds']}, "
+        f"Made by `{COMMAND}`: {said['pillars']} pillars a scene, {said['layers']} layers of width {said['width']}{wider}, seeds {said['seeds']}, "
         f"{said['scenes']} scenes for training ({said['steps']} steps dense, then {said['tuning_steps']} each), "
         f"{said['validation_scenes']} others for measuring; target {said['target_tokens']} of token-layers; torch {said['torch']}.",
     )

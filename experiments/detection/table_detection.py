@@ -83,8 +83,8 @@ def _time(clock: str) -> Any:
 
 def _realized(clock: str) -> Any:
     def cell(row: Mapping[str, Any]) -> Lines:
-        share = number(row, f"{clock}_realized")
-        return (NO_VALUE,) if share is None else (f"{share:.2f}", f"of {signed(row[f'{clock}_flops_saved_pct'])}%")
+        share, saved = number(row, f"{clock}_realized"), row[f"{clock}_flops_saved_pct"]
+        return (NO_VALUE,) if share is None or saved <= 0 else (f"{share:.2f}", f"of {signed(saved)}%")
 
     return cell
 

@@ -117,6 +117,7 @@ def _trend(frame: pd.DataFrame) -> str:
         parts.append(f"{name} {signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]{undecided}")
     sizes = int(trends["sizes"].min())
     of_two = ", a difference of two sizes and no line" if sizes == 2 else f", a line through {sizes} sizes"
+    of_two += " trained on as many tokens" if trends["alike"].all() else ""
     return f"KL × 100 for each doubling of the parameters of a GPT-2{of_two}: {'; '.join(parts)}."
 
 

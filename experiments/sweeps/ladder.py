@@ -165,7 +165,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
     Added: `parameters`, `layers` and `trained_tokens` of the model. `beside`: in the row of a model's best signal the next best one, in that of
     prediction the best signal; `beside_kl_nats`: KL of that one minus KL of this, paired by window. In a row of panel `trend`:
-    `kl_nats_per_doubling` of the number of parameters, over `sizes` models.
+    `kl_nats_per_doubling` of the number of parameters, over `sizes` models, `alike`: that saw as many tokens.
     """
     found = comparison.frame(outcomes)
     more: list[dict[str, Any]] = []
@@ -204,6 +204,7 @@ def _trends(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         rungs = [
             one.record for one in outcomes if one.row.key == technique and one.row.panel in LADDER and one.record is not None
         ]
+        rungs = _trained_alike(rungs)
         # Windows are numbered along the text: those of the same number lie at the same place of it, whatever the tokenizer.
         if len(rungs) < 2 or len({(one.data.digest, one.data.windows, one.protocol) for one in rungs}) > 1:
             continue
@@ -211,10 +212,19 @@ def _trends(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         found.append(
             {
                 "panel": TREND, "section": "", "key": technique, "technique": TECHNIQUES[technique], "status": TREND,
-                "sizes": len(rungs), **_named("kl_nats_per_doubling", slope),
+                "sizes": len(rungs), "alike": len({trained_tokens(one.model.name) for one in rungs}) == 1, **_named("kl_nats_per_doubling", slope),
             }
         )  # fmt: skip
     return found
+
+
+def _trained_alike(rungs: list[Record]) -> list[Record]:
+    """The largest group of models that saw as many tokens, so that a trend is not one of training; all, where no two did."""
+    groups: dict[int | None, list[Record]] = {}
+    for one in rungs:
+        groups.setdefault(trained_tokens(one.model.name), []).append(one)
+    largest = max(groups.values(), key=len, default=rungs)
+    return largest if len(largest) > 1 else rungs
 
 
 def slope_per_doubling(parameters: Sequence[int], kl_nats: Sequence[np.ndarray]) -> Interval:

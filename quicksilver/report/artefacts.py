@@ -176,9 +176,11 @@ def _measured_on(outcomes: Sequence[Outcome]) -> str:
         return ""
     models = dict.fromkeys(str(without_folders(record.model.name)) for record in records)
     protocols = dict.fromkeys(record.protocol.name for record in records)
-    return f" ({', '.join(models)}; protocol {' and '.join(protocols)})"
+    named = ", ".join(models) if len(models) <= _NAMED_MODELS else f"{len(models)} models"
+    return f" ({named}; protocol {' and '.join(protocols)})"
 
 
+_NAMED_MODELS = 3  # more do not fit above a figure
 _PACKAGE = Path(__file__).resolve().parent.parent
 _EXPERIMENTS = _PACKAGE.parent / "experiments" if (_PACKAGE.parent / "experiments").is_dir() else _PACKAGE / "experiments"
 

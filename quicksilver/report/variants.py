@@ -39,6 +39,15 @@ VARIANTS = (
 )
 
 
+# Not repeated, and why: pictures of single runs and tokens, whose traces and arrays would fill the repository.
+_ONE_RUN = "shows one run token by token: one selection is enough here, the command draws it of any other"
+LEFT_OUT = dict.fromkeys(
+    [f"figure{number}" for number in ("02", "05_17", "09", "10", "11", "12", "13", "14", "19", "20", "21", "22")]
+    + ["figure_word_signals"],
+    _ONE_RUN,
+)
+
+
 def selected_by(overrides: Sequence[str]) -> Variant | None:
     """The variant that these overrides select; None: none, or they change more."""
     return next((one for one in VARIANTS if set(one.overrides) == set(overrides)), None)
@@ -49,15 +58,18 @@ def of_name(name: str, artefact: str) -> Variant | None:
     return next((one for one in VARIANTS if name == f"{artefact}-{one.name}"), None)
 
 
-def why_not(jobs: Sequence[Job], default: Sequence[str]) -> str | None:
+def why_not(name: str, jobs: Sequence[Job], default: Sequence[str]) -> str | None:
     """Why there is no variant of an artefact; None: there is one.
 
     Args:
+        name: the artefact's, `table11`.
         jobs: its rows under the variant's overrides, with the records that there are.
         default: fingerprints of the records of the default selection.
     """
     if not jobs:
         return "asks for no run of a model"
+    if name in LEFT_OUT:
+        return LEFT_OUT[name]
     found = {job.record.fingerprint for job in jobs if job.record is not None}
     if found and found <= set(default):
         return "is of models and texts of its own, the same under any selection"

@@ -69,7 +69,7 @@ def job(fingerprint: str | None = None, **more: object) -> Job:
     ],
 )
 def test_one_that_is_missing_says_why(jobs: list[Job], said: str | None) -> None:
-    why = why_not(jobs, ["d", "e"])
+    why = why_not("table11", jobs, ["d", "e"])
     assert why is None if said is None else said in str(why)
 
 

@@ -69,7 +69,7 @@ def _write(variant: Variant, root: Path) -> dict[Artefact, str | None]:
     for artefact, jobs in work.items():
         recorded(artefact, jobs, store_of(base), place, answers)
         written = root / f"{artefact.kind}s" / f"{artefact.name}.json"
-        found[artefact] = why_not(jobs, read(written).records if written.is_file() else ())
+        found[artefact] = why_not(artefact.name, jobs, read(written).records if written.is_file() else ())
         if found[artefact] is None:
             build(artefact, jobs, base, overrides)
     answers.save()

@@ -291,7 +291,7 @@ class Run:
     def _continued(
         self, layer: int, original: Callable[..., torch.Tensor], arguments: dict[str, Any], current: Forward
     ) -> torch.Tensor | None:
-        """What `_layer` would return where it would do no more than append, in a third of the time; None: it does more."""
+        """What `_layer` would return where it would do no more than append, with nothing planned; None: it does more."""
         store = self._store(arguments.get(self.arch.cache_argument), layer, current)
         if store is None or store.is_complete or not self._planner.can_append(store, layer, current):
             return None

@@ -11,8 +11,6 @@ from quicksilver.runtime.execution.plan import LayerCall, LayerResult, Machine, 
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.ledger import LayerWork
 
-ONE_TOKEN = Packing(None, None, 1)
-
 
 class AppendingPort:
     """Stands where the layer expects its cache: puts K and V behind what there is."""
@@ -31,4 +29,4 @@ def execute(call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
     output = machine.run_layer(call, inputs, None)
     keys = store.length
     assert isinstance(keys, int), "rows of unequal length cannot be appended to"
-    return LayerResult(output, ONE_TOKEN, LayerWork(forward.batch, 1, keys))
+    return LayerResult(output, Packing(None, None, 1), LayerWork(forward.batch, 1, keys))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout, join_entries
-from quicksilver.runtime.execution.append import ONE_TOKEN
 from quicksilver.runtime.execution.plan import HaltedKV, LayerCall, LayerPlan, Packing, or_all
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.pass_state import PassState
@@ -83,7 +82,7 @@ class Planner:
         if forward.is_plain and self._is_dense(call, forward):
             return LayerPlan("plain", Packing(None, None, forward.n), observes_kv=observes_kv)
         if not observes_kv and call.store is not None and self.can_append(call.store, call.layer, forward):
-            return LayerPlan("append", ONE_TOKEN, observes_kv=False)
+            return LayerPlan("append", Packing(None, None, 1), observes_kv=False)
         return self._masked(call, forward) if self.masked else self._compact(call, forward)
 
     def _is_dense(self, call: LayerCall, forward: Forward) -> bool:

@@ -101,10 +101,11 @@ class Recipe:
 
 RECIPES = {
     "reference-gpt2": Recipe(family="gpt2", total_tokens=13_000_000),
-    # A ladder below reference-gpt2: the same text, heads of the same width; all three see the same 4 M tokens.
+    # A ladder up to reference-gpt2's size: the same text, heads of the same width; all four see the same 4 M tokens.
     "ladder-gpt2-1m": Recipe(family="gpt2", layers=12, width=64, heads=2, kv_heads=2, mlp_width=256, total_tokens=4_000_000),
     "ladder-gpt2-2m": Recipe(family="gpt2", layers=12, width=96, heads=3, kv_heads=3, mlp_width=384, total_tokens=4_000_000),
     "ladder-gpt2-4m": Recipe(family="gpt2", layers=16, width=128, heads=4, kv_heads=4, mlp_width=512, total_tokens=4_000_000),
+    "ladder-gpt2-8m": Recipe(family="gpt2", total_tokens=4_000_000),
     "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512, total_tokens=10_000_000, shortened=(850, 1020)),
 }
 

@@ -50,8 +50,17 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         right.set_yticks(range(1, n_layers + 1, 3))
         handles = sentences.held_legend(frame["held"], record.model.dtype)
         right.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, columnspacing=1)
-    drawn = frame[["text", "layer", "slot", "dense_entropy_nats", "bits"]].round(4)
-    return Figure(name, "Figure 19: entropy and bit-widths", drawn, drawing, _caption(outcomes, frame, chosen, tau["tau_low"]))
+    return Figure(
+        name, "Figure 19: entropy and bit-widths", _drawn(frame), drawing, _caption(outcomes, frame, chosen, tau["tau_low"])
+    )
+
+
+def _drawn(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row a token, `entropy_nats_L` and `bits_L` of each layer L, half the bytes of a row a token and layer."""
+    wide = frame[frame["layer"] > 0].pivot(index=["text", "slot"], columns="layer", values=["dense_entropy_nats", "bits"])
+    wide.columns = pd.Index([f"{name.removeprefix('dense_')}_{layer}" for name, layer in wide.columns])
+    whole = {name: "Int64" for name in wide.columns if name.startswith("bits")}
+    return wide.round(3).astype(whole).reset_index()
 
 
 def _histograms(axes: Axes, frame: pd.DataFrame, chosen: Sequence[int]) -> None:

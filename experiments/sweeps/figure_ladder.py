@@ -32,13 +32,13 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame = ladder.frame(outcomes)
     drawn = frame[frame["key"].isin(ladder.TECHNIQUES) & frame["kl_nats"].notna()]
     with style():
-        ratios = {"width_ratios": [4, 1.1, 4, 1.1]}
-        drawing, axes = panels(1, 4, size=(10.5, 3.9), gridspec_kw=ratios)
+        ratios = {"width_ratios": [3.4, 1.7, 3.4, 1.7]}
+        drawing, axes = panels(1, 4, size=(13.0, 3.9), gridspec_kw=ratios)
         for place, (cost, label) in enumerate(_COSTS.items()):
             pair = axes[0, 2 * place : 2 * place + 2]
             pair[1].sharey(pair[0])
             for plot, models in zip(pair, (ladder.LADDER, ladder.OTHERS), strict=True):
-                _draw(plot, drawn[drawn["panel"].isin(models)], cost)
+                _draw(plot, drawn[drawn["panel"].isin(models)], cost, by_size=models is ladder.LADDER)
             pair[0].set_ylabel(label)
             mine = drawn[cost]
             if (drawn[f"{cost}_low"] > 0).all() and mine.max() > _WIDE * mine.min():
@@ -49,8 +49,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             else:
                 pair[0].axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
                 pair[1].axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
-            pair[0].set_title("GPT-2, by number of parameters")
-            pair[1].set_title("Llama")
+            pair[0].set_title("GPT-2 by size, trained alike")
+            pair[1].set_title("Trained longer")
             pair[1].tick_params(labelleft=False, which="both")
             pair[1].set_visible(drawn["panel"].isin(ladder.OTHERS).any())
         handles = axes[0, 0].get_legend_handles_labels()[0] or axes[0, 1].get_legend_handles_labels()[0]
@@ -60,25 +60,31 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     return Figure(name, "What 40% of a prompt's work costs, by size of the model", frame, drawing, caption)
 
 
-def _draw(plot: Any, points: pd.DataFrame, cost: str) -> None:
+def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
+    """Models along the number of their parameters, or beside one another."""
     scale = _SCALE[cost]
+    sizes = points.drop_duplicates("panel").sort_values("parameters")
+    if not by_size:
+        sizes = sizes.assign(parameters_drawn=[2.0**place for place in range(len(sizes))])
+    else:
+        sizes = sizes.assign(parameters_drawn=sizes["parameters"])
+    where = sizes.set_index("panel")["parameters_drawn"]
     for place, (key, title) in enumerate(ladder.TECHNIQUES.items()):
         mine = points[points["key"] == key].sort_values("parameters")
         if mine.empty:
             continue
         middle = scale * mine[cost]
         spread = [(middle - scale * mine[f"{cost}_low"]).clip(lower=0), (scale * mine[f"{cost}_high"] - middle).clip(lower=0)]
-        x = mine["parameters"] * _APART ** (place - len(ladder.TECHNIQUES) // 2)
+        x = mine["panel"].map(where) * _APART ** (place - len(ladder.TECHNIQUES) // 2)
         plot.errorbar(
-            x, middle, yerr=spread, label=title, color=PALETTE[place], marker=MARKERS[place], linestyle=DASHES[place],
+            x, middle, yerr=spread, label=title, color=PALETTE[place], marker=MARKERS[place], linestyle=DASHES[place] if by_size else "",
             elinewidth=0.7, capsize=1.5,
         )  # fmt: skip
-    sizes = points.drop_duplicates("panel").sort_values("parameters")
     plot.set_xscale("log", base=2)
-    plot.set_xticks(list(sizes["parameters"]), [_described(one) for one in sizes.to_dict("records")])
+    plot.set_xticks(list(where), [_described(one) for one in sizes.to_dict("records")])
     plot.minorticks_off()
     if len(sizes):
-        plot.set_xlim(sizes["parameters"].min() / 1.4, sizes["parameters"].max() * 1.4)
+        plot.set_xlim(where.min() / 1.4, where.max() * 1.4)
 
 
 def _described(model: dict[str, Any]) -> str:
@@ -93,7 +99,7 @@ def _said(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
         f"Dropped after {100 * ladder.DROP_DEPTH:g}% of the layers, as many tokens as save {ladder.SAVES_PCT:g}% of a prompt's operations; predicted: K/V of "
         "all but the last few from half depth on. Bars: 95% over windows."
     )
-    said = [drawn, _trend(frame), _confounded(outcomes, frame), _best(outcomes, frame)]
+    said = [drawn, _trend(frame), _confounded(outcomes, frame), _training(frame), _best(outcomes, frame)]
     absent = ladder.missing()
     if absent:
         said.append(
@@ -136,6 +142,24 @@ def _confounded(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
         else_.append("tokenizer and docstrings (of other packages)")
     apart = f"Not of size alone, as they differ in {', '.join(else_)} too. " if else_ else ""
     return f"{apart}Each model was trained once: intervals are of the text and say nothing of another training."
+
+
+def _training(frame: pd.DataFrame) -> str:
+    """What the same shape costs after less training and after more."""
+    rows = frame[frame["panel"].isin(ladder.LONGER) & frame["kl_nats"].notna()].set_index(["panel", "key"])
+    less, more = ladder.LONGER
+    keys = [key for key in ladder.TECHNIQUES if (less, key) in rows.index and (more, key) in rows.index]
+    if not keys:
+        return ""
+
+    def cost(model: str, key: str) -> str:
+        low, middle, high = (100 * rows.loc[(model, key), f"kl_nats{end}"] for end in ("_low", "", "_high"))
+        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+    names = {key: "predicted" if key == ladder.PREDICTED else ladder.SIGNALS[key].lower() for key in keys}
+    tokens = [_millions(rows.loc[(model, keys[0]), "trained_tokens"]) for model in ladder.LONGER]
+    costs = "; ".join(f"{names[key]} {cost(less, key)} and {cost(more, key)}" for key in keys)
+    return f"{less} and {more} have one shape and saw {tokens[0]} and {tokens[1]} tokens, of other text. KL × 100: {costs}."
 
 
 def _best(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:

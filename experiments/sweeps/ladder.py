@@ -22,8 +22,9 @@ from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.runtime.errors import ConfigError
 
-LADDER = ("ladder-gpt2-1m", "ladder-gpt2-2m", "ladder-gpt2-4m", "reference-gpt2")
-OTHERS = ("reference-llama",)  # of another family: no rung
+LADDER = ("ladder-gpt2-1m", "ladder-gpt2-2m", "ladder-gpt2-4m", "ladder-gpt2-8m")
+OTHERS = ("reference-gpt2", "reference-llama")  # trained longer, on other text: no rungs
+LONGER = ("ladder-gpt2-8m", "reference-gpt2")  # one shape, trained twice
 SAVES_PCT = 40.0
 PROMPT_TOKENS = 448  # of protocol continuation
 DROP_DEPTH, PREDICT_DEPTH = 0.25, 0.5  # whole numbers of layers where there are 12 or 16
@@ -64,12 +65,12 @@ class Shape:
 
 
 def is_there(model: str) -> bool:
-    """Whether the package has this model's weights."""
+    """Whether the package has this model's shape; of the largest rung it has no weights, and records alone."""
     return (EMBEDDED / model / "config.json").is_file()
 
 
 def missing() -> list[str]:
-    """Rungs whose weights are not in the package."""
+    """Rungs that are not in the package."""
     return [model for model in LADDER if not is_there(model)]
 
 

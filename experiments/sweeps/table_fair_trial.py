@@ -54,6 +54,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         provenance.notes([one for one in outcomes if one.row.panel == fair_trial.TEST]),
     )  # fmt: skip
     legend = (
+        *_verdict(frame),
         "exec: operations of the prompt that really ran, signals included, against dense inference; negative: more than dense.",
         "KL × 100: of the dense model's next-token distribution to the run's, hundredths of a nat a token.",
         "wins at: the setting has the least KL of all that save at least so much. A budget that no setting reaches has no winner.",
@@ -63,6 +64,31 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     title = "The paper's best chance: its mechanisms under any of their settings (protocol continuation)"
     shown = frame[(frame["panel"] == fair_trial.TEST) | _best(frame)].reset_index(drop=True)
     return Table(name, title, shown, (search, test), legend)
+
+
+def _verdict(frame: pd.DataFrame) -> tuple[str, ...]:
+    """What the best of all settings costs on the test text, budget by budget; which is best, calibration text says."""
+    tested = frame[frame["panel"] == fair_trial.TEST].set_index("key")
+    said = []
+    for budget in fair_trial.BUDGETS_PCT:
+        winners = {mechanism: fair_trial.winner(frame, mechanism, budget) for mechanism in fair_trial.MECHANISMS}
+        kl = {mechanism: float(frame.loc[place, "kl_nats"]) for mechanism, place in winners.items() if place is not None}
+        if not kl:
+            continue
+        best = min(kl, key=lambda mechanism: kl[mechanism])
+        name = f"{fair_trial.MECHANISMS[best].lower()} ({frame.loc[winners[best], 'technique']})"
+        row = tested.loc[f"{best}.{budget}"] if f"{best}.{budget}" in tested.index else None
+        if row is None or not row["still_wins"] or pd.isna(row["delta_ppl_pct"]):
+            said.append(f"for {budget}% {name}, which was not frozen and so not tested")
+            continue
+        cost, low, high = (signed(row[f"delta_ppl_pct{end}"]) for end in ("", "_low", "_high"))
+        saved = f"{row['prompt_executed_flops_saved_pct']:.1f}%"
+        said.append(f"for {budget}% {name}, which on the test text saves {saved} and costs {cost}% [{low}, {high}] perplexity")
+    return (
+        (f"Under the paper's mechanisms and any of these settings, the best on calibration text is {'; '.join(said)}.",)
+        if said
+        else ()
+    )
 
 
 def _best(frame: pd.DataFrame) -> pd.Series:

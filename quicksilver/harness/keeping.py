@@ -87,7 +87,7 @@ def _copy(record: Record, folder: Path, parts: Collection[str]) -> dict[str, Any
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(packed)
     files = {name: described(folder / name) for name in contents}
-    more = {"files": files, archive.ENTRY: archive.described(record.windows), "left_out": sorted(left_out)}
+    more = {"files": files, archive.ENTRY: archive.described(record.windows), "left_out": sorted(left_out), "tuned": record.tuned}
     data = _without_idle(_without_places(record.content)) | more
     return {**data, CHECKSUM: checksum(data)}
 

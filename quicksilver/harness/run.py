@@ -23,6 +23,7 @@ from quicksilver.harness.parts import build_measurements, build_modules
 from quicksilver.harness.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.harness.store import Draft, Store
 from quicksilver.harness.tracker import check_tracker, mirror
+from quicksilver.harness.tuned import tuned_on
 from quicksilver.harness.workplace import Workplace, asks_for_calibration
 from quicksilver.measure.typed import encoded
 from quicksilver.models import parallel
@@ -423,6 +424,12 @@ def _describe(
             )
         ),
         "calibration": None if calibration is None else encoded(calibration),
+        "tuned": tuned_on(
+            workplace.identity(config).digests,
+            config.dataset.name,
+            None if calibration is None else encoded(calibration),
+            [loaded.files.folder],
+        ),
         "thresholds": {name: thresholds_of(module) for name, module in zip(sorted(config.modules), modules, strict=True)},
         # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
         "kernels": {

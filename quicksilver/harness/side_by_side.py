@@ -1,11 +1,12 @@
 """Runs made in several processes at once, one thread each: on a small model two threads of one run gain little, and two runs twice as much.
 
-Only runs that read no clock, of models that come with the package: two of a large one need not fit into memory. Each process takes all runs of
-one text, which it reads and calibrates on once.
+Only runs that read no clock, of models that come with the package: two of a large one need not fit into memory. Each process takes a share of
+the runs of one text and protocol, which it reads and scores with the dense model once; the longest shares begin.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import threading
@@ -22,15 +23,26 @@ if TYPE_CHECKING:
     from quicksilver.harness.run import Planned, Progress
 
 LOOKS_EVERY_S = 1.0
+SHARE = 24  # runs that a worker takes at once: of all 180 of one text it would be left alone with the last
+
+
+def text_of(config: RunConfig) -> str:
+    """Equal for runs whose model, windows and dense predictions are the same."""
+    return repr((config.model, config.dataset, config.protocol, config.measure["batch_windows"]))
 
 
 def groups(configs: Sequence[RunConfig]) -> list[list[int]]:
-    """Numbers of the configs that may be made side by side, those of one model and text together."""
+    """Numbers of the configs that may be made side by side, at most `SHARE` of one text together, those that score most windows first."""
     found: dict[str, list[int]] = {}
     for number, config in enumerate(configs):
         if not _alone(config):
-            found.setdefault(repr((config.model, config.dataset)), []).append(number)
-    return list(found.values())
+            found.setdefault(text_of(config), []).append(number)
+    shares = [numbers[first : first + SHARE] for numbers in found.values() for first in range(0, len(numbers), SHARE)]
+
+    def windows(numbers: list[int]) -> float:
+        return sum(configs[number].dataset.windows or math.inf for number in numbers)
+
+    return sorted(shares, key=windows, reverse=True)
 
 
 def _alone(config: RunConfig) -> bool:
@@ -109,7 +121,7 @@ def _tell(report: Callable[[Progress], None], steps: Sequence[Planned]) -> None:
 
 
 def _make_all(jobs: Sequence[tuple[str, ...]]) -> None:
-    """In a worker: the runs of one text, one after the other."""
+    """In a worker: its share of the runs of one text, one after the other."""
     import torch
 
     from quicksilver.harness.config import compose

@@ -80,6 +80,11 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
                 f"In a clone `make train-reference MODEL={name}` trains it, if scripts/train_reference.py has a recipe of that name. Or take "
                 "another: model=gpt2, or model=folder model.name=… model.path=/folder."
             )
+        if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+            raise ConfigError(
+                f"model={config.name}: the package has its shape and its card but no weights, to stay small. In a clone "
+                f"`make train-reference MODEL={name}` trains it, in hours."
+            )
         return ModelFiles(_complete(config, folder), f"embedded:{name}")
     if kind == "data":
         if root is None:

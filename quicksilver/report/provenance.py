@@ -28,6 +28,8 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     counted = [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]
     if counted:
         lines.append(f"CO₂e by CodeCarbon: {_each(counted, _emissions)}.")
+    if tuned := _tuned(records):
+        lines.append(tuned)
     kernels = dict.fromkeys(how for record in records for how in record.kernels.values())
     if kernels:
         lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
@@ -42,6 +44,22 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     lines = [without_folders(line) for line in lines]
     lines.append("Records: " + ", ".join(_record_names(outcomes)) + ".")
     return tuple(lines)
+
+
+def _tuned(records: Sequence[Record]) -> str | None:
+    """What was set before the text was scored, and on which calibrating text; None: nothing."""
+    texts: dict[str, dict[str, set[int]]] = {}
+    for record in records:
+        for what, windows in record.tuned.items():
+            mine = texts.setdefault(what, {})
+            for name, count in windows.items():
+                mine.setdefault(name, set()).add(count)
+    alike: dict[str, list[str]] = {}
+    for what, found in sorted(texts.items()):
+        said = " and ".join(f"{name} ({' or '.join(map(str, sorted(counts)))})" for name, counts in sorted(found.items()))
+        alike.setdefault(said or "text that its file no longer tells", []).append(what)
+    parts = "; ".join(f"{', '.join(whats)} on {said}" for said, whats in alike.items())
+    return f"Set before, on calibrating text (windows): {parts}." if parts else None
 
 
 def confirmation(records: Sequence[Record]) -> str | None:

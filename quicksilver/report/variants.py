@@ -39,13 +39,15 @@ VARIANTS = (
 )
 
 
-# Not repeated, and why: pictures of single runs and tokens, whose traces and arrays would fill the repository.
+# Not repeated, and why: pictures of single runs and tokens, whose traces and arrays would fill the repository; scores of models that were
+# fine-tuned for the tasks they are scored on, which no other model can do.
 _ONE_RUN = "shows one run token by token: one selection is enough here, the command draws it of any other"
+_TASKS = "is of tasks and of the models fine-tuned for them: a model that was not answers them by chance"
 LEFT_OUT = dict.fromkeys(
     [f"figure{number}" for number in ("02", "05_17", "09", "10", "11", "12", "13", "14", "19", "20", "21", "22")]
     + ["figure_word_signals"],
     _ONE_RUN,
-)
+) | dict.fromkeys(["table04", "figure03_18"], _TASKS)
 
 
 def selected_by(overrides: Sequence[str]) -> Variant | None:

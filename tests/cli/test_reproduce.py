@@ -42,6 +42,7 @@ def fewer_rows(monkeypatch):
     kept = [step for step in experiment.steps() if step[1] in ASKED_ABOUT]
     monkeypatch.setattr(experiment, "steps", lambda: iter(kept))
     monkeypatch.setattr(experiment, "BUDGET", {})
+    monkeypatch.setattr(experiment, "BEST", {})
     monkeypatch.setattr(experiment, "PREDICTED", {})
 
 
@@ -127,6 +128,7 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path):
         (["table", "11", "dataset=python-doc"], ["dataset=python-doc", "python-docs"]),
         (["table", "11", "protocol=all"], ["protocol=all", "quicksilver run"]),
         (["table", "11", "modules.halting.tau_drift=p10"], ["modules.halting.tau_drift=p10", "quicksilver run"]),
+        (["all", "svg=true"], ["svg=true", "reproduce figure 8 svg=true"]),
         (["table", "11", "dataset.windows=4"], ["dataset.windows=4", "at least 8"]),
         (["table", "11", "measure.latency.repeat=4"], ["measure.latency.repeat", "measure.latency.repeats"]),
     ],
@@ -454,6 +456,28 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
     harness.made.clear()
     assert door.main(["reproduce", *words]) == 0
     assert harness.made == ["dense all"]  # a record without its dense one is no answer
+    capsys.readouterr()
+
+
+def test_all_says_what_would_run_and_runs_nothing(harness, experiments, monkeypatch, capsys):
+    import quicksilver.cli.commands.reproduce as command
+
+    (experiments / "table09_broken.py").unlink()
+    asked = []
+    monkeypatch.setattr(command, "_say_estimates", lambda configs: asked.append([config.label for config in configs]))
+    assert door.main(["reproduce", "all", "plan=true", f"results_dir={harness.results}"]) == 0
+    assert len(asked[0]) >= 2
+    assert harness.made == []
+    assert files(harness) == {}
+    assert capsys.readouterr().out == ""
+
+
+def test_a_default_that_is_typed_finds_what_is_remembered(harness, experiments, monkeypatch, capsys):
+    (experiments / "table09_broken.py").unlink()
+    words = ["all", f"results_dir={harness.results}"]
+    assert door.main(["reproduce", *words]) == 0
+    monkeypatch.setattr(harness_run, "plan", None)
+    assert door.main(["reproduce", *words, "records=any"]) == 0
     capsys.readouterr()
 
 

@@ -107,10 +107,11 @@ COSTS = {"predicted": 0.01, "position": 0.03, "attention": 0.05, "drift": 0.09, 
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two rungs and a model of another family, as far as a figure asks: shapes and how long they were trained."""
+    """Two rungs and two other models, as far as a figure asks: shapes and how long they were trained."""
     folder = tmp_path / "models"
     there = {
         "ladder-gpt2-1m": ("12 layers", 4_000_000),
+        "ladder-gpt2-8m": ("16 layers", 5_000_000),
         "reference-gpt2": ("16 layers", 13_000_000),
         "reference-llama": ("grouped", 8_000_000),
     }
@@ -145,7 +146,7 @@ def outcomes(results: Path) -> list[Outcome]:
 
 def test_missing_rungs_are_named_and_the_others_drawn(models: Path, tmp_path: Path) -> None:
     made = figure_ladder.figure(outcomes(tmp_path / "results"), "figure_ladder")
-    assert set(made.frame["panel"]) == {"ladder-gpt2-1m", "reference-gpt2", "reference-llama", ladder.TREND}
+    assert set(made.frame["panel"]) == {"ladder-gpt2-1m", "ladder-gpt2-8m", "reference-gpt2", "reference-llama", ladder.TREND}
     said = " ".join(made.caption)
     assert "the weights are not here: ladder-gpt2-2m, ladder-gpt2-4m" in said
     assert "make train-reference MODEL=ladder-gpt2-2m" in said
@@ -160,7 +161,9 @@ def test_the_trend_is_of_the_rungs_and_says_what_else_differs(models: Path, tmp_
     said = " ".join(made.caption)
     assert "a difference of two sizes and no line" in said
     assert "depth (12, 16 layers)" in said
-    assert "training (4.0 M, 13.0 M tokens)" in said
+    assert "training (4.0 M, 5.0 M tokens)" in said
+    assert "ladder-gpt2-8m and reference-gpt2 have one shape and saw 5.0 M and 13.0 M tokens" in said
+    assert "random 5.00 [" in said  # of both: KL 0.05
 
 
 def test_the_best_signal_stands_beside_the_next_and_beside_prediction(models: Path, tmp_path: Path) -> None:

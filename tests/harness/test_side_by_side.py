@@ -40,7 +40,7 @@ def test_each_text_goes_to_one_worker_and_every_run_gets_its_record(two_texts):
     jobs, given, records = two_texts
     said = []
     side_by_side.make(jobs, 2, watch=_watch(said))
-    assert [len(words) for words in given] == [2, 2]
+    assert [len(words) for words in given] == [2, 2]  # the one of more windows first
     asked = [{[word for word in run if word.startswith("dataset.windows=")][-1] for run in words} for words in given]
     assert asked == [{"dataset.windows=3"}, {"dataset.windows=2"}]
     assert len(list(records.glob("*/record.json"))) == 4
@@ -79,6 +79,15 @@ def test_what_reads_a_clock_or_may_be_large_is_made_alone():
     other = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, windows=4))
     asked = dataclasses.replace(config, threads=2)
     assert side_by_side.groups([config, timed, other, large, asked, config]) == [[0, 5], [2]]
+
+
+def test_many_runs_of_one_text_are_shared_and_the_longest_share_begins(monkeypatch):
+    monkeypatch.setattr(side_by_side, "SHARE", 2)
+    short = compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep"])
+    other = compose(["dataset=python-docs", "dataset.windows=16", "measure=sweep"])
+    all_positions = compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep", "protocol=continuation"])
+    assert short.protocol != all_positions.protocol
+    assert side_by_side.groups([short, other, short, short, all_positions]) == [[1], [0, 2], [3], [4]]
 
 
 def _watch(said):

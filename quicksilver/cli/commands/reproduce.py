@@ -12,7 +12,7 @@ repository's, as NAME-mine.
 `quicksilver list` names every table and figure. A run that has its record is not repeated: stopped, the same command goes on.
 Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself, and
 
-  svg=true             write a figure's vector graphics as well
+  svg=true             write a figure's vector graphics as well; not of `all`
   plan=true            only say what would run, and what it would take on this machine (docs/recipes.md)
   workers=1            processes for runs that read no clock, of the models that come with the package; as it comes one a core
 """
@@ -56,7 +56,11 @@ def main(words: Sequence[str]) -> int:
     """Remake one artefact, or all; returns the exit code."""
     what, *rest = words or [""]
     if what == "all":
-        return reproduce_all(check_overrides(rest, "reproduce all"))
+        options, others = taken(rest, Options)
+        if options.svg:
+            raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
+        overrides = check_overrides(others, "reproduce all")
+        return reproduce_all(overrides, plan=options.plan, workers=options.workers)
     if what not in KINDS:
         raise ConfigError(
             f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
@@ -131,10 +135,10 @@ def _say_estimates(missing: Sequence[RunConfig]) -> None:
     print(table(estimates(missing)) if missing else "Every run has its record: nothing would run.", flush=True)
 
 
-def reproduce_all(overrides: Sequence[str]) -> int:
+def reproduce_all(overrides: Sequence[str], *, plan: bool = False, workers: int | None = None) -> int:
     """Every table and figure: run what is missing for any of them, then build one after another; returns the exit code.
 
-    What fails is named at the end; all others are built.
+    What fails is named at the end; all others are built. With `plan` nothing is run: what would be is printed.
 
     Raises:
         ConfigError: overrides that no run could have.
@@ -144,7 +148,14 @@ def reproduce_all(overrides: Sequence[str]) -> int:
     answers = Answers(base.results_dir, base.records)
     with counted(len(artefacts()), "reading runs") as done:
         work, troubles = jobs_of_all(overrides, answers, done=done)
-    run_missing([job for jobs in work.values() for job in jobs], answers, shared=base, watch=watched, on_fault=show_fault)
+    every = [job for jobs in work.values() for job in jobs]
+    if plan:
+        _say_estimates(_without_record([job.config for job in every if job.config is not None]))
+        return 0
+    side_by_side.make(every, workers, watch=watched)
+    # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.
+    left = sorted((job for job in every if job.config is not None), key=_text_of)
+    run_missing(left, answers, shared=base, watch=watched, on_fault=show_fault)
     for artefact, jobs in work.items():
         if jobs and all(job.record is None for job in jobs):
             troubles[artefact] = "nothing could be measured"
@@ -161,6 +172,10 @@ def reproduce_all(overrides: Sequence[str]) -> int:
     total = len(artefacts())
     print(f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures.")
     return 1 if troubles else 0
+
+
+def _text_of(job: Job) -> str:
+    return side_by_side.text_of(job.config) if job.config is not None else ""
 
 
 def jobs_of_all(

@@ -7,6 +7,7 @@ from pathlib import Path
 import fakes
 import pytest
 
+from quicksilver.experiments.sweeps import fair_trial
 from quicksilver.harness.choices import choices
 from quicksilver.harness.config import compose
 from quicksilver.harness.parts import build_modules
@@ -86,6 +87,18 @@ def test_the_compared_signals_differ_in_nothing_else():
     assert all(budget == budgets[0] for budget in budgets)
     (fused,) = (compose(row.overrides).modules["token_fusion"] for row in AVAILABLE if row.key == "budget.fusion")
     assert (fused["fused_share"], fused["start"]) == (budgets[0]["halted_share"], budgets[0]["window"][0])
+
+
+def test_the_best_chance_is_what_won_on_calibration_text_under_the_tables_own_protocol():
+    best = {row.key: compose(row.overrides) for row in AVAILABLE if row.key.startswith("best.")}
+    assert {key: config.dataset.part for key, config in best.items()} == dict.fromkeys(
+        ("best.halting", "best.kv_skipping", "best.fusion"), "test"
+    )
+    for row in fair_trial.rows():
+        same = {"halting.15": "best.halting", "kv_skipping.5": "best.kv_skipping", "fusion.15": "best.fusion"}.get(row.key)
+        if same is not None:
+            tested = compose(row.overrides)
+            assert (tested.modules, tested.decision_layers) == (best[same].modules, best[same].decision_layers)
 
 
 def test_the_frame_has_the_declared_columns_and_one_row_a_row(table):

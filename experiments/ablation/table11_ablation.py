@@ -56,7 +56,7 @@ def _panel_rows(panel: str) -> Iterator[Row]:
         section = "The paper's best chance: the settings that won on calibration text"
         for mechanism, (module, budget) in BEST.items():
             overrides = (protocol, *fair_trial.settings(mechanism)[fair_trial.WINNERS[mechanism, budget]])
-            title = f"{fair_trial.MECHANISMS[mechanism].lower()}, from {budget}%"
+            title = f"{fair_trial.MECHANISMS[mechanism]}, from {budget}%"
             yield Row(panel, section, f"best.{mechanism}", title, overrides, (module,))
         section = "About 40% of the prompt's work, by which tokens leave after a fifth of the depth"
         for key, (technique, module, overrides) in BUDGET.items():
@@ -88,8 +88,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 
 def _best_chance() -> str:
     settings = "; ".join(
-        f"{fair_trial.MECHANISMS[mechanism].lower()}: {fair_trial.WINNERS[mechanism, budget]}"
-        for mechanism, (_, budget) in BEST.items()
+        f"{fair_trial.MECHANISMS[mechanism]}: {fair_trial.WINNERS[mechanism, budget]}" for mechanism, (_, budget) in BEST.items()
     )
     return f"The paper's best chance: of all settings that table fair_trial searched, the one of least KL that saves as much. {settings}."
 

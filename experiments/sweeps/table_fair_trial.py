@@ -76,7 +76,7 @@ def _verdict(frame: pd.DataFrame) -> tuple[str, ...]:
         if not kl:
             continue
         best = min(kl, key=lambda mechanism: kl[mechanism])
-        name = f"{fair_trial.MECHANISMS[best].lower()} ({frame.loc[winners[best], 'technique']})"
+        name = f"{fair_trial.MECHANISMS[best]} ({frame.loc[winners[best], 'technique']})"
         row = tested.loc[f"{best}.{budget}"] if f"{best}.{budget}" in tested.index else None
         if row is None or not row["still_wins"] or pd.isna(row["delta_ppl_pct"]):
             said.append(f"for {budget}% {name}, which was not frozen and so not tested")

@@ -14,7 +14,7 @@ from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
 from quicksilver.harness.config import RunConfig
 from quicksilver.harness.identity import Identity, foreign_sources
-from quicksilver.harness.parts import build_modules, is_on, measurement_class, module_class
+from quicksilver.harness.parts import build_measurements, build_modules, is_on, measurement_class, module_class
 from quicksilver.harness.store import Store
 from quicksilver.harness.targets import named_class
 from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
@@ -132,8 +132,6 @@ class Workplace:
         return self._identities[key]
 
     def _identity(self, config: RunConfig) -> Identity:
-        from quicksilver.modules import learned_halting, lens
-        from quicksilver.modules.translators import files_behind
         from quicksilver.runtime.quantized.choosing import ChoosesKernels
 
         modules = build_modules(config.modules)
@@ -149,19 +147,7 @@ class Workplace:
                     f"({self.text(config, 'calibration').source}). Give another text as dataset.files.calibration, or numbers for the "
                     "thresholds; dataset.part=calibration scores the calibrating part on purpose."
                 )
-        for name, entry in config.modules.items():
-            path = entry.get("calibration")
-            if path is not None and not isinstance(path, str):
-                raise ConfigError(f"modules.{name}.calibration={path!r} is no calibration: give the path of a calibration file.")
-            if path is not None:
-                digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
-                _check_calibration(name, path)
-            for path in files_behind(entry, self.files(config)[0].folder):
-                digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
-            for path in lens.files_behind(entry):
-                digests[f"tuned_lens.{name}.{path.name}"] = _file_digest(name, str(path), "lens")
-            for path in learned_halting.files_behind(entry, self.files(config)[0].folder):
-                digests[f"gates.{name}.{path.name}"] = _file_digest(name, str(path), "gates")
+        digests |= self._files_read(config)
         for name, module in zip(sorted(config.modules), modules, strict=True):
             if isinstance(module, ChoosesKernels) and module.measures:
                 digests[f"kernels.{name}"] = self.kernel_choices(config).digest
@@ -169,6 +155,30 @@ class Workplace:
         classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
         adapter = _adapter(config)
         return Identity(config.identity(), digests, foreign_sources([*classes, *([adapter] if adapter else [])]))
+
+    def _files_read(self, config: RunConfig) -> dict[str, str]:
+        """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
+        from quicksilver.modules import learned_halting, lens, translators
+
+        digests, folder = {}, self.files(config)[0].folder
+        for name, entry in config.modules.items():
+            path = entry.get("calibration")
+            if path is not None and not isinstance(path, str):
+                raise ConfigError(f"modules.{name}.calibration={path!r} is no calibration: give the path of a calibration file.")
+            if path is not None:
+                digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
+                _check_calibration(name, path)
+            for path in translators.files_behind(entry, folder):
+                digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
+            for path in lens.files_behind(entry, folder):
+                digests[f"tuned_lens.{name}.{path.name}"] = _file_digest(name, str(path), "lens")
+            for path in learned_halting.files_behind(entry, folder):
+                digests[f"gates.{name}.{path.name}"] = _file_digest(name, str(path), "gates")
+        for name, measurement in build_measurements(config.measure).items():
+            for beside in measurement.reads:
+                for path in sorted((folder / beside).glob("*.safetensors")):
+                    digests[f"{beside}.{name}.{path.name}"] = _file_digest(name, str(path), beside)
+        return digests
 
 
 def _adapter(config: RunConfig) -> type[Architecture] | None:

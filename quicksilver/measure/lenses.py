@@ -81,6 +81,7 @@ class Lenses(Measurement):
 
     share = 0.3
     of_dense = "alone"
+    reads = ("tuned_lens",)  # modules.lens.TUNED_LENS, whose import would bring torch
 
     def check(self, setting: Setting) -> None:
         at_least("windows", self.windows, 8)

@@ -74,6 +74,7 @@ class Measurement(ABC):
         windows_speak: windows whose scores come out alike twice say that all of it would.
         in_identity: a record without it is another record. False: no number of the others depends on it, and records that lack it count.
         of_ranks: right where a model is cut among several processes, each of which makes this pass.
+        reads: folders beside the model whose files decide what is found.
         of_dense: in the dense run that other runs are compared with `always`; `never`; or `alone`: only where the dense run was asked for.
     """
 
@@ -82,6 +83,7 @@ class Measurement(ABC):
     windows_speak: ClassVar[bool] = False
     in_identity: ClassVar[bool] = True
     of_ranks: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ()
     of_dense: ClassVar[Literal["always", "alone", "never"]] = "always"
 
     def check(self, setting: Setting) -> None:  # noqa: B027  (optional)

@@ -102,6 +102,7 @@ def shipped() -> list[Path]:
     return sorted(SHIPPED.glob(f"*/{TUNED_LENS}/*.safetensors"))
 
 
-def files_behind(entry: Mapping[str, Any]) -> list[Path]:
-    """The files that decide what a module with these arguments reads by a lens; none where it asks for none."""
-    return shipped() if TUNED_LENS in (entry.get("entropy"), entry.get("source")) else []
+def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
+    """The files that decide what a module with these arguments reads by a lens; none where it asks for none, or the model has none."""
+    asked = TUNED_LENS in (entry.get("entropy"), entry.get("source"))
+    return sorted((model_folder / TUNED_LENS).glob("*.safetensors")) if asked else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 
 from quicksilver.fitting.lens import fit_lens
 from quicksilver.fitting.text import FitText
+from quicksilver.harness.config import compose
+from quicksilver.harness.workplace import Workplace
+from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import Halting, lens, signals
 from quicksilver.modules.calibration import calibrate
 from quicksilver.modules.lens import Lens, files_behind, lens_for
@@ -103,6 +107,17 @@ def test_a_lens_is_of_one_model_and_whole(arch, tmp_path: Path, monkeypatch) -> 
         fit_lens(arch, text(1, 4))
 
 
-def test_the_file_is_part_of_what_a_run_is_of_only_where_it_is_read() -> None:
-    assert files_behind({"entropy": "tuned_lens"}) == files_behind({"source": "tuned_lens"}) == lens.shipped()
-    assert files_behind({"entropy": "logit_lens"}) == []
+def test_the_models_own_file_is_part_of_what_a_run_is_of_only_where_it_is_read(tmp_path: Path) -> None:
+    folder = EMBEDDED / "reference-gpt2"
+    own = [path for path in lens.shipped() if path.is_relative_to(folder)]
+    assert len(own) == 1
+    assert files_behind({"entropy": "tuned_lens"}, folder) == files_behind({"source": "tuned_lens"}, folder) == own
+    assert files_behind({"entropy": "logit_lens"}, folder) == files_behind({"entropy": "tuned_lens"}, tmp_path) == []
+
+
+def test_a_measurement_that_reads_the_lens_is_of_it_too() -> None:
+    place = Workplace()
+    found = [place.identity(compose(["protocol=all", *words])).digests for words in (["measure=lenses"], ["measure=quick"])]
+    own = EMBEDDED / "reference-gpt2" / "tuned_lens" / "lens.safetensors"
+    assert found[0]["tuned_lens.lenses.lens.safetensors"] == hashlib.sha256(own.read_bytes()).hexdigest()
+    assert not any(key.startswith("tuned_lens") for key in found[1])

@@ -32,6 +32,7 @@ _TOKENIZER = (
 # Never *.bin, *.pt or *.py: pickles and code run what they like.
 _FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *_TOKENIZER)
 _INDEX = "model.safetensors.index.json"
+LEFT_OUT = "weights.sha256"  # in the package, of weights that it does not have; as sha256sum writes it
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _PLACES = "Give model.path=/folder of a Hugging Face model, or a hub id."
 _USED_SHARE = 0.8  # of the memory that is free: K/V and logits need theirs
@@ -80,11 +81,8 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
                 f"In a clone `make train-reference MODEL={name}` trains it, if scripts/train_reference.py has a recipe of that name. Or take "
                 "another: model=gpt2, or model=folder model.name=… model.path=/folder."
             )
-        if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
-            raise ConfigError(
-                f"model={config.name}: the package has its shape and its card but no weights, to stay small. In a clone "
-                f"`make train-reference MODEL={name}` trains it, in hours."
-            )
+        if _weights_left_out(folder):  # records of it are found all the same; what would have to load it says so
+            return ModelFiles(folder, f"embedded:{name}")
         return ModelFiles(_complete(config, folder), f"embedded:{name}")
     if kind == "data":
         if root is None:
@@ -143,6 +141,14 @@ def _from_hub(config: ModelConfig) -> ModelFiles:
     return ModelFiles(_complete(config, cached), f"hub:{config.path}", cached.name)
 
 
+def _weights_left_out(folder: Path) -> dict[str, str]:
+    """sha256 by name of weights that the package has records of and leaves out to stay small; empty: none, or they are there."""
+    path = folder / LEFT_OUT
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    named = {name: digest for digest, name in (line.split() for line in lines)}
+    return {name: digest for name, digest in named.items() if not (folder / name).is_file()}
+
+
 def _complete(config: ModelConfig, folder: Path) -> Path:
     missing = _what_is_missing(folder)
     if missing:
@@ -198,9 +204,13 @@ def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = N
     """
     remembered = {} if remembered is None else remembered
     whole = hashlib.sha256()
-    names = {p.name for p in folder.glob("*.safetensors")} | {"config.json", _INDEX, *_TOKENIZER}
+    left_out = _weights_left_out(folder)
+    names = {p.name for p in folder.glob("*.safetensors")} | {"config.json", _INDEX, *_TOKENIZER} | left_out.keys()
     for name in sorted(names):
         path = folder / name
+        if name in left_out:
+            whole.update(f"{name} {left_out[name]}\n".encode())
+            continue
         if not path.is_file():
             continue
         status = path.stat()
@@ -229,6 +239,11 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
     from quicksilver.models.classifier import as_causal, is_classifier
     from quicksilver.runtime.architecture import architecture_of
 
+    if _weights_left_out(files.folder):
+        raise ConfigError(
+            f"model={config.name}: the package has its records, its shape and its card, and no weights, to stay small. In a clone "
+            f"`make train-reference MODEL={files.folder.name}` trains it, in hours."
+        )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     _check_device(config)
     placement = cut(files.folder) if config.parallel else _placement(config, files.folder)

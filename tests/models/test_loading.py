@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import socket
@@ -13,6 +14,7 @@ import pytest
 import torch
 from harness_world import make_model
 
+from quicksilver.models import loading
 from quicksilver.models.hub import require_hub
 from quicksilver.models.loading import load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
@@ -69,6 +71,21 @@ def test_a_model_that_is_not_there_says_what_to_give(path, root, says):
         locate(at(path), root)
     assert says in str(caught.value)
     assert "model.path=" in str(caught.value)
+
+
+def test_weights_that_the_package_leaves_out_have_their_digest_and_say_how_to_be_had(folder, monkeypatch):
+    monkeypatch.setattr(loading, "EMBEDDED", folder.parent)
+    config = at(f"embedded:{folder.name}")
+    whole = weights_digest(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / loading.LEFT_OUT).write_text(f"{hashlib.sha256(content).hexdigest()}  model.safetensors\n")
+    assert weights_digest(folder) == whole
+    (folder / "model.safetensors").unlink()
+    assert weights_digest(folder) == whole  # its records are found without them
+    with pytest.raises(ConfigError, match=f"make train-reference MODEL={folder.name}"):
+        load(config, locate(config))
+    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert weights_digest(folder) != whole  # trained anew, they speak for themselves
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,24 @@
 """The records of the repository: all of them in two files that pandas opens as they are.
 
 results/records/
-    records.jsonl.gz    a line a record, which is what record.json is in a record of this machine
+    records.jsonl.xz    a line a record, which is what record.json is in a record of this machine
     windows.parquet     the windows of all records, one below the other; the column `record` says whose they are
     <fingerprint>/      further files of one record, where something is drawn of them
 
 Of hundreds of small files most would be what they have in common: together they take a sixth. A line's `windows` names the columns that its
 record has, with their types, and their digest; columns that other records have are empty in its rows.
 
-    pandas.read_json("results/records/records.jsonl.gz", lines=True)
+    pandas.read_json("results/records/records.jsonl.xz", lines=True)
     pandas.read_parquet("results/records/windows.parquet")
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +30,7 @@ if TYPE_CHECKING:  # a second to import, which no refusal should wait for
     import pandas as pd
     import pyarrow as pa
 
-RECORDS, WINDOWS = "records.jsonl.gz", "windows.parquet"
+RECORDS, WINDOWS = "records.jsonl.xz", "windows.parquet"
 ENTRY = "windows"  # of a line: which columns the record has, and their digest
 _OF = "record"  # column of the file of windows
 _FINGERPRINT = re.compile(rb'\{"fingerprint":"([0-9a-f]{20})"')
@@ -50,13 +49,18 @@ def write(folder: Path, contents: Sequence[Mapping[str, Any]], frames: Mapping[s
     from quicksilver.harness.parquet import smallest
 
     lines = [json.dumps({"fingerprint": one["fingerprint"], **one}, allow_nan=False, separators=(",", ":")) for one in contents]
-    (folder / RECORDS).write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+    (folder / RECORDS).write_bytes(packed("".join(f"{line}\n" for line in lines).encode()))
     tables = [
         pa.Table.from_pandas(frames[one["fingerprint"]].assign(**{_OF: one["fingerprint"]}), preserve_index=False)
         for one in contents
     ]
     together = pa.concat_tables([table.replace_schema_metadata(None) for table in tables], promote_options="permissive")
     (folder / WINDOWS).write_bytes(smallest(together.select([_OF, *(name for name in together.column_names if name != _OF)])))
+
+
+def packed(lines: bytes) -> bytes:
+    """As `RECORDS` holds them: half of what gzip leaves, whose window ends before a line repeats what the last one said."""
+    return lzma.compress(lines, preset=9)
 
 
 def described(frame: pd.DataFrame) -> dict[str, Any]:
@@ -122,8 +126,8 @@ def _lines_of(folder: Path) -> Mapping[str, bytes]:
 @lru_cache(maxsize=4)
 def _lines(path: Path, _: _State) -> Mapping[str, bytes]:
     try:
-        lines = gzip.decompress(path.read_bytes()).splitlines()
-    except (OSError, EOFError, zlib.error) as error:
+        lines = lzma.decompress(path.read_bytes()).splitlines()
+    except (OSError, EOFError, lzma.LZMAError) as error:
         raise _damaged(path, str(error)) from error
     found = {}
     for number, line in enumerate(lines, 1):

@@ -1,14 +1,14 @@
 """Records that the repository has: what its tables, figures and ledger name, small enough for git.
 
 results/records/ holds what record.json and windows.parquet say of all of them in two files (archive.py), and in <fingerprint>/ what something is
-made of beside. Parquet files are written again in a third of their bytes, arrays and traces are gzipped; no number changes. What was left out is
+made of beside. Parquet files are written again in a third of their bytes, arrays and traces are packed by xz; no number changes. What was left out is
 named in the record, whose checksum is made anew; identity and fingerprint stay.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -167,9 +167,9 @@ def _arrays(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
     from safetensors.numpy import load, save
 
     content = path.read_bytes()
-    arrays = load(gzip.decompress(content) if path.suffix == PACKED else content)
+    arrays = load(lzma.decompress(content) if path.suffix == PACKED else content)
     chosen, rest = _chosen(sorted(arrays), patterns)
-    return gzip.compress(save({name: arrays[name] for name in chosen}), mtime=0), rest
+    return lzma.compress(save({name: arrays[name] for name in chosen}), preset=9), rest
 
 
 def _columns(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:

@@ -8,7 +8,7 @@ results/runs/<fingerprint>/
     events.jsonl        what happened when
 
 Of a record that the repository keeps (results/records, keeping.py) record.json and windows.parquet lie with those of all others
-(archive.py), further files are there only as far as something reads them, and safetensors files are gzipped: trace.safetensors.gz.
+(archive.py), further files are there only as far as something reads them, and safetensors files are packed by xz: trace.safetensors.xz.
 `load_record` and `Record` read both.
 
 A record is believed only as far as it can be checked: record.json carries a checksum of itself and digests of the other files, what is
@@ -18,9 +18,9 @@ read is typed and finite, and totals that contradict each other are refused.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
 import json
+import lzma
 import math
 import os
 import shutil
@@ -50,7 +50,7 @@ R = TypeVar("R", bound=Result)
 
 SCHEMA_VERSION = 4
 RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
-PACKED = ".gz"  # suffix of safetensors files in records that the repository keeps
+PACKED = ".xz"  # suffix of safetensors files in records that the repository keeps
 PACKED_TRACE = TRACE + PACKED
 SIGNALS = "signals.safetensors"
 CHECKSUM = "checksum"
@@ -223,7 +223,7 @@ class Record(Description):
         return path
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """The arrays of one of its safetensors files, gzipped or not; of a record that the repository keeps, those that something reads.
+        """The arrays of one of its safetensors files, packed or not; of a record that the repository keeps, those that something reads.
 
         Raises:
             ConfigError: it has no such file, or the file is damaged.
@@ -238,8 +238,8 @@ class Record(Description):
             )
         content = self._checked(there).read_bytes()
         try:
-            return dict(load(gzip.decompress(content) if there.endswith(PACKED) else content))
-        except (SafetensorError, EOFError, OSError) as error:
+            return dict(load(lzma.decompress(content) if there.endswith(PACKED) else content))
+        except (SafetensorError, EOFError, OSError, lzma.LZMAError) as error:
             raise _corrupt(self.path, f"{there} is damaged: {error}") from error
 
     @property

@@ -115,8 +115,12 @@ class Written:
 
 def _dump(value: Any) -> str:
     if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict):
-        return "[\n" + ",\n".join(json.dumps(one, ensure_ascii=False, allow_nan=False) for one in value) + "\n]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return "[\n" + ",\n".join(_packed(one) for one in value) + "\n]"
+    return _packed(value)
+
+
+def _packed(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def read(path: Path) -> Written:

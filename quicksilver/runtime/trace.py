@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
+import lzma
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, active_tokens
 
 SCHEMA = "quicksilver-trace-2"
-PACKED = ".gz"  # suffix of a file that `pack` made; `Trace.load` reads both
+PACKED = ".xz"  # suffix of a file that `pack` made; `Trace.load` reads both
 _ABOUT = "quicksilver"  # key of the one entry of metadata, a JSON object
 _TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
 
@@ -171,22 +170,22 @@ class Trace:
 
 
 def pack(path: Path) -> bytes:
-    """The file of a trace, gzipped: a hundredth of its bytes, as most decisions are alike. The same file gives the same bytes."""
+    """The file of a trace, by xz: a hundredth of its bytes, as most decisions are alike. The same file gives the same bytes."""
     with _plain(path) as plain:
-        return gzip.compress(plain.read_bytes(), mtime=0)
+        return lzma.compress(plain.read_bytes(), preset=9)
 
 
 @contextmanager
 def _plain(path: Path) -> Iterator[Path]:
-    """The file as safetensors reads it, unpacked where it is gzipped."""
+    """The file as safetensors reads it, unpacked where it is packed."""
     if path.suffix != PACKED:
         yield path
         return
     with tempfile.TemporaryDirectory() as folder:
         unpacked = Path(folder) / path.stem
         try:
-            unpacked.write_bytes(gzip.decompress(path.read_bytes()))
-        except (EOFError, zlib.error) as error:
+            unpacked.write_bytes(lzma.decompress(path.read_bytes()))
+        except (EOFError, lzma.LZMAError) as error:
             raise ValueError(str(error)) from error
         yield unpacked
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import numpy as np
@@ -82,9 +81,9 @@ def test_what_was_changed_or_damaged_is_said_with_the_remedy(two) -> None:
     (folder / archive.WINDOWS).write_bytes(b"cut")
     with pytest.raises(ConfigError, match="windows.parquet is damaged"):
         archive.windows(folder, name, entry)
-    (folder / archive.RECORDS).write_bytes(gzip.compress(b"{}\n"))
+    (folder / archive.RECORDS).write_bytes(archive.packed(b"{}\n"))
     with pytest.raises(ConfigError, match="line 1 is no record"):
         archive.names(folder)
     (folder / archive.RECORDS).write_bytes(b"cut")
-    with pytest.raises(ConfigError, match="records.jsonl.gz is damaged"):
+    with pytest.raises(ConfigError, match="records.jsonl.xz is damaged"):
         archive.text(folder, name)

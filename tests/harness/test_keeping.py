@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import shutil
 
 import numpy as np
@@ -91,7 +91,7 @@ def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
         if runs.exists():
             runs.rename(away)
     away.rename(store.runs)
-    kept.trace_path.write_bytes(b"no gzip")
+    kept.trace_path.write_bytes(b"not packed")
     with pytest.raises(ConfigError, match="not a readable trace"):
         Trace.load(kept.trace_path)
 
@@ -170,8 +170,8 @@ def test_a_kept_record_that_was_changed_is_refused(made) -> None:
     store = Store(config.results_dir)
     keep(store, {record.fingerprint: set()})
     path = store.root / KEPT / archive.RECORDS
-    lines = [json.loads(line) | {"ppl": 1.0} for line in gzip.decompress(path.read_bytes()).splitlines()]
-    path.write_bytes(gzip.compress("\n".join(json.dumps(line, separators=(",", ":")) for line in lines).encode()))
+    lines = [json.loads(line) | {"ppl": 1.0} for line in lzma.decompress(path.read_bytes()).splitlines()]
+    path.write_bytes(archive.packed("\n".join(json.dumps(line, separators=(",", ":")) for line in lines).encode()))
     with pytest.raises(ConfigError, match="checksum"):
         store.get(record.fingerprint)
     with pytest.raises(ConfigError):

@@ -641,7 +641,15 @@ def reference(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+def with_weights(folder: Path) -> Path:
+    if not (folder / "model.safetensors").is_file():
+        assert (folder / "weights.sha256").is_file()
+        pytest.skip(f"the package has no weights of {folder.name}: make train-reference MODEL={folder.name}")
+    return folder
+
+
 def test_a_shipped_model_loads_and_is_what_its_name_says(reference: Path) -> None:
+    with_weights(reference)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(reference).eval(), AutoTokenizer.from_pretrained(reference)
     recipe = training.RECIPES[reference.name]
     assert (model.config.model_type, model.config.num_hidden_layers) == (recipe.family, recipe.layers)
@@ -687,7 +695,7 @@ def test_the_shipped_models_of_a_kind_share_one_tokenizer(kind: str) -> None:
 
 def test_a_shipped_model_runs_under_the_runtime(reference: Path) -> None:
     """Deep and trained: half of its prompt halted, both executions agree."""
-    model = AutoModelForCausalLM.from_pretrained(reference).float().eval()
+    model = AutoModelForCausalLM.from_pretrained(with_weights(reference)).float().eval()
     tokenizer = AutoTokenizer.from_pretrained(reference)
     row = tuple(tokenizer("Statements are executed in order; expressions are evaluated from left to right.")["input_ids"])
     batch = tiny.Batch((row, row[: len(row) // 2]))

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from train_reference import ROOT, Recipe, bits_per_byte, load_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from quicksilver.models.loading import LEFT_OUT
 from quicksilver.runtime import architecture_of
 
 CONTEXT_TOKENS = 512  # of a window, or fewer where the model takes no more
@@ -32,6 +33,7 @@ EVALUATIONS = (
 )
 PROMPT = "The language reference describes the syntax of"
 SAMPLED_TOKENS = 16
+WITHOUT_WEIGHTS = "Its weights are not in the package, to keep it small: `make train-reference MODEL={name}` makes them, and then this loads it:"
 LICENCES = {
     "wiki": ("WikiText-2 train (article order shuffled)", "CC BY-SA 3.0"),
     "books": ("public-domain books", "public domain"),
@@ -111,6 +113,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         + (f" ({recipe['kv_heads']} key-value heads, SwiGLU)" if recipe["family"] == "llama" else "")
         + f", context {recipe['context_tokens']}, byte-level BPE of {recipe['vocab_size']} entries, tied embeddings, stored in bfloat16 ({size_mb:.1f} MB).",
         purpose(name), "",
+        *((WITHOUT_WEIGHTS.format(name=name), "") if (folder / LEFT_OUT).is_file() else ()),
         "```python", f'AutoModelForCausalLM.from_pretrained("quicksilver/models/reference/{name}")', "```", "",
         "## Evaluation", "", f"Disjoint windows of {context} tokens, every position but the first of a window scored, float32 arithmetic on the stored bfloat16 weights.", "",
         "| text (kept out of training) | bits per byte |", "|---|---|", *(f"| {label} | {value:.3f} |" for label, value in scores), "",

@@ -64,11 +64,8 @@ def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
     """Models along the number of their parameters, or beside one another."""
     scale = _SCALE[cost]
     sizes = points.drop_duplicates("panel").sort_values("parameters")
-    if not by_size:
-        sizes = sizes.assign(parameters_drawn=[2.0**place for place in range(len(sizes))])
-    else:
-        sizes = sizes.assign(parameters_drawn=sizes["parameters"])
-    where = sizes.set_index("panel")["parameters_drawn"]
+    places = sizes["parameters"] if by_size else [2.0**place for place in range(len(sizes))]
+    where = pd.Series(list(places), index=sizes["panel"], dtype=float)
     for place, (key, title) in enumerate(ladder.TECHNIQUES.items()):
         mine = points[points["key"] == key].sort_values("parameters")
         if mine.empty:

@@ -79,7 +79,10 @@ def _verdict(frame: pd.DataFrame) -> tuple[str, ...]:
         name = f"{fair_trial.MECHANISMS[best]} ({frame.loc[winners[best], 'technique']})"
         row = tested.loc[f"{best}.{budget}"] if f"{best}.{budget}" in tested.index else None
         if row is None or not row["still_wins"] or pd.isna(row["delta_ppl_pct"]):
-            said.append(f"for {budget}% {name}, which was not frozen and so not tested")
+            frozen = row is not None and row["still_wins"]
+            said.append(
+                f"for {budget}% {name}, which {'has no record on the test text' if frozen else 'was not frozen and so not tested'}"
+            )
             continue
         cost, low, high = (signed(row[f"delta_ppl_pct{end}"]) for end in ("", "_low", "_high"))
         saved = f"{row['prompt_executed_flops_saved_pct']:.1f}%"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quicksilver.harness.run import Planned, Progress
 
 LOOKS_EVERY_S = 1.0
-SHARE = 24  # runs that a worker takes at once: of all 180 of one text it would be left alone with the last
+SHARE = 24  # runs that a worker takes at once: one with all 180 of a text would still work when the others have ended
 
 
 def text_of(config: RunConfig) -> str:

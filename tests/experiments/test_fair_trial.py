@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from quicksilver.experiments.sweeps import fair_trial
+from quicksilver.experiments.sweeps import fair_trial, table_fair_trial
 from quicksilver.harness.config import compose
 from quicksilver.harness.parts import build_modules
 
@@ -31,3 +31,22 @@ def test_the_winner_has_the_least_kl_of_those_that_save_enough(kl, saved, place)
         {"panel": "search", "section": "halting", "kl_nats": pd.Series(kl, dtype=float), "prompt_executed_flops_saved_pct": saved}
     )
     assert fair_trial.winner(rows, "halting", 5) == place
+
+
+def test_the_page_says_what_the_best_of_all_settings_costs_where_that_one_was_frozen_and_tested() -> None:
+    rows = pd.DataFrame(
+        [
+            ("search", "halting", "a", "A", 0.02, 6.0, None, None),
+            ("search", "fusion", "b", "B", 0.01, 16.0, None, None),
+            ("test", "Token halting", "halting.5", "A", 0.03, 7.0, 9.0, True),
+            ("test", "Token fusion", "fusion.5", "B", 0.03, 17.0, 4.0, True),
+            ("test", "Token fusion", "fusion.15", "C", 0.03, 18.0, 5.0, False),
+        ],
+        columns=["panel", "section", "key", "technique", "kl_nats", "prompt_executed_flops_saved_pct", "delta_ppl_pct", "still_wins"],
+    )  # fmt: skip
+    rows["delta_ppl_pct_low"], rows["delta_ppl_pct_high"] = rows["delta_ppl_pct"] - 1, rows["delta_ppl_pct"] + 1
+    (said,) = table_fair_trial._verdict(rows)
+    assert "for 5% Token fusion (B), which on the test text saves 17.0% and costs +4.0% [+3.0, +5.0] perplexity" in said
+    assert "for 15% Token fusion (B), which was not frozen and so not tested" in said
+    assert "25%" not in said  # no setting saves as much
+    assert table_fair_trial._verdict(rows[rows["panel"] == "test"]) == ()

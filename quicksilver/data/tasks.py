@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quicksilver.atomic import write_atomically
 from quicksilver.data.spec import DatasetConfig, Part, SplitConfig, TaskConfig
+from quicksilver.files import write_atomically
 from quicksilver.models.hub import require_hub
 from quicksilver.runtime.errors import ConfigError
 

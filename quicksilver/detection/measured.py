@@ -17,13 +17,13 @@ import pandas as pd
 import torch
 
 import quicksilver
-from quicksilver.atomic import write_atomically
 from quicksilver.detection.evaluate import Evaluation, ap_difference, evaluate
 from quicksilver.detection.model import PillarDetector
 from quicksilver.detection.pillars import Batch
 from quicksilver.detection.pseudo_gradient import accuracy, effects
 from quicksilver.detection.study import LEARNED, RULES, Measured, Seed, gated
 from quicksilver.detection.training import detection_loss
+from quicksilver.files import write_atomically
 
 Key = tuple[str, str, float]  # detector, policy, dial
 DRAWS = 200  # of each interval

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional as F
 
-from quicksilver.atomic import write_atomically
 from quicksilver.detection.model import PillarDetector, detector
 from quicksilver.detection.pillars import Batch
 from quicksilver.detection.scenes import CLASSES
+from quicksilver.files import write_atomically
 from quicksilver.modules.halting_gates import HaltingGates, SparsityController
 from quicksilver.runtime.equivalent import equivalent_forward
 from quicksilver.runtime.errors import ConfigError, QuickSilverError

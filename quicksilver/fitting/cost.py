@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from quicksilver.atomic import write_atomically
+from quicksilver.files import write_atomically
 from quicksilver.measure.memory import peak_memory
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from quicksilver.atomic import write_atomically
+from quicksilver.files import write_atomically
 from quicksilver.fitting.continuation import continuation_log_probs, kl_nats
 from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.modules.learned_halting import REMEDY, LearnedHalting, TrainedGates

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from quicksilver.atomic import write_atomically
+from quicksilver.files import write_atomically
 from quicksilver.modules.translators import ModelShape, Translator
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from quicksilver.atomic import write_atomically
+from quicksilver.files import write_atomically
 from quicksilver.modules import translators
 from quicksilver.modules.checks import number
 from quicksilver.modules.halting import HaltingPolicy

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from quicksilver.atomic import write_atomically
+from quicksilver.files import write_atomically
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import SHIPPED
 from quicksilver.runtime.errors import ConfigError

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from quicksilver.atomic import write_atomically
+from quicksilver.files import write_atomically
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.translation import PredictedKV

@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from quicksilver.atomic import write_atomically
+from quicksilver.files import write_atomically
 from quicksilver.harness import lease
 from quicksilver.harness.record import Record, load_record
 from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quicksilver.atomic import write_atomically
 from quicksilver.cli.arguments import split
+from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

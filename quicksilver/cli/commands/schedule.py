@@ -67,8 +67,8 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
     """Search every budget, and write what was found to `path`."""
     import yaml
 
-    from quicksilver.atomic import write_atomically
     from quicksilver.cli.commands.fit import calibration_half
+    from quicksilver.files import write_atomically
     from quicksilver.fitting.search import Judge, search
     from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.thresholds import model_digest

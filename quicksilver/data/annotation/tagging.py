@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quicksilver.atomic import write_atomically
 from quicksilver.data.annotation.annotation import Annotation
 from quicksilver.data.annotation.classes import check_tags, table
 from quicksilver.data.annotation.conllu import Sentence, sentences
 from quicksilver.data.spec import TaggerConfig
+from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
 
 SPACY_MODELS = ("en_core_web_trf", "en_core_web_lg", "en_core_web_md", "en_core_web_sm")

@@ -66,7 +66,8 @@ hooks: $(STAMP) ## ruff, mypy and a check of files before every commit
 	$(PY) -m pre_commit install
 
 docs: $(VENV)/.docs ## build the documentation with the API reference into site/, to be opened in a browser
-	$(PY) -m mkdocs build --strict --quiet
+	$(PY) -m mkdocs build --strict --quiet --site-dir $(VENV)/.site
+	@$(PY) -c 'from quicksilver.files import publish_tree; publish_tree("$(VENV)/.site", "site")'
 	@echo 'site/index.html (the search box needs a server: python3 -m http.server --directory site)'
 
 train-reference: $(STAMP) ## train an embedded model again, hours (MODEL=reference-llama, or a rung of the ladder such as ladder-gpt2-1m)
@@ -91,15 +92,18 @@ benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch an
 	$(PY) scripts/benchmark_gpu.py $(ARGS)
 
 dist: $(STAMP) ## a wheel in dist/, which brings conf/, experiments/ and the reference models along
-	@rm -rf build
-	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
-	@rm -rf build *.egg-info
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
+	printf '[build]\nbuild_base=%s\n[egg_info]\negg_base=%s\n' "$$made" "$$made" > "$$made/setup.cfg" && \
+	DIST_EXTRA_CONFIG="$$made/setup.cfg" $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
 environment: $(STAMP) ## only make the virtual environment
 
 clean: ## remove the virtual environment and caches; records and tables in results/ stay
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@test ! -e $(VENV) || test -f $(VENV)/pyvenv.cfg || { echo 'VENV=$(VENV) is no virtual environment: it is not removed.' >&2; exit 1; }
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f dist/quicksilver*.whl
+	test ! -f site/manifest.json || rm -rf site
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@echo 'results/ was left alone. Records took time to make; to remove them too: rm -r results/runs'
 

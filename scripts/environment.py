@@ -117,6 +117,9 @@ def main(arguments: Sequence[str]) -> int:
     python = venv / "bin" / "python"
     began = time.monotonic()
     if not python.exists() or run(python, "-m", "pip", "--version") is not None:
+        if venv.is_dir() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").is_file():
+            say(f"{venv} is no virtual environment, and making one would remove what is in it: give another folder, make VENV=…")
+            return 1
         say(f"Making {venv} …")
         trouble = run(sys.executable, "-m", "venv", "--clear", venv)
         if trouble is not None:

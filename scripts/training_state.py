@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 _META = "meta.json"
+_WEIGHTS = re.compile(r"(model|optim\d+)\.safetensors")
 
 
 class TrainingState:
@@ -70,6 +72,9 @@ class TrainingState:
 
 def _remove(folder: Path) -> None:
     if folder.exists():
+        others = [path for path in folder.iterdir() if path.name != _META and not _WEIGHTS.fullmatch(path.name)]
+        if others or folder.is_symlink():
+            raise FileExistsError(f"{others[0] if others else folder} was not written by this training: move it away.")
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from quicksilver.files import refuse_link
 from quicksilver.harness import archive
 from quicksilver.harness.parquet import columns_of
 from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, PACKED, TRACE, WINDOWS, Record, checksum, load_record
 from quicksilver.harness.store import KEPT, Store, described
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import pack
 
+_INDEX = "answers.json"  # beside the records (answers.py)
 _LARGE_BYTES = 1_500_000  # of one file, as it would be kept
 
 
@@ -35,7 +40,7 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
         Where they are: `load_record` reads each.
 
     Raises:
-        ConfigError: a record is not there, or not whole.
+        ConfigError: a record is not there, or not whole; records/ is a link, or has a file of somebody else. Nothing was changed.
     """
     records: dict[str, tuple[Record, set[str]]] = {}
 
@@ -49,17 +54,46 @@ def keep(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
         dense = add(fingerprint, parts).dense_fingerprint
         if dense is not None:
             add(dense, ())
-    new, old = store.root / f".{KEPT}-new", store.root / KEPT
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
+    old = store.root / KEPT
+    _check_own(old)
+    with store.writing():
+        aside = Path(tempfile.mkdtemp(prefix=f".{KEPT}-", dir=store.root))
+    try:
+        return _kept_in(aside, old, store, records)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _kept_in(aside: Path, old: Path, store: Store, records: Mapping[str, tuple[Record, set[str]]]) -> list[Path]:
+    new = aside / "new"
+    new.mkdir(mode=0o755)
     lines = {name: _copy(record, new / name, parts) for name, (record, parts) in sorted(records.items(), key=_alike)}
     kept = [fingerprint for fingerprint, line in lines.items() if line is not None]
     archive.write(new, [line for line in lines.values() if line is not None], {name: records[name][0].windows for name in kept})
     _copy_calibrations(store, [records[fingerprint][0] for fingerprint in sorted(kept)], new / CALIBRATIONS)
     with store.writing():
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            old.rename(aside / "old")
         new.rename(old)
     return [old / fingerprint for fingerprint in sorted(kept)]
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder that holds more than `keep` writes into it: all of it is about to be replaced."""
+    refuse_link(folder)
+    own = {archive.RECORDS, archive.WINDOWS, _INDEX}
+    for name in archive.names(folder):
+        own |= {f"{name}/{file}" for file in json.loads(archive.text(folder, name) or "{}").get("files", ())}
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in sorted((*files, *links)):
+            path = Path(place) / name
+            relative = path.relative_to(folder).as_posix()
+            calibration = relative == f"{CALIBRATIONS}/{name}" and path.suffix == ".json" and not path.is_symlink()
+            if path.is_symlink() or not (relative in own or calibration):
+                raise ConfigError(
+                    f"{path} is none of the repository's records, and {folder} is replaced as a whole: move it away."
+                )
 
 
 def _alike(item: tuple[str, tuple[Record, Any]]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.harness import archive
 from quicksilver.harness.description import DenseTotals, Description
 from quicksilver.harness.identity import Identity
@@ -353,7 +354,11 @@ def record_of(folder: Path, content: Mapping[str, Any]) -> Record:
         raise _corrupt(folder, f"{RECORD} is not as it was written: its checksum is another")
     try:
         record = Record(**vars(decoded(Description, content)), path=folder, content=content)
-    except Mistyped as error:
+        for name in filter(None, (record.fingerprint, record.dense_fingerprint)):
+            fingerprint_of(name)
+        for name in (*record.files, record.data.token_digest):
+            plain_name(name, "a file or digest")
+    except (Mistyped, ConfigError) as error:
         raise _corrupt(folder, f"{RECORD}: {error}") from error
     for name, described in record.files.items():
         path = folder / name

@@ -77,7 +77,7 @@ def rekey(results_dir: Path | str) -> Rekeyed:
                     continue
                 if new != name and store.path(new).exists():
                     raise _Left(f"there is a record of that identity, {new}")
-                _move(store, store.path(name), store.path(new), data)
+                _move(store, store.runs / name, store.path(new), data)
                 done.renamed[name] = new
             except _Left as reason:
                 done.left[name] = str(reason)

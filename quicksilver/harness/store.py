@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -24,12 +25,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from quicksilver.files import fingerprint_of, write_atomically
 from quicksilver.harness import archive, lease
 from quicksilver.harness.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
 _NEW, _LEASE = ".new-", ".lease"
+_DRAFT = re.compile(r"\.new-[0-9a-f]{20}-\d+-[0-9a-f]{8}(-before)?")  # names of `Store.draft`
 
 
 class Draft:
@@ -74,7 +77,7 @@ class Store:
         return None if self._own else self.root / KEPT / CALIBRATIONS
 
     def path(self, fingerprint: str) -> Path:
-        return self.runs / fingerprint
+        return self.runs / fingerprint_of(fingerprint)
 
     def get(self, fingerprint: str) -> Record | None:
         """The record of that fingerprint; None: it has not been made.
@@ -179,7 +182,9 @@ class Store:
         with self.writing():
             for path in sorted(self.runs.glob(f"{_NEW}*")):
                 # The lease of a living draft is there before its folder and longer: without one, its writer is dead.
-                if not path.name.endswith(_LEASE) and not lease.is_held(path.with_name(path.name + _LEASE)) and path.is_dir():
+                # What else has such a name, a link too, is not ours.
+                ours = _DRAFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+                if ours and not lease.is_held(path.with_name(path.name + _LEASE)):
                     shutil.rmtree(path, ignore_errors=True)
                     removed.append(path.name)
             for path in sorted((*self.runs.glob(f"{_NEW}*{_LEASE}"), *self.root.glob("locks/*.lock"))):
@@ -190,13 +195,7 @@ class Store:
         """Write a small json file below the results folder in one rename (caches: digests, calibrations)."""
         path = self.root / relative
         with self.writing():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-            try:
-                new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-                os.replace(new, path)
-            finally:
-                new.unlink(missing_ok=True)
+            write_atomically(path, (json.dumps(data, indent=1) + "\n").encode(), sync=False)
         return path
 
     def write_cache(self, relative: str, data: Any) -> None:

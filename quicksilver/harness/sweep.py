@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from quicksilver.files import fingerprint_of, own_path
 from quicksilver.harness import lease
 from quicksilver.harness.store import Store
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -182,7 +182,7 @@ class Sweep:
     def __init__(self, results_dir: Path | str, manifest: Manifest) -> None:
         self.manifest = manifest
         self.store = Store(results_dir, manifest.records)
-        self.folder = self.store.root / FOLDER / manifest.name
+        self.folder = own_path(self.store.root / FOLDER, check_name(manifest.name))
 
     @classmethod
     def load(cls, results_dir: Path | str, name: str) -> Sweep:
@@ -314,7 +314,11 @@ class Sweep:
 
     def forget_failures(self) -> None:
         """All of them are to be tried again."""
-        shutil.rmtree(self.folder / "failed", ignore_errors=True)
+        for run in self.manifest.runs:
+            with suppress(FileNotFoundError):
+                own_path(self.folder, f"failed/{run.number:04d}.json").unlink()
+        with suppress(OSError):
+            (self.folder / "failed").rmdir()  # not ours alone
 
 
 def names(results_dir: Path | str) -> list[str]:
@@ -343,9 +347,16 @@ def _read(path: Path) -> Manifest:
             SweepRun(run["number"], tuple(run["overrides"]), tuple(run["differing"]), run["fingerprint"])
             for run in content.pop("runs")
         )
+        for run in runs:
+            if not isinstance(run.number, int) or run.number < 1:
+                raise ValueError(f"a run has the number {run.number!r}")
+            if run.fingerprint is not None:
+                fingerprint_of(run.fingerprint)
+        if content["name"] != path.parent.name:
+            raise ValueError(f"it is of a sweep named {content['name']!r}")
         lists: dict[str, Any] = {key: tuple(content.pop(key)) for key in ("words", "extra_dirs")}
         return Manifest(**content, **lists, runs=runs)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{path} is damaged ({error}): remove its folder, and repeat the command; records stay.") from error
 
 

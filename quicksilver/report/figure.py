@@ -21,7 +21,8 @@ import pandas as pd
 from cycler import cycler
 from matplotlib.figure import Figure as Drawing
 
-from quicksilver.report.writing import wrapped, write_files
+from quicksilver.files import write_files
+from quicksilver.report.writing import wrapped
 from quicksilver.report.written import Written, named_records, sorted_once, values
 
 # Ordered from dark to light, so that neighbours differ when printed in grey; lines and bars differ by dash, marker and hatch as well.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from quicksilver.files import write_files
 from quicksilver.report.artefacts import artefacts
 from quicksilver.report.written import Written, markdown, read
 from quicksilver.runtime.errors import ConfigError
@@ -41,7 +42,7 @@ def fill_readme(readme: Path, results: Path) -> str:
         return begin + markdown(written, level=3) + end  # one level deeper: the table is a part of the README
 
     content = _MARKED.sub(filled, readme.read_text(encoding="utf-8"))
-    readme.write_text(content, encoding="utf-8")
+    write_files(readme.parent, {readme.name: content.encode()})
     return f"{readme}: {', '.join(names) or 'no markers found'}"
 
 

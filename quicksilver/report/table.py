@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from quicksilver.report.writing import wrapped, write_files
+from quicksilver.files import write_files
+from quicksilver.report.writing import wrapped
 from quicksilver.report.written import (
     Heading,
     PrintedPanel,

@@ -1,15 +1,12 @@
-"""How text is wrapped and how files are written; tables and figures share it."""
+"""How text is wrapped, and what of a text a page may show; tables and figures share it."""
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from quicksilver.runtime.errors import QuickSilverError
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
@@ -21,33 +18,7 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
     ]
 
 
-def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
-    """Write `contents` by file name into `folder`; each file appears whole or not at all.
-
-    Raises:
-        QuickSilverError: the disk is full, or the folder cannot be written; the files before stay.
-    """
-    written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            path = folder / name
-            partial = path.with_name(f".{name}.{os.getpid()}")
-            try:
-                partial.write_bytes(content)
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
-            written.append(path)
-    except OSError as error:
-        raise QuickSilverError(
-            f"{folder.absolute()} cannot be written: {error.strerror or error}. The records are kept: free some space, or choose another "
-            "folder with results_dir=…, and run the same command again."
-        ) from error
-    return written
-
-
-_FOLDERS = re.compile(r"(?<![\w./:~-])(?:file://)?~?(?:/[^\s/'\"<>|,;:()\[\]{}]+)+/([^\s/'\"<>|,;:()\[\]{}]+)")
+_FOLDERS = re.compile(r"(?<![\w./~-])(?:file://)?~?(?:/[^\s/'\"<>|,;:()\[\]{}]+)+/([^\s/'\"<>|,;:()\[\]{}]+)")
 
 
 def without_folders(entry: Any) -> Any:
@@ -62,4 +33,6 @@ def without_folders(entry: Any) -> Any:
         return type(entry)(map(without_folders, entry))
     if not isinstance(entry, str):
         return entry
+    if entry.startswith("folder:/") and "\n" not in entry:
+        return f"folder:{Path(entry).name}"
     return Path(entry).name if "\n" not in entry and Path(entry).is_absolute() else _FOLDERS.sub(r"\1", entry)

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # a second to import, which who only reads need not pay
@@ -136,7 +137,10 @@ def read(path: Path) -> Written:
                 f"{path} has schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
                 "Make it again."
             )
-        return _written(content)
+        try:
+            return _written(content)
+        except ConfigError as error:
+            raise ConfigError(f"{path} cannot be read: {error} Make it again.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = "it is not there" if isinstance(error, FileNotFoundError) else f"it is damaged ({type(error).__name__}: {error})"
         raise ConfigError(f"{path} cannot be read: {why}. Make it again.") from error
@@ -160,8 +164,14 @@ def _written(content: Mapping[str, Any]) -> Written:
     rows = tuple(map(tuple, content["rows"]))
     if any(len(row) != len(words["columns"]) for row in rows):
         raise ValueError("a row has more or fewer values than there are columns")
-    for name in ("kind", "name", "title"):
-        _words([content[name]])
+    _words([content["title"]])
+    if content["kind"] not in ("table", "figure"):
+        raise ValueError(f"kind {content['kind']!r} is neither table nor figure")
+    for what, named in (("the name of a table or figure", [content["name"]]), ("a picture", words["pictures"])):
+        for name in named:
+            plain_name(name, what)
+    for name in words["records"]:
+        fingerprint_of(name)
     return Written(content["kind"], content["name"], content["title"], rows=rows, panels=panels, **words)
 
 

@@ -17,7 +17,7 @@ from quicksilver.cli import door, sweeping
 from quicksilver.harness import lease
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import record_frame
-from quicksilver.harness.sweep import Sweep, labels, work
+from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, labels, work
 from quicksilver.harness.workplace import Workplace
 from quicksilver.models import loading
 from quicksilver.report import sweep_status
@@ -66,6 +66,47 @@ def test_a_model_is_loaded_once_for_all_runs(made):
     assert loads == 1
     assert len(record_frame(results)) == 4  # with the dense one
     assert states(results) == ["done"] * 3
+
+
+@pytest.fixture
+def sweep_folder(tmp_path: Path) -> Path:
+    """A results folder with a sweep of one run that failed, and in it a file of somebody else."""
+    there = Sweep(tmp_path, Manifest("depths", (), (SweepRun(1, ("seed=0",), ()),)))
+    there.create()
+    there.failed(there.manifest.runs[0], ValueError("broken"))
+    (there.folder / "failed" / "notes.txt").write_text("mine")
+    return there.folder
+
+
+def test_what_is_tried_again_removes_its_own_failure_alone(sweep_folder):
+    there = Sweep.load(sweep_folder.parents[1], "depths")
+    there.forget_failures()
+    assert [path.name for path in (sweep_folder / "failed").iterdir()] == ["notes.txt"]
+    assert [state.state for state in there.states()] == ["waiting"]
+    (sweep_folder / "failed" / "notes.txt").unlink()
+    there.forget_failures()
+    assert not (sweep_folder / "failed").exists()
+
+
+@pytest.mark.parametrize("place", ["", "failed", "failed/0001.json"])
+def test_no_failure_is_removed_through_a_link(sweep_folder, place):
+    elsewhere = sweep_folder.parents[1] / "elsewhere"
+    (sweep_folder / place).rename(elsewhere)
+    (sweep_folder / place).symlink_to(elsewhere)
+    before = [(path, path.is_file() and path.read_bytes()) for path in (elsewhere, *elsewhere.rglob("*"))]
+    with pytest.raises(QuickSilverError, match="is a link to"):
+        Sweep.load(sweep_folder.parents[1], "depths").forget_failures()
+    assert [(path, path.is_file() and path.read_bytes()) for path in (elsewhere, *elsewhere.rglob("*"))] == before
+
+
+@pytest.mark.parametrize("change", [{"name": "../../victim"}, {"number": "../1"}, {"number": 0}, {"fingerprint": "../../victim"}])
+def test_a_manifest_that_names_what_lies_elsewhere_is_refused(sweep_folder, change):
+    path = sweep_folder / "manifest.json"
+    content = json.loads(path.read_text())
+    (content if "name" in change else content["runs"][0]).update(change)
+    path.write_text(json.dumps(content))
+    with pytest.raises(QuickSilverError, match="is damaged"):
+        Sweep.load(sweep_folder.parents[1], "depths")
 
 
 def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words):

@@ -56,6 +56,32 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}
 
 
+def test_records_are_not_replaced_where_something_else_lies_among_them(made, tmp_path) -> None:
+    config, record, _ = made
+    store = Store(shutil.copytree(config.results_dir, tmp_path / "results"))
+    keep(store, {record.fingerprint: {TRACE}})
+    kept = store.root / KEPT
+    for name in ("notes.txt", f"{record.fingerprint}/notes.txt", "calibration/notes.txt", ".git/config"):
+        (kept / name).parent.mkdir(exist_ok=True)
+        (kept / name).write_text("mine")
+        before = files_below(store.root)
+        with pytest.raises(ConfigError, match=r"none of the repository's records.*move it away"):
+            keep(store, {record.fingerprint: set()})
+        assert files_below(store.root) == before
+        (kept / name).unlink()
+    keep(store, {record.fingerprint: {TRACE}})
+    (kept / "link").symlink_to(store.runs)
+    with pytest.raises(ConfigError, match="link"):
+        keep(store, {record.fingerprint: set()})
+    (kept / "link").unlink()
+    kept.rename(store.root / "elsewhere")
+    kept.symlink_to(store.root / "elsewhere")
+    before = files_below(store.root / "elsewhere")
+    with pytest.raises(ConfigError, match="is a link to"):
+        keep(store, {record.fingerprint: set()})
+    assert files_below(store.root / "elsewhere") == before
+
+
 def files_below(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

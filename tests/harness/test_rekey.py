@@ -198,12 +198,12 @@ def test_what_is_damaged_edited_or_unknown_is_left_with_the_reason(store):
 
 
 def load(store: Store, name: str) -> dict:
-    return json.loads((store.path(name) / "record.json").read_text())
+    return json.loads((store.runs / name / "record.json").read_text())
 
 
 def test_two_records_of_one_identity_are_not_merged(store, renamed_option):
     first = next(iter(folders(store)))
-    shutil.copytree(store.path(first), store.path("a copy"))
+    shutil.copytree(store.path(first), store.runs / "a copy")
     before = contents(store)
     done = rekey(store.root)
     assert len(done.left) == 1

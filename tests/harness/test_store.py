@@ -140,6 +140,26 @@ def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(s
     assert hidden(store) == []
 
 
+def test_cleaning_leaves_what_only_looks_like_a_draft(store, tmp_path):
+    mine = store.runs / ".new-thesis"
+    mine.mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (store.runs / f".new-{'0' * 20}-1-01234567").symlink_to(elsewhere)
+    assert store.clean() == []
+    assert mine.is_dir()
+    assert elsewhere.is_dir()
+    (store.runs / f".new-{'0' * 20}-1-89abcdef").mkdir()
+    assert len(store.clean()) == 1
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "", "/etc", "0" * 19, "G" * 20])
+def test_a_record_is_asked_for_by_fingerprint_alone(store, name):
+    for ask in (store.path, store.get, store.folder):
+        with pytest.raises(ConfigError, match="no fingerprint"):
+            ask(name)
+
+
 def racing_writer(root: Path, value: float, start, results) -> None:
     store = Store(root)
     with store.draft(PRINT) as draft:

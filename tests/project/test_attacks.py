@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from thinning import first
 
 from quicksilver.cli import door
+from quicksilver.files import write_files
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.config import compose
 from quicksilver.harness.run import ensure
 from quicksilver.harness.store import Store
 from quicksilver.modules.thresholds import SCHEMA
-from quicksilver.report.writing import write_files
 from quicksilver.runtime.errors import QuickSilverError
 
 HALTING = [
@@ -489,14 +489,11 @@ def read_only(monkeypatch, folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_table_on_a_full_or_read_only_disk_leaves_nothing_behind(number, tmp_path, monkeypatch):
-    written = Path.write_bytes
-
-    def full(path: Path, content: bytes) -> int:
-        written(path, content[:3])
+    def full(path: Path, target: Path) -> None:
         raise OSError(number, os.strerror(number))
 
     write_files(tmp_path, {"before.md": b"kept"})
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(QuickSilverError, match=f"{os.strerror(number)}.*results_dir=…") as caught:
         write_files(tmp_path, {"table.md": b"content"})
     assert "\n" not in str(caught.value)

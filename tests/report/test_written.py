@@ -42,6 +42,8 @@ COLUMNS = (
 )
 TABLE = Table("t", "A title", FRAME, (Panel("a", "A", COLUMNS, ("note",)), Panel("b", "B", COLUMNS)), ("legend",), claims=("c",))
 
+fingerprints = st.text("0123456789abcdef", min_size=20, max_size=20)
+file_names = st.from_regex(r"\w[\w.+-]{0,9}", fullmatch=True)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 cells = st.lists(st.lists(texts, max_size=2).map(tuple), max_size=3).map(tuple)
 rows = st.builds(PrintedRow, st.integers(0, 9), cells)
@@ -58,9 +60,10 @@ plain = st.one_of(st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.flo
 def artefacts(draw):
     columns = draw(word_lists)
     frame = draw(st.lists(st.tuples(*[plain] * len(columns)), max_size=3).map(tuple))
-    words = {name: draw(word_lists) for name in ("legend", "caption", "records", "claims", "pictures")}
+    words = {name: draw(word_lists) for name in ("legend", "caption", "claims")}
+    words["records"], words["pictures"] = draw(st.lists(fingerprints).map(tuple)), draw(st.lists(file_names).map(tuple))
     panels = tuple(draw(st.lists(drawn_panels, max_size=2)))
-    return Written(draw(st.sampled_from(["table", "figure"])), draw(texts), draw(texts), columns, frame, panels, **words)
+    return Written(draw(st.sampled_from(["table", "figure"])), draw(file_names), draw(texts), columns, frame, panels, **words)
 
 
 @given(artefacts())
@@ -122,6 +125,12 @@ def test_no_words_of_a_record_become_markup(name):
         lambda content: {key: value for key, value in content.items() if key != "panels"},
         lambda content: content | {"panels": [{"key": 1}]},
         lambda content: [],
+        lambda content: content | {"kind": "../victims"},
+        lambda content: content | {"name": "../victim"},
+        lambda content: content | {"records": ["../../../victim"]},
+        lambda content: content | {"records": ["0123456789ABCDEF0123"]},
+        lambda content: content | {"pictures": ["/etc/passwd"]},
+        lambda content: content | {"pictures": ["../mine.png"]},
     ],
 )
 def test_damage_is_one_message_with_the_file(tmp_path, damage):

@@ -65,6 +65,14 @@ def test_pip_takes_over_where_uv_fails(broken, code, said, last, tmp_path: Path,
     assert bool(by_pip) == (said.startswith("Not by uv") or "cannot be installed" in said)
 
 
+def test_a_folder_that_is_no_environment_is_not_cleared(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "thesis.tex").write_text("mine")
+    monkeypatch.setattr(environment, "run", (machine := Machine()).run)
+    assert environment.main([str(tmp_path)]) == 1
+    assert f"{tmp_path} is no virtual environment" in capsys.readouterr().out
+    assert machine.ran == []
+
+
 def test_what_went_wrong_is_its_last_line():
     assert environment.run("sh", "-c", "echo first; echo last; exit 3") == "last"
     assert environment.run("sh", "-c", "exit 3") == "exit code 3"

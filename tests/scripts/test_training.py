@@ -704,3 +704,12 @@ def test_a_shipped_model_runs_under_the_runtime(reference: Path) -> None:
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits), atol=1e-4)
     half = model.config.num_hidden_layers // 2  # the last four take halted tokens in again
     assert compact.trace.active_counts()[half] < compact.trace.active_counts()[0]
+
+
+def test_a_state_removes_no_file_of_somebody_else(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"thesis\.tex was not written by this training: move it away"):
+        training_state.TrainingState(tmp_path).save({}, torch.nn.Linear(1, 1), [])
+    assert len(list(tmp_path.rglob("thesis.tex"))) == 2

@@ -32,10 +32,10 @@ def main(words: Sequence[str]) -> int:
         ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
+    from quicksilver.files import write_files
     from quicksilver.harness.run import store_of
     from quicksilver.report.claims.ledger import Source
     from quicksilver.report.claims.printed import ledger
-    from quicksilver.report.writing import write_files
 
     overrides = check_overrides(words, "claims")
     base = base_config(overrides)

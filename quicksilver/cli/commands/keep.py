@@ -29,12 +29,12 @@ def main(words: Sequence[str]) -> int:
     options, overrides = split(words, ResultsFolder, "keep")
     if overrides:
         raise ConfigError(f"{overrides[0]}: keep takes results_dir=FOLDER and no other key.")
+    from quicksilver.files import write_files
     from quicksilver.harness.answers import INDEX, Answers
     from quicksilver.harness.keeping import keep
     from quicksilver.harness.store import KEPT, Store
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import MINE
-    from quicksilver.report.writing import write_files
     from quicksilver.report.written import read
 
     root = Path(options.results_dir)
@@ -50,12 +50,13 @@ def main(words: Sequence[str]) -> int:
             continue  # measured anew
         for fingerprint in read(path).records:
             wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(MINE).split("-")[0], ()))
+    pictures = {name: read(written[name]).pictures for name in mine}
     kept = keep(Store(root), wanted)
     index = Answers(root).index()
     write_files((root / INDEX).parent, {(root / INDEX).name: (json.dumps(index, indent=1) + "\n").encode()})
     for name in mine:
-        for path in written[name].parent.glob(f"{name}.*"):
-            path.unlink()
+        for file in (*(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")), *pictures[name]):
+            (written[name].parent / file).unlink(missing_ok=True)
     size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
     print(f"{len(set(wanted) - {folder.name for folder in kept})} records are too large to be kept.")
     print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: quicksilver reproduce all")

@@ -33,9 +33,9 @@ def main(words: Sequence[str]) -> int:
     options, overrides = split(words, ResultsFolder, "variants")
     if overrides:
         raise ConfigError(f"{overrides[0]}: variants takes results_dir=FOLDER and no other key.")
+    from quicksilver.files import write_files
     from quicksilver.report.reproduction import make_command
     from quicksilver.report.variants import VARIANTS, index
-    from quicksilver.report.writing import write_files
 
     root = Path(options.results_dir)
     there = {variant: _write(variant, root) for variant in VARIANTS}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.harness.record import Record
 from quicksilver.harness.store import Store
 from quicksilver.harness.sweep import labels
@@ -128,6 +129,11 @@ class Collection:
         names = {artefact.name for artefact in known}
         written = {*self.root.glob("tables/*.json"), *self.root.glob("figures/*.json")}
         for path in sorted(path for path in written if path.stem not in names and not path.name.startswith(".")):
+            try:
+                plain_name(path.stem, "the name of a table or figure")
+            except ConfigError as error:
+                self.problems.append(Problem(f"{path.parent.name}/{path.name}", str(error), ""))
+                continue
             owner = next((one for one in known if path.stem.startswith(f"{one.name}-")), None)
             yield self._piece(path.stem, owner, kind=path.parent.name.removesuffix("s"))
 
@@ -159,8 +165,8 @@ class Collection:
             piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"  # of another model or text
         data = path.with_suffix(".csv")
         with suppress(OSError):  # it may have gone meanwhile
-            piece.data_bytes = data.stat().st_size
-            piece.data = data if piece.data_bytes > 1 else None
+            piece.data_bytes = data.lstat().st_size
+            piece.data = data if piece.data_bytes > 1 and not data.is_symlink() else None
         for entry in piece.written.entries:
             if entry.get("status") == "failed":
                 which = " ".join(str(entry.get(key) or "") for key in ("panel", "key")).strip()
@@ -183,6 +189,9 @@ class Collection:
             return None
         try:
             found = read(path).entries
+            for row in found:
+                fingerprint_of(row["record"], "the record of a claim") if row.get("record") else None
+                plain_name(row["artefact"], "the artefact of a claim") if row.get("artefact") else None
         except ConfigError as error:
             self.problems.append(Problem("claims", self._without_root(str(error)), "To make it: make claims"))
             return None

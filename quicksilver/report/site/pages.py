@@ -19,6 +19,7 @@ import pandas as pd
 import yaml
 from markupsafe import Markup
 
+from quicksilver.files import publish
 from quicksilver.harness.archive import ENTRY
 from quicksilver.harness.record import EVENTS, Record
 from quicksilver.measure.typed import encoded
@@ -29,7 +30,7 @@ from quicksilver.report.claims.ledger import VERDICTS
 from quicksilver.report.site import charts, explorer, samples, tokens
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, grouped
 from quicksilver.report.site.grid import grid, prose
-from quicksilver.report.writing import without_folders, write_files
+from quicksilver.report.writing import without_folders
 
 _ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js", "runs.js")
 _PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
@@ -39,17 +40,12 @@ def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
     """Write the site below `results_dir`; returns its first page and what is missing in it.
 
     Raises:
-        ConfigError: there is no such folder, or nothing was written in it yet.
+        ConfigError: there is no such folder, nothing was written in it yet, or `report` in it is not this command's.
     """
     site = Site(Collection(Path(results_dir)))
     contents = site.contents()
     folder = site.there.root / "report"
-    for name, content in contents.items():
-        write_files((folder / name).parent, {Path(name).name: content})
-    for path in sorted(folder.rglob("*")):
-        # Pages of records that no table names any more: links to them are gone.
-        if path.is_file() and path.relative_to(folder).as_posix() not in contents:
-            path.unlink()
+    publish(folder, contents)  # pages of records that no table names any more go: nothing links to them
     return folder / "index.html", site.there.problems
 
 
@@ -118,7 +114,7 @@ class Site:
     def _piece_pages(self, piece: Piece) -> dict[str, bytes]:
         contents: dict[str, bytes] = {}
         folder = self.there.root / f"{piece.kind}s"
-        pictures = [name for name in piece.written.pictures if (folder / name).is_file()] if piece.written is not None else []
+        pictures = [name for name in piece.written.pictures if _is_plain_file(folder / name)] if piece.written is not None else []
         if piece.written is not None and len(pictures) < len(piece.written.pictures):
             self.there.note([piece], piece.name, f"a picture of it is not in {piece.kind}s.")
         for name in filter(None, (*pictures, piece.carried_data)):
@@ -339,6 +335,10 @@ def _json(data: Any) -> Markup:
     """For a `<script type="application/json">`: nothing in it can end the element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def _is_plain_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()  # what a link leads to was not written here
 
 
 def _slug(text: str) -> str:

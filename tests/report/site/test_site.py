@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,8 @@ def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
         ("see https://example.org/a/b and 3/4 of tables/table11", "see https://example.org/a/b and 3/4 of tables/table11"),
         ("~/models/x is gone", "x is gone"),
         (["/a/b", {"/a/k": 3}], ["b", {"k": 3}]),
+        ("folder:/home/some body/models/mine", "folder:mine"),
+        ("weights of folder:/a/b/mine, and http://example.org:80/a/b", "weights of folder:mine, and http://example.org:80/a/b"),
     ],
 )
 def test_folders_of_a_machine_are_left_out(said, shown):
@@ -431,6 +434,81 @@ def test_pages_of_what_is_gone_are_removed(copy):
     make(copy)
     assert not (copy / "report" / "figure99.html").exists()
     assert not (copy / "report" / "files" / "figure99.png").exists()
+
+
+@pytest.fixture
+def victim(copy) -> Iterator[Path]:
+    """A file outside of the report that nothing may change, show or link."""
+    path = copy.parent / "victim"
+    path.write_text("secret of mine")
+    yield path
+    assert path.read_text() == "secret of mine"
+    assert not [page for page in (copy / "report").rglob("*") if page.is_file() and b"secret of mine" in page.read_bytes()]
+
+
+def test_a_folder_of_somebody_else_or_a_link_is_left_alone(copy, victim, capsys):
+    (copy / "report").mkdir()
+    (copy / "report" / "thesis.tex").write_text("x")
+    assert report(copy) == 2
+    assert "thesis" not in (said := capsys.readouterr().err)
+    assert str(copy / "report") in said
+    assert "Move" in said
+    assert [path.name for path in (copy / "report").iterdir()] == ["thesis.tex"]
+    (copy / "report").rename(copy / "mine")
+    (copy / "report").symlink_to(copy / "mine")
+    assert report(copy) == 2
+    assert "is a link" in capsys.readouterr().err
+    assert [path.name for path in (copy / "mine").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"records": ("../../../victim",)},
+        {"pictures": ("../../victim",)},
+        {"pictures": ("victim.png",)},  # a link that leads to it
+        {"name": "../victim"},
+    ],
+)
+def test_a_hostile_figure_neither_reads_nor_writes_elsewhere(copy, victim, changes):
+    (copy / "figures" / "victim.png").symlink_to(victim)
+    changed(copy / "figures" / "figure99.json", **changes)
+    _, problems = make(copy)
+    assert any(problem.where == "figure99" for problem in problems)
+    assert not (copy / "report" / "victim.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("record", "../../../victim"), ("artefact", "javascript:alert(1)//"), ("record", "x")]
+)
+def test_a_hostile_ledger_is_named_and_leads_nowhere(copy, victim, column, value):
+    frame = pd.DataFrame(read(copy / "claims.json").entries).assign(artefact="table11")
+    write_claims(copy, frame.assign(**{column: value}))
+    _, problems = make(copy)
+    assert any(problem.where == "claims" and value in problem.what for problem in problems)
+    for page in pages(copy / "report"):
+        assert not [target for target in Links(page).targets if target.startswith("javascript:") or "victim" in target]
+
+
+def test_a_hostile_file_name_has_no_page(copy):
+    shutil.copy(copy / "tables" / "table11.json", copy / "tables" / "javascript:x.json")
+    _, problems = make(copy)
+    assert any("javascript:x.json" in problem.where for problem in problems)
+    assert not [page for page in pages(copy / "report") if "javascript:x.html" in Links(page).targets]
+
+
+@pytest.mark.parametrize("entry", ["dense_fingerprint", "token_digest", "files"])
+def test_a_record_with_hostile_names_is_no_record(copy, records, victim, entry):
+    path = copy / "runs" / records["all"].fingerprint / RECORD
+    data = json.loads(path.read_text())
+    if entry == "files":
+        data["files"]["../../../victim"] = {"bytes": 14, "sha256": "0" * 64}
+    else:
+        (data if entry in data else data["data"])[entry] = "../../victim"
+    path.write_text(json.dumps({**data, CHECKSUM: checksum(data)}))
+    _, problems = make(copy)
+    assert any(records["all"].fingerprint in problem.where and "victim" in problem.what for problem in problems)
+    assert sorted(path.name for path in copy.parent.iterdir()) == ["results", "victim"]
 
 
 def decoded(view: dict) -> dict:

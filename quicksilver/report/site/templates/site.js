@@ -1,6 +1,11 @@
 "use strict";
 // What every page needs: the theme, the charts, the filter of the ledger.
 
+// Text for innerHTML: what stands in `html` between ${ and } is text and stays text, unless `html` made it; of a list, each.
+class Html { constructor(text) { this.text = text; } toString() { return this.text; } }
+const escaped = (value) => (value instanceof Html ? value.text : Array.isArray(value) ? value.map(escaped).join("") : String(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`));
+const html = (parts, ...values) => new Html(parts.map((part, i) => part + (i < values.length ? escaped(values[i]) : "")).join(""));
+
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const dark = () => {
   const chosen = document.documentElement.dataset.theme;

@@ -2,7 +2,7 @@
 // What happened to the tokens of a text. A token is a column, a layer a row; layers count from 1.
 
 const views = JSON.parse(document.getElementById("views").textContent);
-// Letter, name of the colour, words. The letters are those of quicksilver/report/tokens.py.
+// Letter, name of the colour, words. The letters are those of quicksilver/report/site/tokens.py.
 const STATES = [
   ["C", "active", "computed"], ["W", "nokv", "computed, no K/V entry"], ["H", "halted", "halted, no K/V entry"],
   ["K", "kept", "halted, K/V entry kept"], ["R", "resumed", "computed again"], ["N", "again", "computed again, no K/V entry"], ["F", "carried", "carried by a neighbour"],
@@ -37,7 +37,6 @@ function read(coded) {
 }
 
 const plain = (i) => (view.texts ? JSON.stringify(view.texts[i]) : `token ${i}`);
-const escape = (words) => String(words).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 
 // Each channel: name, title, ends of its scale, the share of the scale (0 to 1) of a token, whether it is of one layer.
 function channels() {
@@ -66,12 +65,12 @@ function shade() {
     span.style.opacity = wanted && kind !== wanted ? 0.25 : "";
   });
   const scale = document.getElementById("scale");
-  scale.innerHTML = byClass ? view.kinds.map((kind) => `<span class="kind" style="background:${classColour(kind)}">${kind}</span>`).join("") : `<span>${ends[0]}</span><i></i><span>${ends[1]}</span>`;
+  scale.innerHTML = byClass ? html`${view.kinds.map((kind) => html`<span class="kind" style="background:${classColour(kind)}">${kind}</span>`)}` : html`<span>${ends[0]}</span><i></i><span>${ends[1]}</span>`;
   document.getElementById("layer-choice").hidden = !byLayer;
   document.getElementById("layer-shown").textContent = layerChoice.value;
 }
 
-const classColour = (kind) => `hsl(${HUES[kind] ?? 0} ${kind === "other" ? 0 : 65}% 55% / 0.4)`;
+const classColour = (kind) => `hsl(${Object.hasOwn(HUES, kind) ? HUES[kind] : 0} ${kind === "other" ? 0 : 65}% 55% / 0.4)`;
 
 // Constituents of two words or more, of the words from `first` to `last`: [from, to, label]. Two neighbours say how many words the smallest
 // constituent has that holds both; it reaches as far as its neighbours say no more than that.
@@ -107,22 +106,22 @@ function drawSentence(i) {
     const level = 1 + Math.max(0, ...levels.filter(([a, b]) => a >= from && b <= to).map(([, , one]) => one));
     levels.push([from, to, level]);
     const y = base + 18 * level, left = middle(from) - half(from) + 4, right = middle(to) + half(to) - 4;
-    parts.push(`<path d="M${left} ${y - 5}v5H${right}v-5" fill="none" stroke="currentColor"/><text class="label" x="${(left + right) / 2}" y="${y + 11}" font-size="10">${escape(label)}</text>`);
+    parts.push(html`<path d="M${left} ${y - 5}v5H${right}v-5" fill="none" stroke="currentColor"/><text class="label" x="${(left + right) / 2}" y="${y + 11}" font-size="10">${label}</text>`);
   }
   for (const [a, b, layer] of arcs) {
     const x = (middle(a) + middle(b)) / 2, top = tall - 10 * Math.abs(a - b);
-    parts.push(`<path class="arc" d="M${middle(a)} ${tall}Q${x} ${2 * top - tall}  ${middle(b)} ${tall}" fill="none" stroke="var(--heat)" stroke-width="2"/>`);
-    numbers.push(`<text x="${x}" y="${top - 2}" font-size="10" stroke="var(--paper)" stroke-width="3" paint-order="stroke">${layer}</text>`);
+    parts.push(html`<path class="arc" d="M${middle(a)} ${tall}Q${x} ${2 * top - tall}  ${middle(b)} ${tall}" fill="none" stroke="var(--heat)" stroke-width="2"/>`);
+    numbers.push(html`<text x="${x}" y="${top - 2}" font-size="10" stroke="var(--paper)" stroke-width="3" paint-order="stroke">${layer}</text>`);
   }
   texts.forEach((text, place) => {
     const word = first + place, kind = words.classes[words.word.indexOf(word)];
-    parts.push(`<rect x="${middle(word) - half(word) + 2}" y="${base - 14}" width="${wide[place] - 4}" height="18" rx="3" style="fill:${classColour(kind)}"${word === own ? ' stroke="currentColor"' : ""}/><text x="${middle(word)}" y="${base}">${escape(text.trim())}</text>`);
+    parts.push(html`<rect x="${middle(word) - half(word) + 2}" y="${base - 14}" width="${wide[place] - 4}" height="18" rx="3" style="fill:${classColour(kind)}"${word === own ? html` stroke="currentColor"` : ""}/><text x="${middle(word)}" y="${base}">${text.trim()}</text>`);
   });
   const width = wide.reduce((sum, one) => sum + one, 0), height = base + 18 * (1 + Math.max(0, ...levels.map(([, , level]) => level)));
   tree.setAttribute("viewBox", `0 0 ${width} ${height}`);
   tree.setAttribute("width", width);
   tree.setAttribute("height", height);
-  tree.innerHTML = `<g text-anchor="middle" font-size="13" fill="currentColor">${parts.join("")}${numbers.join("")}</g>`;
+  tree.innerHTML = html`<g text-anchor="middle" font-size="13" fill="currentColor">${parts}${numbers}</g>`;
   treeBox.scrollLeft = middle(own) - treeBox.clientWidth / 2; // a long sentence is wider than a page
 }
 
@@ -135,7 +134,7 @@ function drawMap() {
     pen.fillStyle = colours[letter];
     pen.fillRect(i, layer, 1, 1);
   }));
-  document.getElementById("map-legend").innerHTML = STATES.filter(([letter]) => seen.has(letter)).map(([, name, words]) => `<li><i style="background:var(--s-${name})"></i>${words}</li>`).join("");
+  document.getElementById("map-legend").innerHTML = html`${STATES.filter(([letter]) => seen.has(letter)).map(([, name, words]) => html`<li><i style="background:var(--s-${name})"></i>${words}</li>`)}`;
   markMap();
 }
 
@@ -172,7 +171,7 @@ function strip(i) {
   [...view.states[i]].forEach((letter, k) => {
     cells.push(["", k + 1], [`state ${STATE[letter].name}`, STATE[letter].words], ["", view.bits ? (view.width(i, k + 1) < 16 ? view.width(i, k + 1) : "full") : ""], ["", signal?.values[i][k] ?? ""]);
   });
-  return `<div class="strip">${cells.map(([kind, words]) => `<span class="${kind}">${escape(words)}</span>`).join("")}</div>`;
+  return html`<div class="strip">${cells.map(([kind, words]) => html`<span class="${kind}">${words}</span>`)}</div>`;
 }
 
 function show(i, scroll = false) {
@@ -185,7 +184,7 @@ function show(i, scroll = false) {
   for (const token of [view.carried.get(here)?.carrier, ...(view.carriers.get(here) ?? []).map((one) => one.token)]) if (token !== undefined) spans[token].classList.add("tied");
   if (scroll) span.scrollIntoView({ block: "nearest" });
   const part = here >= view.scored ? "scored" : view.prompt ? "prompt" : "not scored";
-  detail.innerHTML = `<div aria-live="polite"><h2>${escape(plain(here))}</h2><p class="note">token ${here}, ${part}</p><dl>${facts(here).map(([name, value]) => `<dt>${name}</dt><dd>${escape(value)}</dd>`).join("")}</dl></div>${here < view.columns ? strip(here) : ""}`;
+  detail.innerHTML = html`<div aria-live="polite"><h2>${plain(here)}</h2><p class="note">token ${here}, ${part}</p><dl>${facts(here).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl></div>${here < view.columns ? strip(here) : ""}`;
   drawSentence(here);
   markMap();
 }

@@ -42,7 +42,7 @@ from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.presets import Schedule, schedules_of, shipped_with_schedules
 from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import SHIPPED, BoundTranslator, ModelShape, Translator
+from quicksilver.modules.translators import MODELS_FOLDER, BoundTranslator, ModelShape, Translator
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
 
@@ -246,7 +246,7 @@ def predicted(bench: Bench) -> None:
 
 def presets_of(bench: Bench, name: str) -> None:
     """A shipped model under its own schedules."""
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED / name, dtype=bench.dtype).to(bench.options.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(bench.options.device).eval()
     for saves_pct, schedule in schedules_of(architecture_of(model)).items():
         timed_prediction(
             bench, model, schedule.halting(), f"{name}, its {saves_pct:g}%, {schedule}", model.config.num_hidden_layers

@@ -17,7 +17,7 @@ from quicksilver.harness.config import compose
 from quicksilver.harness.workplace import Workplace
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules.calibration import calibrate
-from quicksilver.modules.thresholds import SHIPPED, Calibration
+from quicksilver.modules.thresholds import SHIPPED_CALIBRATIONS, Calibration
 
 
 def rounded(calibration: Calibration) -> Calibration:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
             place.model(config).model,
         )
         calibration = rounded(calibrate(model, windows, source={"model": name, "text": text.source}))
-        path = SHIPPED / f"{name}.json"
+        path = SHIPPED_CALIBRATIONS / f"{name}.json"
         calibration.save(path)
         path.chmod(0o644)  # it is shipped
         print(f"{path}: {', '.join(calibration.percentiles)}")

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import choice, count, number
+from quicksilver.modules.checks import check_choice, check_count, check_number
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
@@ -47,11 +47,11 @@ class ConfidenceExit(HaltingPolicy):
     window: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        choice("measure", self.measure, MEASURES)
-        number("threshold", self.threshold, 0.0, 1.0)
+        check_choice("measure", self.measure, MEASURES)
+        check_number("threshold", self.threshold, 0.0, 1.0)
         if self.temperature is not None:
-            number("temperature", self.temperature, 0.0)
-        count("horizon", self.horizon, 1)
+            check_number("temperature", self.temperature, 0.0)
+        check_count("horizon", self.horizon, 1)
         super().__post_init__()
 
     @property

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import choice, count
+from quicksilver.modules.checks import check_choice, check_count
 from quicksilver.modules.signals import lowest, slot_draw
 from quicksilver.runtime.module import EvictionPolicy
 from quicksilver.runtime.view import CacheView
@@ -48,10 +48,10 @@ class HeavyHitter(EvictionPolicy):
     priority: ClassVar[int] = 20
 
     def __post_init__(self) -> None:
-        count("heavy", self.heavy)
-        count("recent", self.recent, 1)
-        choice("criterion", self.criterion, CRITERIA)
-        count("seed", self.seed)
+        check_count("heavy", self.heavy)
+        check_count("recent", self.recent, 1)
+        check_choice("criterion", self.criterion, CRITERIA)
+        check_count("seed", self.seed)
 
     @property
     def causal(self) -> bool:

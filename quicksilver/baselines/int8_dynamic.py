@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.modules.checks import choice
+from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
 from quicksilver.runtime.module import Transform
@@ -42,7 +42,7 @@ class Int8Dynamic(Transform):
     backend: Literal["torch", "torchao"] = "torch"
 
     def __post_init__(self) -> None:
-        choice("backend", self.backend, BACKENDS)
+        check_choice("backend", self.backend, BACKENDS)
         if self.backend == "torchao":
             _torchao()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quicksilver.modules.checks import number
+from quicksilver.modules.checks import check_number
 from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
@@ -37,8 +37,8 @@ class OneShotHalting(HaltingPolicy):
     protect_first: int = 4
 
     def __post_init__(self) -> None:
-        number("halted_share", self.halted_share, 0.0, 1.0)
-        number("start", self.start, 0.0, 1.0)
+        check_number("halted_share", self.halted_share, 0.0, 1.0)
+        check_number("start", self.start, 0.0, 1.0)
         self.window = (self.start, 1.0)
         super().__post_init__()
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quicksilver.modules.checks import count
+from quicksilver.modules.checks import check_count
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.module import Transform
 
@@ -36,8 +36,8 @@ class PromptLookup(Transform):
     changes_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        count("tokens", self.tokens, 1)
-        count("ngram", self.ngram, 1)
+        check_count("tokens", self.tokens, 1)
+        check_count("ngram", self.ngram, 1)
 
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:

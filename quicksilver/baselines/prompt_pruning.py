@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quicksilver.modules.checks import layer_after, number
+from quicksilver.modules.checks import check_number, layer_after
 from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import AttentionReceived
 from quicksilver.runtime.architecture import Architecture
@@ -47,7 +47,7 @@ class PromptPruning(HaltingPolicy):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
                 raise ConfigError(f"{name}={values!r} must be a list of numbers from 0 to 1, such as [0.25, 0.5, 0.75].")
-            setattr(self, name, tuple(number(f"{name}[{i}]", value, 0.0, 1.0) for i, value in enumerate(values)))
+            setattr(self, name, tuple(check_number(f"{name}[{i}]", value, 0.0, 1.0) for i, value in enumerate(values)))
         if len(self.layers) != len(self.kept):
             raise ConfigError(
                 f"layers has {len(self.layers)} numbers and kept {len(self.kept)}: give one share for each pruning layer."

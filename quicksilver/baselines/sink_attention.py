@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quicksilver.modules.checks import count
+from quicksilver.modules.checks import check_count
 from quicksilver.runtime.module import EvictionPolicy, SpanPolicy
 from quicksilver.runtime.view import CacheView
 from quicksilver.runtime.visibility import Span
@@ -34,8 +34,8 @@ class SinkAttention(SpanPolicy, EvictionPolicy):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        count("window", self.window, 1)
-        count("sinks", self.sinks)
+        check_count("window", self.window, 1)
+        check_count("sinks", self.sinks)
 
     def span(self, layer: int) -> Span:
         return Span(self.window, self.sinks)

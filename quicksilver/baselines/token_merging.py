@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import choice, count, layer_after, number
+from quicksilver.modules.checks import check_choice, check_count, check_number, layer_after
 from quicksilver.modules.overrides import by_place
 from quicksilver.modules.signals import lowest, share_of
 from quicksilver.runtime.architecture import Architecture
@@ -58,11 +58,11 @@ class TokenMerging(TokenPolicy):
     priority: ClassVar[int] = 30
 
     def __post_init__(self) -> None:
-        number("r", self.r, 0.0, 0.5)
-        choice("metric", self.metric, METRICS)
-        number("start", self.start, 0.0, 1.0)
-        count("protect_first", self.protect_first)
-        count("protect_last", self.protect_last)
+        check_number("r", self.r, 0.0, 0.5)
+        check_choice("metric", self.metric, METRICS)
+        check_number("start", self.start, 0.0, 1.0)
+        check_count("protect_first", self.protect_first)
+        check_count("protect_last", self.protect_last)
 
     @property
     def causal(self) -> bool:

@@ -12,7 +12,7 @@ from quicksilver.fitting.fit import fit_translators
 from quicksilver.fitting.regression import CONTROLS
 from quicksilver.fitting.search import saved_pct
 from quicksilver.fitting.text import FitText
-from quicksilver.modules.checks import choice
+from quicksilver.modules.checks import check_choice
 from quicksilver.modules.presets import PresetHalting, Schedule, schedule_of
 from quicksilver.modules.thresholds import Fitted
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, Translator
@@ -47,7 +47,7 @@ class FittedPrediction(PresetHalting, Fitted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choice("control", self.control, (NONE, *CONTROLS))
+        check_choice("control", self.control, (NONE, *CONTROLS))
         if not self.drop_oldest and self.saves_pct is None:
             raise ConfigError("drop_oldest=false chooses its own schedule: give saves_pct instead of a schedule.")
         self._map: Translator | None = None

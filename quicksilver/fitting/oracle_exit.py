@@ -15,7 +15,7 @@ from quicksilver.fitting.fit import fit_translators
 from quicksilver.fitting.regression import RIDGE, TOKENS_PER_COEFFICIENT
 from quicksilver.fitting.text import FitText
 from quicksilver.measure.latency import shared_weight_copy
-from quicksilver.modules.checks import choice, count, number
+from quicksilver.modules.checks import check_choice, check_count, check_number
 from quicksilver.modules.thresholds import Fitted, model_digest
 from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture, architecture_of
@@ -81,10 +81,10 @@ class OracleExit(TokenPolicy, Fitted):
     priority: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        number("saves_pct", self.saves_pct, 0.0, 100.0)
-        choice("head", self.head, ("fitted", "lens"))
-        choice("missing_kv", self.missing_kv, ("predict", "project"))
-        count("protect_first", self.protect_first)
+        check_number("saves_pct", self.saves_pct, 0.0, 100.0)
+        check_choice("head", self.head, ("fitted", "lens"))
+        check_choice("missing_kv", self.missing_kv, ("predict", "project"))
+        check_count("protect_first", self.protect_first)
         self._exit: Exit | None = None
         self._map: Translator | None = None
         self._digest: str | None = None

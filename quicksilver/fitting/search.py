@@ -68,7 +68,7 @@ def _work(architecture: Architecture, schedule: Schedule, prompt_tokens: int) ->
     return work
 
 
-def just_enough(
+def smallest_schedule(
     architecture: Architecture, source_layer: int, protect_last: int, target_pct: float, prompt_tokens: int
 ) -> Schedule | None:
     """The schedule with the fewest dropped tokens that saves `target_pct`; None where none does."""
@@ -82,7 +82,7 @@ def just_enough(
     return None
 
 
-class Judge:
+class ScheduleEvaluator:
     """Measures schedules by KL to dense on the same windows.
 
     Args:
@@ -106,7 +106,7 @@ class Judge:
 
 
 def search(
-    judge: Judge,
+    evaluator: ScheduleEvaluator,
     translators: Sequence[Translator],
     target_pct: float,
     protect_last: Sequence[int] = PROTECT_LAST,
@@ -120,11 +120,11 @@ def search(
     found = []
     for translator in translators:
         for last in protect_last:
-            schedule = just_enough(judge.arch, translator.source_layer, last, target_pct, judge.prompt_tokens)
+            schedule = smallest_schedule(evaluator.arch, translator.source_layer, last, target_pct, evaluator.prompt_tokens)
             if schedule is None:
                 continue
-            kl = judge.kl_nats(schedule, translator)
-            saved = saved_pct(judge.arch, schedule, judge.prompt_tokens)
+            kl = evaluator.kl_nats(schedule, translator)
+            saved = saved_pct(evaluator.arch, schedule, evaluator.prompt_tokens)
             found.append(Candidate(schedule, saved, float(kl.mean()), float(kl.std() / len(kl) ** 0.5)))
             if progress is not None:
                 progress(found[-1])

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quicksilver.modules.checks import count
+from quicksilver.modules.checks import check_count
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.block_attention import attention_in_blocks
 from quicksilver.runtime.module import Transform
@@ -30,7 +30,7 @@ class BlockAttention(Transform):
     block: int = 64
 
     def __post_init__(self) -> None:
-        self.block = count("block", self.block, low=1)
+        self.block = check_count("block", self.block, low=1)
 
     def applied(self, architecture: Architecture) -> AbstractContextManager[None]:
         return attention_in_blocks(architecture, self.block)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quicksilver.modules.checks import number
+from quicksilver.modules.checks import check_number
 from quicksilver.modules.residual_rotation import RotatedModel, linear_maps, weight_of
 from quicksilver.modules.thresholds import Fitted, model_digest
 from quicksilver.runtime.architecture import Architecture, architecture_of
@@ -51,7 +51,7 @@ class ChannelSparsity(Transform, Fitted):
     rotate: bool = True
 
     def __post_init__(self) -> None:
-        number("error", self.error, 0.0, 1.0)
+        check_number("error", self.error, 0.0, 1.0)
         self._skippable = torch.zeros((), dtype=torch.int64)
         self._digest: str | None = None
         self._rotation: torch.Tensor | None = None  # (D, D) float64

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from quicksilver.runtime.errors import ConfigError
 
 
-def number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
+def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
     """`value` as a float.
 
     Raises:
@@ -29,21 +29,21 @@ def number(name: str, value: object, low: float = -math.inf, high: float = math.
     return value
 
 
-def count(name: str, value: object, low: int = 0) -> int:
+def check_count(name: str, value: object, low: int = 0) -> int:
     """`value` as an int of at least `low`; raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}.")
     return int(value)
 
 
-def token_ids(name: str, value: object) -> tuple[int, ...]:
+def check_token_ids(name: str, value: object) -> tuple[int, ...]:
     """A sequence of token ids; raises ConfigError."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"{name}={value!r} must be a list of token ids, such as [50256].")
-    return tuple(count(f"{name}[{i}]", v) for i, v in enumerate(value))
+    return tuple(check_count(f"{name}[{i}]", v) for i, v in enumerate(value))
 
 
-def known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
+def check_known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
     """Raises ConfigError when one of `ids` is beyond the model's vocabulary: it would never match, and nothing would say so."""
     beyond = [i for i in ids if i >= vocabulary]
     if beyond:
@@ -53,7 +53,7 @@ def known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
         )
 
 
-def choice(name: str, value: object, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raises ConfigError, with the nearest choice, when `value` is none of them."""
     choices = list(choices)
     if value not in choices:
@@ -62,11 +62,11 @@ def choice(name: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}.{hint}")
 
 
-def fractions(name: str, value: object) -> tuple[float, float]:
+def check_fractions(name: str, value: object) -> tuple[float, float]:
     """Two fractions of depth, (first, last), in order; raises ConfigError."""
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise ConfigError(f"{name}={value!r} must be two fractions of depth, such as [0.2, 0.8].")
-    first, last = (number(f"{name}[{i}]", v, 0.0, 1.0) for i, v in enumerate(value))
+    first, last = (check_number(f"{name}[{i}]", v, 0.0, 1.0) for i, v in enumerate(value))
     if first > last:
         raise ConfigError(
             f"{name}={list(value)!r} is empty: its first fraction is above its last. Give them in order, such as [0.2, 0.8]."
@@ -83,7 +83,7 @@ def layer_after(fraction: float, n_layers: int) -> int:
     return max(0, math.floor(fraction * n_layers + 0.5) - 1)
 
 
-def odd(name: str, value: object) -> None:
+def check_odd(name: str, value: object) -> None:
     """An odd whole number of at least 1, which has a middle; raises ConfigError."""
-    if count(name, value, 1) % 2 == 0:
+    if check_count(name, value, 1) % 2 == 0:
         raise ConfigError(f"{name}={value!r} has no middle: give an odd number.")

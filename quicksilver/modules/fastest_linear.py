@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.modules.checks import choice
+from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import Transform
@@ -48,7 +48,7 @@ class FastestLinear(Transform, ChoosesKernels):
     product: str = AUTO
 
     def __post_init__(self) -> None:
-        choice("product", self.product, (AUTO, *KERNELS))
+        check_choice("product", self.product, (AUTO, *KERNELS))
         self.choices: Choices | None = None
         self._ran: dict[str, None] = {}
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import choice, count, fractions, known_ids, layer_after, number, token_ids
+from quicksilver.modules.checks import (
+    check_choice,
+    check_count,
+    check_fractions,
+    check_known_ids,
+    check_number,
+    check_token_ids,
+    layer_after,
+)
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.modules.thresholds import (
@@ -80,16 +88,19 @@ class HaltingPolicy(TokenPolicy):
     priority: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        self.window = fractions("window", self.window)
-        self.full_ids, self.forced_ids = token_ids("full_ids", self.full_ids), token_ids("forced_ids", self.forced_ids)
+        self.window = check_fractions("window", self.window)
+        self.full_ids, self.forced_ids = (
+            check_token_ids("full_ids", self.full_ids),
+            check_token_ids("forced_ids", self.forced_ids),
+        )
         check_mask("full_mask", self.full_mask)
         check_mask("forced_mask", self.forced_mask)
-        count("protect_first", self.protect_first)
+        check_count("protect_first", self.protect_first)
         self._translators: dict[int, BoundTranslator] = {}  # by the layer that tokens halt after
-        count("resume_layers", self.resume_layers)
-        choice("missing_kv", self.missing_kv, MISSING_KV)
+        check_count("resume_layers", self.resume_layers)
+        check_choice("missing_kv", self.missing_kv, MISSING_KV)
         if self.protect_last is not None:
-            count("protect_last", self.protect_last)
+            check_count("protect_last", self.protect_last)
 
     @property
     @abstractmethod
@@ -119,8 +130,8 @@ class HaltingPolicy(TokenPolicy):
 
     def bind(self, architecture: Architecture) -> None:
         n_layers = architecture.n_layers
-        known_ids("full_ids", self.full_ids, architecture.vocab_size)
-        known_ids("forced_ids", self.forced_ids, architecture.vocab_size)
+        check_known_ids("full_ids", self.full_ids, architecture.vocab_size)
+        check_known_ids("forced_ids", self.forced_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.window[0], n_layers)
         # Halting after layer i spares a token the layers from i + 1 to the one it resumes in; later than this it spares none.
         # A predicted token goes on to a layer that is not predicted, so one more must follow.
@@ -244,18 +255,18 @@ class Halting(HaltingPolicy, Calibrated):
 
     def __post_init__(self) -> None:
         if self.preset is not None:
-            choice("preset", self.preset, PRESETS)
+            check_choice("preset", self.preset, PRESETS)
             for name, value in PRESETS[self.preset].items():
                 setattr(self, name, value)
         thresholds = {"tau_drift": self.tau_drift, "tau_entropy": self.tau_entropy}
         given = {name: tau for name, tau in thresholds.items() if tau is not None}
         if self.rule is None:
             self.rule = "threshold" if given else "capacity"
-        choice("rule", self.rule, ("threshold", "capacity"))
-        choice("unit", self.unit, UNITS)
-        choice("schedule", self.schedule, SCHEDULES)
-        number("halted_share", self.halted_share, 0.0, 1.0)
-        number("alpha", self.alpha, 0.0)
+        check_choice("rule", self.rule, ("threshold", "capacity"))
+        check_choice("unit", self.unit, UNITS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_number("halted_share", self.halted_share, 0.0, 1.0)
+        check_number("alpha", self.alpha, 0.0)
         for name, tau in given.items():
             check_thresholds(name, tau)
         if self.rule == "threshold" and not given:
@@ -269,7 +280,7 @@ class Halting(HaltingPolicy, Calibrated):
 
     @classmethod
     def from_preset(cls, model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:
-        """Halting inside prompts that saves about `save` of their executed FLOPs, on any model; see `saving.halting_that_saves`.
+        """Halting inside prompts that saves about `save` of their executed FLOPs, on any model; see `saving.halting_for_saving`.
 
         Args:
             save: share of the FLOPs, between 0 and 1.
@@ -279,9 +290,9 @@ class Halting(HaltingPolicy, Calibrated):
         Raises:
             ConfigError: a share that cannot be saved.
         """
-        from quicksilver.modules.saving import halting_that_saves
+        from quicksilver.modules.saving import halting_for_saving
 
-        return halting_that_saves(model, save, prompt_tokens=prompt_tokens, **options)
+        return halting_for_saving(model, save, prompt_tokens=prompt_tokens, **options)
 
     @property
     def chooses_causally(self) -> bool:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import choice, count, known_ids, layer_after, number, token_ids
+from quicksilver.modules.checks import check_choice, check_count, check_known_ids, check_number, check_token_ids, layer_after
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
 from quicksilver.modules.thresholds import (
@@ -73,16 +73,16 @@ class KVSkipping(TokenPolicy, Calibrated):
     halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        choice("criterion", self.criterion, CRITERIA)
-        self.keep_ids = token_ids("keep_ids", self.keep_ids)
+        check_choice("criterion", self.criterion, CRITERIA)
+        self.keep_ids = check_token_ids("keep_ids", self.keep_ids)
         check_mask("keep_mask", self.keep_mask)
-        number("min_depth", self.min_depth, 0.0, 1.0)
-        count("protect_first", self.protect_first)
-        count("protect_last", self.protect_last)
+        check_number("min_depth", self.min_depth, 0.0, 1.0)
+        check_count("protect_first", self.protect_first)
+        check_count("protect_last", self.protect_last)
         if self.tau_kv is not None:
             check_thresholds("tau_kv", self.tau_kv, 0.0, 1.0)
         if self.skipped_share is not None:
-            number("skipped_share", self.skipped_share, 0.0, 1.0)
+            check_number("skipped_share", self.skipped_share, 0.0, 1.0)
         self._attention = AttentionReceived(self.last_queries, "max")
         if self.criterion == "attention" and (self.tau_kv is None) == (self.skipped_share is None):
             given = f"tau_kv={self.tau_kv!r} and skipped_share={self.skipped_share!r}"
@@ -106,7 +106,7 @@ class KVSkipping(TokenPolicy, Calibrated):
         return [self._attention] if asked else []
 
     def bind(self, architecture: Architecture) -> None:
-        known_ids("keep_ids", self.keep_ids, architecture.vocab_size)
+        check_known_ids("keep_ids", self.keep_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.min_depth, architecture.n_layers)
         if self.first_layer >= architecture.n_layers - 1:
             raise ConfigError(

@@ -15,11 +15,11 @@ from safetensors.torch import save
 
 from quicksilver.files import write_atomically
 from quicksilver.modules import translators
-from quicksilver.modules.checks import number
+from quicksilver.modules.checks import check_number
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.halting_gates import PLACE_FEATURES, place_features
 from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import EMBEDDED, SHIPPED, translator_for
+from quicksilver.modules.translators import EMBEDDED, MODELS_FOLDER, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import MissingKV, TokenState
@@ -178,7 +178,7 @@ class LearnedHalting(HaltingPolicy):
         if self.window != (0.0, 1.0):
             raise ConfigError(f"window={self.window} has no effect on gates, which say their layers: remove it.")
         each = [self.threshold] if isinstance(self.threshold, int | float) else list(self.threshold)
-        self._thresholds = [number("threshold", value, 0.0, 1.0) for value in each]
+        self._thresholds = [check_number("threshold", value, 0.0, 1.0) for value in each]
         self._gates = self.gates if isinstance(self.gates, TrainedGates) else None
         self._seen = self.missing_kv
         if self.missing_kv is None:
@@ -264,7 +264,7 @@ def _is_name(source: str) -> bool:
 
 def _files(source: str) -> list[Path]:
     """The file that is meant, or all that ship under a name."""
-    return sorted(SHIPPED.glob(f"*/{BESIDE}/{source}{SUFFIX}")) if _is_name(source) else [Path(source)]
+    return sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/{source}{SUFFIX}")) if _is_name(source) else [Path(source)]
 
 
 def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:

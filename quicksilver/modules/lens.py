@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from quicksilver.files import write_atomically
 from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import SHIPPED
+from quicksilver.modules.translators import MODELS_FOLDER
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def lens_for(architecture: Architecture) -> Lens:
 
 def shipped() -> list[Path]:
     """The lenses beside the embedded models."""
-    return sorted(SHIPPED.glob(f"*/{TUNED_LENS}/*.safetensors"))
+    return sorted(MODELS_FOLDER.glob(f"*/{TUNED_LENS}/*.safetensors"))
 
 
 def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import yaml
 
-from quicksilver.modules.checks import count, number
+from quicksilver.modules.checks import check_count, check_number
 from quicksilver.modules.staged_halting import StagedHalting
 from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import BESIDE, EMBEDDED, SHIPPED, BoundTranslator
+from quicksilver.modules.translators import BESIDE, EMBEDDED, MODELS_FOLDER, BoundTranslator
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
@@ -25,7 +25,7 @@ from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
 
-SCHEDULES = "schedules.yaml"
+SCHEDULES_FILE = "schedules.yaml"
 REMEDY = "give schedule={drop_before, drop_share, predict_before, protect_last} and a translator, or fit and search: docs/predicted-kv.md"
 
 
@@ -51,10 +51,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("protect_first", "protect_last"):
-            count(f"schedule.{name}", getattr(self, name))
+            check_count(f"schedule.{name}", getattr(self, name))
         for name in ("drop_before", "predict_before"):
-            count(f"schedule.{name}", getattr(self, name), 1)
-        number("schedule.drop_share", self.drop_share, 0.0, 1.0)
+            check_count(f"schedule.{name}", getattr(self, name), 1)
+        check_number("schedule.drop_share", self.drop_share, 0.0, 1.0)
         if self.drop_before >= self.predict_before:
             raise ConfigError(
                 f"schedule: tokens are dropped before layer {self.drop_before} and predicted before layer {self.predict_before}: drop earlier "
@@ -197,5 +197,5 @@ def shipped_with_schedules() -> list[str]:
 
 
 def _shipped() -> dict[str, Any]:
-    found = sorted(SHIPPED.glob(f"*/{BESIDE}/{SCHEDULES}"))
+    found = sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/{SCHEDULES_FILE}"))
     return {path.parts[-3]: yaml.safe_load(path.read_text(encoding="utf-8")) for path in found}

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import choice, count, known_ids, layer_after, number, token_ids
+from quicksilver.modules.checks import check_choice, check_count, check_known_ids, check_number, check_token_ids, layer_after
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Entropy, Random, Signal
@@ -109,8 +109,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        number("depth", self.depth, 0.0, 1.0)
-        count("seed", self.seed)
+        check_number("depth", self.depth, 0.0, 1.0)
+        check_count("seed", self.seed)
         self.widths = _widths(self.widths)
         if self.bits is not None:
             _width("bits", self.bits)
@@ -119,18 +119,18 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             if self.bits is not None:
                 raise ConfigError(f"bits={self.bits} and mix={list(self.mix)} are mutually exclusive: remove one.")
         self._check_entropy()
-        self.protected_ids = token_ids("protected_ids", self.protected_ids)
+        self.protected_ids = check_token_ids("protected_ids", self.protected_ids)
         check_mask("protected_mask", self.protected_mask)
         if self.protected_bits not in (8, 16):
             raise ConfigError(f"protected_bits={self.protected_bits!r} protects nothing: give 8 (R.2) or 16.")
-        count("protect_first", self.protect_first)
-        choice("beta", self.beta, BETAS)
+        check_count("protect_first", self.protect_first)
+        check_choice("beta", self.beta, BETAS)
         self._executor = self._make_executor()
         self._random = Random(self.seed)
 
     def _check_entropy(self) -> None:
-        choice("unit", self.unit, UNITS)
-        choice("normalisation", self.normalisation, NORMALISATIONS)
+        check_choice("unit", self.unit, UNITS)
+        check_choice("normalisation", self.normalisation, NORMALISATIONS)
         self._entropy = Entropy(self.source)
         normalised = self.normalisation != "none"
         if normalised and self.unit != "nats":
@@ -148,11 +148,11 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             _in_order([self.tau_low], [self.tau_high])  # type: ignore[list-item]
 
     def _make_executor(self) -> SimulatedExecutor:
-        choice("execution", self.execution, ("simulate", "int8"))
-        choice("scope", self.scope, ("linear", "residual"))
+        check_choice("execution", self.execution, ("simulate", "int8"))
+        check_choice("scope", self.scope, ("linear", "residual"))
         integers = self.execution == "int8"
         weights = ("int8" if integers else "float") if self.weights is None else self.weights
-        choice("weights", weights, ("float", "int8", "token"))
+        check_choice("weights", weights, ("float", "int8", "token"))
         if integers and weights == "float":
             raise ConfigError(
                 "execution='int8' multiplies integers, and weights='float' are none: give weights='int8' or 'token', or simulate."
@@ -163,8 +163,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
                 "nothing to multiply: give scope='linear', or execution='simulate' with weights='float'."
             )
         if self.group_size is not None:
-            count("group_size", self.group_size, 1)
-        count("kv_group_size", self.kv_group_size, 1)
+            check_count("group_size", self.group_size, 1)
+        check_count("kv_group_size", self.kv_group_size, 1)
         return (IntegerExecutor if integers else SimulatedExecutor)(
             scope=self.scope, weights=weights, group_size=self.group_size, kv=self.kv, kv_group_size=self.kv_group_size,
             beta=BETAS[self.beta],
@@ -190,7 +190,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     def bind(self, architecture: Architecture) -> None:
         n_layers = architecture.n_layers
         self._entropy = self._entropy.bound(architecture)
-        known_ids("protected_ids", self.protected_ids, architecture.vocab_size)
+        check_known_ids("protected_ids", self.protected_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.depth, n_layers)
         if self.first_layer >= n_layers - 1:
             raise ConfigError(
@@ -268,7 +268,7 @@ def _widths(value: object) -> tuple[int, ...]:
 def _shares(value: object, widths: Sequence[int]) -> tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != len(widths):
         raise ConfigError(f"mix={value!r} must have one share for each of widths={list(widths)}.")
-    shares = tuple(number(f"mix[{i}]", share, 0.0, 1.0) for i, share in enumerate(value))
+    shares = tuple(check_number(f"mix[{i}]", share, 0.0, 1.0) for i, share in enumerate(value))
     if not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
         raise ConfigError(f"mix={list(shares)} adds up to {sum(shares):g}, not to 1.")
     return shares

@@ -22,7 +22,7 @@ _TRIED = (0.3, 0.7)  # shares of the tokens; what they save lies on a line, but 
 _MOST = 0.98
 
 
-def halting_that_saves(model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:
+def halting_for_saving(model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:
     """A `Halting` that saves about `save` of the executed FLOPs of a prompt, its own signal included.
 
     Which tokens leave depends on the text, how many does not: three passes over a prompt of arbitrary tokens find the share.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import choice, count, odd
+from quicksilver.modules.checks import check_choice, check_count, check_odd
 from quicksilver.modules.lens import TUNED_LENS, Lens, lens_for
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import TokenState
@@ -72,7 +72,7 @@ class Drift(Signal):
     name: ClassVar[str] = "drift"
 
     def __post_init__(self) -> None:
-        choice("drift", self.kind, DRIFTS)
+        check_choice("drift", self.kind, DRIFTS)
 
     @property
     def key(self) -> str:
@@ -123,8 +123,8 @@ class Entropy(Signal):
     name: ClassVar[str] = "entropy"
 
     def __post_init__(self) -> None:
-        choice("entropy", self.of, ENTROPIES)
-        count("bins", self.bins, 2)
+        check_choice("entropy", self.of, ENTROPIES)
+        check_count("bins", self.bins, 2)
 
     @property
     def key(self) -> str:
@@ -196,9 +196,9 @@ class AttentionReceived(Signal):
 
     def __post_init__(self) -> None:
         if self.last_queries is not None:
-            count("last_queries", self.last_queries, 1)
-        choice("reduce", self.reduce, ("mean", "max"))
-        odd("pool", self.pool)
+            check_count("last_queries", self.last_queries, 1)
+        check_choice("reduce", self.reduce, ("mean", "max"))
+        check_odd("pool", self.pool)
 
     @property
     def key(self) -> str:
@@ -247,7 +247,7 @@ class Random(Signal):
     name: ClassVar[str] = "random"
 
     def __post_init__(self) -> None:
-        count("seed", self.seed)
+        check_count("seed", self.seed)
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
         return slot_draw(self.seed, view.layer, view.slots, view.input_ids)
@@ -301,11 +301,11 @@ def make_signal(spec: SignalSpec, **defaults: object) -> Signal:
     options = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
     name = options.pop("name", None)
     known = signal_names()
-    choice("signal", name, known)
+    check_choice("signal", name, known)
     cls = known[name]
     allowed: list[str] = [f.name for f in fields(cls)] if is_dataclass(cls) else []
     for option in options:
-        choice(f"option of signal {name!r}", option, allowed or ["(it has none)"])
+        check_choice(f"option of signal {name!r}", option, allowed or ["(it has none)"])
     return cls(**{k: v for k, v in defaults.items() if k in allowed} | options)
 
 

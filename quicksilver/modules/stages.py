@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from quicksilver.modules.checks import choice, count, layer_after, number
+from quicksilver.modules.checks import check_choice, check_count, check_number, layer_after
 from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.modules.thresholds import check_thresholds
 from quicksilver.modules.translators import BoundTranslator
@@ -18,7 +18,13 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
 
-SEEN = {"drop": "dropped", "project": "projected", "copy": "copied", "zero": "zeroed", "predict": "predicted"}  # by missing_kv
+MISSING_KV_LABELS = {
+    "drop": "dropped",
+    "project": "projected",
+    "copy": "copied",
+    "zero": "zeroed",
+    "predict": "predicted",
+}  # by missing_kv
 _LOWEST = {"position": "oldest", "random": "random", "attention": "least attended"}  # tokens of lowest score, by signal
 
 
@@ -56,17 +62,17 @@ class Stage:
 
     def __post_init__(self) -> None:
         if isinstance(self.before, float):
-            number("before", self.before, 0.0, 1.0)
+            check_number("before", self.before, 0.0, 1.0)
         else:
-            count("before", self.before, 1)
+            check_count("before", self.before, 1)
         given = [name for name in ("count", "share", "below") if getattr(self, name) is not None] + ["rest"] * bool(self.rest)
         if len(given) != 1:
             said = f"it gives {' and '.join(given)}" if given else "it gives none"
             raise ConfigError(f"a stage needs exactly one of count, share, rest and below, and {said}.")
         if self.count is not None:
-            count("count", self.count, 1)
+            check_count("count", self.count, 1)
         if self.share is not None:
-            number("share", self.share, 0.0, 1.0)
+            check_number("share", self.share, 0.0, 1.0)
         if self.below is not None:
             check_thresholds("below", self.below)
         if self.rest and self.signal is not None:
@@ -76,10 +82,10 @@ class Stage:
         if self.signal is not None:
             make_signal(self.signal)  # an unknown one is refused here
         if self.missing_kv is not None:
-            choice("missing_kv", self.missing_kv, SEEN)
+            check_choice("missing_kv", self.missing_kv, MISSING_KV_LABELS)
         for name in ("protect_first", "protect_last"):
             if getattr(self, name) is not None:
-                count(name, getattr(self, name))
+                check_count(name, getattr(self, name))
 
     @property
     def score(self) -> Signal | None:
@@ -126,7 +132,7 @@ class Stage:
             else:
                 amount = f"{self.count}" if self.count is not None else f"{100 * (self.share or 0.0):g}%"
                 which = f"{amount} {_LOWEST.get(signal.name, f'of lowest {signal.name}')}"
-        return f"{which} {SEEN[self.missing_kv]} @{self.before}"
+        return f"{which} {MISSING_KV_LABELS[self.missing_kv]} @{self.before}"
 
 
 def stages_of(
@@ -172,7 +178,7 @@ def _stage(i: int, entry: object) -> Stage:
         raise ConfigError(f"stages[{i}]={entry!r} must be a mapping, such as {{before: 3, count: 96, signal: position}}.")
     options = {str(name): value for name, value in entry.items()}
     for name in options:
-        choice(f"option of stages[{i}]", name, [field.name for field in fields(Stage)])
+        check_choice(f"option of stages[{i}]", name, [field.name for field in fields(Stage)])
     if "before" not in options:
         raise ConfigError(f"stages[{i}] does not say before which layer: give before=3, or a fraction of the depth such as 0.2.")
     try:

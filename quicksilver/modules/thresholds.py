@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from quicksilver.modules.checks import number
+from quicksilver.modules.checks import check_number
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.placement import whole_parameters
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quicksilver.modules.signals import Signal
     from quicksilver.runtime.architecture import Architecture
 
-SHIPPED = Path(__file__).resolve().parent / "calibrations"  # of the reference models (scripts/ship_calibrations.py)
+SHIPPED_CALIBRATIONS = Path(__file__).resolve().parent / "calibrations"  # of the reference models (scripts/ship_calibrations.py)
 SCHEMA = "quicksilver-calibration-1"
 REMEDY = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 
@@ -110,13 +110,13 @@ class Calibration:
             raise TypeError(
                 f"n_layers={self.n_layers!r} and provenance={type(self.provenance).__name__}, not a whole number and an object"
             )
-        if not self.grid or list(self.grid) != sorted({number("grid", p, 0.0, 100.0) for p in self.grid}):
+        if not self.grid or list(self.grid) != sorted({check_number("grid", p, 0.0, 100.0) for p in self.grid}):
             raise ValueError(f"its grid {list(self.grid)!r} is not ascending")
         for key, rows in self.percentiles.items():
             if len(rows) != self.n_layers:
                 raise ValueError(f"{key} has {len(rows)} layers and n_layers is {self.n_layers}")
             for row in rows:
-                if row is not None and len([number(key, value) for value in row]) != len(self.grid):
+                if row is not None and len([check_number(key, value) for value in row]) != len(self.grid):
                     raise ValueError(f"{key} has {len(row)} values in a layer and the grid {len(self.grid)}")
 
 
@@ -136,7 +136,7 @@ class Calibrated(ABC):
 
 def shipped_calibration(digest: str) -> Calibration | None:
     """What the package ships for the model of that `model_digest`; None: it is none of its reference models."""
-    for path in sorted(SHIPPED.glob("*.json")):
+    for path in sorted(SHIPPED_CALIBRATIONS.glob("*.json")):
         if digest in path.read_text(encoding="utf-8"):
             return Calibration.load(path)
     return None
@@ -171,13 +171,13 @@ def check_thresholds(name: str, value: Thresholds, low: float = 0.0, high: float
         return
     if isinstance(value, Sequence) and not isinstance(value, str):
         for layer, v in enumerate(value):
-            number(f"{name}[{layer}]", v, low, high)
+            check_number(f"{name}[{layer}]", v, low, high)
     elif isinstance(value, str):
         raise ConfigError(
             f"{name}={value!r} is not a number; give a number, a list with one number per layer, or a percentile such as 'p25'."
         )
     else:
-        number(name, value, low, high)
+        check_number(name, value, low, high)
 
 
 def resolve_thresholds(

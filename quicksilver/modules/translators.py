@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 FORMAT = "quicksilver-translator-1"
-SHIPPED = Path(__file__).resolve().parents[1] / "models" / "reference"
+MODELS_FOLDER = Path(__file__).resolve().parents[1] / "models" / "reference"
 BESIDE = "predicted_kv"  # the folder beside a model with its translators and schedules; its weights are what lies above
 EMBEDDED = "embedded"
 REMEDY = "fit one for this model: quicksilver fit model=MODEL"
@@ -214,13 +214,13 @@ def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     source = entry.get("translator", EMBEDDED)
     if str(source) != EMBEDDED:
         return [Path(source)]
-    own = sorted((model_folder / BESIDE).glob("*")) or sorted(SHIPPED.glob(f"*/{BESIDE}/*"))
+    own = sorted((model_folder / BESIDE).glob("*")) or sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/*"))
     return [path for path in own if path.is_file()]
 
 
 def shipped() -> list[Path]:
     """The translators beside the embedded models."""
-    return sorted(SHIPPED.glob(f"*/{BESIDE}/*.safetensors"))
+    return sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/*.safetensors"))
 
 
 def translator_for(architecture: Architecture, source: str | Path | BoundTranslator, source_layer: int) -> BoundTranslator:

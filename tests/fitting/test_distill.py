@@ -10,7 +10,7 @@ import torch
 from thinning import first
 
 from quicksilver.fitting.distill import distill
-from quicksilver.fitting.search import Judge, search
+from quicksilver.fitting.search import ScheduleEvaluator, search
 from quicksilver.modules import Schedule
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import ModelShape, Translator
@@ -32,7 +32,7 @@ def test_it_comes_nearer_to_the_dense_answers_and_leaves_the_model_alone(name: s
     arch, zeros, ids = world(name)
     before = copy.deepcopy(arch.model.state_dict())
     trained = distill(arch, zeros, ids, [SCHEDULE], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2)
-    judge = Judge(arch, ids, prompt_tokens=24)
+    judge = ScheduleEvaluator(arch, ids, prompt_tokens=24)
     assert judge.kl_nats(SCHEDULE, trained).mean() < 0.8 * judge.kl_nats(SCHEDULE, zeros).mean()
     assert all(torch.equal(before[key], value) for key, value in arch.model.state_dict().items())
     assert not any(parameter.grad is not None for parameter in arch.model.parameters() if not parameter.requires_grad)
@@ -42,7 +42,7 @@ def test_it_comes_nearer_to_the_dense_answers_and_leaves_the_model_alone(name: s
 
 def test_the_search_takes_the_least_kl_of_what_saves_enough() -> None:
     arch, zeros, ids = world()
-    judge = Judge(arch, ids, prompt_tokens=24)
+    judge = ScheduleEvaluator(arch, ids, prompt_tokens=24)
     found = search(judge, [zeros], 30.0, protect_last=(2, 6))
     assert [one.kl_nats for one in found] == sorted(one.kl_nats for one in found)
     assert all(one.saved_pct >= 30 for one in found)

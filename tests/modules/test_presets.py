@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from quicksilver.fitting.search import just_enough, saved_pct
+from quicksilver.fitting.search import saved_pct, smallest_schedule
 from quicksilver.modules import PresetHalting, Replay, Schedule
 from quicksilver.modules.controls import shuffled
 from quicksilver.runtime import MISSING_KV, ConfigError, architecture_of
@@ -59,13 +59,13 @@ def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
 
 def test_just_enough_drops_one_token_fewer_than_would_not_do() -> None:
     arch = architecture_of(tiny.load("gpt2"))
-    found = just_enough(arch, 3, 4, 35.0, 64)
+    found = smallest_schedule(arch, 3, 4, 35.0, 64)
     assert found is not None
     assert saved_pct(arch, found, 64) >= 35
     fewer = Schedule(found.drop_before, found.drop_share - 1 / 64, 3, 4, 4)
     assert saved_pct(arch, fewer, 64) < 35
-    assert just_enough(arch, 3, 4, 99.0, 64) is None
-    assert just_enough(arch, 1, 4, 10.0, 64) is None
+    assert smallest_schedule(arch, 3, 4, 99.0, 64) is None
+    assert smallest_schedule(arch, 1, 4, 10.0, 64) is None
 
 
 def test_it_is_replayed_with_its_translators_and_not_without() -> None:

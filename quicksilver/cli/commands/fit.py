@@ -133,10 +133,10 @@ def _distilled(arch: Architecture, translator: Translator, text: FitText, steps:
     from tqdm import tqdm
 
     from quicksilver.fitting.distill import distill
-    from quicksilver.fitting.search import PROTECT_LAST, just_enough
+    from quicksilver.fitting.search import PROTECT_LAST, smallest_schedule
 
     layer = translator.source_layer
-    wanted = (just_enough(arch, layer, last, saved, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
+    wanted = (smallest_schedule(arch, layer, last, saved, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
     schedules: list[Schedule] = [schedule for schedule in wanted if schedule is not None]
 
     def bar(numbers: range) -> tqdm:

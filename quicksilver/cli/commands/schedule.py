@@ -69,7 +69,7 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
 
     from quicksilver.cli.commands.fit import calibration_half
     from quicksilver.files import write_atomically
-    from quicksilver.fitting.search import Judge, search
+    from quicksilver.fitting.search import ScheduleEvaluator, search
     from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.thresholds import model_digest
     from quicksilver.modules.translators import Translator
@@ -81,10 +81,10 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
     for translator in translators:
         translator.check(arch)
     text = calibration_half(config, options.text, loaded.tokenizer, "choose", options.windows)
-    judge = Judge(arch, text.ids)
+    evaluator = ScheduleEvaluator(arch, text.ids)
     schedules: dict[float, Any] = {}
     for pct in options.save:
-        found = search(judge, translators, pct, progress=_say)
+        found = search(evaluator, translators, pct, progress=_say)
         schedules[int(pct) if float(pct).is_integer() else pct] = _entry(found)
         print(f"To save {pct:g}%: {found[0].schedule}\n")
     chosen_on = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quicksilver.modules.checks import number
+from quicksilver.modules.checks import check_number
 from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
 from quicksilver.modules.signals import Random
 from quicksilver.runtime.architecture import Architecture
@@ -33,7 +33,7 @@ class ExponentialDecay(HaltingPolicy):
     window: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        number("alpha", self.alpha, 0.0)
+        check_number("alpha", self.alpha, 0.0)
         self._random = Random(self.seed)
         super().__post_init__()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quicksilver.modules.checks import choice
+from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
@@ -59,7 +59,7 @@ def perfect_exit(
     Raises:
         ConfigError: `pass_tokens` that do not add up to N.
     """
-    choice("missing_kv", missing_kv, MISSING_KV)
+    check_choice("missing_kv", missing_kv, MISSING_KV)
     pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)
     if sum(pass_tokens) != input_ids.shape[1]:
         raise ConfigError(

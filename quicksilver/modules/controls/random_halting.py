@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quicksilver.modules.checks import number
+from quicksilver.modules.checks import check_number
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import Random
 from quicksilver.runtime.pass_state import TokenState
@@ -24,7 +24,7 @@ class RandomHalting(HaltingPolicy):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        number("rate", self.rate, 0.0, 1.0)
+        check_number("rate", self.rate, 0.0, 1.0)
         self._random = Random(self.seed)
         super().__post_init__()
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from quicksilver.modules.checks import count
+from quicksilver.modules.checks import check_count
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy
@@ -47,7 +47,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     priority: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        count("first_pass", self.first_pass)
+        check_count("first_pass", self.first_pass)
         decided = {layer for p in self.trace.passes for layer in torch.cat([p.halt_layer[p.valid], p.kv_layer[p.valid]]).tolist()}
         events = {f.layer for p in self.trace.passes for f in p.fusions} | {
             q.layer for p in self.trace.passes for q in p.precisions

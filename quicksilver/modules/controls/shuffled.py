@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quicksilver.modules.checks import count
+from quicksilver.modules.checks import check_count
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import Fusion, Precision
 from quicksilver.runtime.trace import PassTrace, Trace
@@ -29,8 +29,8 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
     Raises:
         ConfigError: a trace in which K/V entries were merged while decoding, or evicted.
     """
-    count("protect_first", protect_first)
-    count("protect_last", protect_last)
+    check_count("protect_first", protect_first)
+    check_count("protect_last", protect_last)
     generator = torch.Generator().manual_seed(seed)
     passes = []
     for p in (p.cpu() for p in trace.passes):

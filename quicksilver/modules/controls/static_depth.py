@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quicksilver.modules.checks import number
+from quicksilver.modules.checks import check_number
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
@@ -19,7 +19,7 @@ class StaticDepth(HaltingPolicy):
     depth: float = 0.5
 
     def __post_init__(self) -> None:
-        number("depth", self.depth, 0.0, 1.0)
+        check_number("depth", self.depth, 0.0, 1.0)
         self.window = (self.depth, 1.0)
         super().__post_init__()
 

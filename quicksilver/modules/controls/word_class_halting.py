@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from quicksilver.modules.checks import choice, known_ids, number, token_ids
+from quicksilver.modules.checks import check_choice, check_known_ids, check_number, check_token_ids
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import lowest, make_signal
 from quicksilver.runtime.architecture import Architecture
@@ -49,10 +49,10 @@ class WordClassHalting(HaltingPolicy):
     missing_kv: Literal["drop", "project", "copy", "zero", "predict"] = "drop"
 
     def __post_init__(self) -> None:
-        choice("halted", self.halted, WORD_CLASSES)
-        number("depth", self.depth, 0.0, 1.0)
+        check_choice("halted", self.halted, WORD_CLASSES)
+        check_number("depth", self.depth, 0.0, 1.0)
         for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
-            setattr(self, name, token_ids(name, getattr(self, name)))
+            setattr(self, name, check_token_ids(name, getattr(self, name)))
         self.window = (self.depth, self.depth)
         super().__post_init__()
 
@@ -65,7 +65,7 @@ class WordClassHalting(HaltingPolicy):
         self._tables = {}
         for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
             ids = list(getattr(self, name))
-            known_ids(name, ids, architecture.vocab_size)
+            check_known_ids(name, ids, architecture.vocab_size)
             table = torch.zeros(architecture.vocab_size, dtype=torch.bool)
             table[ids] = True
             self._tables[name] = table

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import choice, count
+from quicksilver.modules.checks import check_choice, check_count
 from quicksilver.modules.fusion.grouping import active_first, own_columns
 from quicksilver.modules.signals import Signal
 from quicksilver.runtime.pass_state import TokenState
@@ -30,7 +30,7 @@ class NeighbourDistance(Signal):
     name: ClassVar[str] = "neighbour"
 
     def __post_init__(self) -> None:
-        choice("neighbour", self.kind, DISTANCES)
+        check_choice("neighbour", self.kind, DISTANCES)
 
     @property
     def key(self) -> str:
@@ -65,7 +65,7 @@ class ContextDivergence(NeighbourDistance):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count("context_window", self.window, 1)
+        check_count("context_window", self.window, 1)
 
     @property
     def key(self) -> str:

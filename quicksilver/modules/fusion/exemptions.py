@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import count, known_ids, token_ids
+from quicksilver.modules.checks import check_count, check_known_ids, check_token_ids
 from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
@@ -46,17 +46,17 @@ class Exemptions:
     def check_exemptions(self) -> None:
         """Check and normalise the options; raises ConfigError."""
         for name in ("rare_below", "protect_first", "protect_last"):
-            count(name, getattr(self, name))
-        self.exempt_ids = token_ids("exempt_ids", self.exempt_ids)
+            check_count(name, getattr(self, name))
+        self.exempt_ids = check_token_ids("exempt_ids", self.exempt_ids)
         check_mask("exempt_mask", self.exempt_mask)
         self.anchors = _anchors(self.anchors)
         self._counts = _counts(self.token_counts, self.rare_below)
 
     def check_known(self, vocabulary: int) -> None:
         """Raises ConfigError when an option names a token id beyond the vocabulary."""
-        known_ids("exempt_ids", self.exempt_ids, vocabulary)
+        check_known_ids("exempt_ids", self.exempt_ids, vocabulary)
         for i, anchor in enumerate(self.anchors):
-            known_ids(f"anchors[{i}]", anchor, vocabulary)
+            check_known_ids(f"anchors[{i}]", anchor, vocabulary)
 
     def exempt(self, view: LayerView, architecture: Architecture) -> torch.Tensor:
         """(B, M) bool: never fused."""
@@ -97,7 +97,7 @@ def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.
 def _anchors(value: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or any(not isinstance(a, Sequence) or not len(a) for a in value):
         raise ConfigError(f"anchors={value!r} must be a list of sequences of token ids, such as [[24361, 25]] for 'Question:'.")
-    return tuple(token_ids(f"anchors[{i}]", anchor) for i, anchor in enumerate(value))
+    return tuple(check_token_ids(f"anchors[{i}]", anchor) for i, anchor in enumerate(value))
 
 
 def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
@@ -117,7 +117,7 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
                 raise ConfigError(
                     f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list, one count per id."
                 ) from None
-        counts = torch.tensor(token_ids("token_counts", value))
+        counts = torch.tensor(check_token_ids("token_counts", value))
     if counts is not None and counts.dim() != 1:
         raise ConfigError(f"token_counts has shape {tuple(counts.shape)}: give one count per token id, (V,).")
     return counts

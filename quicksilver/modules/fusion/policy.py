@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import choice, count, layer_after, number, odd
+from quicksilver.modules.checks import check_choice, check_count, check_number, check_odd, layer_after
 from quicksilver.modules.fusion.cache import merge_new_entries
 from quicksilver.modules.fusion.distances import DISTANCES, ContextDivergence, NeighbourDistance
 from quicksilver.modules.fusion.exemptions import Exemptions
@@ -122,17 +122,17 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
     def __post_init__(self) -> None:
         if self.rule is None:
             self.rule = "capacity" if self.tau_fuse is None else "threshold"
-        choice("rule", self.rule, RULES)
-        choice("criterion", self.criterion, (*DISTANCES, "attention", "random"))
-        choice("merge", self.merge, ("size", "mean", "attention"))
-        choice("first", self.first, ("halting", "fusion"))
-        number("start", self.start, 0.0, 1.0)
-        number("fused_share", self.fused_share, 0.0, 1.0)
+        check_choice("rule", self.rule, RULES)
+        check_choice("criterion", self.criterion, (*DISTANCES, "attention", "random"))
+        check_choice("merge", self.merge, ("size", "mean", "attention"))
+        check_choice("first", self.first, ("halting", "fusion"))
+        check_number("start", self.start, 0.0, 1.0)
+        check_number("fused_share", self.fused_share, 0.0, 1.0)
         for name in ("every", "decode_every", "seed"):
-            count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.attention_queries is not None:
-            count("attention_queries", self.attention_queries, 1)
-        odd("attention_pool", self.attention_pool)
+            check_count("attention_queries", self.attention_queries, 1)
+        check_odd("attention_pool", self.attention_pool)
         self.check_exemptions()
         self._check_rule()
         kind: Any = self.criterion if self.criterion in DISTANCES else "l2"
@@ -152,14 +152,14 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
                     "measured distances: give a number, or rule='capacity'."
                 )
         if self.tau_attention is not None:
-            number("tau_attention", self.tau_attention, -1.0, 1.0)
+            check_number("tau_attention", self.tau_attention, -1.0, 1.0)
             if self.rule == "capacity" or self.criterion not in DISTANCES:
                 raise ConfigError(
                     f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse, and has no meaning with "
                     f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
                 )
         if self.max_group is not None:
-            count("max_group", self.max_group, 2)
+            check_count("max_group", self.max_group, 2)
             if self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
                 raise ConfigError(
                     f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group} tokens: "

@@ -91,7 +91,7 @@ benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within 
 benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py
 	$(PY) scripts/benchmark_gpu.py $(ARGS)
 
-dist: $(STAMP) ## a wheel in dist/, which brings conf/, experiments/ and the reference models along
+dist: $(STAMP) ## a wheel in dist/, which brings conf/, experiments/, studies/ and the reference models along
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	printf '[build]\nbuild_base=%s\n[egg_info]\negg_base=%s\n' "$$made" "$$made" > "$$made/setup.cfg" && \
 	DIST_EXTRA_CONFIG="$$made/setup.cfg" $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -21,10 +21,10 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from quicksilver.detection import measured, timing
-from quicksilver.detection.study import MORE, PARTS, Plan, Seed, tasks
-from quicksilver.detection.workers import Workers
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.studies.token_halting import measure, timing
+from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, tasks
+from quicksilver.studies.token_halting.workers import Workers
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_WINDOWS = 32
@@ -91,7 +91,7 @@ def detection(options: argparse.Namespace) -> None:
         tokens=options.tokens, seeds=tuple(options.seeds), folder=options.folder,
     )  # fmt: skip
     seeds = [
-        Seed(plan, seed, options.checkpoints, progress, may_train=not (options.timing_only or options.cost_only))
+        SeedRuns(plan, seed, options.checkpoints, progress, may_train=not (options.timing_only or options.cost_only))
         for seed in options.seeds
     ]
     if options.processes < 1:
@@ -110,17 +110,17 @@ def detection(options: argparse.Namespace) -> None:
             seeds[options.seeds.index(number)].train(part)
         if not options.only:
             evaluations = ([*seed.evaluations(), *seed.more_evaluations(more)] for seed in seeds)
-            frames = measured.study(seeds, evaluations)
+            frames = measure.study(seeds, evaluations)
     else:
         with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
             workers.train(options.seeds, parts, print)
             if not options.only:
-                frames = measured.study(seeds, workers.measure(options.seeds, more))
+                frames = measure.study(seeds, workers.measure(options.seeds, more))
     if options.only:
         return
     if not (options.no_timing or options.sizes_only or options.cost_only):
         frames |= {"timing": timing.timing(seeds[0], more), "parts": timing.parts(seeds[0])}
-    print("Written: " + ", ".join(map(str, measured.write(frames, options.output))))
+    print("Written: " + ", ".join(map(str, measure.write(frames, options.output))))
 
 
 def language(options: argparse.Namespace) -> None:

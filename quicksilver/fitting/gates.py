@@ -22,11 +22,11 @@ from safetensors.torch import save
 
 from quicksilver.files import write_atomically
 from quicksilver.fitting.continuation import continuation_log_probs, kl_nats
+from quicksilver.fitting.equivalent import equivalent_forward
 from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.modules.learned_halting import REMEDY, LearnedHalting, TrainedGates
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.equivalent import equivalent_forward
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import LayerWork, head_flops
 from quicksilver.runtime.run import apply

@@ -15,15 +15,11 @@ be learned; from the states alone a linear gate reads the place badly, and lost 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from quicksilver.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from quicksilver.runtime.equivalent import KeepMask
 
 OPEN = 1.0  # b before training: p = 0.73, nobody halts
 PLACE_FEATURES = 2
@@ -101,37 +97,3 @@ def straight_through(p: torch.Tensor) -> torch.Tensor:
     """1[p ≥ ½] in value, p in derivative."""
     # In this order: (1 + p) − p need not be 1.
     return (p >= 0.5).to(p.dtype) + (p - p.detach())
-
-
-class SparsityController:
-    """λ of the sparsity loss, raised while more tokens are left than wanted and lowered while fewer are.
-
-    Args:
-        tokens: share of token-layers that shall be left, all layers counted.
-        n_layers: of the model.
-
-    Raises:
-        ConfigError: a share that cannot be met: layers up to the first decision always have all tokens.
-    """
-
-    def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
-        least = (gates.layers[0] + 1) / n_layers
-        if gates.layers[-1] >= n_layers - 1:
-            raise ConfigError(
-                f"A decision after layer {gates.layers[-1]} saves nothing: the model's last layer is {n_layers - 1}. "
-                f"Give layers below {n_layers - 1}."
-            )
-        if not least < tokens < 1:
-            raise ConfigError(
-                f"tokens={tokens:g} cannot be met: with a first decision after layer {gates.layers[0]} of {n_layers} layers at least "
-                f"{least:.3g} of all token-layers are computed, so give a share between {least:.3g} and 1."
-            )
-        self.tokens, self.step, self.n_layers = tokens, step, n_layers
-        self.strength = 0.1
-
-    def update(self, mask: KeepMask) -> float:
-        """Follow one forward; returns the share of token-layers that it left."""
-        shares = [1.0 if kept is None else float(kept.detach().mean()) for kept in mask.kept]
-        left = sum(shares) / len(shares)
-        self.strength = max(0.0, self.strength + self.step * (left - self.tokens) / self.tokens)
-        return left

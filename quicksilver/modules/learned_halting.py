@@ -156,7 +156,7 @@ class TrainedGates:
 class LearnedHalting(HaltingPolicy):
     """A token halts after a decision layer where its gate p = σ(w · LN(h) + b) is below the threshold. Deterministic.
 
-    Causal, but for gates that read a token's place in the prompt, too, for which the prompt's end must be known. The gates are trained through `quicksilver.runtime.equivalent.equivalent_forward`; docs/learned-halting.md says how, and what of it the
+    Causal, but for gates that read a token's place in the prompt, too, for which the prompt's end must be known. The gates are trained through `quicksilver.fitting.equivalent.equivalent_forward`; docs/learned-halting.md says how, and what of it the
     paper says.
 
     Args:

@@ -182,21 +182,22 @@ def _measured_on(outcomes: Sequence[Outcome]) -> str:
 
 _NAMED_MODELS = 3  # more do not fit above a figure
 _PACKAGE = Path(__file__).resolve().parent.parent
-_EXPERIMENTS = _PACKAGE.parent / "experiments" if (_PACKAGE.parent / "experiments").is_dir() else _PACKAGE / "experiments"
+_ROOT = _PACKAGE.parent if (_PACKAGE.parent / "experiments").is_dir() else _PACKAGE
 
 
 def experiments_folder() -> Path:
     """`experiments/` of a clone, or the copy inside an installed package."""
-    return _EXPERIMENTS
+    return _ROOT / "experiments"
 
 
 def _imported(path: Path) -> ModuleType:
-    """The module in this file: one of `quicksilver.experiments`, or a single file that lies elsewhere."""
-    if path.is_relative_to(_EXPERIMENTS):
-        package = "quicksilver.experiments"
-        if package not in sys.modules:  # in a clone that is not installed it stands beside the package
-            _loaded(package, _EXPERIMENTS / "__init__.py", [str(_EXPERIMENTS)])
-        return importlib.import_module(".".join((package, *path.relative_to(_EXPERIMENTS).with_suffix("").parts)))
+    """The module in this file: one of `quicksilver.experiments` or `quicksilver.studies`, or a single file that lies elsewhere."""
+    for folder in (_ROOT / "experiments", _ROOT / "studies"):
+        if path.is_relative_to(folder):
+            package = f"quicksilver.{folder.name}"
+            if package not in sys.modules:  # in a clone that is not installed it stands beside the package
+                _loaded(package, folder / "__init__.py", [str(folder)])
+            return importlib.import_module(".".join((package, *path.relative_to(folder).with_suffix("").parts)))
     return _loaded(f"quicksilver_{path.stem}", path)
 
 
@@ -210,9 +211,10 @@ def _loaded(name: str, path: Path, folders: list[str] | None = None) -> ModuleTy
 
 
 def artefacts(folder: Path | None = None) -> list[Artefact]:
-    """Every table and figure that there is, tables first, by number."""
+    """Every table and figure of experiments/ and studies/, or of `folder`: tables first, by number."""
+    folders = [folder] if folder else [experiments_folder(), experiments_folder().parent / "studies"]
     found = []
-    for path in sorted((folder or experiments_folder()).rglob("*.py"), key=lambda path: path.name):
+    for path in sorted((path for each in folders for path in each.rglob("*.py")), key=lambda path: path.name):
         if match := _FILE_NAME.fullmatch(path.name):
             found.append(Artefact(match[1], tuple(map(_plain, match[2].split("_"))), path))
         elif match := _NAMED_FILE.fullmatch(path.name):

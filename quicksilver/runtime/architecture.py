@@ -369,7 +369,6 @@ def families() -> dict[str, type[Architecture]]:
 
     Where two name the same type, the one that was defined last is taken: a file of one's own comes after those of the package.
     """
-    import quicksilver.runtime.encoder
     import quicksilver.runtime.families  # noqa: F401  defines some
 
     found: dict[str, type[Architecture]] = {}

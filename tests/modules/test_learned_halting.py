@@ -13,12 +13,13 @@ from tiny import LAYERS, WIDTH, Batch
 from tiny_encoder import MODEL as ENCODER
 from tiny_encoder import states
 
+from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
 from quicksilver.modules import LearnedHalting, learned_halting
-from quicksilver.modules.halting_gates import HaltingGates, SparsityController, straight_through
+from quicksilver.modules.halting_gates import HaltingGates, straight_through
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, apply
-from quicksilver.runtime.equivalent import KeepMask, equivalent_forward
 from quicksilver.runtime.pass_state import MISSING_KV
+from quicksilver.studies.token_halting.training import SparsityController
 
 
 def gates(seed: int = 0, bias: float = 0.3) -> HaltingGates:

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-CITING = ("README.md", "conf", "docs", "experiments", "quicksilver", "scripts", "tests")
+CITING = ("README.md", "conf", "docs", "experiments", "quicksilver", "scripts", "studies", "tests")
 _NUMBERED = re.compile(r"^## (\d+)\. ", re.MULTILINE)
 
 _SELF = "tests/project/test_citations.py"

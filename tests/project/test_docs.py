@@ -39,7 +39,9 @@ def test_the_pages_of_the_api_name_packages_that_say_what_they_are():
 def test_files_that_a_picture_names_are_there():
     for picture in {*(DOCS / "assets").glob("*.svg")} - {DOCS / "assets" / "demo.svg"}:
         named = []
-        for name in re.findall(r"(?:quicksilver|experiments|conf)/[\w./{},-]*[\w/}]", picture.read_text(encoding="utf-8")):
+        for name in re.findall(
+            r"(?:quicksilver|experiments|studies|conf)/[\w./{},-]*[\w/}]", picture.read_text(encoding="utf-8")
+        ):
             before, options, after = re.fullmatch(r"([^{]*)(?:\{([^}]*)\}(.*))?", name).groups()
             named += [f"{before}{option}{after or ''}" for option in (options or "").split(",")]
         assert len(named) > 10

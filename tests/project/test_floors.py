@@ -11,10 +11,11 @@ FLOORS = (
     ("runtime",),
     ("modules", "baselines", "data", "models"),
     ("measure",),
-    ("fitting", "detection"),
+    ("fitting",),
     ("harness",),
     ("report", "experiments"),
     ("cli",),
+    ("studies",),
 )
 FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
 
@@ -22,7 +23,7 @@ FLOOR = {package: number for number, packages in enumerate(FLOORS) for package i
 def files() -> Iterator[tuple[str, Path]]:
     """Every file of a package that has a floor, with the package."""
     for package in FLOOR:
-        root = ROOT / "experiments" if package == "experiments" else ROOT / "quicksilver" / package
+        root = ROOT / package if package in ("experiments", "studies") else ROOT / "quicksilver" / package
         for path in sorted(root.rglob("*.py")):
             yield package, path
 

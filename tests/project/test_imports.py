@@ -10,7 +10,7 @@ OPTIONAL = {"lm_eval", "torchao", "submitit", "ray", "optuna", "mauve", "spacy"}
 
 def test_every_module_imports() -> None:
     names = []
-    for package in map(importlib.import_module, ("quicksilver", "quicksilver.experiments")):
+    for package in map(importlib.import_module, ("quicksilver", "quicksilver.experiments", "quicksilver.studies")):
         root = Path(next(iter(package.__path__)))
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts

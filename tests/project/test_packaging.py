@@ -119,7 +119,8 @@ def test_what_is_locked_lies_in_the_declared_ranges(lines, lock):
 def test_every_package_and_every_data_file_is_shipped():
     declared = set(PROJECT["tool"]["setuptools"]["packages"])
     on_disk = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "quicksilver").rglob("*.py")}
-    on_disk |= {".".join(("quicksilver", *path.parent.relative_to(ROOT).parts)) for path in (ROOT / "experiments").rglob("*.py")}
+    for beside in ("experiments", "studies"):
+        on_disk |= {".".join(("quicksilver", *path.parent.relative_to(ROOT).parts)) for path in (ROOT / beside).rglob("*.py")}
     assert declared == on_disk | {"quicksilver.conf"}
     data = PROJECT["tool"]["setuptools"]["package-data"]
     places = {package: ROOT / folder for package, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()}
@@ -228,7 +229,7 @@ def test_links_and_files_that_a_page_names_are_there(page):
         if not target.exists() or (anchor and anchor not in headings(target)):
             broken.append(link)
     assert broken == []
-    named = re.findall(r"`((?:quicksilver|conf|tests|experiments|scripts|docs)/[\w./-]+)`", text)
+    named = re.findall(r"`((?:quicksilver|conf|tests|experiments|studies|scripts|docs)/[\w./-]+)`", text)
     assert [name for name in named if not (ROOT / name).exists() and not re.search("quiet_tokens|batch_speed", name)] == []
 
 

@@ -1,0 +1,1 @@
+"""Studies of other papers: they import the package, and nothing in it imports them."""

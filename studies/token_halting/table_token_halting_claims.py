@@ -1,0 +1,149 @@
+"""Table token_halting_claims: what the second paper's abstract and introduction state (arXiv 2303.05078), beside what was measured here.
+
+They print no number, so the rule of docs/verdicts.md has nothing to compare with: a statement that something is better is reproduced where the
+interval of the difference lies above 0, not reproduced where it lies below, and undecided where it holds 0. The ledger has them, too.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+import pandas as pd
+
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.cells import signed
+from quicksilver.report.claims.statements import Statement
+from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.table import Column, Lines, Panel, Table
+
+from . import results
+
+PANEL = "claims"
+PAPER = "arXiv 2303.05078 (Ye et al., token halting)"
+PARETO = "Our method significantly improves the Pareto frontier of efficiency versus accuracy when compared with the existing approaches"
+NON_UNIFORM = "A non-uniform token sparsity loss is employed to improve the learning of the halting module"
+BY_NORM = "AP of learned halting minus that of halting by feature norm, the best rule here, at the same rates"
+BY_BOX = "AP with box weights minus that with uniform weights"
+# name, quote, what is compared, detector, policy, against, with recycling
+BETTER: tuple[tuple[str, str, str, str, str, str, bool], ...] = (
+    ("pareto", PARETO, BY_NORM, "box", "learned", "norm", True),
+    ("pareto.unrecycled", PARETO, f"{BY_NORM}, without recycling", "box", "learned", "norm", False),
+    (
+        "input_dependent",
+        "deciding whether or not to halt a token needs to depend on the input",
+        "AP of learned halting minus that of random halting at the same rates",
+        *("box", "learned", "random", True),
+    ),
+    ("box_weights", NON_UNIFORM, BY_BOX, "box", "learned", "uniform", True),
+    ("box_weights.unrecycled", NON_UNIFORM, f"{BY_BOX}, without recycling", "box", "learned", "uniform", False),
+)
+WIDER = "By halting tokens and increasing model capacity, we are able to improve the baseline model's performance without increasing the model's latency"
+RECYCLED = "our framework allows halted tokens to be reused to inform the model's predictions through a straightforward token recycling mechanism"
+PSEUDO = "a theoretical analysis is conducted to evaluate the accuracy of the pseudo-gradient"
+
+
+def rows() -> list[Row]:
+    """None: the study has frames of its own."""
+    return []
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """One row a statement."""
+    made = [(one.quote, one.compared, *_ends(one.estimate), one.verdict, one.why) for one in statements()]
+    found = pd.DataFrame(made, columns=["quote", "compared", "difference", "low", "high", "verdict", "why"])
+    found.insert(0, "panel", PANEL)
+    found.insert(1, "section", "")
+    panel = Panel(
+        PANEL, "Statements of the abstract and the introduction, at the paper's threshold p < ½", COLUMNS, results.note()
+    )
+    return Table(name, "What arXiv 2303.05078 states, and what was measured", found, (panel,), LEGEND)
+
+
+def _ends(estimate: Estimate | None) -> tuple[float | None, float | None, float | None]:
+    return (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
+
+
+def statements() -> list[Statement]:
+    """Every statement with what the study says about it; without a study none was measured."""
+    apart, each, slopes = results.frame("differences"), results.frame("evaluations"), results.frame("gradients")
+    found = [
+        _statement(
+            name, quote, compared, _difference(apart, detector, policy, against, recycled), "95% over scenes, mean of seeds"
+        )
+        for name, quote, compared, detector, policy, against, recycled in BETTER
+    ]
+    spread = "from the least to the greatest of the seeds"
+    gain = None
+    if not each.empty:
+        box = each[(each["detector"] == "box") & (each["policy"] == "learned") & (each["dial"] == results.PAPER_THRESHOLD)]
+        gain = _spread(box["ap"] - box["ap_unrecycled"])
+    found.append(_statement("recycling", RECYCLED, "AP with recycling minus without", gain, spread))
+    found.append(_wider(each, apart))
+    own = None if slopes.empty else _spread(slopes[slopes["estimate"] == "both"]["correlation"])
+    compared = "correlation of the pseudo-gradient with the effect of turning the decision round"
+    said = "from the least to the greatest, layer by layer, kept and halted tokens apart"
+    found.append(_statement("pseudo_gradient", PSEUDO, compared, own, said))
+    return found
+
+
+STATEMENTS = statements
+
+
+def _statement(name: str, quote: str, compared: str, estimate: Estimate | None, why: str, fails: bool = False) -> Statement:
+    why = why if estimate is not None else f"no such study here: {results.COMMAND}"
+    return Statement(f"token_halting.{name}", PAPER, quote, compared, estimate, why, fails)
+
+
+def _spread(values: pd.Series) -> Estimate:
+    return Estimate(values.mean(), values.min(), values.max())
+
+
+def _difference(apart: pd.DataFrame, detector: str, policy: str, against: str, recycled: bool) -> Estimate | None:
+    if apart.empty:
+        return None
+    chosen = apart[
+        (apart["detector"] == detector) & (apart["policy"] == policy) & (apart["dial"] == results.PAPER_THRESHOLD)
+        & (apart["against"] == against) & (apart["recycled"] == recycled)
+    ]  # fmt: skip
+    (one,) = chosen.to_dict("records")
+    return Estimate(one["difference"], one["low"], one["high"])
+
+
+def _wider(each: pd.DataFrame, apart: pd.DataFrame) -> Statement:
+    compared = "AP of a wider detector that halts minus that of the dense one trained for as many steps, at no more time"
+    timed = results.frame("timing")
+    trained = not each.empty and "wide_gentle" in set(each["detector"])
+    if not trained or timed.empty or "wide_gentle" not in set(timed["detector"]):
+        why = f"the wider detector was not {'timed' if trained else 'trained'}: {results.COMMAND} --more wide"
+        return Statement("token_halting.wider", PAPER, WIDER, compared, None, why)
+    gap = _difference(apart, "wide_gentle", "learned", "longer control", True)
+    seeds = each.loc[each["detector"] == "wide_gentle", "seed"].nunique()
+    own = timed[(timed["detector"] == "wide_gentle") & (timed["dial"] == results.PAPER_THRESHOLD) & (timed["clock"] == "encoder")]
+    ratio = float(own["latency_ratio"].iloc[0])
+    why = f"seeds: {seeds}; its encoder takes {ratio:.2f} of the dense detector's time"
+    return _statement("wider", WIDER, compared, gap, why, ratio > 1)
+
+
+def _words(key: str, width: int) -> Callable[[Mapping[str, object]], Lines]:
+    return lambda row: tuple(textwrap.wrap(str(row[key]), width)) or ("",)
+
+
+def _measured(row: Mapping[str, object]) -> Lines:
+    if pd.isna(row["difference"]):
+        return ("-",)
+    return (f"{signed(row['difference'], 3)} [{signed(row['low'], 3)} {signed(row['high'], 3)}]",)  # type: ignore[arg-type]
+
+
+COLUMNS = (
+    Column("", "the paper states", _words("quote", 44), align="left"),
+    Column("", "compared", _words("compared", 34), align="left"),
+    Column("", "measured", _measured),
+    Column("", "verdict", lambda row: (row["verdict"],), align="left"),
+    Column("", "why", _words("why", 34), align="left"),
+)
+
+LEGEND = (
+    "reproduced: the interval lies above 0; not reproduced: below; undecided: it holds 0. The paper's text at hand prints no number.",
+    "On small detectors of made scenes, not on the Waymo Open Dataset: a verdict does not say that the paper is wrong.",
+)

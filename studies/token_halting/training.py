@@ -1,0 +1,397 @@
+"""Train the detector: dense, under a policy that somebody wrote, or together with gates that learn whom to halt."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch.nn import functional as F
+
+from quicksilver.files import write_atomically
+from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
+from quicksilver.modules.halting_gates import HaltingGates
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.run import apply
+
+from .model import PillarDetector, detector
+from .pillars import Batch
+from .scenes import CLASSES
+
+MUON_FASTER, GATES_FASTER = 7.0, 3.0  # than AdamW's rate
+_ABOUT = "quicksilver"
+Policy = Callable[[int], list[RuntimeModule]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a detector."""
+
+    width: int = 48
+    layers: int = 4
+    heads: int = 3
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the weights of one training.
+
+    Args:
+        steps: of Adam, `batch_size` scenes each; the learning rate rises over a twentieth of them and falls by half a cosine.
+        tokens: share of token-layers that shall be left; None: no gates are trained.
+        box_weight: w of a pillar that a labelled box touches in the sparsity loss, where all others have 1 (Ye et al.); 1: uniform.
+        base_rate: of the learning rate, what the detector's own weights have beside gates; 0: they stay as they are.
+        recycle: the head reads the frozen states of halted tokens; else it sees nothing of them.
+        seed: of the order of scenes.
+        imitates: weight of the distance to the outputs of a teacher; 0: none teaches.
+    """
+
+    steps: int
+    batch_size: int = 8
+    learning_rate: float = 3e-3
+    tokens: float | None = None
+    box_weight: float = 1.0
+    base_rate: float = 1.0
+    recycle: bool = True
+    seed: int = 0
+    imitates: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
+            raise ConfigError(
+                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: all must be positive."
+            )
+        if not 0 < self.box_weight <= 1:
+            raise ConfigError(f"box_weight={self.box_weight} must lie above 0 and at 1 or below.")
+        if not 0 <= self.base_rate <= 1 or (self.tokens is None and not self.base_rate):
+            raise ConfigError(f"base_rate={self.base_rate} must lie between 0 and 1, and above 0 where no gates are trained.")
+        if not 0 <= self.imitates < math.inf:
+            raise ConfigError(f"imitates={self.imitates} must be 0 or a positive number.")
+
+    def rate(self, step: int) -> float:
+        """Learning rate at `step`."""
+        rise = min(1.0, (step + 1) / max(1, self.steps // 20))
+        return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+
+
+def detection_loss(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Focal loss of the heat and L1 of the box, of outputs (B, N, C + 6), as CenterPoint has them (arXiv 2006.11275): a scalar."""
+    n_classes = len(CLASSES)
+    logits, heat = outputs[..., :n_classes], batch.heat
+    log_p, log_not = torch.nn.functional.logsigmoid(logits), torch.nn.functional.logsigmoid(-logits)
+    p = log_p.exp()
+    centre = heat >= 1
+    focal = torch.where(centre, (1 - p) ** 2 * log_p, (1 - heat) ** 4 * p**2 * log_not)
+    apart = (outputs[..., n_classes:] - batch.regression).abs().sum(-1)
+    return -focal.sum() / centre.sum().clamp(min=1) + 0.5 * (apart * batch.near).sum() / batch.near.sum().clamp(min=1)
+
+
+def imitation_loss(outputs: torch.Tensor, taught: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """How far outputs (B, N, C + 6) are from a teacher's: a scalar.
+
+    Cross entropy of the heat with the teacher's for its target, less the teacher's own entropy, weighted and divided as the focal loss is (a
+    pillar by how far the two probabilities are apart, squared; a scene by its centres), and L1 of the box where a label's is taken.
+    """
+    n_classes = len(CLASSES)
+    logits, target = outputs[..., :n_classes], taught[..., :n_classes].sigmoid()
+    excess = F.binary_cross_entropy_with_logits(logits, target, reduction="none") - F.binary_cross_entropy(
+        target, target, reduction="none"
+    )
+    apart = (logits.sigmoid() - target).detach().abs()
+    box = (outputs[..., n_classes:] - taught[..., n_classes:]).abs().sum(-1)
+    centres = (batch.heat >= 1).sum().clamp(min=1)
+    return (apart * excess).sum() / centres + 0.5 * (box * batch.near).sum() / batch.near.sum().clamp(min=1)
+
+
+def without_halted(outputs: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Outputs (B, N, C + 6) of a head that is not given halted tokens, left (B, N) 1 or 0: no heat there."""
+    n_classes = len(CLASSES)
+    silent = torch.full_like(outputs[..., :n_classes], -12.0)
+    heat = left[..., None] * outputs[..., :n_classes] + (1 - left[..., None]) * silent
+    return torch.cat([heat, outputs[..., n_classes:]], dim=-1)
+
+
+@dataclass
+class Trained:
+    """What a training leaves.
+
+    Attributes:
+        curve: one entry every few steps: step, loss, tokens (share of token-layers), kept_in_box, strength.
+        step: steps done.
+        processor_s: what they took of all threads together, in seconds; None: it was not noted.
+    """
+
+    model: PillarDetector
+    gates: HaltingGates | None
+    curve: list[dict[str, float]]
+    step: int
+    processor_s: float | None = None
+
+
+def train(
+    model: PillarDetector,
+    data: Batch,
+    recipe: Recipe,
+    *,
+    gates: HaltingGates | None = None,
+    policy: Policy | None = None,
+    teacher: PillarDetector | None = None,
+    checkpoint: Path | None = None,
+    every: int = 50,
+    progress: Callable[[range], Iterable[int]] = iter,
+) -> Trained:
+    """`model` after `recipe`, trained in place.
+
+    Args:
+        gates: trained with it, by the equivalent forward; needs `recipe.tokens`.
+        policy: from the step's number to modules that halt while the detector is trained.
+        teacher: whose outputs on the same scenes are imitated, beside the labels; needs gates and `recipe.imitates`.
+        checkpoint: where the state is kept every `every` steps and found again after a kill.
+
+    Raises:
+        ConfigError: gates without a target or the reverse, a teacher that nobody imitates or the reverse, a target below what the gates can reach, a checkpoint of something else.
+        QuickSilverError: a loss that is not finite; the last good checkpoint stays.
+    """
+    if (gates is None) != (recipe.tokens is None):
+        raise ConfigError("Gates are trained for a share of tokens: give gates and recipe.tokens, or neither.")
+    if (teacher is None) != (recipe.imitates == 0) or (teacher is not None and gates is None):
+        raise ConfigError("A detector that halts imitates a teacher: give gates, teacher and recipe.imitates, or no teacher.")
+    control = None if gates is None else SparsityController(gates, recipe.tokens or 0.0, model.config.num_hidden_layers)
+    optimisers = _optimisers(model, gates, recipe.base_rate)
+    keeper = Checkpoint(checkpoint, model, gates, control, optimisers, recipe)
+    first, curve = keeper.load()
+    started = time.process_time() - keeper.processor_s
+    weights = torch.where(data.in_box, recipe.box_weight, 1.0)
+    model.train()
+    model.requires_grad_(recipe.base_rate > 0)
+    try:
+        for step in progress(range(first, recipe.steps)):
+            chosen = _order(len(data), recipe, step)
+            batch = data.take(chosen)
+            for group in (group for optimiser in optimisers for group in optimiser.param_groups):
+                group["lr"] = recipe.rate(step) * group["scale"]
+            entry: dict[str, float] = {"step": step}
+            if gates is None:
+                loss = _plain_loss(model, batch, recipe, None if policy is None else policy(step))
+            else:
+                assert control is not None
+                with equivalent_forward(model, gates.gate) as mask:
+                    outputs = model(batch.features)
+                if not recipe.recycle and mask.current is not None:
+                    outputs = without_halted(outputs, mask.current)
+                task, sparsity = detection_loss(outputs, batch), gates.sparsity(weights[chosen])
+                if teacher is not None:
+                    with torch.no_grad():
+                        taught = teacher(batch.features)
+                    task = task + recipe.imitates * imitation_loss(outputs, taught, batch)
+                loss = task + control.strength * sparsity
+                left = control.update(mask)
+                inside, m = batch.in_box, mask.current
+                kept = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
+                entry |= {"tokens": left, "kept_in_box": kept, "strength": control.strength}
+                entry["task"] = float(task.detach())
+            entry["loss"] = float(loss.detach())
+            if not math.isfinite(entry["loss"]):
+                raise QuickSilverError(
+                    f"The loss of step {step} is not finite: give a smaller learning rate than {recipe.learning_rate:g}. "
+                    + ("" if checkpoint is None or not checkpoint.is_file() else f"The last good state is {checkpoint}.")
+                )
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(list(model.parameters()), 5.0)
+            for optimiser in optimisers:
+                optimiser.step()
+                optimiser.zero_grad()
+            if step % 10 == 0 or step == recipe.steps - 1:
+                curve.append(entry)
+            if (step + 1) % every == 0 or step == recipe.steps - 1:
+                keeper.processor_s = time.process_time() - started
+                keeper.save(step + 1, curve)
+    finally:
+        model.requires_grad_(True)
+        model.eval()
+    return Trained(model, gates, curve, recipe.steps, keeper.processor_s)
+
+
+class SparsityController:
+    """λ of the sparsity loss, raised while more tokens are left than wanted and lowered while fewer are.
+
+    Args:
+        tokens: share of token-layers that shall be left, all layers counted.
+        n_layers: of the model.
+
+    Raises:
+        ConfigError: a share that cannot be met: layers up to the first decision always have all tokens.
+    """
+
+    def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
+        least = (gates.layers[0] + 1) / n_layers
+        if gates.layers[-1] >= n_layers - 1:
+            raise ConfigError(
+                f"A decision after layer {gates.layers[-1]} saves nothing: the model's last layer is {n_layers - 1}. "
+                f"Give layers below {n_layers - 1}."
+            )
+        if not least < tokens < 1:
+            raise ConfigError(
+                f"tokens={tokens:g} cannot be met: with a first decision after layer {gates.layers[0]} of {n_layers} layers at least "
+                f"{least:.3g} of all token-layers are computed, so give a share between {least:.3g} and 1."
+            )
+        self.tokens, self.step, self.n_layers = tokens, step, n_layers
+        self.strength = 0.1
+
+    def update(self, mask: KeepMask) -> float:
+        """Follow one forward; returns the share of token-layers that it left."""
+        shares = [1.0 if kept is None else float(kept.detach().mean()) for kept in mask.kept]
+        left = sum(shares) / len(shares)
+        self.strength = max(0.0, self.strength + self.step * (left - self.tokens) / self.tokens)
+        return left
+
+
+def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices, as in train_reference.py, AdamW for the rest; `scale` is a group's share of the recipe's rate."""
+    own = {"params": [] if gates is None else list(gates.parameters()), "scale": GATES_FASTER, "weight_decay": 0.0}
+    if not base_rate:
+        return [torch.optim.AdamW([own], lr=1.0, weight_decay=0.0, betas=(0.9, 0.98))]
+    named = list(model.named_parameters())
+    hidden = [p for name, p in named if p.ndim == 2 and not name.startswith(("head", "place", "embed.0"))]
+    rest: list[dict[str, Any]] = [{"params": [p for _, p in named if not any(p is one for one in hidden)], "scale": base_rate}]
+    if gates is not None:
+        rest.append(own)
+    return [
+        torch.optim.Muon(
+            [{"params": hidden, "scale": MUON_FASTER * base_rate}], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"
+        ),
+        torch.optim.AdamW(rest, lr=1.0, weight_decay=0.0, betas=(0.9, 0.98)),
+    ]
+
+
+def _plain_loss(model: PillarDetector, batch: Batch, recipe: Recipe, modules: list[RuntimeModule] | None) -> torch.Tensor:
+    if not modules:
+        return detection_loss(model(batch.features), batch)
+    model.eval()  # there is no dropout; `apply` asks for it
+    with torch.enable_grad(), apply(model, modules) as run:
+        outputs = model(batch.features)
+        if not recipe.recycle:
+            outputs = without_halted(outputs, (run.trace.passes[-1].halt_layer == model.config.num_hidden_layers - 1).float())
+        return detection_loss(outputs, batch)
+
+
+def _order(n: int, recipe: Recipe, step: int) -> torch.Tensor:
+    """Which scenes `step` takes: a pass over all of them in an order of its own, then the next."""
+    per_pass = max(1, n // recipe.batch_size)
+    generator = torch.Generator().manual_seed(recipe.seed * 7919 + step // per_pass)
+    place = step % per_pass * recipe.batch_size
+    return torch.randperm(n, generator=generator)[place : place + recipe.batch_size]
+
+
+class Checkpoint:
+    """The state of a training on disk: weights, gates, optimiser, curve, in one safetensors file."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        model: PillarDetector,
+        gates: HaltingGates | None,
+        control: SparsityController | None,
+        optimisers: list[torch.optim.Optimizer],
+        recipe: Recipe,
+    ) -> None:
+        self.path, self.model, self.gates, self.control, self.optimisers = path, model, gates, control, optimisers
+        self.processor_s = 0.0
+        shape = {name: getattr(model.config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+        self.of = {"recipe": asdict(recipe), "shape": shape, "gates": None if gates is None else list(gates.layers)}
+
+    def save(self, step: int, curve: list[dict[str, float]]) -> None:
+        if self.path is None:
+            return
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        if self.gates is not None:
+            tensors |= {f"gates.{name}": tensor for name, tensor in self.gates.state_dict().items()}
+        for which, optimiser in enumerate(self.optimisers):
+            for number, state in optimiser.state_dict()["state"].items():
+                tensors |= {f"optimiser.{which}.{number}.{name}": value for name, value in state.items()}
+        strength = None if self.control is None else self.control.strength
+        about = {**self.of, "step": step, "curve": curve, "strength": strength, "processor_s": self.processor_s}
+        content = save({name: t.detach().clone().contiguous() for name, t in tensors.items()}, {_ABOUT: json.dumps(about)})
+        write_atomically(self.path, content)
+
+    def load(self) -> tuple[int, list[dict[str, float]]]:
+        """The step to go on from, and the curve so far.
+
+        Raises:
+            ConfigError: a checkpoint of another recipe or shape, or one that cannot be read.
+        """
+        if self.path is None or not self.path.is_file():
+            return 0, []
+        about, tensors = read_checkpoint(self.path)
+        for name, own in self.of.items():
+            if about.get(name) != own:
+                raise ConfigError(
+                    f"{self.path} is the checkpoint of another training: its {name} is {about.get(name)}, and this one's {own}. "
+                    "Remove it, or give another place."
+                )
+        self.model.load_state_dict(_part(tensors, "model."))
+        if self.gates is not None:
+            self.gates.load_state_dict(_part(tensors, "gates."))
+        for which, optimiser in enumerate(self.optimisers):
+            state = optimiser.state_dict()
+            for name, tensor in _part(tensors, f"optimiser.{which}.").items():
+                number, what = name.split(".", 1)
+                state["state"].setdefault(int(number), {})[what] = tensor
+            optimiser.load_state_dict(state)
+        if self.control is not None:
+            self.control.strength = about["strength"]
+        self.processor_s = about["processor_s"]
+        return about["step"], about["curve"]
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a checkpoint is of, and its tensors.
+
+    Raises:
+        ConfigError: it is not there or cannot be read.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about = json.loads((file.metadata() or {})[_ABOUT])
+            return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}): remove it and train again, python scripts/train_halting.py."
+        ) from error
+
+
+def trained(path: Path, shape: Shape) -> Trained:
+    """The detector, and its gates if it has any, that a finished training left.
+
+    Raises:
+        ConfigError: no such checkpoint, or one of other layers than `shape`.
+    """
+    about, tensors = read_checkpoint(path)
+    there = about["shape"]
+    own = {"hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+    for name, value in own.items():
+        if there[name] != value:
+            raise ConfigError(
+                f"{path} is of a detector with {name}={there[name]}, and this one has {value}: train one of this shape."
+            )
+    model = detector(shape.width, shape.layers, shape.heads, 0)
+    model.load_state_dict(_part(tensors, "model."))
+    gates = None
+    if about["gates"] is not None:
+        gates = HaltingGates(shape.width, about["gates"])
+        gates.load_state_dict(_part(tensors, "gates."))
+    return Trained(model, gates, about["curve"], about["step"], about["processor_s"])
+
+
+def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

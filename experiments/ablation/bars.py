@@ -14,12 +14,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from quicksilver.report.artefacts import Outcome, Row, find
-from quicksilver.report.cells import number
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.comparison import MEASURED
 from quicksilver.report.comparison import frame as ablation_frame
 from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
 from quicksilver.report.provenance import notes
+from quicksilver.report.table import number
 
 PROTOCOLS = {"all": "protocol all", "continuation": "protocol continuation"}
 # column of the frame, its interval (None: none), what the axis says

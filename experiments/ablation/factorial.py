@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from quicksilver.harness.stats import bootstrap, paired_records
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -270,8 +268,7 @@ def _synergy_columns() -> tuple[Column, ...]:
 
 def draw(rows: pd.DataFrame) -> Drawing:
     """Main effects and pairs as matrices (operations, perplexity), and δ of every set. Call it inside `style()`."""
-    from quicksilver.report.figure import HATCHES, PALETTE, panels, whiskers
-    from quicksilver.report.labels import heat_look, write_cells
+    from quicksilver.report.figure import HATCHES, PALETTE, heat_look, panels, whiskers, write_cells
 
     drawing, plots = panels(1, 3, size=(11.0, 3.4), width_ratios=[1, 1, 1.25])
     effects = rows[rows["panel"] == EFFECTS].set_index("key")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.figure import Figure
 

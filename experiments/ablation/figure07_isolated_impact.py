@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import Figure
 
 from . import bars

@@ -10,8 +10,7 @@ from typing import Any
 
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed, speedup_cell, versus_null_cell
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, speedup_cell, versus_null_cell
 
 from .techniques import steps
 

@@ -13,10 +13,9 @@ import pandas as pd
 from quicksilver.harness.record import Record
 from quicksilver.measure.components import KERNELS, ComponentsResult
 from quicksilver.measure.energy import EnergyResult
-from quicksilver.report import comparison, noise
+from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed, time_cell
-from quicksilver.report.table import Lines
+from quicksilver.report.table import NO_VALUE, Lines, number, signed, time_cell
 
 from ..ablation.techniques import steps
 
@@ -170,16 +169,24 @@ def waterfall(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         if outcome.record is not None and outcome.record.dense_fingerprint is not None:
             row |= _stages(outcome.record)
         found.append(row)
-    noise.pool(found)
+    comparison.pool_noise(found)
     for row in found:
-        if noise.FLOOR in row:
-            row["realization"] = realization(row["wall_saved_pct"], row["executed_saved_pct"], row[noise.FLOOR])
+        if comparison.FLOOR in row:
+            row["realization"] = realization(row["wall_saved_pct"], row["executed_saved_pct"], row[comparison.FLOOR])
     columns = ["panel", "section", "key", "technique", "status", *STAGES, *_BESIDE, "method", "record"]
     return pd.DataFrame(found, columns=columns)
 
 
 _BESIDE = (
-    *("policy_pct", "policy_pct_low", "policy_pct_high", "wall_saved_pct_low", "wall_saved_pct_high", noise.FLOOR, noise.POOLED),
+    *(
+        "policy_pct",
+        "policy_pct_low",
+        "policy_pct_high",
+        "wall_saved_pct_low",
+        "wall_saved_pct_high",
+        comparison.FLOOR,
+        comparison.POOLED,
+    ),
     *("joules_resolution_pct", "realization"),
 )
 
@@ -199,7 +206,7 @@ def _stages(record: Record) -> dict[str, Any]:
         "policy_pct": 100 * (policy.median - 1),
         "policy_pct_low": 100 * (policy.low - 1),
         "policy_pct_high": 100 * (policy.high - 1),
-        noise.FLOOR: found.noise_floor_pct,
+        comparison.FLOOR: found.noise_floor_pct,
         "method": method(record),
         "record": record.fingerprint,
     }
@@ -227,5 +234,5 @@ def stage_cell(row: Mapping[str, Any], stage: str) -> Lines:
             return (BELOW, row["method"])
         return (signed(value), row["method"])
     if stage in ("kernel_saved_pct", "wall_saved_pct"):
-        return time_cell(value, number(row, noise.FLOOR))
+        return time_cell(value, number(row, comparison.FLOOR))
     return (signed(value),)

@@ -14,11 +14,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from quicksilver.measure.latency import LatencyResult
-from quicksilver.report import noise, provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
 from quicksilver.runtime.errors import ConfigError
 
@@ -57,7 +56,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "quartiles; grey band: noise floor (A/A, pooled), within which nothing is a speedup. Right: net joules per token in percent of dense ones of the same "
         "run, with joules, grams of CO₂ and the method at each; no bar: below the resolution.",
         costs.energy_note(outcomes),
-        *noise.note(members, "a batch's time"),
+        *comparison.noise_note(members, "a batch's time"),
         "The paper: F.2, grams per token of GPT-2 774M on an A100, in percent of its dense 0.51 g.",
         *provenance.notes(outcomes),
     )
@@ -67,7 +66,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """A row a step."""
     found = [_step(outcome) for outcome in outcomes]
-    noise.pool(found)
+    comparison.pool_noise(found)
     return pd.DataFrame(found)
 
 
@@ -93,7 +92,7 @@ def _step(outcome: Outcome) -> dict[str, Any]:
         latency = record.measured("latency", LatencyResult)
         ratio = latency.latency_ratio
         row |= {"speedup_pct": 100 * (1 - ratio.median), "speedup_pct_low": 100 * (1 - ratio.high)}
-        row |= {"speedup_pct_high": 100 * (1 - ratio.low), noise.FLOOR: latency.noise_floor_pct}
+        row |= {"speedup_pct_high": 100 * (1 - ratio.low), comparison.FLOOR: latency.noise_floor_pct}
         saved = costs.joules_saved(record)
         if saved is not None:
             row |= {"energy_pct": 100 - saved[0], "energy_resolution_pct": saved[1]}
@@ -109,7 +108,7 @@ def _has(row: Mapping[str, Any], key: str) -> bool:
 def _speed(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
     for place, row in enumerate(members):
         if _has(row, "speedup_pct"):
-            value, floor = row["speedup_pct"], row[noise.FLOOR]
+            value, floor = row["speedup_pct"], row[comparison.FLOOR]
             within = abs(value) <= floor
             plot.fill_between([place - 0.42, place + 0.42], -floor, floor, color="#e4e4e4", linewidth=0, zorder=0)
             spread = whiskers(value, row["speedup_pct_low"], row["speedup_pct_high"])

@@ -13,8 +13,7 @@ import pandas as pd
 from quicksilver.harness.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style
-from quicksilver.report.labels import legend_below
+from quicksilver.report.figure import HATCHES, PALETTE, Figure, legend_below, panels, style
 
 from . import costs
 

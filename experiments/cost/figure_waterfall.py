@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from quicksilver.report import noise, provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import number
 from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.table import number
 
 from . import costs
 
@@ -53,7 +53,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Hatched: a difference that is no larger than the noise of the instrument.",
         "All of the prompt; joules of the prompt and the tokens after it. The cost of deciding was measured by a run that decides and computes "
         "every token all the same. realized: time saved over executed operations saved; no number where one of the two is within the noise.",
-        *noise.note(frame.to_dict("records"), "a prompt's time"),
+        *comparison.noise_note(frame.to_dict("records"), "a prompt's time"),
         costs.energy_note(outcomes),
         *provenance.notes(outcomes),
     )
@@ -61,7 +61,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 
 def _falls(plot: Axes, row: Mapping[str, Any]) -> None:
-    own, resolution = number(row, noise.FLOOR), number(row, "joules_resolution_pct")
+    own, resolution = number(row, comparison.FLOOR), number(row, "joules_resolution_pct")
     floors = {"kernel_saved_pct": own, "wall_saved_pct": own, "joules_saved_pct": resolution}
     for place, stage in enumerate(costs.STAGES):
         saved = number(row, stage)

@@ -12,13 +12,11 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.harness.record import Record
-from quicksilver.report import noise, provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed, time_difference_cell
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, time_difference_cell
 
 from . import costs
 
@@ -46,7 +44,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         columns += [Column(heading, "ms", _ms(f"{run}_ms", f"{run}_iqr_ms")), Column(heading, "saved %", _saved(run))]
     found = frame(outcomes)
     title = "Table 7: latency by component, reported beside measured"
-    notes = (*noise.note(_floors(_records(outcomes)).values(), "a prompt's time"), *provenance.notes(outcomes))
+    notes = (*comparison.noise_note(_floors(_records(outcomes)).values(), "a prompt's time"), *provenance.notes(outcomes))
     panel = Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), notes)
     return Table(name, title, found, (panel,), _legend(outcomes))
 
@@ -54,7 +52,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row a component: what the paper reports, medians with interquartile ranges, percent saved with its noise."""
     records = _records(outcomes)
-    floors = {run: row[noise.FLOOR] for run, row in _floors(records).items()}
+    floors = {run: row[comparison.FLOOR] for run, row in _floors(records).items()}
     shown = [
         (component, "The paper's rows" if component in IN_THE_PAPER else "What the paper leaves out")
         for component in costs.COMPONENTS
@@ -76,8 +74,10 @@ def _records(outcomes: Sequence[Outcome]) -> dict[str, Record]:
 
 def _floors(records: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
     """The A/A floors of the runs, pooled."""
-    rows = {run: {"record": one.fingerprint, noise.FLOOR: costs.components(one).noise_floor_pct} for run, one in records.items()}
-    noise.pool([*rows.values()])
+    rows = {
+        run: {"record": one.fingerprint, comparison.FLOOR: costs.components(one).noise_floor_pct} for run, one in records.items()
+    }
+    comparison.pool_noise([*rows.values()])
     return rows
 
 

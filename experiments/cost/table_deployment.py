@@ -8,12 +8,11 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.measure.deployment import DeploymentResult
-from quicksilver.report import noise, provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, time_cell
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.claims.reported import Estimate
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, time_cell
 
 from . import costs
 
@@ -26,7 +25,7 @@ def rows() -> list[Row]:
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """Milliseconds of a request, and what of it is within the budget."""
     found = [_row(outcome) for outcome in outcomes]
-    noise.pool(found)
+    comparison.pool_noise(found)
     frame = pd.DataFrame(found)
     columns = (
         Column("", "technique", lambda row: (row["technique"],), align="left"),
@@ -34,7 +33,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("ms per token after it", "p50", lambda row: _ms(row, "p50_ms")),
         Column("ms per token after it", "p95", lambda row: _ms(row, "p95_ms")),
         Column("ms per token after it", "p99", lambda row: _ms(row, "p99_ms")),
-        Column("per token", "saved %", lambda row: time_cell(number(row, "saved_pct"), number(row, noise.FLOOR))),
+        Column("per token", "saved %", lambda row: time_cell(number(row, "saved_pct"), number(row, comparison.FLOOR))),
         Column("", "tokens/s", lambda row: _ms(row, "tokens_per_s")),
         Column("", "in budget %", lambda row: _ms(row, "within_budget_pct"), expendable=1),
     )
@@ -52,7 +51,9 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "which stands below it, the root mean square over the runs; or than that of the row's own run, where it is larger.",
         "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
     )
-    panel = Panel(costs.PANEL, "Batch 1, greedy", columns, (*noise.note(found, "a token's time"), *provenance.notes(outcomes)))
+    panel = Panel(
+        costs.PANEL, "Batch 1, greedy", columns, (*comparison.noise_note(found, "a token's time"), *provenance.notes(outcomes))
+    )
     return Table(name, "Deployment: one request at a time", frame, (panel,), legend)
 
 
@@ -71,7 +72,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     ratio = found.per_token_ratio
     if ratio is not None:
         row |= {"saved_pct": 100 * (1 - ratio.median), "saved_pct_low": 100 * (1 - ratio.high)}
-        row |= {"saved_pct_high": 100 * (1 - ratio.low), noise.FLOOR: found.noise_floor_pct}
+        row |= {"saved_pct_high": 100 * (1 - ratio.low), comparison.FLOOR: found.noise_floor_pct}
     return row | {"record": outcome.record.fingerprint}
 
 

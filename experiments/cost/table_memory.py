@@ -10,8 +10,7 @@ import pandas as pd
 from quicksilver.measure.memory import MemoryResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, amount, number, signed
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, amount, number, signed
 
 from . import costs
 

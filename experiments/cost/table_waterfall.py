@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quicksilver.report import noise, provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, time_cell
-from quicksilver.report.table import Column, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Panel, Table, number, time_cell
 
 from . import costs
 
@@ -39,7 +38,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     columns = (
         Column("", "technique", lambda row: (row["technique"],), align="left"),
         *stages[:2],
-        Column("time", "policy costs", lambda row: time_cell(number(row, "policy_pct"), number(row, noise.FLOOR))),
+        Column("time", "policy costs", lambda row: time_cell(number(row, "policy_pct"), number(row, comparison.FLOOR))),
         *stages[2:],
         Column("", "realized", lambda row: (NO_VALUE if (ratio := number(row, "realization")) is None else f"{ratio:.2f}",)),
     )
@@ -56,6 +55,6 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         costs.energy_note(outcomes),
     )
     title = "Waterfall: from operations to joules"
-    notes = (*noise.note(frame.to_dict("records"), "a prompt's time"), *provenance.notes(outcomes))
+    notes = (*comparison.noise_note(frame.to_dict("records"), "a prompt's time"), *provenance.notes(outcomes))
     panel = Panel(costs.PANEL, "Saved against dense inference, stage by stage", columns, notes)
     return Table(name, title, frame, (panel,), legend)

@@ -18,10 +18,9 @@ from quicksilver.harness.stats import bootstrap
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS, GenerationResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed
 from quicksilver.report.comparison import MEASURED
-from quicksilver.report.table import Column, Lines, Panel, Table
-from quicksilver.report.writing import without_folders
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
+from quicksilver.report.written import without_folders
 
 READS = (TEXTS,)
 PANELS = {

@@ -17,7 +17,7 @@ from quicksilver.harness.record import Record
 from quicksilver.harness.stats import bootstrap
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
 
 from . import fused_tokens, kv_entries, sentences

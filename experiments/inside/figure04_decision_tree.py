@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from quicksilver.harness.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style
 from quicksilver.report.provenance import notes
 

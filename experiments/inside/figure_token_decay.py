@@ -15,10 +15,8 @@ from quicksilver.harness.record import TRACE, Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
-from quicksilver.report.labels import legend_below
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, panels, style
 
 from . import trace_counts
 

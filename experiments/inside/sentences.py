@@ -18,8 +18,8 @@ from matplotlib.patches import Patch
 from quicksilver.harness.record import SIGNALS, Record
 from quicksilver.harness.stats import paired_records
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import signed
 from quicksilver.report.provenance import notes
+from quicksilver.report.table import signed
 from quicksilver.runtime.errors import ConfigError
 
 SENTENCE, FOX, NEGATION, WINDOW = range(4)  # texts of measure=signals, in its order; windows come last

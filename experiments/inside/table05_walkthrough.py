@@ -14,9 +14,8 @@ import pandas as pd
 
 from quicksilver.harness.record import Record
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table
 
 from . import sentences
 

@@ -14,10 +14,9 @@ import pandas as pd
 from quicksilver.measure.bounds import CONSTANTS, INEQUALITIES, BoundsResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.claims.reported import Estimate
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number
 
 # inequality -> what is printed, its claims
 SAID = {

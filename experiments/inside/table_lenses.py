@@ -13,8 +13,7 @@ import pandas as pd
 from quicksilver.measure.lenses import LensesResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number
 
 # panel -> title, defaults
 PANELS: dict[str, tuple[str, tuple[str, ...]]] = {

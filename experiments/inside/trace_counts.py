@@ -9,7 +9,7 @@ import pandas as pd
 
 from quicksilver.harness.record import Record
 from quicksilver.harness.stats import bootstrap
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import PassTrace, Trace
 

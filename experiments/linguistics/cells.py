@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quicksilver.report.cells import NO_VALUE, number
-from quicksilver.report.table import Lines
+from quicksilver.report.table import NO_VALUE, Lines, number
 
 Cell = Callable[[Mapping[str, Any]], Lines]
 

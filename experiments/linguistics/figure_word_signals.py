@@ -12,7 +12,7 @@ from quicksilver.measure.word_signals import SIGNALS_OF_WORDS, Means, WordSignal
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 
 from . import runs

@@ -16,8 +16,7 @@ from quicksilver.measure.constituents import PAIRS, ConstituentsResult, Fused
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.table import Column, Panel, Table
 
 from . import runs

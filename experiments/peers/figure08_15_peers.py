@@ -15,10 +15,8 @@ from matplotlib.patches import Patch
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, panels, style, whiskers
-from quicksilver.report.labels import legend_below
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, legend_below, panels, style, whiskers
 
 from . import methods
 

@@ -16,10 +16,9 @@ from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.measure.latency import LatencyResult, Timing
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, find
-from quicksilver.report.cells import NO_VALUE, interval_cell, kl_cell, number, signed, speedup_cell
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.sweeps import front
-from quicksilver.report.table import Column, Lines
+from quicksilver.report.table import NO_VALUE, Column, Lines, interval_cell, kl_cell, number, signed, speedup_cell
 
 PANEL = "peers"
 DENSE, WORK, CACHE, FORMAT, OURS = (

@@ -15,11 +15,20 @@ import pandas as pd
 from quicksilver.harness.record import Record
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, audit_cell, interval_cell, number, signed, versus_null_cell
 from quicksilver.report.claims.ledger import AnsweredBy, saved_pct
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.table import (
+    NO_VALUE,
+    Column,
+    Lines,
+    Panel,
+    Table,
+    audit_cell,
+    interval_cell,
+    number,
+    signed,
+    versus_null_cell,
+)
 
 PANELS = {
     "all": "Protocol all: every position scored",

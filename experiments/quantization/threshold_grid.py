@@ -11,9 +11,8 @@ import pandas as pd
 
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome
-from quicksilver.report.cells import number, signed
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.table import Column, Lines
+from quicksilver.report.table import Column, Lines, number, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -93,8 +92,7 @@ def draw(rows: pd.DataFrame) -> Drawing:
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    from quicksilver.report.figure import GREY, PALETTE, panels, whiskers
-    from quicksilver.report.labels import heat_look, write_cells
+    from quicksilver.report.figure import GREY, PALETTE, heat_look, panels, whiskers, write_cells
 
     drawing, plots = panels(2, 2, size=(7.2, 6.0))
     halo = withStroke(linewidth=3.6, foreground="white")

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
-from quicksilver.report.labels import label_ends
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
 
 from . import frontier
 

@@ -10,9 +10,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import signed
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style
-from quicksilver.report.labels import legend_below
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, panels, style
+from quicksilver.report.table import signed
 
 from . import ladder
 

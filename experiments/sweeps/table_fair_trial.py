@@ -13,8 +13,7 @@ import pandas as pd
 
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, interval_cell, number, signed, versus_null_cell
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, interval_cell, number, signed, versus_null_cell
 
 from . import fair_trial
 

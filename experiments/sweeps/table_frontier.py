@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import interval_cell, kl_cell, number, signed
-from quicksilver.report.table import Column, Panel, Table
+from quicksilver.report.table import Column, Panel, Table, interval_cell, kl_cell, number, signed
 
 from . import frontier
 

@@ -16,8 +16,8 @@ from quicksilver.harness.record import Record
 from quicksilver.measure.task import TaskResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import signed
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.table import signed
 from quicksilver.runtime.errors import ConfigError
 
 from . import scores

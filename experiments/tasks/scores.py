@@ -16,7 +16,7 @@ from quicksilver.harness.record import Record, load_record
 from quicksilver.harness.stats import bootstrap
 from quicksilver.measure.task import EXAMPLES, TaskResult
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.comparison import MEASURED
 from quicksilver.runtime.errors import ConfigError
 

@@ -12,11 +12,10 @@ import pandas as pd
 
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.comparison import MEASURED
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
 
 from . import scores
 

@@ -5,8 +5,14 @@ Every difference is paired: the same windows, the same machine, one run. Nothing
 
 from __future__ import annotations
 
+import io
+import math
+import shutil
+import subprocess
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -17,13 +23,22 @@ from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.null import NullResult
-from quicksilver.report import noise as noise_floor
 from quicksilver.report.artefacts import Outcome
-from quicksilver.report.cells import amount, audit_cell, interval_cell, kl_cell, number, signed, speedup_cell, versus_null_cell
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
-from quicksilver.report.table import Column, Lines
-from quicksilver.report.writing import without_folders
+from quicksilver.report.table import (
+    Column,
+    Lines,
+    amount,
+    audit_cell,
+    interval_cell,
+    kl_cell,
+    number,
+    signed,
+    speedup_cell,
+    versus_null_cell,
+)
+from quicksilver.report.written import without_folders
 
 LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
@@ -198,12 +213,12 @@ def _pool_noise(rows: Sequence[dict[str, Any]]) -> None:
     """One A/A floor a panel."""
     for panel in dict.fromkeys(row["panel"] for row in rows):
         for phase in ("", "prompt_"):
-            noise_floor.pool([row for row in rows if row["panel"] == panel], phase)
+            pool_noise([row for row in rows if row["panel"] == panel], phase)
 
 
 def noise(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
     """The sentence below a panel of `frame` that says its A/A floor; nothing where no run was timed."""
-    return noise_floor.note(rows[rows["panel"] == panel].to_dict("records"), "a batch's time")
+    return noise_note(rows[rows["panel"] == panel].to_dict("records"), "a batch's time")
 
 
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:
@@ -295,3 +310,147 @@ COLUMNS = [
     *("gco2_per_token", "co2_saved_pct"),
     *("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "record", "dense_record"),
 ]
+
+
+# --- one noise floor for all rows ----------------------------------------------------------------------------------------------
+
+
+FLOOR, POOLED = "noise_floor_pct", "pooled_noise_floor_pct"
+
+
+def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
+    """Pool the rows' floors: the root mean square over their runs. A run that was noisier than that is judged by its own.
+
+    A record that stands in several rows counts once. Rows without a time stay as they are.
+
+    Args:
+        rows: with `record` and `PHASEnoise_floor_pct`, which is replaced; `PHASEpooled_noise_floor_pct` is added.
+        phase: before the names of the columns, `prompt_` for instance.
+    """
+    own = {row["record"]: row[f"{phase}{FLOOR}"] for row in rows if row.get(f"{phase}{FLOOR}") is not None}
+    if not own:
+        return
+    together = root_mean_square(own.values())
+    for row in rows:
+        if row.get("record") in own:
+            row[f"{phase}{POOLED}"] = together
+            row[f"{phase}{FLOOR}"] = max(together, own[row["record"]])
+
+
+def root_mean_square(floors: Iterable[float]) -> float:
+    """The floor of several runs together."""
+    squares = [floor**2 for floor in floors]
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
+    """The sentence below a panel that says its pooled floor; nothing where no run was timed.
+
+    Args:
+        rows: after `pool_noise`.
+        of: what was timed, `a batch's time`.
+    """
+    timed = {row["record"]: row for row in rows if _is_number(row.get(FLOOR)) and _is_number(row.get(POOLED))}
+    if not timed:
+        return ()
+    prompt = [row for row in timed.values() if _is_number(row.get(f"prompt_{POOLED}"))]
+    of_prompt = f", {prompt[0][f'prompt_{POOLED}']:.1f}% of a prompt's" if prompt else ""
+    worst = max(row[name] for row in timed.values() for name in (FLOOR, f"prompt_{FLOOR}") if _is_number(row.get(name)))
+    pooled = next(iter(timed.values()))[POOLED]
+    return (
+        f"Noise floor of the clock (A/A): {pooled:.1f}% of {of}{of_prompt}, pooled over the dense model's "
+        f"differences from itself in {len(timed)} run{'s' if len(timed) > 1 else ''}; a noisier run is judged by its own (at most "
+        f"{worst:.1f}%).",
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+# --- how far from the committed one --------------------------------------------------------------------------------------------
+
+
+_SAME = ("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "execution")
+_COMPARED = (
+    ("Δppl", "delta_ppl", ""),
+    ("perplexity", "ppl", ""),
+    ("executed FLOPs saved", "executed_flops_saved_pct", " points"),
+)
+# Names of quantities that belong to the machine and the moment.
+_OF_THE_MACHINE = ("_ms", "_j", "speedup", "latency", "seconds", "gco2", "noise_floor", "load_average", "memory_bytes", "record")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The frame of a committed table and where it was read."""
+
+    frame: pd.DataFrame
+    origin: str
+
+
+def committed(csv: Path) -> Committed | None:
+    """The version of `csv` in git's HEAD, or, outside a git tree, the file as it stands. None: there is neither."""
+    if not csv.parent.is_dir():
+        return None
+    if shutil.which("git") and _git(csv.parent, "rev-parse", "--is-inside-work-tree").returncode == 0:
+        shown = _git(csv.parent, "show", f"HEAD:./{csv.name}")
+        return Committed(pd.read_csv(io.StringIO(shown.stdout)), f"{csv} at HEAD") if shown.returncode == 0 else None
+    return Committed(pd.read_csv(csv), f"{csv} as it stood") if csv.is_file() else None
+
+
+def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, encoding="utf-8")
+
+
+def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
+    """One sentence: how far apart, over how many rows, or why there is nothing to compare."""
+    if reference is None:
+        return f"There is no committed {name} to compare with."
+    if {"panel", "key", "status", *_SAME, *(column for _, column, _ in _COMPARED)} <= set(made.columns):
+        return _effects_distance(made, reference)
+    # As text and back, because that is how the committed one was kept.
+    return _free_distance(pd.read_csv(io.StringIO(made.to_csv(index=False, float_format="%.8g"))), reference)
+
+
+def _free_distance(made: pd.DataFrame, reference: Committed) -> str:
+    """Frames of any columns: the largest difference, quantities of this machine's clock left out."""
+    there = reference.frame
+    if list(made.columns) != list(there.columns) or len(made) != len(there):
+        return f"Against {reference.origin}: not comparable, other rows or columns ({len(made)} rows here, {len(there)} there)."
+    apart: dict[str, float] = {}
+    for column in made.columns:
+        if any(word in column for word in _OF_THE_MACHINE):
+            continue
+        here, other = made[column], there[column]
+        if pd.api.types.is_numeric_dtype(here) and pd.api.types.is_numeric_dtype(other):
+            apart[column] = float((here.astype(float) - other.astype(float)).abs().max())
+        elif not here.astype(str).equals(other.astype(str)):
+            return f"Against {reference.origin}: {column} has other entries."
+    worst = max(apart, key=lambda column: apart[column], default=None)
+    if worst is None or not apart[worst] > 0:
+        return f"Against {reference.origin}: {len(made)} rows compared, no difference."
+    return f"Against {reference.origin}: {len(made)} rows compared, at most {apart[worst]:.2g} apart ({worst})."
+
+
+def _effects_distance(made: pd.DataFrame, reference: Committed) -> str:
+    if not {"panel", "key", "status", *_SAME} <= set(reference.frame.columns):
+        return f"Against {reference.origin}: not comparable, other columns."
+    here, there = (frame[frame["status"] == MEASURED].set_index(["panel", "key"]) for frame in (made, reference.frame))
+    both = here.merge(there, left_index=True, right_index=True, suffixes=("", "_committed"))
+    if both.empty:
+        return f"Against {reference.origin}: no row was measured in both."
+    for column in _SAME:
+        # As text, because a column of digests that is read back from a file may look like numbers.
+        differing = both[both[column].astype(str) != both[f"{column}_committed"].astype(str)]
+        if not differing.empty:
+            row, other = differing.iloc[0][column], differing.iloc[0][f"{column}_committed"]
+            where = " ".join(map(str, differing.index[0]))
+            return f"Against {reference.origin}: not comparable, {column} is {row} here and {other} there ({where})."
+    parts = [f"{len(both)} rows compared"]
+    for label, column, unit in _COMPARED:
+        apart = (both[column] - both[f"{column}_committed"]).abs().dropna()
+        if not apart.empty:
+            where = f" ({' '.join(map(str, apart.idxmax()))})" if apart.max() > 0 else ""
+            parts.append(f"{label} at most {apart.max():.2g}{unit} apart{where}")
+    return f"Against {reference.origin}: {', '.join(parts)}."

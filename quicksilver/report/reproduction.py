@@ -5,29 +5,32 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quicksilver.files import write_files
 from quicksilver.harness.answers import Answer, Answers
 from quicksilver.harness.jobs import Job, make_job
 from quicksilver.harness.store import KEPT
-from quicksilver.report.artefacts import Artefact, Outcome, Row
-from quicksilver.report.variants import selected_by
+from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
+from quicksilver.report.written import Written, markdown, read
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
+    from quicksilver.harness.jobs import Job
     from quicksilver.harness.store import Store
     from quicksilver.harness.workplace import Workplace
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
 
+
 UNUSABLE = "its record cannot be used"  # what is wrong with it is said beside the table
 # Where something is or goes does not change what is measured: no other name for the table.
 _NEUTRAL = ("results_dir", "records", "data.root", "tracker")
-MINE = "-mine"  # behind the name of what has records of this machine: what the repository has is not overwritten
+LOCAL_SUFFIX = "-mine"  # behind the name of what has records of this machine: what the repository has is not overwritten
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, t
 def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str], *, svg: bool = False) -> Made:
     """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
     from quicksilver.harness.run import store_of
-    from quicksilver.report.committed import committed, distance
+    from quicksilver.report.comparison import committed, distance
     from quicksilver.report.provenance import confirmation
     from quicksilver.report.table import Table
 
@@ -101,7 +104,7 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     folder = Path(base.results_dir) / f"{artefact.kind}s"
     reference = committed(folder / f"{name}.csv")
     plain = all_kept(outcomes, store) and not _says_less(folder / f"{name}.json", outcomes, store)
-    product = artefact.build(outcomes, name if plain else f"{name}{MINE}")
+    product = artefact.build(outcomes, name if plain else f"{name}{LOCAL_SUFFIX}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
     records = [record for one in outcomes for record in (one.record, one.dense) if record is not None]
     here = [record for record in records if not record.is_kept]
@@ -179,3 +182,179 @@ def make_command(artefact: Artefact, overrides: Sequence[str]) -> str:
 def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
     """`quicksilver reproduce table 11 model=gpt2-large`: what repeats the artefact anywhere."""
     return shlex.join(["quicksilver", "reproduce", artefact.kind, artefact.numbers[0], *overrides])
+
+
+# --- other models and texts ----------------------------------------------------------------------------------------------------
+
+
+DEFAULT = "reference-gpt2 · python-docs"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One selection of model and text.
+
+    Attributes:
+        name: behind the name of a table or figure.
+        title: for people.
+        overrides: the selection; 32 windows where a table asks for none of its own, as of the default text.
+    """
+
+    name: str
+    title: str
+    overrides: tuple[str, ...]
+
+
+VARIANTS = (
+    Variant("reference-llama-python-docs", "reference-llama · python-docs", ("model=reference-llama",)),
+    Variant("reference-gpt2-wikitext103", "reference-gpt2 · WikiText-103", ("dataset=wikitext103", "dataset.windows=32")),
+)
+
+
+# Not repeated, and why: pictures of single runs and tokens, whose traces and arrays would fill the repository; scores of models that were
+# fine-tuned for the tasks they are scored on, which no other model can do.
+_ONE_RUN = "shows one run token by token: one selection is enough here, the command draws it of any other"
+_TASKS = "is of tasks and of the models fine-tuned for them: a model that was not answers them by chance"
+LEFT_OUT = dict.fromkeys(
+    [f"figure{number}" for number in ("02", "05_17", "09", "10", "11", "12", "13", "14", "19", "20", "21", "22")]
+    + ["figure_word_signals"],
+    _ONE_RUN,
+) | dict.fromkeys(["table04", "figure03_18"], _TASKS)
+
+
+def selected_by(overrides: Sequence[str]) -> Variant | None:
+    """The variant that these overrides select; None: none, or they change more."""
+    return next((one for one in VARIANTS if set(one.overrides) == set(overrides)), None)
+
+
+def of_name(name: str, artefact: str) -> Variant | None:
+    """The variant of `artefact` (`table11`) that is called `name`; None: it is none."""
+    return next((one for one in VARIANTS if name == f"{artefact}-{one.name}"), None)
+
+
+def why_not(name: str, jobs: Sequence[Job], default: Sequence[str]) -> str | None:
+    """Why there is no variant of an artefact; None: there is one.
+
+    Args:
+        name: the artefact's, `table11`.
+        jobs: its rows under the variant's overrides, with the records that there are.
+        default: fingerprints of the records of the default selection.
+    """
+    if not jobs:
+        return "asks for no run of a model"
+    if name in LEFT_OUT:
+        return LEFT_OUT[name]
+    found = {job.record.fingerprint for job in jobs if job.record is not None}
+    if found and found <= set(default):
+        return "is of models and texts of its own, the same under any selection"
+    failed = next((str(job.error) for job in jobs if job.error is not None), None)
+    if failed is not None:
+        return failed
+    lacking = sum(job.record is None and job.reason is None for job in jobs)
+    return f"its runs were not made: {lacking} of {len(jobs)} rows have no record" if lacking else None
+
+
+def variants_page(
+    there: Mapping[Variant, Mapping[Artefact, str | None]], commands: Mapping[Variant, Mapping[Artefact, str]]
+) -> str:
+    """The page that lists them, as Markdown.
+
+    Args:
+        there: by variant and artefact, why it is missing; None: it is there.
+        commands: what makes each.
+    """
+    artefacts = list(next(iter(there.values())))
+    head = ["", DEFAULT, *(variant.title for variant in there)]
+    lines = [
+        "# Tables and figures of other models and texts",
+        f"The repository has each table and figure for {DEFAULT}, and where the selection means something and its runs were made, a second and third "
+        "time. Numbers, notes and records stand in each; pictures and JSON lie beside, CSV and LaTeX are written by the command that repeats it.",
+        "\n".join([_line(head), "|" + " :-- |" * len(head), *(_line(_cells(one, there)) for one in artefacts)]),
+    ]
+    for variant, missing in there.items():
+        reasons: dict[str, list[Artefact]] = {}
+        for artefact, why in missing.items():
+            if why is not None:
+                reasons.setdefault(why, []).append(artefact)
+        said = [f"- {', '.join(f'{one.kind} {one.number}' for one in those)}: {why}" for why, those in reasons.items()]
+        example = next((commands[variant][one] for one, why in missing.items() if why is None), None)
+        made = [f"Made by `{example}`, and so on."] if example else []
+        lines += [f"## Not there for {variant.title}", "\n".join(said), *made]
+    return "\n\n".join(lines) + "\n"
+
+
+def _cells(artefact: Artefact, there: Mapping[Variant, Mapping[Artefact, str | None]]) -> list[str]:
+    suffix = "md" if artefact.kind == "table" else "png"
+    names = [
+        artefact.name,
+        *(f"{artefact.name}-{one.name}" if missing[artefact] is None else "" for one, missing in there.items()),
+    ]
+    title = f"{artefact.kind} {artefact.number}: {artefact.title}"
+    return [title, *(f"[{artefact.kind}]({artefact.kind}s/{name}.{suffix})" if name else "" for name in names)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# --- README.md -----------------------------------------------------------------------------------------------------------------
+
+
+_MARKED = re.compile(r"(<!-- (\w+)(\.rows)?:begin -->\n).*?(<!-- \2(?:\.rows)?:end -->)", re.DOTALL)
+
+
+def fill_readme(readme: Path, results: Path) -> str:
+    """Put every written table or figure between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; says what was done.
+
+    `NAME.rows` is a table's rows alone, with a line that says where they come from; `claims` is the one line that counts verdicts.
+
+    Raises:
+        ConfigError: no README there, or something marked that was not written yet.
+    """
+    if not readme.is_file():
+        raise ConfigError(f"{readme} is not there: this command is for a clone of the repository.")
+    titles = {artefact.name: artefact.title for artefact in artefacts()}
+    names = []
+
+    def filled(match: re.Match[str]) -> str:
+        begin, name, only_rows, end = match.groups()
+        path = _path(name, results)
+        written = read(path)
+        names.append(name)
+        if name == "claims":
+            return f"{begin}[{written.title}]({path.with_suffix('.md').as_posix()}).\n{end}"
+        if written.kind == "figure":
+            title = titles.get(name, name)
+            picture = path.with_name(written.pictures[0]).as_posix()
+            return f"{begin}![{title[:1].upper()}{title[1:]}]({picture})\n{end}"
+        if only_rows:
+            return f"{begin}{_rows(written, path)}\n{end}"
+        return begin + markdown(written, level=3) + end  # one level deeper: the table is a part of the README
+
+    content = _MARKED.sub(filled, readme.read_text(encoding="utf-8"))
+    write_files(readme.parent, {readme.name: content.encode()})
+    return f"{readme}: {', '.join(names) or 'no markers found'}"
+
+
+def _path(name: str, results: Path) -> Path:
+    if name == "claims":
+        path, make = results / "claims.json", "make claims"
+    else:
+        kind = "figure" if name.startswith("figure") else "table"
+        path = results / f"{kind}s" / f"{name}.json"
+        number = name.removeprefix(f"{kind}_") if name[len(kind)] == "_" else name.removeprefix(kind).split("_")[0].lstrip("0")
+        make = f"make reproduce-{kind} {kind.upper()}={number}"
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there: make it first, {make}.")
+    return path
+
+
+def _rows(written: Written, path: Path) -> str:
+    """The first panel without its headings; below it model, text and protocol, and where the rest stands."""
+    rows = [line for line in markdown(written).splitlines() if line.startswith("|")]
+    first = written.panels[0]
+    count = 2 + sum(len(section.rows) + bool(section.title) for section in first.sections)
+    where = " ".join(first.notes[:4])
+    return "\n".join(
+        [*rows[:count], "", f"<sub>{where} [What the columns mean, and the records]({path.with_suffix('.md').as_posix()}).</sub>"]
+    )

@@ -14,7 +14,7 @@ from quicksilver.harness import lease
 from quicksilver.harness.record import Record, load_record
 from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity
 from quicksilver.harness.sweep import PAGE, RunState, Sweep, time_left_s
-from quicksilver.report.cells import NO_VALUE, signed
+from quicksilver.report.table import NO_VALUE, signed
 from quicksilver.runtime.errors import ConfigError
 
 STATES = ("done", "running", "failed", "waiting")

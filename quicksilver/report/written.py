@@ -9,7 +9,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.runtime.errors import ConfigError
 
-if TYPE_CHECKING:  # a second to import, which who only reads need not pay
+if TYPE_CHECKING:
     import pandas as pd
+
 
 SCHEMA_VERSION = 1
 Value = str | int | float | bool | None
@@ -238,3 +240,35 @@ def _escaped(text: str) -> str:
     """Text that stays text: `](` is what makes a link or a picture of words in brackets, and a new line would begin a block."""
     text = " ".join(text.splitlines()) if "\n" in text or "\r" in text else text
     return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("](", "]\\(")
+
+
+# --- texts ---------------------------------------------------------------------------------------------------------------------
+
+
+def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
+    """Wrap at `width` (150 where there is none) with a hanging indent; never inside a word, so that a command can be copied."""
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, width or 150, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    ]
+
+
+_FOLDERS = re.compile(r"(?<![\w./~-])(?:file://)?~?(?:/[^\s/'\"<>|,;:()\[\]{}]+)+/([^\s/'\"<>|,;:()\[\]{}]+)")
+
+
+def without_folders(entry: Any) -> Any:
+    """Local files by their names, also inside sentences: where they lie is nobody else's business, and would make a page another one elsewhere.
+
+    Args:
+        entry: text, or mappings and lists of it; anything else comes back as it is.
+    """
+    if isinstance(entry, Mapping):
+        return {without_folders(key): without_folders(value) for key, value in entry.items()}
+    if isinstance(entry, list | tuple):
+        return type(entry)(map(without_folders, entry))
+    if not isinstance(entry, str):
+        return entry
+    if entry.startswith("folder:/") and "\n" not in entry:
+        return f"folder:{Path(entry).name}"
+    return Path(entry).name if "\n" not in entry and Path(entry).is_absolute() else _FOLDERS.sub(r"\1", entry)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.report import noise
+from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number, signed
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
 
 from . import results
 
@@ -63,14 +62,14 @@ def _difference(key: str) -> Any:
 
 def _noise(found: pd.DataFrame, clock: str, said: str) -> tuple[str, ...]:
     """The noise floor of a clock, one for all rows."""
-    floor = f"{clock}_{noise.FLOOR}"
+    floor = f"{clock}_{comparison.FLOOR}"
     rows = [
-        row | {"record": f"{row['detector']} {row['dial']}", noise.FLOOR: row[floor]}
+        row | {"record": f"{row['detector']} {row['dial']}", comparison.FLOOR: row[floor]}
         for row in found.to_dict("records")
         if number(row, floor) is not None
     ]
-    noise.pool(rows)
-    return noise.note(rows, f"a scene's time, {said}")
+    comparison.pool_noise(rows)
+    return comparison.noise_note(rows, f"a scene's time, {said}")
 
 
 def _time(clock: str) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import NO_VALUE, number
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number
 
 from . import results
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import signed
-from quicksilver.report.claims.statements import Statement
-from quicksilver.report.claims.verdicts import Estimate
-from quicksilver.report.table import Column, Lines, Panel, Table
+from quicksilver.report.claims.ledger import Statement
+from quicksilver.report.claims.reported import Estimate
+from quicksilver.report.table import Column, Lines, Panel, Table, signed
 
 from . import results
 

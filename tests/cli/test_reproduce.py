@@ -20,9 +20,8 @@ from quicksilver.harness import answers, archive
 from quicksilver.harness.jobs import FAILED, REFUSED
 from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import artefacts, find
-from quicksilver.report.committed import Committed, committed, distance
-from quicksilver.report.readme import fill_readme
-from quicksilver.report.reproduction import UNUSABLE
+from quicksilver.report.comparison import Committed, committed, distance
+from quicksilver.report.reproduction import UNUSABLE, fill_readme
 from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, Written
 from quicksilver.runtime.errors import ConfigError
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import amount, interval_cell, signed, speedup_cell, versus_null_cell
 from quicksilver.report.comparison import against_dense, frame, noise
+from quicksilver.report.table import amount, interval_cell, signed, speedup_cell, versus_null_cell
 from quicksilver.runtime.errors import ConfigError
 
 

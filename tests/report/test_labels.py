@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from quicksilver.report.figure import panels, style
-from quicksilver.report.labels import heat_look, label_ends, label_points, legend_below, spread, write_cells
+from quicksilver.report.figure import heat_look, label_ends, label_points, legend_below, panels, spread, style, write_cells
 
 
 @given(st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=12))

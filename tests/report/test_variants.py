@@ -12,8 +12,17 @@ import pytest
 from quicksilver.harness.config import compose
 from quicksilver.harness.jobs import REFUSED, Job
 from quicksilver.report.artefacts import find
-from quicksilver.report.reproduction import MINE, make_command, name_of
-from quicksilver.report.variants import VARIANTS, Variant, index, of_name, selected_by, why_not
+from quicksilver.report.reproduction import (
+    LOCAL_SUFFIX,
+    VARIANTS,
+    Variant,
+    make_command,
+    name_of,
+    of_name,
+    selected_by,
+    variants_page,
+    why_not,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,8 +54,8 @@ def test_git_keeps_what_is_read_of_a_variant_and_nothing_that_is_a_users() -> No
         assert not any(map(ignored, there))
         others = (
             f"tables/table11-{variant.name}.csv",
-            f"tables/table11-{variant.name}{MINE}.md",
-            f"figures/figure09-{variant.name}{MINE}.png",
+            f"tables/table11-{variant.name}{LOCAL_SUFFIX}.md",
+            f"figures/figure09-{variant.name}{LOCAL_SUFFIX}.png",
         )
         assert all(map(ignored, others))
     assert ignored("tables/table11-gpt2-large-wikitext103.md")
@@ -77,7 +86,7 @@ def test_the_page_links_what_is_there_and_gives_each_reason_once() -> None:
     tables, figure = [find("table", number) for number in ("11", "3", "10")], find("figure", "7")
     missing = {tables[0]: None, tables[1]: "it was not run", tables[2]: "it was not run", figure: None}
     there = {VARIANTS[0]: missing, VARIANTS[1]: dict.fromkeys(missing, "it was not run")}
-    page = index(there, {variant: {one: f"make {one.name}" for one in missing} for variant in VARIANTS})
+    page = variants_page(there, {variant: {one: f"make {one.name}" for one in missing} for variant in VARIANTS})
     assert f"(tables/table11-{VARIANTS[0].name}.md)" in page
     assert f"(figures/figure07-{VARIANTS[0].name}.png)" in page
     assert f"table03-{VARIANTS[0].name}" not in page

@@ -64,13 +64,13 @@ def main(words: Sequence[str]) -> int:
     from quicksilver.harness.config import compose
     from quicksilver.harness.terminal import progress_bar
     from quicksilver.harness.workplace import Workplace
-    from quicksilver.report.budget import Report, table
+    from quicksilver.report.sweeps import BudgetReport, budget_table
 
     dial, workplace = budgets.load_dial(asked.dial), Workplace()
     wanted = [budgets.Budget("save", pct, asked.of) for pct in asked.save]
     wanted += [budgets.Budget("cost", pct, sure=asked.sure) for pct in asked.cost]
     results = Path(compose(overrides).results_dir)
-    reports: list[Report] = []
+    reports: list[BudgetReport] = []
     refused: list[str] = []
     for budget in wanted:
         try:
@@ -82,12 +82,12 @@ def main(words: Sequence[str]) -> int:
             refused.append(str(error))
             continue
         yaml = budgets.freeze(found, results / "budget", workplace=workplace)
-        reports.append(Report(found, _later(found, yaml, asked.transfer, overrides, workplace)))
+        reports.append(BudgetReport(found, _later(found, yaml, asked.transfer, overrides, workplace)))
         protocol = f"protocol={found.config.protocol.name}"
         print(f"To {budget}: {dial.keys[0]}={dial.text(found.chosen.value)}, written to {yaml}. To use it:")
         print(f"  quicksilver run --config-dir {results / 'budget'} modules=[{yaml.stem}] {protocol}\n")
     if reports:
-        made = table(reports, _name(dial.name, reports[0].found.config))
+        made = budget_table(reports, _name(dial.name, reports[0].found.config))
         print(made.text(width()))
         print("Written: " + ", ".join(map(str, made.write(results / "tables"))))
     for message in refused:

@@ -18,7 +18,7 @@ from quicksilver.cli.talk import counted, explain, width
 from quicksilver.harness.answers import Answers
 from quicksilver.harness.jobs import workplace
 from quicksilver.report.artefacts import artefacts
-from quicksilver.report.reproduction import MINE, all_kept, base_config, make_command, name_of, recorded
+from quicksilver.report.reproduction import LOCAL_SUFFIX, all_kept, base_config, make_command, name_of, recorded
 from quicksilver.report.written import read
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def main(words: Sequence[str]) -> int:
     """
     from quicksilver.files import write_files
     from quicksilver.harness.run import store_of
-    from quicksilver.report.claims.ledger import Source
-    from quicksilver.report.claims.printed import ledger
+    from quicksilver.report.claims.ledger import Source, ledger
 
     overrides = check_overrides(words, "claims")
     base = base_config(overrides)
@@ -53,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     answers.save()
     name = name_of("claims", base, overrides)
     whole = all(all_kept(source.outcomes, store) for source in sources) and not _lacks(store, name)
-    table = ledger(sources, name if whole else f"{name}{MINE}")
+    table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}")
     print(table.text(width()))
     contents = {"md": table.markdown().encode(), "csv": table.csv().encode(), "json": table.written().json()}
     contents = {f"{table.name}.{suffix}": content for suffix, content in contents.items()}

@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     from quicksilver.harness.keeping import keep
     from quicksilver.harness.store import KEPT, Store
     from quicksilver.report.artefacts import artefacts
-    from quicksilver.report.reproduction import MINE
+    from quicksilver.report.reproduction import LOCAL_SUFFIX
     from quicksilver.report.written import read
 
     root = Path(options.results_dir)
@@ -43,13 +43,13 @@ def main(words: Sequence[str]) -> int:
     if not written:
         raise ConfigError(f"results_dir={root}: there is no table or figure in it whose records could be kept.")
     reads = {one.name: one.reads for one in artefacts()}
-    mine = [name for name in written if name.endswith(MINE)]
+    mine = [name for name in written if name.endswith(LOCAL_SUFFIX)]
     wanted: dict[str, set[str]] = {}
     for name, path in written.items():
-        if f"{name}{MINE}" in written:
+        if f"{name}{LOCAL_SUFFIX}" in written:
             continue  # measured anew
         for fingerprint in read(path).records:
-            wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(MINE).split("-")[0], ()))
+            wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(LOCAL_SUFFIX).split("-")[0], ()))
     pictures = {name: read(written[name]).pictures for name in mine}
     kept = keep(Store(root), wanted)
     index = Answers(root).index()

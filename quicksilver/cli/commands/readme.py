@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quicksilver.cli.arguments import split
-from quicksilver.report.readme import fill_readme
+from quicksilver.report.reproduction import fill_readme
 
 
 @dataclass

@@ -19,7 +19,7 @@ from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from quicksilver.report.artefacts import Artefact
-    from quicksilver.report.variants import Variant
+    from quicksilver.report.reproduction import Variant
 
 INDEX = "variants.md"
 
@@ -34,13 +34,12 @@ def main(words: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0]}: variants takes results_dir=FOLDER and no other key.")
     from quicksilver.files import write_files
-    from quicksilver.report.reproduction import make_command
-    from quicksilver.report.variants import VARIANTS, index
+    from quicksilver.report.reproduction import VARIANTS, make_command, variants_page
 
     root = Path(options.results_dir)
     there = {variant: _write(variant, root) for variant in VARIANTS}
     commands = {variant: {one: make_command(one, variant.overrides) for one in missing} for variant, missing in there.items()}
-    (path,) = write_files(root, {INDEX: index(there, commands).encode()})
+    (path,) = write_files(root, {INDEX: variants_page(there, commands).encode()})
     for variant, missing in there.items():
         print(f"{variant.title}: {sum(why is None for why in missing.values())} of {len(missing)} tables and figures.")
     print(f"Written: {path}")
@@ -55,8 +54,7 @@ def _write(variant: Variant, root: Path) -> dict[Artefact, str | None]:
     from quicksilver.harness.jobs import workplace
     from quicksilver.harness.run import store_of
     from quicksilver.report.artefacts import artefacts
-    from quicksilver.report.reproduction import base_config, build, recorded
-    from quicksilver.report.variants import why_not
+    from quicksilver.report.reproduction import base_config, build, recorded, why_not
     from quicksilver.report.written import read
 
     overrides = [*variant.overrides, f"results_dir={root}"]

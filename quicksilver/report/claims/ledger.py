@@ -1,5 +1,5 @@
 """The claims ledger: every number of the paper beside what the records at hand say, with a verdict (docs/verdicts.md). How it is printed is
-in `quicksilver.report.claims.printed`.
+in `quicksilver.report.claims.ledger`.
 
 Which record answers which claim stands in the files of `experiments/`: `Row.reported`, and a mapping `ANSWERS`. Nothing is run here.
 """
@@ -7,6 +7,8 @@ Which record answers which claim stands in the files of `experiments/`: `Row.rep
 from __future__ import annotations
 
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,18 +21,27 @@ from quicksilver.harness.record import Record, load_record
 from quicksilver.harness.stats import bootstrap
 from quicksilver.measure.null import NullResult
 from quicksilver.report.artefacts import Artefact, Outcome
-from quicksilver.report.cells import number
-from quicksilver.report.claims import statements
 from quicksilver.report.claims.contradictions import contradictions
-from quicksilver.report.claims.reported import Reported, quantity, reported
-from quicksilver.report.claims.verdicts import Estimate, Target, Verdict, judge, with_its_quality, with_its_saving
+from quicksilver.report.claims.reported import (
+    Estimate,
+    Reported,
+    Target,
+    Verdict,
+    judge,
+    quantity,
+    reported,
+    with_its_quality,
+    with_its_saving,
+)
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.provenance import SHORT
+from quicksilver.report.table import Column, Lines, Panel, Table, number
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
 
 # The models that the paper's absolute numbers are of (App. J calls gpt2-medium's shape by gpt2-large's size), and its GPU.
 PAPER_MODELS = ("gpt2-large", "gpt2-medium")
@@ -231,9 +242,9 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
     """The ledger: a row for each claim and each record that answers it, or one that says why there is none; then what other papers state,
     and the contradictions."""
     rows = [row for entry in reported().values() for name in entry.quantities for row in _rows(entry, name, sources)]
-    rows += [row for source in sources for row in statements.rows(source.artefact)]
+    rows += [row for source in sources for row in _statements(source.artefact)]
     words = dict.fromkeys((name for name in COLUMNS if name not in _NUMBERS), "")
-    return pd.DataFrame([words | row for row in (*rows, *_contradictions())], columns=COLUMNS)
+    return pd.DataFrame([words | row for row in (*rows, *_conflicts())], columns=COLUMNS)
 
 
 def _rows(entry: Reported, name: str, sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
@@ -406,7 +417,7 @@ def _reported(entry: Reported, name: str) -> str:
     return f"≤ {high:g}" if low is None else f"≥ {low:g}" if high is None else f"{low:g} to {high:g}"
 
 
-def _contradictions() -> Iterator[dict[str, Any]]:
+def _conflicts() -> Iterator[dict[str, Any]]:
     for row in contradictions():
         finding = row.finding()
         yield {
@@ -414,3 +425,172 @@ def _contradictions() -> Iterator[dict[str, Any]]:
             **{"place": row.places, "reported": "" if row.conflict is None else f"#{row.conflict}", "verdict": row.agreement},
             "why": "; ".join(filter(None, (finding.text if finding else "", f"here: {row.ours}"))),
         }
+
+
+# --- what another paper states without a number --------------------------------------------------------------------------------
+
+
+STATEMENT = "statement"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement that a difference is above 0.
+
+    Attributes:
+        id: dotted name. paper: where it stands. quote: its words.
+        compared: which difference was measured here.
+        estimate: the difference; None: it was not measured.
+        why: what the interval is over, what else speaks for or against it, or the command that would measure it.
+        fails: a condition of the statement does not hold here, whatever the difference; `why` says which.
+    """
+
+    id: str
+    paper: str
+    quote: str
+    compared: str
+    estimate: Estimate | None
+    why: str
+    fails: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """`reproduced` where the interval lies above 0, `not reproduced` below; `undecided` where it holds 0."""
+        if self.estimate is None:
+            return "not measured"
+        if self.fails or self.estimate.high < 0:
+            return "not reproduced"
+        return "reproduced" if self.estimate.low > 0 else "undecided"
+
+
+def _statements(artefact: Artefact) -> Iterator[dict[str, Any]]:
+    """Rows of the ledger: one a statement of the experiment, none where it declares none."""
+    stated: Callable[[], list[Statement]] | None = getattr(artefact.experiment, "STATEMENTS", None)
+    for one in stated() if stated is not None else ():
+        row: dict[str, Any] = {
+            "panel": one.paper,
+            "section": "",
+            "kind": STATEMENT,
+            "claim": one.id,
+            "place": one.paper,
+            "quote": one.quote,
+        }
+        row |= {
+            "reported": "> 0",
+            "target_low": 0.0,
+            "verdict": one.verdict,
+            "why": f"{one.compared}; {one.why}",
+            "artefact": artefact.name,
+        }
+        if one.estimate is not None:
+            row |= {"measured": one.estimate.value, "measured_low": one.estimate.low, "measured_high": one.estimate.high}
+        yield row
+
+
+# --- as a table ----------------------------------------------------------------------------------------------------------------
+
+
+LEGEND = (
+    "measured: with its 95% interval, a time with the quartiles of its rounds; of several protocols each has its row. Perplexity is compared in percent of dense perplexity, "
+    "operations in the paper's ledger, time in percent of dense inference in the same process.",
+    "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
+    "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
+    "is not reproduced or undecided, neither is the saving reproduced. A quality is reproduced at the claimed saving only. not comparable: a "
+    "setting, or an absolute number of another model or machine. not measured: no record, or an interval too wide. by definition: it could "
+    "not be otherwise; not counted. The whole rule: docs/verdicts.md.",
+    "contradiction, consistent: computed from the paper's numbers alone; choice: the paper leaves it open.",
+    "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own.",
+)
+
+
+def ledger(sources: Sequence[Source], name: str = "claims") -> Table:
+    """The ledger as a table, a panel for each group of claims."""
+    rows = frame(sources)
+    panels = [
+        Panel(str(group), f"{group}: {_counts(members)}", _columns(str(group)), _notes(members))
+        for group, members in rows.groupby("panel", sort=False)
+    ]
+    claims = rows[rows["kind"] == "claim"]
+    title = f"The claims of arXiv 2506.22396: {claims['claim'].nunique()} numbers in {len(claims)} rows, {_counts(claims)}"
+    return Table(name, title, rows, tuple(panels), LEGEND)
+
+
+def _counts(rows: pd.DataFrame) -> str:
+    counts = Counter(rows["verdict"])
+    order = [*VERDICTS, *(word for word in counts if word not in (*VERDICTS, BY_DEFINITION))]
+    return ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
+
+
+def _notes(rows: pd.DataFrame) -> tuple[str, ...]:
+    measured = rows[rows["record"] != ""]
+    if measured.empty:
+        return ()
+    on = measured[["model", "weights_digest", "data", "token_digest"]].drop_duplicates()
+    models = "; ".join(
+        f"{one.model} (weights {one.weights_digest}) on {one.data} (tokens {one.token_digest})" for one in on.itertuples()
+    )
+    names = measured.drop_duplicates("record")["record"].str[:SHORT]
+    return (f"Measured on {models}.", f"Records: {', '.join(names)}.")
+
+
+def _columns(group: str) -> tuple[Column, ...]:
+    if group == CONTRADICTIONS:
+        return (
+            Column("", "conflict", _words("claim", 26, "conflict."), align="left"),
+            Column("", "#", lambda row: (row["reported"],), expendable=2),
+            Column("", "the paper says", _words("quote", 44), align="left"),
+            Column("", "verdict", lambda row: (row["verdict"],), align="left"),
+            Column("", "computed; here", _words("why", 54), align="left"),
+        )
+    return (
+        Column("", "claim", _words("claim", 34), align="left"),
+        Column("", "paper", lambda row: (f"{row['reported']} {'' if row['unit'].startswith('% ') else row['unit']}".strip(),)),
+        Column("", "compared", _compared, expendable=3),
+        Column("", "measured", _measurement),
+        Column("", "protocol", _protocol, align="left", expendable=1),
+        Column("", "verdict", lambda row: (row["verdict"],), align="left"),
+        Column("", "why", _words("why", 40), align="left"),
+    )
+
+
+def _words(column: str, width: int, without: str = "") -> Callable[[Mapping[str, Any]], Lines]:
+    """A cell of wrapped words; commands are long words, and names break at their dots."""
+
+    def cell(row: Mapping[str, Any]) -> Lines:
+        text = str(row[column]).removeprefix(without)
+        if column == "claim" and len(text) > width:
+            head, _, tail = text.rpartition(".")
+            return (f"{head}.", tail) if head else (tail,)
+        if column == "why":
+            text = "; ".join(filter(None, (text, row["versus_null"])))
+        return tuple(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)) or ("",)
+
+    return cell
+
+
+def _compared(row: Mapping[str, Any]) -> Lines:
+    """The claim in the unit of the measurement, where that is another."""
+    if not row["unit"].startswith("% "):
+        return ("",)
+    low, high = number(row, "target_low"), number(row, "target_high")
+    if low is None:
+        return (f"≤ {high:.2f}%",)
+    middle = (low + (high or 0.0)) / 2
+    return (f"{middle:+.2f}%",)
+
+
+def _measurement(row: Mapping[str, Any]) -> Lines:
+    value, low, high = (number(row, name) for name in ("measured", "measured_low", "measured_high"))
+    if value is None or low is None or high is None:
+        return ("-",)
+    size = max(abs(value), abs(low), abs(high))
+    decimals = 3 if size < 0.1 else 2 if size < 10 else 1
+    unit = "%" if row["unit"].startswith("%") else ""
+    text = f"{value:.{decimals}f}{unit}"
+    return (text,) if low == high else (text, f"[{low:.{decimals}f} {high:.{decimals}f}]")
+
+
+def _protocol(row: Mapping[str, Any]) -> Lines:
+    return (
+        (f"{row['protocol']} †" if row["lookahead"] is True else row["protocol"],) if isinstance(row["protocol"], str) else ("",)
+    )

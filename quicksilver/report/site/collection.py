@@ -19,10 +19,8 @@ from quicksilver.harness.store import Store
 from quicksilver.harness.sweep import labels
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
-from quicksilver.report.reproduction import make_command
-from quicksilver.report.variants import DEFAULT, of_name
-from quicksilver.report.writing import without_folders
-from quicksilver.report.written import Value, Written, read
+from quicksilver.report.reproduction import DEFAULT, make_command, of_name
+from quicksilver.report.written import Value, Written, read, without_folders
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _DATA_LIMIT_BYTES = 30_000  # a larger frame stays where it was written

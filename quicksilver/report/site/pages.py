@@ -9,15 +9,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
 import yaml
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from quicksilver.files import publish
 from quicksilver.harness.archive import ENTRY
@@ -25,12 +27,12 @@ from quicksilver.harness.record import EVENTS, Record
 from quicksilver.measure.typed import encoded
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.cells import amount, signed
 from quicksilver.report.claims.ledger import VERDICTS
-from quicksilver.report.site import charts, explorer, samples, tokens
+from quicksilver.report.site import explorer
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, grouped
-from quicksilver.report.site.grid import grid, prose
-from quicksilver.report.writing import without_folders
+from quicksilver.report.site.views import generated_texts, token_views
+from quicksilver.report.table import amount, signed
+from quicksilver.report.written import Lines, PrintedPanel, without_folders
 
 _ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js", "runs.js")
 _PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
@@ -59,7 +61,7 @@ class Site:
     def contents(self) -> dict[str, bytes]:
         """Every file of the site by its path in it."""
         contents = {f"assets/{name}": files(__package__).joinpath("templates", name).read_bytes() for name in _ASSETS}
-        contents["assets/bokeh.js"] = charts.script()
+        contents["assets/bokeh.js"] = explorer.bokeh_script()
         for run in self.there.runs.values():
             contents |= self._run_pages(run)
         for script, words in self._words.items():
@@ -68,7 +70,9 @@ class Site:
             contents |= self._piece_pages(piece)
         traced = [run for run in self.there.runs.values() if run.trace is not None]
         sweeps = without_folders(explorer.sweeps(self._panels()))
-        contents["explorer.html"] = self._page("explorer.html", sweeps=sweeps, charts=[charts.cost(sweep) for sweep in sweeps])
+        contents["explorer.html"] = self._page(
+            "explorer.html", sweeps=sweeps, charts=[explorer.cost_chart(sweep) for sweep in sweeps]
+        )
         contents["tokens.html"] = self._page("tokens_index.html", traced=traced)
         written = [run for run in self.there.runs.values() if run.samples is not None]
         contents["texts.html"] = self._page("samples_index.html", written=written)
@@ -139,7 +143,7 @@ class Site:
     def _run_pages(self, run: NamedRecord) -> dict[str, bytes]:
         contents = {}
         try:
-            views = tokens.shown(run.record) if run.record is not None else []
+            views = token_views(run.record) if run.record is not None else []
         except Exception as error:  # whatever a damaged record does: all other pages stay
             self.there.trouble(run, error)
         else:
@@ -150,7 +154,7 @@ class Site:
                 words = self._share(run.record.data.token_digest, views)
                 contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views, words=words)
         try:
-            written = samples.shown(run.record) if run.record is not None else {}
+            written = generated_texts(run.record) if run.record is not None else {}
         except Exception as error:  # as above
             self.there.trouble(run, error)
         else:
@@ -191,7 +195,7 @@ class Site:
             "environment": _yaml(encoded(record.environment)),
             "described": _yaml({key: record.content[key] for key in _DESCRIBED if key in record.content}),
             "files": record.files,
-            "chart": charts.windows(record),
+            "chart": explorer.windows_chart(record),
         }
 
     def _about(self) -> str:
@@ -343,3 +347,69 @@ def _is_plain_file(path: Path) -> bool:
 
 def _slug(text: str) -> str:
     return re.sub(r"\W+", "-", text.lower()).strip("-")
+
+
+# --- panels as HTML ------------------------------------------------------------------------------------------------------------
+
+
+_FEWEST_LEFT = 2  # the name of the row and one more are not a table
+_CODE = re.compile(r"`([^`]+)`")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row: its cells, or the name of the section that begins here."""
+
+    cells: tuple[Markup, ...]
+    section: Markup | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One table.
+
+    Attributes:
+        groups: headings over neighbouring columns with the number of them, and whether they are `reported`; empty text for none.
+        headers: heading of each column.
+        right: whether a column is aligned to the right.
+        reported: whether a column has the paper's numbers and may be folded where there is no room, so that the measured ones stay in view.
+        lines: the rows.
+    """
+
+    groups: tuple[tuple[Markup, int, bool], ...]
+    headers: tuple[Markup, ...]
+    right: tuple[bool, ...]
+    reported: tuple[bool, ...]
+    lines: tuple[Line, ...]
+
+
+def grid(panel: PrintedPanel) -> Grid:
+    """The panel's columns and rows."""
+    reported = _reported(panel)
+    groups, first = [], 0
+    for group, run in groupby(column.group for column in panel.columns):
+        groups.append((prose(group), span := len(list(run)), reported[first]))
+        first += span
+    lines = []
+    for section in panel.sections:
+        if section.title:
+            lines.append(Line((), prose(section.title)))
+        lines += [Line(tuple(map(_cell, row.cells))) for row in section.rows]
+    right = tuple(column.align == "right" for column in panel.columns)
+    headers = tuple(prose(column.header) for column in panel.columns)
+    return Grid(tuple(groups), headers, right, reported, tuple(lines))
+
+
+def _reported(panel: PrintedPanel) -> tuple[bool, ...]:
+    """Columns under a heading such as `paper reports` or `the paper`; none where hardly another column would be left."""
+    found = tuple("paper" in column.group.split() for column in panel.columns)
+    return found if len(found) - sum(found) > _FEWEST_LEFT else (False,) * len(found)
+
+
+def prose(text: str) -> Markup:
+    """Words as HTML: what stands between backticks is code, everything else stays as it is."""
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
+
+
+def _cell(lines: Lines) -> Markup:
+    return Markup("<br>").join(map(prose, lines))

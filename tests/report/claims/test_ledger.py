@@ -15,10 +15,8 @@ from quicksilver.cli.commands import reproduce
 from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, Row, find
 from quicksilver.report.claims.contradictions import contradictions
-from quicksilver.report.claims.ledger import CONTRADICTIONS, AnsweredBy, Source, frame
-from quicksilver.report.claims.printed import ledger
-from quicksilver.report.claims.reported import reported
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.ledger import CONTRADICTIONS, AnsweredBy, Source, frame, ledger
+from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.reproduction import make_command
 from quicksilver.runtime.errors import ConfigError
 

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from quicksilver.report.artefacts import Artefact, find
-from quicksilver.report.claims.ledger import Source
-from quicksilver.report.claims.printed import ledger
-from quicksilver.report.claims.statements import KIND, Statement
-from quicksilver.report.claims.verdicts import Estimate
+from quicksilver.report.claims.ledger import STATEMENT, Source, Statement, ledger
+from quicksilver.report.claims.reported import Estimate
 
 
 @pytest.mark.parametrize(
@@ -31,7 +29,7 @@ def test_a_verdict_is_where_the_interval_lies(ends, fails, verdict):
 def test_the_ledger_has_the_statements_with_the_numbers_of_the_study():
     artefact = find("table", "token_halting_claims")
     table = ledger([Source(artefact, [], "make it")])
-    found = table.frame[table.frame["kind"] == KIND].set_index("claim")
+    found = table.frame[table.frame["kind"] == STATEMENT].set_index("claim")
     assert set(found["panel"]) == {"arXiv 2303.05078 (Ye et al., token halting)"}
     judged = found[found["measured"].notna()]
     assert len(judged) >= 5
@@ -50,4 +48,4 @@ def test_the_ledger_has_the_statements_with_the_numbers_of_the_study():
 def test_an_experiment_that_states_nothing_adds_no_row():
     artefact = Artefact("table", ("98",), Path("none.py"))
     artefact.__dict__["experiment"] = find("table", "detection").experiment
-    assert KIND not in set(ledger([Source(artefact, [], "")]).frame["kind"])
+    assert STATEMENT not in set(ledger([Source(artefact, [], "")]).frame["kind"])

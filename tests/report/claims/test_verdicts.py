@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quicksilver.report.claims.verdicts import NEARLY, Estimate, Target, judge, with_its_quality, with_its_saving
+from quicksilver.report.claims.reported import NEARLY, Estimate, Target, judge, with_its_quality, with_its_saving
 
 RANK = {"not reproduced": 0, "partly": 1, "not measured": 1, "reproduced": 2}
 sizes = st.floats(0.01, 1000)

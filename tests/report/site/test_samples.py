@@ -14,7 +14,7 @@ from quicksilver.measure.generation import GREEDY, TEXTS
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.site.pages import make
-from quicksilver.report.site.samples import marked, shown
+from quicksilver.report.site.views import generated_texts, marked
 from quicksilver.report.table import Panel, Table
 from quicksilver.runtime.errors import ConfigError
 
@@ -78,7 +78,7 @@ def test_the_page_shows_text_as_text(results):
 
 def test_records_without_texts_have_no_page(results):
     _, run, dense = results
-    assert shown(dense) == {}
+    assert generated_texts(dense) == {}
     (run.path / TEXTS).write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=r"generation\.parquet of .* cannot be read"):
-        shown(run)
+        generated_texts(run)

@@ -26,14 +26,13 @@ from quicksilver.harness.window_tokens import window_tokens
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
-from quicksilver.report.site import explorer, tokens
+from quicksilver.report.reproduction import DEFAULT, VARIANTS
+from quicksilver.report.site import explorer, views
 from quicksilver.report.site.collection import Collection
-from quicksilver.report.site.grid import grid
-from quicksilver.report.site.pages import Site, make
+from quicksilver.report.site.pages import Site, grid, make
+from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Panel, Table
-from quicksilver.report.variants import DEFAULT, VARIANTS
-from quicksilver.report.writing import without_folders
-from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, read
+from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, read, without_folders
 from quicksilver.runtime.trace import Trace
 
 LAYERS, WINDOW, PROMPT = 6, 64, 48
@@ -526,7 +525,7 @@ def decoded(view: dict) -> dict:
 
 def test_the_letters_are_what_the_trace_says(records):
     trace = Trace.load(records["all"].trace_path)
-    view = decoded(tokens._from_trace(trace, 5))
+    view = decoded(views._from_trace(trace, 5))
     prompt, scored = (one.row(5 % 4) for one in trace.passes[2:4])  # batches of 4: the second has window 5
     assert len(view["states"]) == WINDOW - 1
     for layer in range(LAYERS):
@@ -544,9 +543,9 @@ def test_the_letters_are_what_the_trace_says(records):
 def test_trace_and_signals_say_the_same(records):
     """Two passes, one over a batch of windows, one over the prompt of the first window alone."""
     record = records["all"]
-    inside = decoded(tokens.shown(record)[1])
+    inside = decoded(token_views(record)[1])
     assert inside["name"] == "window 0"
-    traced = decoded(tokens._from_trace(Trace.load(record.trace_path), 0))
+    traced = decoded(views._from_trace(Trace.load(record.trace_path), 0))
     assert inside["states"] == traced["states"][:PROMPT]
     assert inside["bits"] == (traced["bits"] and traced["bits"][:PROMPT])
     fused = sorted(entry[:3] for entry in traced["fusions"])
@@ -558,7 +557,7 @@ def test_trace_and_signals_say_the_same(records):
 def test_the_harmed_window_comes_first(records):
     record = records["signal.random"]
     harm = record.windows["nll_nats"] - record.windows["dense_nll_nats"]
-    first, second = tokens.shown(record)
+    first, second = token_views(record)
     assert first["name"].startswith(f"window {harm.idxmax()}, harmed most")
     assert second["name"] != first["name"]
     assert "".join(first["texts"]).strip()
@@ -567,7 +566,7 @@ def test_the_harmed_window_comes_first(records):
 def test_other_tokens_than_the_records_are_not_shown(records):
     record = records["signal.random"]
     other = dataclasses.replace(record, data=dataclasses.replace(record.data, token_digest="0" * 64))
-    view = tokens.shown(other)[0]
+    view = token_views(other)[0]
     assert view["texts"] is None
     assert "other tokens now" in view["no_texts"]
 
@@ -748,7 +747,7 @@ def test_a_token_answers_to_pointer_and_keyboard(browser, site, records):
 
     page = Page(browser, site / "tokens" / f"{records['all'].fingerprint}.html")
     page.choose("#window", 2)  # the window that was harmed most
-    view = decoded(tokens.shown(records["all"])[2])
+    view = decoded(token_views(records["all"])[2])
     fused = next(i for i, states in enumerate(view["states"]) if "F" in states)
     ActionChains(browser).move_to_element(page.find(f"#token-{fused}")).perform()
     detail = page.text("#detail")
@@ -787,7 +786,7 @@ def test_shading_follows_the_channel_and_the_layer(browser, site, records):
     first = page(shades)
     page.choose("#layer", LAYERS)
     assert fused != first != page(shades)
-    values = tokens.shown(records["all"])[1]["signals"]["entropy"]["values"]
+    values = token_views(records["all"])[1]["signals"]["entropy"]["values"]
     page("show(7)")
     assert str(values[7][LAYERS - 1]) in page.text("#detail")
 

@@ -14,7 +14,7 @@ import pytest
 
 from quicksilver.data.annotation.trees import joints
 from quicksilver.measure.word_classes import WORDS
-from quicksilver.report.site import tokens
+from quicksilver.report.site import views
 
 TREE = "(ROOT (S (NP (DT the) (NN dog)) (VP (VBD saw) (NP (DT a) (NN cat)) (PP (IN in) (NP (DT the) (NN house)))) (. .)))"
 FORMS = ["the", "dog", "saw", "a", "cat", "in", "the", "house", "."]
@@ -28,15 +28,15 @@ def test_a_window_has_classes_by_token_and_joints_by_word(tmp_path):
     frame = pd.DataFrame(rows, columns=["slot", "word", "class"]).assign(window=3, sentence=7, joint_label="NP", joint_words=2)
     pd.concat([frame.assign(window=1), frame]).to_parquet(tmp_path / WORDS)
     record = SimpleNamespace(path=tmp_path)
-    found = tokens._words(record, 3)
+    found = views._words(record, 3)
     assert found is not None
     classes = [found["classes"]["distinct"][place] for place in found["classes"]["places"]]
     assert classes == ["determiner", "content", "", "content", "content"]
     assert found["word"] == [0, 1, -1, 2, 2]
     assert found["sentence"] == [7, 7, 7]
     assert found["joints"] == [["NP", 2]] * 3
-    assert tokens._words(record, 5) is None
-    assert tokens._words(SimpleNamespace(path=tmp_path / "no words"), 3) is None
+    assert views._words(record, 5) is None
+    assert views._words(SimpleNamespace(path=tmp_path / "no words"), 3) is None
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's script")

@@ -12,8 +12,8 @@ from harness_world import TREEBANK_WORDS, make_treebank, make_world
 from quicksilver.harness.config import compose
 from quicksilver.harness.record import Record
 from quicksilver.harness.run import ensure
-from quicksilver.report.site import tokens
 from quicksilver.report.site.pages import make
+from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Table
 
 FUSION = ("modules=[token_fusion]", "modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null")
@@ -39,7 +39,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 @pytest.fixture(scope="module")
 def view(record: Record) -> dict:
-    return next(one for one in tokens.shown(record) if one.get("words"))
+    return next(one for one in token_views(record) if one.get("words"))
 
 
 def spelled(view: dict) -> list[str]:

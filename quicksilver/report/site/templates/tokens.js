@@ -2,7 +2,7 @@
 // What happened to the tokens of a text. A token is a column, a layer a row; layers count from 1.
 
 const views = JSON.parse(document.getElementById("views").textContent);
-// Letter, name of the colour, words. The letters are those of quicksilver/report/site/tokens.py.
+// Letter, name of the colour, words. The letters are those of quicksilver/report/site/views.py.
 const STATES = [
   ["C", "active", "computed"], ["W", "nokv", "computed, no K/V entry"], ["H", "halted", "halted, no K/V entry"],
   ["K", "kept", "halted, K/V entry kept"], ["R", "resumed", "computed again"], ["N", "again", "computed again, no K/V entry"], ["F", "carried", "carried by a neighbour"],

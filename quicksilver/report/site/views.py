@@ -6,7 +6,10 @@ as well. Both become the same: a letter for each token and layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,9 @@ import torch
 
 from quicksilver.harness.record import Record
 from quicksilver.harness.window_tokens import window_tokens
+from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS
 from quicksilver.measure.word_classes import WORDS
-from quicksilver.report.cells import signed
+from quicksilver.report.table import signed
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.trace import PassTrace, Trace
 
@@ -30,7 +34,7 @@ SIGNALS = (
 )
 
 
-def shown(record: Record) -> list[dict[str, Any]]:
+def token_views(record: Record) -> list[dict[str, Any]]:
     """Texts of a record worth looking at: those that it looked into, then the window that the run harmed most and the one in the middle.
 
     Each has `name`, `window` (its number; absent where a text was looked into), `texts` (tokens; None with `no_texts` saying why), `states` and `bits` (a string of L characters a token, coded as
@@ -217,3 +221,70 @@ def _from_signals(record: Record, number: int) -> dict[str, Any]:
 
 def _short(value: float) -> float | None:
     return float(f"{value:.3g}") if np.isfinite(value) else None
+
+
+# --- generated texts -----------------------------------------------------------------------------------------------------------
+
+
+SHOWN = 8  # prompts of each way of decoding; all are in generation.parquet
+_END_OF_PROMPT = 60  # words of a prompt that are shown
+_WORD = re.compile(r"\s*\S+|\s+\Z")
+
+Piece = tuple[str, bool]  # text, and whether the other side has something else there
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and both continuations.
+
+    Attributes:
+        prompt: the end of it, `cut` saying whether there is more before.
+        run, dense: the continuations in pieces.
+        same_tokens: tokens before the first that differs; agreement: share of places with the same token, 0 to 1.
+    """
+
+    number: int
+    prompt: str
+    cut: bool
+    run: tuple[Piece, ...]
+    dense: tuple[Piece, ...]
+    same_tokens: int
+    agreement: float
+    nats: float
+    dense_nats: float
+
+
+def generated_texts(record: Record) -> dict[str, list[Sample]]:
+    """Samples by way of decoding; nothing of a record that generated no text.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    if TEXTS not in record.files:
+        return {}
+    try:
+        frame = pd.read_parquet(record.path / TEXTS)
+        return {way: [_sample(row) for _, row in frame[frame["way"] == way].head(SHOWN).iterrows()] for way in (GREEDY, SAMPLED)}
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(f"{TEXTS} of {record.path} cannot be read: {error}.") from error
+
+
+def _sample(row: pd.Series) -> Sample:
+    words = _WORD.findall(row["prompt_text"])
+    run, dense = marked(row["text"], row["dense_text"])
+    return Sample(
+        int(row["prompt"]), "".join(words[-_END_OF_PROMPT:]).lstrip(), len(words) > _END_OF_PROMPT, run, dense,
+        int(row["same_tokens"]), float(row["agreement"]), float(row["nats"]), float(row["dense_nats"]),
+    )  # fmt: skip
+
+
+def marked(one: str, two: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """Both texts in pieces, alternately as in the other and not; words are compared with the white space before them."""
+    words, others = _WORD.findall(one), _WORD.findall(two)
+    left: list[Piece] = []
+    right: list[Piece] = []
+    for kind, a, b, c, d in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
+        for side, some in ((left, words[a:b]), (right, others[c:d])):
+            if some:
+                side.append(("".join(some), kind != "equal"))
+    return tuple(left), tuple(right)

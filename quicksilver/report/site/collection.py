@@ -45,7 +45,7 @@ class Piece:
         command: what makes it.
         written: what it says; None: it was not made yet, or its file is damaged.
         data: its frame as CSV, of `data_bytes`.
-        variant: the selection that it is of, where it is a variant (variants.py) of the piece called `of`; "": the default.
+        variant: the selection that it is of, where it is a variant of the piece called `of`; "": the default.
     """
 
     name: str
@@ -73,19 +73,26 @@ class Piece:
 
 @dataclass
 class NamedRecord:
-    """A record that a piece names, or the reason why it cannot be shown."""
+    """A record that a piece names, or the reason why it cannot be shown.
+
+    Attributes:
+        trace, samples: its pages of tokens and of generated texts.
+        settings: of its configuration, what is not the same in every run.
+        varied: keys of those in which runs with the same label differ.
+        sweep: `NAME [17/200] tau_drift=p40`.
+    """
 
     fingerprint: str
     record: Record | None
-    dense: Record | None
     pieces: list[Piece]
+    dense: Record | None = None
     problems: list[Problem] = field(default_factory=list)
     row: Mapping[str, Any] = field(default_factory=dict)
-    trace: str | None = None  # its page of tokens
-    samples: str | None = None  # its page of generated texts
-    settings: Mapping[str, str] = field(default_factory=dict)  # of its configuration, what is not the same in every run
-    varied: tuple[str, ...] = ()  # keys of those in which runs with the same label differ
-    sweep: str | None = None  # `NAME [17/200] tau_drift=p40`
+    trace: str | None = None
+    samples: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    varied: tuple[str, ...] = ()
+    sweep: str | None = None
 
     @property
     def label(self) -> str:
@@ -120,35 +127,31 @@ class Collection:
                 "would be empty, and one that is there was left as it is. make reproduce makes the records."
             )
 
+    # --- tables, figures, the ledger ----------------------------------------------------------------------------------------------
+
     def _pieces(self) -> Iterable[Piece]:
-        known = artefacts()
-        for artefact in known:
-            yield self._piece(artefact.name, artefact)
-        names = {artefact.name for artefact in known}
+        known = {artefact.name: artefact for artefact in artefacts()}
+        for name, artefact in known.items():
+            yield self._piece(name, artefact, artefact.kind)
         written = {*self.root.glob("tables/*.json"), *self.root.glob("figures/*.json")}
-        for path in sorted(path for path in written if path.stem not in names and not path.name.startswith(".")):
+        for path in sorted(path for path in written if path.stem not in known and not path.name.startswith(".")):
             try:
-                plain_name(path.stem, "the name of a table or figure")
+                name = plain_name(path.stem, "the name of a table or figure")
             except ConfigError as error:
                 self.problems.append(Problem(f"{path.parent.name}/{path.name}", str(error), ""))
                 continue
-            owner = next((one for one in known if path.stem.startswith(f"{one.name}-")), None)
-            yield self._piece(path.stem, owner, kind=path.parent.name.removesuffix("s"))
+            owner = next((one for one in known.values() if name.startswith(f"{one.name}-")), None)
+            yield self._piece(name, owner, path.parent.name.removesuffix("s"))
 
-    def _piece(self, name: str, artefact: Artefact | None, kind: str | None = None) -> Piece:
-        kind = kind or (artefact.kind if artefact is not None else "table")
-        command, title = "", name
-        order: tuple[Any, ...] = (2, 0, name)
+    def _piece(self, name: str, artefact: Artefact | None, kind: str) -> Piece:
+        piece = Piece(name, kind, name, "", (2, 0, name))
         if artefact is not None:
-            command = f"make reproduce-{artefact.kind} {artefact.kind.upper()}={artefact.numbers[0]}"
-            order = (*artefact.order, name)
             title = artefact.title[:1].upper() + artefact.title[1:]
-            if artefact.is_numbered:
-                title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}"
-        piece = Piece(name, kind, title, command, order)
-        if artefact is not None and (variant := of_name(name, artefact.name)) is not None:
-            piece.of, piece.variant = artefact.name, variant.title
-            piece.command = make_command(artefact, variant.overrides)
+            piece.title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}" if artefact.is_numbered else title
+            piece.order, piece.command = (*artefact.order, name), make_command(artefact, ())
+            if (variant := of_name(name, artefact.name)) is not None:
+                piece.of, piece.variant = artefact.name, variant.title
+                piece.command = make_command(artefact, variant.overrides)
         path = self.root / f"{kind}s" / f"{name}.json"
         if not path.is_file():
             self.note([piece], name, f"it was not made yet: there is no {kind}s/{path.name}.")
@@ -178,22 +181,23 @@ class Collection:
         return same if len(same) > 1 else []
 
     def _claims(self) -> list[dict[str, Value]] | None:
-        """The rows of the ledger, empty text where there is no value; None: there is no ledger."""
+        """The rows of the ledger, empty text where there is no value; None: there is no ledger, or it is damaged."""
         path = self.root / _CLAIMS
-        if not path.is_file():
-            self.problems.append(
-                Problem("claims", f"the ledger was not made yet: there is no {path.name}.", "To make it: make claims")
-            )
-            return None
         try:
-            found = read(path).entries
-            for row in found:
-                fingerprint_of(row["record"], "the record of a claim") if row.get("record") else None
-                plain_name(row["artefact"], "the artefact of a claim") if row.get("artefact") else None
+            if not path.is_file():
+                raise ConfigError(f"the ledger was not made yet: there is no {path.name}.")
+            found: list[dict[str, Value]] = [
+                {key: "" if value is None else value for key, value in entry.items()} for entry in read(path).entries
+            ]
+            for check, column in ((fingerprint_of, "record"), (plain_name, "artefact")):
+                for name in filter(None, (row.get(column) for row in found)):
+                    check(name, f"the {column} of a claim")
         except ConfigError as error:
             self.problems.append(Problem("claims", self._without_root(str(error)), "To make it: make claims"))
             return None
-        return [{key: "" if value is None else value for key, value in entry.items()} for entry in found]
+        return found
+
+    # --- records ------------------------------------------------------------------------------------------------------------------
 
     def _runs(self) -> dict[str, NamedRecord]:
         """Every named record, and the dense record of each, by fingerprint."""
@@ -201,60 +205,55 @@ class Collection:
         ledger = Piece("claims", "table", "the claims", "make claims", ())
         judged = sorted({str(row["record"]) for row in self.claims or () if row.get("record")})
         for piece, fingerprints in (*((one, one.written.records) for one in self.pieces if one.written), (ledger, judged)):
-            for fingerprint in fingerprints:
-                pieces = named.setdefault(fingerprint, [])
-                if piece not in pieces:
-                    pieces.append(piece)
+            for fingerprint in dict.fromkeys(fingerprints):
+                named.setdefault(fingerprint, []).append(piece)
         runs = {fingerprint: self._run(fingerprint, pieces) for fingerprint, pieces in sorted(named.items())}
         for run in list(runs.values()):
             needed = run.record.dense_fingerprint if run.record is not None else None
             if needed is not None and needed not in runs:
                 runs[needed] = self._run(needed, run.pieces)
         for run in runs.values():
-            if run.record is not None:
-                run.dense = runs[run.record.dense_fingerprint or run.fingerprint].record
+            run.dense = runs[run.record.dense_fingerprint or run.fingerprint].record if run.record is not None else None
         for run in runs.values():
             if run.record is not None and run.dense is not None:
                 try:
                     run.row = against_dense(run.record, run.dense)
-                except QuickSilverError as error:
-                    self.trouble(run, error)
                 except Exception as error:  # whatever a damaged record does: it is left out, and the others stay
                     self.trouble(run, error)
-                    run.record = None
+                    run.record = run.record if isinstance(error, QuickSilverError) else None
         self._tell_apart(list(runs.values()))
         return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[1].differing, item[0])))
+
+    def _run(self, fingerprint: str, pieces: list[Piece]) -> NamedRecord:
+        run = NamedRecord(fingerprint, None, pieces)
+        try:
+            run.record = Store(self.root).get(fingerprint)
+            if run.record is None:
+                names = ", ".join(piece.name for piece in pieces)
+                raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
+        except Exception as error:  # as above
+            self.trouble(run, error)
+        return run
 
     def _tell_apart(self, runs: Sequence[NamedRecord]) -> None:
         """Give each run the settings that are its own, and its place in a sweep."""
         places = labels(self.root)
-        flat = {run.fingerprint: _flat(run.record.identity.config) for run in runs if run.record is not None}
-        own = _varied(flat.values())
+        config = {run.fingerprint: printed(run.record.identity.config) for run in runs if run.record is not None}
+        own = varied(config.values())
         same: dict[str, list[NamedRecord]] = {}
         for run in runs:
             run.sweep = places.get(run.fingerprint)
             if run.record is not None:
-                found = flat[run.fingerprint]
+                found = config[run.fingerprint]
                 run.settings = {key: str(without_folders(found[key])) for key in own if key in found}
                 same.setdefault(run.label, []).append(run)
         for group in same.values():
             # Measurements and seeds tell runs apart only where nothing of the run itself does.
-            keys = _varied([flat[run.fingerprint] for run in group])
-            first = tuple(key for key in keys if not key.startswith("measure."))
+            keys = varied([config[run.fingerprint] for run in group])
             for run in group:
-                run.varied = first or keys
+                run.varied = tuple(key for key in keys if not key.startswith("measure.")) or keys
 
-    def _run(self, fingerprint: str, pieces: list[Piece]) -> NamedRecord:
-        names = ", ".join(piece.name for piece in pieces)
-        try:
-            record = Store(self.root).get(fingerprint)
-            if record is None:
-                raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
-            return NamedRecord(fingerprint, record, None, pieces)
-        except Exception as error:  # as above
-            run = NamedRecord(fingerprint, None, None, pieces)
-            self.trouble(run, error)
-            return run
+    # --- what is missing ----------------------------------------------------------------------------------------------------------
 
     def trouble(self, run: NamedRecord, error: Exception) -> None:
         """Note on the pages of `run` and of what names it why it cannot be shown, whole or in part."""
@@ -265,28 +264,28 @@ class Collection:
     def note(self, pieces: Sequence[Piece], where: str, what: str) -> Problem:
         """Note what is missing, here and on the pages of `pieces`; the first one's command makes it."""
         problem = Problem(where, self._without_root(what), f"To make it: {pieces[0].command}" if pieces[0].command else "")
-        self.problems.append(problem)
-        for piece in pieces:
-            piece.problems.append(problem)
+        for problems in (self.problems, *(piece.problems for piece in pieces)):
+            problems.append(problem)
         return problem
 
     def _without_root(self, what: str) -> str:
-        # Where the results lie must not show on the pages.
-        return what.replace(f"{self.root}/", "")
+        return what.replace(f"{self.root}/", "")  # where the results lie must not show on the pages
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A configuration as one level, `modules.halting.tau_drift` to its value in print."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+def flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level, `modules.halting.tau_drift` to its value."""
+    found: dict[str, Any] = {}
+    for key, value in entries.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found
 
 
-def _varied(settings: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
+def printed(config: Mapping[str, Any]) -> dict[str, str]:
+    """A configuration as one level, its values in print."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(config).items()}
+
+
+def varied(settings: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
     """Keys that not all have with the same value, sorted."""
     found = list(settings)
     keys = sorted({key for one in found for key in one})
@@ -303,9 +302,5 @@ def grouped(problems: Sequence[Problem]) -> list[tuple[str, list[str], str]]:
 
 def describe(problems: Sequence[Problem]) -> str:
     """The problems for a terminal."""
-    lines = []
-    for what, where, remedy in grouped(problems):
-        lines.append(f"{', '.join(where)}: {what}")
-        if remedy:
-            lines.append(f"  {remedy}")
-    return "\n".join(lines)
+    lines = [(f"{', '.join(where)}: {what}", remedy and f"  {remedy}") for what, where, remedy in grouped(problems)]
+    return "\n".join(line for pair in lines for line in pair if line)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import pandas as pd
@@ -29,13 +28,26 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import VERDICTS
 from quicksilver.report.site import explorer
-from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, grouped
+from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, flat, grouped
 from quicksilver.report.site.views import generated_texts, token_views
 from quicksilver.report.table import amount, signed
-from quicksilver.report.written import Lines, PrintedPanel, without_folders
+from quicksilver.report.written import PrintedPanel, without_folders
+
+T = TypeVar("T")
 
 _ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js", "runs.js")
 _PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
+_CODE = re.compile(r"`([^`]+)`")
+_FEWEST_LEFT = 2  # the name of the row and one more are not a table
+_PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
+_DESCRIBED = (
+    *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
+    *("started", "finished", "seconds"),
+)
+_SHOWN_APART = (
+    *(ENTRY, "checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts"),
+    *_DESCRIBED,
+)
 
 
 def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
@@ -45,9 +57,8 @@ def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
         ConfigError: there is no such folder, nothing was written in it yet, or `report` in it is not this command's.
     """
     site = Site(Collection(Path(results_dir)))
-    contents = site.contents()
     folder = site.there.root / "report"
-    publish(folder, contents)  # pages of records that no table names any more go: nothing links to them
+    publish(folder, site.contents())  # pages of records that no table names any more go: nothing links to them
     return folder / "index.html", site.there.problems
 
 
@@ -60,52 +71,41 @@ class Site:
 
     def contents(self) -> dict[str, bytes]:
         """Every file of the site by its path in it."""
+        runs = list(self.there.runs.values())
         contents = {f"assets/{name}": files(__package__).joinpath("templates", name).read_bytes() for name in _ASSETS}
         contents["assets/bokeh.js"] = explorer.bokeh_script()
-        for run in self.there.runs.values():
+        for run in runs:
             contents |= self._run_pages(run)
         for script, words in self._words.items():
             contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()
-        for piece in self.there.pieces:
-            contents |= self._piece_pages(piece)
-        traced = [run for run in self.there.runs.values() if run.trace is not None]
+        for place, piece in enumerate(self.there.pieces):
+            contents |= self._piece_pages(piece, place)
         sweeps = without_folders(explorer.sweeps(self._panels()))
-        contents["explorer.html"] = self._page(
-            "explorer.html", sweeps=sweeps, charts=[explorer.cost_chart(sweep) for sweep in sweeps]
-        )
-        contents["tokens.html"] = self._page("tokens_index.html", traced=traced)
-        written = [run for run in self.there.runs.values() if run.samples is not None]
-        contents["texts.html"] = self._page("samples_index.html", written=written)
-        contents["runs.html"] = self._runs_page()
-        claims = self._page(
-            "claims.html",
-            claims=self._claim_rows("claim"),
-            verdicts=self._verdicts(),
-            statements=self._claim_rows("statement"),
-            stated=self._verdicts("statement"),
-            conflicts=self._claim_rows("conflict"),
-            findings=self._verdicts("conflict"),
-        )
-        contents["claims.html"] = claims
-        contents["index.html"] = self._page(
-            "index.html",
-            verdicts=self._verdicts(),
-            groups=self._groups(),
-            about=self._about(),
-            problems=self.there.problems,
-        )
-        return contents
-
-    def _runs_page(self) -> bytes:
-        runs = list(self.there.runs.values())
-        records = [run.record for run in runs if run.record is not None]
-        filters = {
-            "model": sorted({record.model.name for record in records}),
-            "text": sorted({record.data.name for record in records}),
-            "protocol": sorted({record.protocol.name for record in records}),
+        rows = {
+            kind: [row for row in self.there.claims or () if row["kind"] == kind] for kind in ("claim", "statement", "conflict")
         }
-        settings = {run.fingerprint: dict(run.settings) for run in runs if run.record is not None}
-        return self._page("runs.html", runs=runs, filters=filters, settings=settings)
+        verdicts = {kind: _counted(found) for kind, found in rows.items()}
+        groups: dict[str, Counter[Any]] = {}  # verdicts by group of claims
+        for row in rows["claim"]:
+            groups.setdefault(str(row["panel"]), Counter())[row["verdict"]] += 1
+        pages: dict[str, dict[str, Any]] = {
+            "explorer": {"sweeps": sweeps, "charts": [explorer.cost_chart(sweep) for sweep in sweeps]},
+            "tokens": {"traced": [run for run in runs if run.trace is not None]},
+            "texts": {"written": [run for run in runs if run.samples is not None]},
+            "runs": self._runs(runs),
+            "claims": {"rows": rows, "verdicts": verdicts},
+            "index": {"verdicts": verdicts["claim"], "groups": groups, "about": self._about(), "problems": self.there.problems},
+        }
+        templates = {"tokens": "tokens_index", "texts": "samples_index"}
+        return contents | {f"{name}.html": self._page(f"{templates.get(name, name)}.html", **of) for name, of in pages.items()}
+
+    def _runs(self, runs: Sequence[NamedRecord]) -> dict[str, Any]:
+        found = {run.fingerprint: run.record for run in runs if run.record is not None}
+        filters = {
+            key: sorted({getattr(record, group).name for record in found.values()})
+            for key, group in (("model", "model"), ("text", "data"), ("protocol", "protocol"))
+        }
+        return {"runs": runs, "filters": filters, "settings": {run.fingerprint: run.settings for run in runs if run.record}}
 
     def _panels(self) -> Iterable[tuple[str, list[tuple[Record, Record]]]]:
         """The panels of every frame with the records in them that are there."""
@@ -115,59 +115,43 @@ class Site:
                 pairs = [(run.record, run.dense) for run in runs if run.record is not None and run.dense is not None]
                 yield f"{piece.title.partition(':')[0]}, {panel}", pairs
 
-    def _piece_pages(self, piece: Piece) -> dict[str, bytes]:
-        contents: dict[str, bytes] = {}
+    def _piece_pages(self, piece: Piece, place: int) -> dict[str, bytes]:
         folder = self.there.root / f"{piece.kind}s"
-        pictures = [name for name in piece.written.pictures if _is_plain_file(folder / name)] if piece.written is not None else []
-        if piece.written is not None and len(pictures) < len(piece.written.pictures):
+        named = piece.written.pictures if piece.written is not None else ()
+        pictures = [name for name in named if (folder / name).is_file() and not (folder / name).is_symlink()]
+        if len(pictures) < len(named):
             self.there.note([piece], piece.name, f"a picture of it is not in {piece.kind}s.")
-        for name in filter(None, (*pictures, piece.carried_data)):
-            contents[f"files/{name}"] = (folder / name).read_bytes()
-        runs = [run for run in self.there.runs.values() if piece in run.pieces]
-        place = self.there.pieces.index(piece)
-        before = self.there.pieces[place - 1] if place else None
-        after = next(iter(self.there.pieces[place + 1 :]), None)
-        values: dict[str, Any] = {
-            "piece": piece,
-            "pictures": pictures,
-            "runs": runs,
-            "linked": self._linked,
-            "selections": self.there.selections(piece),
-            "before": before,
-            "after": after,
-        }
-        page = self._page("piece.html", **values)
-        contents[f"{piece.name}.html"] = page
-        return contents
+        contents = {f"files/{name}": (folder / name).read_bytes() for name in filter(None, (*pictures, piece.carried_data))}
+        around = (None, *self.there.pieces, None)
+        page = self._page(
+            "piece.html", piece=piece, pictures=pictures, runs=[run for run in self.there.runs.values() if piece in run.pieces],
+            linked=self._linked, selections=self.there.selections(piece), before=around[place], after=around[place + 2],
+        )  # fmt: skip
+        return contents | {f"{piece.name}.html": page}
 
     def _run_pages(self, run: NamedRecord) -> dict[str, bytes]:
         contents = {}
-        try:
-            views = token_views(run.record) if run.record is not None else []
-        except Exception as error:  # whatever a damaged record does: all other pages stay
-            self.there.trouble(run, error)
-        else:
+        views = self._of(run, token_views) or []
+        if views and run.record is not None:
             for view in views:
                 view |= {key: without_folders(view[key]) for key in ("no_texts",) if key in view}
-            if views and run.record is not None:
-                run.trace = f"tokens/{run.fingerprint}.html"
-                words = self._share(run.record.data.token_digest, views)
-                contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views, words=words)
-        try:
-            written = generated_texts(run.record) if run.record is not None else {}
-        except Exception as error:  # as above
-            self.there.trouble(run, error)
-        else:
-            if written:
-                run.samples = f"texts/{run.fingerprint}.html"
-                contents[run.samples] = self._page("samples.html", base="../", run=run, samples=written)
-        details: dict[str, Any] | None = None
-        try:
-            details = self._run_details(run.record, run.dense) if run.record is not None else None
-        except Exception as error:  # as above
-            self.there.trouble(run, error)
+            run.trace = f"tokens/{run.fingerprint}.html"
+            words = self._share(run.record.data.token_digest, views)
+            contents[run.trace] = self._page("tokens.html", base="../", run=run, views=views, words=words)
+        if samples := self._of(run, generated_texts):
+            run.samples = f"texts/{run.fingerprint}.html"
+            contents[run.samples] = self._page("samples.html", base="../", run=run, samples=samples)
+        details = self._of(run, lambda record: _details(record, run.dense))
         contents[f"runs/{run.fingerprint}.html"] = self._page("run.html", base="../", run=run, details=details)
         return contents
+
+    def _of(self, run: NamedRecord, read: Callable[[Record], T]) -> T | None:
+        """What `read` finds in the record; None: there is none, or it is damaged, which is noted."""
+        try:
+            return read(run.record) if run.record is not None else None
+        except Exception as error:  # whatever a damaged record does: all other pages stay
+            self.there.trouble(run, error)
+            return None
 
     def _share(self, digest: str, views: Sequence[dict[str, Any]]) -> str:
         """Take the words of windows out of `views` into one script for all runs on the same tokens; returns its path."""
@@ -179,54 +163,17 @@ class Site:
                 view["texts"] = "shared"
         return script
 
-    def _run_details(self, record: Record, dense: Record | None) -> dict[str, Any]:
-        outcome = Outcome(Row("", "", "", "", ()), record, dense)
-        shown: dict[str, Any] = without_folders(
-            {
-                "notes": provenance.notes([outcome])[:-1],
-                "passes": _passes(record),
-                "measured": _flat(
-                    {key: value for key, value in record.content.items() if key not in (*_SHOWN_APART, *_DESCRIBED)}
-                ),
-            }
-        )
-        return shown | {
-            "config": _yaml({key: value for key, value in record.config.items() if key not in _PLACES}),
-            "environment": _yaml(encoded(record.environment)),
-            "described": _yaml({key: record.content[key] for key in _DESCRIBED if key in record.content}),
-            "files": record.files,
-            "chart": explorer.windows_chart(record),
-        }
-
     def _about(self) -> str:
         """What the records are of, by name; each page has the details of its own."""
         records = [run.record for run in self.there.runs.values() if run.record is not None]
         if not records:
             return ""
-
-        def names(group: str) -> str:
-            return ", ".join(sorted({getattr(record, group).name for record in records}))
-
-        machines = ", ".join(sorted({record.environment.gpu or record.environment.cpu for record in records}))
-        protocols = (
-            f"under the protocols {names('protocol')}" if "," in names("protocol") else f"under the protocol {names('protocol')}"
+        models, texts, protocols = (
+            sorted({getattr(one, group).name for one in records}) for group in ("model", "data", "protocol")
         )
-        return f"{len(records)} records of {names('model')} on {names('data')}, {protocols}, made on {machines}. Each page says which it shows."
-
-    def _claim_rows(self, kind: str) -> list[dict[str, Any]]:
-        return [row for row in self.there.claims or () if row["kind"] == kind]
-
-    def _verdicts(self, kind: str = "claim") -> list[tuple[str, int]]:
-        """How many rows of the ledger have each verdict, in the ledger's order."""
-        counts = Counter(row["verdict"] for row in self._claim_rows(kind))
-        return [(verdict, counts[verdict]) for verdict in dict.fromkeys((*VERDICTS, *counts)) if counts[verdict]]
-
-    def _groups(self) -> list[tuple[str, Counter[str]]]:
-        """Verdicts by group of claims, in the ledger's order."""
-        groups: dict[str, Counter[str]] = {}
-        for row in self._claim_rows("claim"):
-            groups.setdefault(row["panel"], Counter())[row["verdict"]] += 1
-        return list(groups.items())
+        machines = ", ".join(sorted({record.environment.gpu or record.environment.cpu for record in records}))
+        under = f"under the protocol{'s' if len(protocols) > 1 else ''} {', '.join(protocols)}"
+        return f"{len(records)} records of {', '.join(models)} on {', '.join(texts)}, {under}, made on {machines}. Each page says which it shows."
 
     def _linked(self, html: str, base: str = "") -> Markup:
         """HTML with the fingerprints in it linked to their pages."""
@@ -249,35 +196,36 @@ class Site:
             lstrip_blocks=True,
         )  # fmt: skip
         environment.filters |= {
-            "signed": signed,
-            "json": _json,
-            "slug": _slug,
-            "digits": _digits,
-            "value": _value,
+            **{"signed": signed, "json": _json, "digits": _digits, "value": _value, "prose": prose, "lines": cell_lines},
+            "slug": lambda text: re.sub(r"\W+", "-", text.lower()).strip("-"),
             "grouped": lambda problems: without_folders(grouped(problems)),
-            "grid": grid,
-            "prose": prose,
+            "spans": lambda panel: [(group, len(list(run))) for group, run in groupby(column.group for column in panel.columns)],
+            "of_paper": of_paper,
         }
         return environment
 
 
-_PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
-_SHOWN_APART = (
-    ENTRY,
-    "checksum",
-    "config",
-    "environment",
-    "files",
-    "schema_version",
-    "fingerprint",
-    "identity",
-    "label",
-    "texts",
-)
-_DESCRIBED = (
-    *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
-    *("started", "finished", "seconds"),
-)
+def _counted(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """How many rows of the ledger have each verdict, in the ledger's order."""
+    counts = Counter(row["verdict"] for row in rows)
+    return [(verdict, counts[verdict]) for verdict in dict.fromkeys((*VERDICTS, *counts)) if counts[verdict]]
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------------------
+
+
+def _details(record: Record, dense: Record | None) -> dict[str, Any]:
+    """What the page of a run shows of its record."""
+    measured = flat({key: value for key, value in record.content.items() if key not in _SHOWN_APART})
+    notes = provenance.notes([Outcome(Row("", "", "", "", ()), record, dense)])[:-1]
+    shown: dict[str, Any] = without_folders({"notes": notes, "passes": _passes(record), "measured": list(measured.items())})
+    return shown | {
+        "config": _yaml({key: value for key, value in record.config.items() if key not in _PLACES}),
+        "environment": _yaml(encoded(record.environment)),
+        "described": _yaml({key: record.content[key] for key in _DESCRIBED if key in record.content}),
+        "files": record.files,
+        "chart": explorer.windows_chart(record),
+    }
 
 
 def _yaml(entries: Mapping[str, Any]) -> str:
@@ -288,9 +236,7 @@ def _yaml(entries: Mapping[str, Any]) -> str:
 def _passes(record: Record) -> list[dict[str, Any]]:
     """What happened when, from events.jsonl: seconds from the start, seconds until the next event."""
     path = record.path / EVENTS
-    if not path.is_file():
-        return []
-    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line] if path.is_file() else []
     times = [pd.Timestamp(event["time"]) for event in events]
     return [
         {
@@ -299,18 +245,11 @@ def _passes(record: Record) -> list[dict[str, Any]]:
             "took_s": (after - time).total_seconds() if after is not None else None,
             "detail": ", ".join(f"{key}: {value}" for key, value in event.items() if key not in ("time", "event", "pid")),
         }
-        for event, time, after in zip(events, times, [*times[1:], None], strict=True)
+        for event, time, after in zip(events, times, [*times[1:], None], strict=bool(events))
     ]
 
 
-def _flat(entries: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in entries.items():
-        if isinstance(value, Mapping) and value:
-            flat += _flat(value, f"{prefix}{key}.")
-        else:
-            flat.append((f"{prefix}{key}", value))
-    return flat
+# --- values in print --------------------------------------------------------------------------------------------------------------
 
 
 def _value(value: Any, key: str = "") -> str:
@@ -341,75 +280,17 @@ def _json(data: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def _is_plain_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()  # what a link leads to was not written here
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"\W+", "-", text.lower()).strip("-")
-
-
-# --- panels as HTML ------------------------------------------------------------------------------------------------------------
-
-
-_FEWEST_LEFT = 2  # the name of the row and one more are not a table
-_CODE = re.compile(r"`([^`]+)`")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One row: its cells, or the name of the section that begins here."""
-
-    cells: tuple[Markup, ...]
-    section: Markup | None = None
-
-
-@dataclass(frozen=True)
-class Grid:
-    """One table.
-
-    Attributes:
-        groups: headings over neighbouring columns with the number of them, and whether they are `reported`; empty text for none.
-        headers: heading of each column.
-        right: whether a column is aligned to the right.
-        reported: whether a column has the paper's numbers and may be folded where there is no room, so that the measured ones stay in view.
-        lines: the rows.
-    """
-
-    groups: tuple[tuple[Markup, int, bool], ...]
-    headers: tuple[Markup, ...]
-    right: tuple[bool, ...]
-    reported: tuple[bool, ...]
-    lines: tuple[Line, ...]
-
-
-def grid(panel: PrintedPanel) -> Grid:
-    """The panel's columns and rows."""
-    reported = _reported(panel)
-    groups, first = [], 0
-    for group, run in groupby(column.group for column in panel.columns):
-        groups.append((prose(group), span := len(list(run)), reported[first]))
-        first += span
-    lines = []
-    for section in panel.sections:
-        if section.title:
-            lines.append(Line((), prose(section.title)))
-        lines += [Line(tuple(map(_cell, row.cells))) for row in section.rows]
-    right = tuple(column.align == "right" for column in panel.columns)
-    headers = tuple(prose(column.header) for column in panel.columns)
-    return Grid(tuple(groups), headers, right, reported, tuple(lines))
-
-
-def _reported(panel: PrintedPanel) -> tuple[bool, ...]:
-    """Columns under a heading such as `paper reports` or `the paper`; none where hardly another column would be left."""
-    found = tuple("paper" in column.group.split() for column in panel.columns)
-    return found if len(found) - sum(found) > _FEWEST_LEFT else (False,) * len(found)
-
-
 def prose(text: str) -> Markup:
     """Words as HTML: what stands between backticks is code, everything else stays as it is."""
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
 
 
-def _cell(lines: Lines) -> Markup:
+def cell_lines(lines: Sequence[str]) -> Markup:
+    """The lines of a cell as HTML."""
     return Markup("<br>").join(map(prose, lines))
+
+
+def of_paper(panel: PrintedPanel) -> tuple[bool, ...]:
+    """By column, whether it has the paper's numbers and may be folded away; none where hardly another column would be left."""
+    found = tuple("paper" in column.group.split() for column in panel.columns)
+    return found if len(found) - sum(found) > _FEWEST_LEFT else (False,) * len(found)

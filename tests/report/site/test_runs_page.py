@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from quicksilver.report.site.collection import _flat, _varied
+from quicksilver.report.site.collection import printed, varied
 
 
 def test_only_what_differs_is_named():
     one = {"modules": {"halting": {"tau_drift": "p10", "window": [0.2, 0.8]}}, "seed": 0}
     other = {"modules": {"halting": {"tau_drift": "p40", "window": [0.2, 0.8]}}, "seed": 0}
-    assert _flat(one)["modules.halting.window"] == "[0.2, 0.8]"
-    assert _varied([_flat(one), _flat(other)]) == ("modules.halting.tau_drift",)
-    assert _varied([_flat(one)]) == ()
+    assert printed(one)["modules.halting.window"] == "[0.2, 0.8]"
+    assert varied([printed(one), printed(other)]) == ("modules.halting.tau_drift",)
+    assert varied([printed(one)]) == ()
 
 
 ROWS = [("a", "model one", "3.5", 3.5, "p10"), ("b", "model two", "12.0", 12.0, "p40"), ("c", "model two", "–", "", "p25")]

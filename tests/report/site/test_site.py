@@ -29,10 +29,10 @@ from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import explorer, views
 from quicksilver.report.site.collection import Collection
-from quicksilver.report.site.pages import Site, grid, make
+from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
 from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Panel, Table
-from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, read, without_folders
+from quicksilver.report.written import Heading, PrintedPanel, read, without_folders
 from quicksilver.runtime.trace import Trace
 
 LAYERS, WINDOW, PROMPT = 6, 64, 48
@@ -224,28 +224,20 @@ def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
 def test_a_written_table_is_laid_out_as_it_was_printed(made, site):
     written = read(made / "tables" / "table11.json")
     assert written.title == "Table 11: a < b | c"
-    laid_out = grid(written.panels[0])
-    assert [group for group, *_ in laid_out.groups] == [
-        "",
-        "paper reports",
-        "measured",
-        "FLOPs saved %",
-        "perplexity against dense",
-        "",
-    ]
-    assert sum(span for _, span, _ in laid_out.groups) == len(laid_out.headers) == len(laid_out.right)
-    assert [line.cells[0] for line in laid_out.lines] == list(RUNS)
     page = (site / "table11.html").read_text(encoding="utf-8")
+    groups = re.findall(r'<th colspan="(\d+)" scope="colgroup"[^>]*>([^<]*)</th>', page)
+    assert [group for _, group in groups] == ["paper reports", "measured", "FLOPs saved %", "perplexity against dense"]
+    assert sum(int(span) for span, _ in groups) + page.count('<td colspan="1">') == len(written.panels[0].columns)
+    assert re.findall(r'<tr><th scope="row">([^<]*)</th>', page) == list(RUNS)
     assert page.count("<tr>") == len(RUNS) + 1
     assert "Table 11: a &lt; b | c" in page
 
 
 def test_sections_breaks_and_code_are_markup_and_nothing_else_is():
     hostile = "<script>1</script> ![x](https://example.org/x.png)"
-    section = Section("Isolated `a`", (PrintedRow(0, (("x", "y"), (hostile,))),))
-    heading, row = grid(PrintedPanel("p", "P", (), (section,))).lines
-    assert heading.section == "Isolated <code>a</code>"
-    assert row.cells == ("x<br>y", "&lt;script&gt;1&lt;/script&gt; ![x](https://example.org/x.png)")
+    assert prose("Isolated `a`") == "Isolated <code>a</code>"
+    assert cell_lines(("x", "y")) == "x<br>y"
+    assert cell_lines((hostile,)) == "&lt;script&gt;1&lt;/script&gt; ![x](https://example.org/x.png)"
 
 
 def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
@@ -627,10 +619,8 @@ def test_the_papers_columns_may_be_folded_where_others_are_left():
     def columns(*groups: str) -> PrintedPanel:
         return PrintedPanel("", "", tuple(Heading(group, "h") for group in groups), ())
 
-    measured = grid(columns("", "paper reports", "paper reports", "measured", "measured"))
-    assert measured.reported == (False, True, True, False, False)
-    assert measured.groups == (("", 1, False), ("paper reports", 2, True), ("measured", 2, False))
-    assert not any(grid(columns("", "the paper", "the paper", "")).reported)  # nothing but the paper's
+    assert of_paper(columns("", "paper reports", "paper reports", "measured", "measured")) == (False, True, True, False, False)
+    assert not any(of_paper(columns("", "the paper", "the paper", "")))  # nothing but the paper's
 
 
 def test_values_are_in_their_own_order():

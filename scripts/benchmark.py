@@ -215,9 +215,9 @@ def decide(bench: Bench) -> None:
     whole_depth = (0.0, 1.0)
     policies: dict[str, RuntimeModule] = {
         # Nothing is below these thresholds, so every token is asked about after every layer: the dearest case.
-        "drift thresholds, every token and layer": Halting(tau_drift=1e-9, window=whole_depth),
+        "drift thresholds, every token and layer": Halting(tau_drift=1e-9, window=whole_depth, tau_entropy=None, resume_layers=0),
         "random decay, even rows": ExponentialDecay(),
-        "Halting() as it comes": Halting(),
+        "Halting() as it comes": Halting(rule="capacity", resume_layers=0),
     }
     fns = {"plain": forward(model, ids, None)}
     fns |= {name: forward(model, ids, [policy], "decide") for name, policy in policies.items()}
@@ -247,9 +247,9 @@ def predicted(bench: Bench) -> None:
 def presets_of(bench: Bench, name: str) -> None:
     """A shipped model under its own schedules."""
     model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(bench.options.device).eval()
-    for saves_pct, schedule in schedules_of(architecture_of(model)).items():
+    for save, schedule in schedules_of(architecture_of(model)).items():
         timed_prediction(
-            bench, model, schedule.halting(), f"{name}, its {saves_pct:g}%, {schedule}", model.config.num_hidden_layers
+            bench, model, schedule.halting(), f"{name}, its {100 * save:g}%, {schedule}", model.config.num_hidden_layers
         )
 
 

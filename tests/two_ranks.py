@@ -37,11 +37,39 @@ def modules(model):
     stage = {"before": 2, "share": 0.4, "protect_first": 1, "protect_last": 1}
     return {
         "none": [],
-        "project": [Halting(tau_drift=0.9, tau_entropy=3.9, missing_kv="project")],
-        "zero": [StagedHalting(stages=[stage | {"signal": "position", "missing_kv": "zero"}])],
-        "copy": [StagedHalting(stages=[stage | {"signal": "position", "missing_kv": "copy"}])],
-        "predict": [StagedHalting(stages=[stage | {"signal": "position", "missing_kv": "predict", "translator": predict}])],
-        "attention": [StagedHalting(stages=[stage | {"signal": "attention", "missing_kv": "drop"}])],
+        "project": [Halting(tau_drift=0.9, tau_entropy=3.9, missing_kv="project", resume_layers=0)],
+        "zero": [
+            StagedHalting(
+                stages=[stage | {"signal": "position", "missing_kv": "zero"}],
+                protect_first=0,
+                protect_last=None,
+                missing_kv="project",
+            )
+        ],
+        "copy": [
+            StagedHalting(
+                stages=[stage | {"signal": "position", "missing_kv": "copy"}],
+                protect_first=0,
+                protect_last=None,
+                missing_kv="project",
+            )
+        ],
+        "predict": [
+            StagedHalting(
+                stages=[stage | {"signal": "position", "missing_kv": "predict", "translator": predict}],
+                protect_first=0,
+                protect_last=None,
+                missing_kv="project",
+            )
+        ],
+        "attention": [
+            StagedHalting(
+                stages=[stage | {"signal": "attention", "missing_kv": "drop"}],
+                protect_first=0,
+                protect_last=None,
+                missing_kv="project",
+            )
+        ],
         "kv_skipping": [KVSkipping(criterion="attention", skipped_share=0.4, last_queries=4, protect_first=1)],
         "fusion": [TokenFusion(tau_fuse=30.0, tau_attention=-0.5, max_group=3)],
         "merging": [TokenMerging(r=0.1)],

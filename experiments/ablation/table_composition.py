@@ -57,7 +57,7 @@ def modules_of(
     if FUSION in ingredients:
         modules.append("token_fusion_attention")
         overrides += [
-            "modules.quicksilver.saves_pct=null",
+            "modules.quicksilver.save=null",
             # The oldest are not dropped; as many tokens are fused away before the same layer, the protected spared.
             "modules.quicksilver.schedule={drop_before: 3, drop_share: 0.0, predict_before: 10, protect_last: 32}",
             "modules.token_fusion.start=0.1875",

@@ -38,7 +38,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
     ),
     CONTROLS: (
         ("fitted", "ridge on the windows of this text alone, true pairs", "fitted_prediction", FIT_WINDOWS),
-        ("fitted_50", "the same at 50%", "fitted_prediction", ("modules.fitted_prediction.saves_pct=50", "dataset.calibration_windows=160", "measure=quick")),
+        ("fitted_50", "the same at 50%", "fitted_prediction", ("modules.fitted_prediction.save=0.5", "dataset.calibration_windows=160", "measure=quick")),
         ("shuffled", "the first, fitted on shuffled tokens", "fitted_prediction", ("modules.fitted_prediction.control=shuffled", *FIT_WINDOWS)),
         ("mean", "mean K/V of each layer and head", "fitted_prediction", ("modules.fitted_prediction.control=mean", *FIT_WINDOWS)),
         ("static", "none dropped: all predicted at the layer that saves 40%", "fitted_prediction", ("modules.fitted_prediction.drop_oldest=false", *FIT_WINDOWS)),
@@ -55,10 +55,10 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
     ),
 }  # fmt: skip
 # Searched for reference-llama alone: at half of its work it is not yet at the paper's bar. gpt2 is past it there.
-DEEPER = ("60", "60%", "quicksilver", ("modules.quicksilver.saves_pct=60",))
+DEEPER = ("60", "60%", "quicksilver", ("modules.quicksilver.save=0.6",))
 DEEPER_HALF = (
-    ("60.bfloat16", "60%, in bfloat16", "quicksilver,bfloat16", ("modules.quicksilver.saves_pct=60",)),
-    ("60.bfloat16.blocks", "60%, in bfloat16, attention in blocks", "quicksilver,bfloat16,block_attention", ("modules.quicksilver.saves_pct=60",)),
+    ("60.bfloat16", "60%, in bfloat16", "quicksilver,bfloat16", ("modules.quicksilver.save=0.6",)),
+    ("60.bfloat16.blocks", "60%, in bfloat16, attention in blocks", "quicksilver,bfloat16,block_attention", ("modules.quicksilver.save=0.6",)),
 )  # fmt: skip
 OLDEST = ("oldest", "oldest dropped, 40%", "halting_attention", ("modules.halting.signal=position",))
 ALWAYS = ("protocol=continuation", "dataset.windows=128")

@@ -46,8 +46,8 @@ def _static(depth: float) -> tuple[str, ...]:
     return ("modules=[static_depth]", f"{where}.depth={depth}", f"{where}.protect_last=1", f"{where}.missing_kv=drop")
 
 
-def _predicted(saves_pct: float) -> tuple[str, ...]:
-    return ("modules=[quicksilver]", f"modules.quicksilver.saves_pct={saves_pct:g}")
+def _predicted(pct: float) -> tuple[str, ...]:
+    return ("modules=[quicksilver]", f"modules.quicksilver.save={pct / 100:g}")
 
 
 def _learned(threshold: float) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def overrides(shape: Shape, technique: str) -> tuple[str, ...]:
             "protect_first": PROTECT_FIRST, "protect_last": protected_tokens(shape),
         }  # fmt: skip
         schedule = ",".join(f"{name}:{value}" for name, value in fields.items())
-        return ("modules=[fitted_prediction]", f"{at}.saves_pct=null", f"{at}.schedule={{{schedule}}}")
+        return ("modules=[fitted_prediction]", f"{at}.save=null", f"{at}.schedule={{{schedule}}}")
     at = "modules.halting"
     signal = () if technique == "attention" else (f"{at}.signal={technique}",)
     share = dropped_tokens(shape) / PROMPT_TOKENS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,6 +35,7 @@ class OneShotHalting(HaltingPolicy):
     start: float = 0.3
     missing_kv: MissingKV = "drop"
     protect_first: int = 4
+    window: tuple[float, float] = field(default=(0.3, 1.0), init=False)
 
     def __post_init__(self) -> None:
         check_number("halted_share", self.halted_share, 0.0, 1.0)

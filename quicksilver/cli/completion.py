@@ -60,6 +60,7 @@ def _of_run(overrides: Sequence[str], word: str) -> list[str]:
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
     from omegaconf.errors import OmegaConfBaseException
 
+    import quicksilver.harness.defaults  # noqa: F401  (Hydra reads module options through it)
     from quicksilver.harness.choices import config_dir
 
     key, equals, value = word.partition("=")

@@ -31,7 +31,7 @@ class FittedPrediction(PresetHalting, Fitted):
 
     Args:
         control: `none`: states and K/V of the same token. `shuffled`: K/V of another token of the text. `mean`: the mean K and V.
-        drop_oldest: False: nobody is dropped; all tokens but the protected stop before one layer, the deepest that saves `saves_pct`
+        drop_oldest: False: nobody is dropped; all tokens but the protected stop before one layer, the deepest that saves `save`
             of a prompt of `prompt_tokens` (static P@ℓ).
         prompt_tokens: for that choice.
 
@@ -40,7 +40,7 @@ class FittedPrediction(PresetHalting, Fitted):
             little text, or a budget that no layer reaches; by `apply`, a module that was not fitted.
     """
 
-    control: str = NONE
+    control: str = "none"
     drop_oldest: bool = True
     prompt_tokens: int = 448
     translator: ClassVar[str] = EMBEDDED  # type: ignore[misc]  # no option: it is fitted here
@@ -48,8 +48,8 @@ class FittedPrediction(PresetHalting, Fitted):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("control", self.control, (NONE, *CONTROLS))
-        if not self.drop_oldest and self.saves_pct is None:
-            raise ConfigError("drop_oldest=false chooses its own schedule: give saves_pct instead of a schedule.")
+        if not self.drop_oldest and self.schedule is not None:
+            raise ConfigError("drop_oldest=false chooses its own schedule: give save instead of a schedule.")
         self._map: Translator | None = None
 
     @property
@@ -85,24 +85,22 @@ class FittedPrediction(PresetHalting, Fitted):
     def _schedule(self, architecture: Architecture) -> Schedule:
         if isinstance(self.schedule, Schedule):
             return self.schedule
-        assert self.saves_pct is not None
-        return (
-            schedule_of(architecture, self.saves_pct)
-            if self.drop_oldest
-            else static_schedule(architecture, self.saves_pct, self.prompt_tokens)
-        )
+        assert self.save is not None
+        if self.drop_oldest:
+            return schedule_of(architecture, self.save)
+        return static_schedule(architecture, self.save, self.prompt_tokens)
 
 
-def static_schedule(architecture: Architecture, saves_pct: float, prompt_tokens: int = 448, protect_last: int = 32) -> Schedule:
-    """All tokens but the first 4 and the last few stop before the deepest layer at which that saves `saves_pct` of a prompt.
+def static_schedule(architecture: Architecture, save: float, prompt_tokens: int = 448, protect_last: int = 32) -> Schedule:
+    """All tokens but the first 4 and the last few stop before the deepest layer at which that saves the share `save` of a prompt.
 
     Raises:
         ConfigError: none does.
     """
     for layer in range(architecture.n_layers - 2, 1, -1):
         schedule = Schedule(1, 0.0, layer, 4, protect_last)
-        if saved_pct(architecture, schedule, prompt_tokens) >= saves_pct:
+        if saved_pct(architecture, schedule, prompt_tokens) >= 100 * save:
             return schedule
     raise ConfigError(
-        f"saves_pct={saves_pct:g}: no layer saves so much of a prompt of {prompt_tokens} tokens by prediction alone: ask for less."
+        f"save={save:g}: no layer saves so much of a prompt of {prompt_tokens} tokens by prediction alone: ask for less."
     )

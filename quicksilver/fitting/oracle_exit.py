@@ -15,7 +15,7 @@ from quicksilver.fitting.fit import fit_translators
 from quicksilver.fitting.regression import RIDGE, TOKENS_PER_COEFFICIENT
 from quicksilver.fitting.text import FitText
 from quicksilver.measure.latency import shared_weight_copy
-from quicksilver.modules.checks import check_choice, check_count, check_number
+from quicksilver.modules.checks import check_choice, check_count, check_share
 from quicksilver.modules.thresholds import Fitted, model_digest
 from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture, architecture_of
@@ -56,14 +56,14 @@ class OracleExit(TokenPolicy, Fitted):
     does: a token leaves where KL(dense ‖ exit) is below a threshold. What it runs is in no ledger: that makes it an oracle. All else is
     paid for: layers, predicted K/V, the exit head. Exit head and K/V map are ridge regressions on calibration text. Of the layers in the
     middle half of the depth the one is taken at which the leaving tokens lose least there; the threshold is the quantile that saves
-    `saves_pct` there.
+    `save` there.
 
     Causal but for the oracle: a decision reads the token and those before it, through all layers. `lookahead=true` marks that.
     It acts in passes that start a sequence. Rows of a batch keep different numbers of tokens and are computed as long as the longest: with one
     row a batch *executed* operations are those of its own tokens.
 
     Args:
-        saves_pct: of the executed operations of a window whose positions are all scored, its output head included.
+        save: share of the executed operations of a window whose positions are all scored, its output head included.
         head: `fitted`, or `lens`: the model's own norm and output head on the state as it is.
         missing_kv: `predict`, or `project`: K/V by each later layer's own projection of the frozen state.
         protect_first: the first tokens never leave.
@@ -73,7 +73,7 @@ class OracleExit(TokenPolicy, Fitted):
             not fitted, or that was fitted to other weights.
     """
 
-    saves_pct: float = 20.0
+    save: float = 0.2
     head: str = "fitted"
     missing_kv: str = "predict"
     protect_first: int = 4
@@ -81,7 +81,7 @@ class OracleExit(TokenPolicy, Fitted):
     priority: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        check_number("saves_pct", self.saves_pct, 0.0, 100.0)
+        check_share("save", self.save)
         check_choice("head", self.head, ("fitted", "lens"))
         check_choice("missing_kv", self.missing_kv, ("predict", "project"))
         check_count("protect_first", self.protect_first)
@@ -120,11 +120,11 @@ class OracleExit(TokenPolicy, Fitted):
         arch = architecture_of(model)
         first, last = (round(part * arch.n_layers) for part in WINDOW)
         candidates = list(range(max(1, first), min(last, arch.n_layers - 2) + 1))
-        shares = {layer: share_that_saves(arch, layer, self.saves_pct, windows.shape[1]) for layer in candidates}
+        shares = {layer: share_that_saves(arch, layer, self.save, windows.shape[1]) for layer in candidates}
         reached = {layer: share for layer, share in shares.items() if share is not None}
         if not reached:
             raise ConfigError(
-                f"saves_pct={self.saves_pct:g}: not even all tokens leaving before layer {candidates[0]} saves so much: ask for less."
+                f"save={self.save:g}: not even all tokens leaving before layer {candidates[0]} saves so much: ask for less."
             )
         heads = {layer: torch.zeros(1 + arch.width, arch.width) for layer in reached}
         if self.head == "fitted":
@@ -261,7 +261,7 @@ def _exit(layer: int, head: torch.Tensor, kl_nats: torch.Tensor, share: float) -
     return Exit(layer, head, tau, float(leaving.float().mean()), float((kl_nats * leaving).mean()))
 
 
-def share_that_saves(arch: Architecture, before: int, saves_pct: float, n_tokens: int) -> float | None:
+def share_that_saves(arch: Architecture, before: int, save: float, n_tokens: int) -> float | None:
     """The least share of tokens that must leave before a layer to save so much of a window whose positions are all scored; None: not
     even all."""
     head = head_flops(arch, n_tokens).executed
@@ -272,6 +272,6 @@ def share_that_saves(arch: Architecture, before: int, saves_pct: float, n_tokens
         work = before * LayerWork(1, n_tokens, None).flops(arch) + LayerWork(1, stays, keys, leaving, translated).flops(arch)
         work += (arch.n_layers - 1 - before) * LayerWork(1, stays, keys).flops(arch)
         work += head + 2 * (1 + arch.width) * arch.width * leaving
-        if work <= whole * (1 - saves_pct / 100):
+        if work <= whole * (1 - save):
             return leaving / n_tokens
     return None

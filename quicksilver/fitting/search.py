@@ -69,15 +69,15 @@ def _work(architecture: Architecture, schedule: Schedule, prompt_tokens: int) ->
 
 
 def smallest_schedule(
-    architecture: Architecture, source_layer: int, protect_last: int, target_pct: float, prompt_tokens: int
+    architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int
 ) -> Schedule | None:
-    """The schedule with the fewest dropped tokens that saves `target_pct`; None where none does."""
+    """The schedule with the fewest dropped tokens that saves the share `save`; None where none does."""
     drop_before = max(1, round(DROP_DEPTH * architecture.n_layers))
     if drop_before >= source_layer:
         return None
     for dropped in range(prompt_tokens - protect_last - 4):
         schedule = Schedule(drop_before, round(dropped / prompt_tokens, 6), source_layer, 4, protect_last)
-        if saved_pct(architecture, schedule, prompt_tokens) >= target_pct:
+        if saved_pct(architecture, schedule, prompt_tokens) >= 100 * save:
             return schedule
     return None
 
@@ -108,11 +108,14 @@ class ScheduleEvaluator:
 def search(
     evaluator: ScheduleEvaluator,
     translators: Sequence[Translator],
-    target_pct: float,
+    save: float,
     protect_last: Sequence[int] = PROTECT_LAST,
     progress: Callable[[Candidate], None] | None = None,
 ) -> list[Candidate]:
     """Every candidate of the rule, best first.
+
+    Args:
+        save: share of the prompt's executed FLOPs, 0 to 1.
 
     Raises:
         ConfigError: no candidate saves so much.
@@ -120,7 +123,7 @@ def search(
     found = []
     for translator in translators:
         for last in protect_last:
-            schedule = smallest_schedule(evaluator.arch, translator.source_layer, last, target_pct, evaluator.prompt_tokens)
+            schedule = smallest_schedule(evaluator.arch, translator.source_layer, last, save, evaluator.prompt_tokens)
             if schedule is None:
                 continue
             kl = evaluator.kl_nats(schedule, translator)
@@ -131,6 +134,6 @@ def search(
     if not found:
         layers = ", ".join(str(translator.source_layer) for translator in translators)
         raise ConfigError(
-            f"No schedule with a translator from layer {layers} saves {target_pct:g}%: ask less, or fit from an earlier layer."
+            f"No schedule with a translator from layer {layers} saves {save:g} of a prompt: ask less, or fit from an earlier layer."
         )
     return sorted(found, key=lambda candidate: candidate.kl_nats)

@@ -26,6 +26,7 @@ from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, D
 from quicksilver.harness.choices import choices, config_dir, files_stamp
 from quicksilver.harness.composing import composed
 from quicksilver.harness.explain import explain_value, suggest
+from quicksilver.harness.identity import spelled_at_first
 from quicksilver.harness.overrides import quoted
 from quicksilver.harness.parts import build_measurements, is_on, measurement_class
 from quicksilver.measure.measurement import Setting
@@ -140,7 +141,7 @@ class RunConfig:
         return {
             "model": model,
             "dataset": dataset,
-            "modules": {name: _without_calibration_file(entry) for name, entry in self.modules.items()},
+            "modules": {name: spelled_at_first(_without_calibration_file(entry)) for name, entry in self.modules.items()},
             "protocol": protocol,
             "measure": measure,
             "execution": self.execution,

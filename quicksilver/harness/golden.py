@@ -42,14 +42,14 @@ _STAGED = {"drop_before": 1, "drop_share": 0.2, "predict_before": 3, "protect_fi
 # In 48 tokens and 6 layers some modules would do nothing. With these options they act; the others are as conf/modules has them.
 ACTING: Mapping[str, Mapping[str, Any]] = {
     "fastest_linear": {"product": "int_mm"},  # which is the fastest is a property of the machine
-    "fitted_prediction": {"saves_pct": None, "schedule": _STAGED, "missing_kv": "project"},  # too little text to fit here
+    "fitted_prediction": {"save": None, "schedule": _STAGED, "missing_kv": "project"},  # too little text to fit here
     "halting_paper_b2": {"tau_drift": 170.0, "tau_entropy": 5.0},
     "halting_paper_fig9": {"tau_drift": 140.0},
     "halting_paper_g2": {"tau_drift": 170.0, "tau_entropy": 3.0},
     "heavy_hitter": {"heavy": 6, "recent": 6},
-    "oracle_exit": {"saves_pct": 10, "head": "lens", "missing_kv": "project"},  # too little text to fit maps here
-    "quicksilver": {"saves_pct": None, "schedule": _STAGED, "missing_kv": "project"},  # no translator is of the cut model
-    "quicksilver_50": {"saves_pct": None, "schedule": {**_STAGED, "drop_share": 0.4}, "missing_kv": "project"},
+    "oracle_exit": {"save": 0.1, "head": "lens", "missing_kv": "project"},  # too little text to fit maps here
+    "quicksilver": {"save": None, "schedule": _STAGED, "missing_kv": "project"},  # no translator is of the cut model
+    "quicksilver_50": {"save": None, "schedule": {**_STAGED, "drop_share": 0.4}, "missing_kv": "project"},
     "sink_attention": {"window": 12},
     "sliding_window": {"window": 12},
     "token_fusion_attention": {"attention_queries": 8, "attention_pool": 3},

@@ -53,6 +53,15 @@ class Identity:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True, allow_nan=False).encode()).hexdigest()[:DIGITS]
 
 
+def spelled_at_first(entry: Any) -> Any:
+    """The options of a module as the first records have them, whatever they are called now: a share to save was a percentage."""
+    if not isinstance(entry, Mapping) or "save" not in entry or not str(entry.get("_target_", "")).startswith(f"{_PACKAGE}."):
+        return entry
+    save = entry["save"]
+    rest = {key: value for key, value in entry.items() if key != "save"}
+    return rest | {"saves_pct": round(100 * save, 6) if isinstance(save, int | float) else save}
+
+
 def canonical(value: Any) -> Any:
     """The same value in one spelling: 1.0 as 1, tuples as lists."""
     if isinstance(value, Mapping):

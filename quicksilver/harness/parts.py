@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.data.annotation.function_words import TOKEN_SETS, token_set
 from quicksilver.harness.choices import config_dir
+from quicksilver.harness.defaults import filled
 from quicksilver.harness.explain import explain_type, plain, suggest
 from quicksilver.harness.targets import target_class
 from quicksilver.measure.measurement import Measurement
@@ -48,7 +49,9 @@ def module_entry(name: str) -> tuple[str, dict[str, Any]]:
     inherited = [module_entry(parent.removesuffix("@_here_"))[1] for parent in parents if parent != "_self_"]
     merged = OmegaConf.to_container(OmegaConf.merge(*inherited, content))
     assert isinstance(merged, dict)
-    return text.splitlines()[0].removeprefix("# @package modules.").strip(), {str(key): value for key, value in merged.items()}
+    return text.splitlines()[0].removeprefix("# @package modules.").strip(), filled(
+        {str(key): value for key, value in merged.items()}
+    )
 
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:

@@ -80,11 +80,11 @@ def _foreign(module: str, name: str) -> bool:
         return True
     if module in sys.modules:
         return False  # nothing is run by asking it again
-    source = _source_of(module)
+    source = source_of(module)
     return source is not None and not _defines(source, name)
 
 
-def _source_of(module: str) -> Path | None:
+def source_of(module: str) -> Path | None:
     """The file of a module, found without importing its packages; None where there is none."""
     where: list[str] | None = None
     origin = None

@@ -112,7 +112,7 @@ def calibrate(
     calibration = Calibration(n_layers, tuple(grid), of_all.percentiles(n_layers, grid), provenance)
     of_halted = Measuring([s for s in signals if s.needs_attention], of_newly_halted=True)
     if of_halted.signals:
-        halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=calibration)
+        halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=calibration, resume_layers=0)
         _forward(model, windows, [halting, of_halted], batch_size, progress)
         calibration.percentiles.update({halted_key(key): rows for key, rows in of_halted.percentiles(n_layers, grid).items()})
     return calibration

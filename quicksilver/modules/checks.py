@@ -29,6 +29,19 @@ def check_number(name: str, value: object, low: float = -math.inf, high: float =
     return value
 
 
+def check_share(name: str, value: object) -> float:
+    """A share of the work, above 0 and below 1; raises ConfigError, which for a percentage names the share that it is."""
+    share = check_number(name, value)
+    if not 0 < share < 1:
+        meant = (
+            f"{name}={share / 100:g} for {share:g}%"
+            if 1 < share < 100
+            else f"more than 0 and less than 1, such as {name}=0.4 for 40%"
+        )
+        raise ConfigError(f"{name}={value!r} is no share of the work: give {meant}.")
+    return share
+
+
 def check_count(name: str, value: object, low: int = 0) -> int:
     """`value` as an int of at least `low`; raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < low:

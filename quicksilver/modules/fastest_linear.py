@@ -45,7 +45,7 @@ class FastestLinear(Transform, ChoosesKernels):
         ConfigError: an unknown kernel; by `apply`, a kernel that can compute no product of the model here.
     """
 
-    product: str = AUTO
+    product: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("product", self.product, (AUTO, *KERNELS))

@@ -222,18 +222,19 @@ class Halting(HaltingPolicy, Calibrated):
     Args:
         preset: the paper's thresholds as printed, `paper-b2`, `paper-g2` or `paper-fig9` (`PRESETS`); replaces rule, thresholds,
             unit, drift and window.
-        rule: None: `threshold` when a threshold is given, else `capacity`, which needs no calibration.
+        rule: as above; `capacity` needs no calibration and leaves the thresholds unread.
         tau_drift, tau_entropy: a number, one number per layer, or a percentile of `calibration` such as "p25" (B.2). None: not
             tested.
         unit: of `tau_entropy` where it is given as numbers (percentiles are in nats).
         drift: `relative`, `l2` or `cosine` (docs/conflicts.md #3).
         entropy: `logit_lens`, `tuned_lens`, `latent` or `histogram` (docs/conflicts.md #5).
-        calibration: a `Calibration` or the path of one; percentiles need it.
+        calibration: a `Calibration` or the path of one. None: the one that ships with the model, where percentiles need it.
         signal: for `capacity`: drift, update_norm, entropy, attention, position, random, or a mapping of a name and its options.
         schedule: `one_shot`: `halted_share` at the opening of the window. `gradual`: in equal steps over the window.
             `exponential`: N·exp(−alpha·ℓ) tokens go on, ℓ layers after the opening of the window (App. J).
         halted_share: share of the row's real tokens that have halted at the end of the schedule.
         alpha: per layer, App. J: 0.05 to 0.1.
+        resume_layers: 4: a tenth of the damage at the same saving (docs/design.md §4).
 
     Raises:
         ConfigError: a threshold that is not a finite number of at least 0, of the wrong length, or a percentile without a
@@ -241,9 +242,9 @@ class Halting(HaltingPolicy, Calibrated):
     """
 
     preset: str | None = None
-    rule: Literal["threshold", "capacity"] | None = None
-    tau_drift: Thresholds | None = None
-    tau_entropy: Thresholds | None = None
+    rule: Literal["threshold", "capacity"] = "threshold"
+    tau_drift: Thresholds | None = "p25"
+    tau_entropy: Thresholds | None = "p25"
     unit: Literal["nats", "bits"] = "nats"
     drift: Literal["relative", "l2", "cosine"] = "relative"
     entropy: Literal["logit_lens", "tuned_lens", "latent", "histogram"] = "logit_lens"
@@ -252,6 +253,7 @@ class Halting(HaltingPolicy, Calibrated):
     schedule: Literal["one_shot", "gradual", "exponential"] = "gradual"
     halted_share: float = 0.5
     alpha: float = 0.07
+    resume_layers: int = 4
 
     def __post_init__(self) -> None:
         if self.preset is not None:
@@ -260,8 +262,6 @@ class Halting(HaltingPolicy, Calibrated):
                 setattr(self, name, value)
         thresholds = {"tau_drift": self.tau_drift, "tau_entropy": self.tau_entropy}
         given = {name: tau for name, tau in thresholds.items() if tau is not None}
-        if self.rule is None:
-            self.rule = "threshold" if given else "capacity"
         check_choice("rule", self.rule, ("threshold", "capacity"))
         check_choice("unit", self.unit, UNITS)
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -365,7 +365,7 @@ class Halting(HaltingPolicy, Calibrated):
             )
 
 
-_PAPER = {"rule": "threshold", "drift": "l2", "unit": "nats"}
+_PAPER = {"rule": "threshold", "drift": "l2", "unit": "nats", "resume_layers": 0}
 PRESETS: dict[str, dict[str, Any]] = {
     # B.2 and B.5: no halting before layer 5, of 30 as in G.2 and the figures
     "paper-b2": _PAPER | {"tau_drift": 0.045, "tau_entropy": 1.15, "unit": "bits", "window": (5 / 30, 1.0)},

@@ -163,7 +163,6 @@ class LearnedHalting(HaltingPolicy):
         gates: the name of gates that ship with the model, such as `predict`; the path of a file of gates; or gates.
         threshold: p below which a token halts: ½, the paper's, or one number for each decision layer; 0: nobody.
         missing_kv: None: what the gates were trained with, layer by layer.
-        window: not to be given: the gates say their layers.
 
     Raises:
         ConfigError: a threshold outside 0 to 1; by `bind`, gates of another model, and with `predict` gates where no translator ships.
@@ -171,12 +170,12 @@ class LearnedHalting(HaltingPolicy):
 
     gates: TrainedGates | Path | str = "predict"
     threshold: float | Sequence[float] = 0.5
-    window: tuple[float, float] = (0.0, 1.0)
+    protect_first: int = 4
+    protect_last: int | None = 32
+    window: tuple[float, float] = field(default=(0.0, 1.0), init=False)
     missing_kv: MissingKV | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.window != (0.0, 1.0):
-            raise ConfigError(f"window={self.window} has no effect on gates, which say their layers: remove it.")
         each = [self.threshold] if isinstance(self.threshold, int | float) else list(self.threshold)
         self._thresholds = [check_number("threshold", value, 0.0, 1.0) for value in each]
         self._gates = self.gates if isinstance(self.gates, TrainedGates) else None

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from quicksilver.modules.checks import check_count, check_number
+from quicksilver.modules.checks import check_count, check_number, check_share
 from quicksilver.modules.staged_halting import StagedHalting
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import BESIDE, EMBEDDED, MODELS_FOLDER, BoundTranslator
@@ -82,29 +82,31 @@ class PresetHalting(TokenPolicy):
     Acts in prompts only, as where a prompt ends decides who stops.
 
     Args:
-        saves_pct: percent of the prompt's executed FLOPs for which the model's schedule was chosen.
-        schedule: instead of that: a schedule, or its fields.
+        save: share of the prompt's executed FLOPs for which the model's schedule was chosen, 0 to 1.
+        schedule: a schedule, or its fields, in place of the model's own; `save` is unread then.
         missing_kv: what later layers see of the second stage's tokens: `predict`, or what it is compared with (`project`: SwiftKV
             without training; `drop`).
         translator: `embedded`, or the path of one.
 
     Raises:
-        ConfigError: neither a budget nor a schedule; by `bind`: no schedule for this model at that budget, a stage that the model has no
+        ConfigError: neither a share nor a schedule; by `bind`: no schedule for this model at that budget, a stage that the model has no
             layer for, a translator that does not fit.
     """
 
-    saves_pct: float | None = None
+    save: float | None = 0.4
     schedule: Schedule | Mapping[str, Any] | None = None
     missing_kv: str = "predict"
-    translator: str | Path = EMBEDDED
+    translator: str | Path = "embedded"
     lookahead: bool = False
     priority: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
         self._halting: StagedHalting | None = None
-        if (self.saves_pct is None) == (self.schedule is None):
+        if self.save is not None:
+            check_share("save", self.save)
+        elif self.schedule is None:
             raise ConfigError(
-                f"saves_pct={self.saves_pct!r} and schedule={self.schedule!r}: give one of them, the model's own schedule or yours."
+                "save=None and schedule=None: give one of them, a share such as save=0.4 or a schedule of your own."
             )
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
             self.schedule = read_schedule(self.schedule)
@@ -135,8 +137,8 @@ class PresetHalting(TokenPolicy):
     def bind(self, architecture: Architecture) -> None:
         schedule = self.schedule
         if schedule is None:
-            assert self.saves_pct is not None
-            schedule = schedule_of(architecture, self.saves_pct)
+            assert self.save is not None
+            schedule = schedule_of(architecture, self.save)
         assert isinstance(schedule, Schedule)
         halting = schedule.halting(self.missing_kv, self.translator)
         halting.bind(architecture)
@@ -164,8 +166,8 @@ def read_schedule(content: Mapping[str, Any]) -> Schedule:
         raise ConfigError(f"schedule={dict(content)} is incomplete ({error}): give {', '.join(known)}.") from error
 
 
-def schedule_of(architecture: Architecture, saves_pct: float) -> Schedule:
-    """The schedule that was chosen for the model at that budget.
+def schedule_of(architecture: Architecture, save: float) -> Schedule:
+    """The schedule that was chosen for the model to save that share of a prompt's executed FLOPs.
 
     Raises:
         ConfigError: none ships with the model, or none at that budget.
@@ -173,21 +175,21 @@ def schedule_of(architecture: Architecture, saves_pct: float) -> Schedule:
     own = schedules_of(architecture)
     if not own:
         digest = model_digest(architecture.model)
-        raise ConfigError(f"saves_pct={saves_pct:g}: no schedule ships with this model (digest {digest[:12]}…): {REMEDY}.")
-    if saves_pct not in own:
+        raise ConfigError(f"save={save:g}: no schedule ships with this model (digest {digest[:12]}…): {REMEDY}.")
+    if round(save, 6) not in own:
         raise ConfigError(
-            f"saves_pct={saves_pct:g}: for this model there are schedules for {', '.join(f'{pct:g}' for pct in own)}; or {REMEDY}."
+            f"save={save:g}: for this model there are schedules for {', '.join(f'{share:g}' for share in own)}; or {REMEDY}."
         )
-    return own[saves_pct]
+    return own[round(save, 6)]
 
 
 def schedules_of(architecture: Architecture) -> dict[float, Schedule]:
-    """The schedules that ship with the model, by the percent of a prompt's executed FLOPs that they were chosen for, ascending; none: {}."""
+    """The schedules that ship with the model, by the share of a prompt's executed FLOPs that they were chosen for, ascending; none: {}."""
     digest = model_digest(architecture.model)
     for content in _shipped().values():
         if content["weights_digest"] == digest:
             own = content["schedules"]
-            return {saves_pct: read_schedule(own[saves_pct]["schedule"]) for saves_pct in sorted(own)}
+            return {round(pct / 100, 6): read_schedule(own[pct]["schedule"]) for pct in sorted(own)}
     return {}
 
 

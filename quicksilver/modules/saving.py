@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quicksilver.modules.checks import check_share
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.run import apply
@@ -35,8 +36,7 @@ def halting_for_saving(model: PreTrainedModel, save: float, *, prompt_tokens: in
     Raises:
         ConfigError: a share that cannot be saved.
     """
-    if not 0 < save < 1:
-        raise ConfigError(f"save={save!r} is no share of the work: give more than 0 and less than 1, such as 0.2.")
+    check_share("save", save)
     vocabulary = int(model.config.get_text_config().vocab_size)
     prompt_tokens = min(prompt_tokens, getattr(model.config, "max_position_embeddings", prompt_tokens))
     ids = (torch.arange(prompt_tokens) % vocabulary).unsqueeze(0).to(model.device)
@@ -54,7 +54,7 @@ def halting_for_saving(model: PreTrainedModel, save: float, *, prompt_tokens: in
 
 
 def _halting(share: float, options: dict[str, Any]) -> Halting:
-    given = {"window": (0.2, 0.8), "missing_kv": "drop", **options}
+    given = {"window": (0.2, 0.8), "missing_kv": "drop", "resume_layers": 0, **options}
     return Halting(rule="capacity", signal=SIGNAL, schedule="one_shot", halted_share=share, **given)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from quicksilver.modules.thresholds import Calibrated, Calibration, is_percentil
 from quicksilver.modules.translators import EMBEDDED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.pass_state import MISSING_KV, TokenState
+from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
 
@@ -30,7 +30,6 @@ class StagedHalting(HaltingPolicy, Calibrated):
     Args:
         stages: `Stage`s, or mappings of their options, in order of depth. `missing_kv`, `protect_first` and `protect_last` of the
             module are for stages that give none; forced tokens halt at the first stage.
-        window: not to be given: each stage says its layer.
         calibration: a `Calibration` or the path of one; percentiles in `below` need it.
 
     Raises:
@@ -38,14 +37,18 @@ class StagedHalting(HaltingPolicy, Calibrated):
             layer to save; in a run, a `count` larger than what a prompt has left.
     """
 
-    stages: Sequence[Stage | Mapping[str, Any]]
-    window: tuple[float, float] = (0.0, 1.0)
+    stages: Sequence[Stage | Mapping[str, Any]] = (
+        {"before": 0.2, "share": 0.2, "signal": "position", "missing_kv": "drop"},
+        {"before": 0.5, "share": 0.4, "signal": "attention", "missing_kv": "drop"},
+    )
+    missing_kv: MissingKV = "drop"
+    protect_first: int = 4
+    protect_last: int | None = 1
+    window: tuple[float, float] = field(default=(0.0, 1.0), init=False)
     calibration: Calibration | Path | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window != (0.0, 1.0):
-            raise ConfigError(f"window={self.window} has no effect on stages, each of which says its layer: remove it.")
         self._stages = stages_of(
             self.stages, missing_kv=self.missing_kv, protect_first=self.protect_first, protect_last=self.protect_last
         )

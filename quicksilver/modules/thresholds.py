@@ -205,7 +205,7 @@ def resolve_thresholds(
     if calibration is None:
         raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration of this model: {REMEDY}.")
     if not isinstance(calibration, Calibration | Path | str):
-        raise ConfigError(f"calibration={calibration!r} is no calibration: give the path of a file of scripts/calibrate.py.")
+        raise ConfigError(f"calibration={calibration!r} is no calibration: give the path of a file of `quicksilver calibrate`.")
     if not isinstance(calibration, Calibration):
         calibration = Calibration.load(calibration)
     if calibration.n_layers != n_layers:

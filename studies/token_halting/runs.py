@@ -314,7 +314,9 @@ def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None
     gates = TrainedGates.of(trained.gates, architecture_of(trained.model))
     if layers is not None:
         gates = replace(gates, layers=gates.layers[:layers], weight=gates.weight[:layers], bias=gates.bias[:layers])
-    return lambda scene: [LearnedHalting(gates=gates, threshold=threshold, resume_layers=resume_layers)]
+    return lambda scene: [
+        LearnedHalting(gates=gates, threshold=threshold, resume_layers=resume_layers, protect_first=0, protect_last=None)
+    ]
 
 
 def ruled(name: str, shares: list[float]) -> ScenePolicy:
@@ -323,7 +325,7 @@ def ruled(name: str, shares: list[float]) -> ScenePolicy:
     def policy(scene: int) -> list[RuntimeModule]:
         signal: object = {"name": "random", "seed": scene} if name == "random" else "state_norm"
         stages = [{"before": layer + 1, "share": share, "signal": signal} for layer, share in enumerate(shares) if share > 0]
-        return [StagedHalting(stages=stages, missing_kv="drop", protect_last=0)] if stages else []
+        return [StagedHalting(stages=stages, missing_kv="drop", protect_last=0, protect_first=0)] if stages else []
 
     return policy
 

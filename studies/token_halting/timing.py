@@ -255,7 +255,7 @@ def sizes(shapes: Sequence[tuple[int, int, int]] = SIZES, layers: int = 4, repea
         with torch.inference_mode():
             hidden = model.embed(given) + model.place(given[..., N_MEASURED:])
             passes = list(hidden.split(batch))
-            policy = [LearnedHalting(gates=_gates_that_leave(model, passes))]
+            policy = [LearnedHalting(gates=_gates_that_leave(model, passes), protect_first=0, protect_last=None)]
             with apply(model, policy) as halted, apply(plain, []) as dense:
                 flops = [_flops(run, one, passes) for run, one in ((dense, plain), (halted, model))]
                 shares = [float(p.active(layer).float().mean()) for p in halted.trace.passes for layer in range(layers)]
@@ -298,7 +298,7 @@ def _gates_that_leave(model: PillarDetector, passes: Sequence[torch.Tensor]) -> 
             lambda _, args, kwargs, seen=seen: seen.append(_input(args, kwargs)), with_kwargs=True
         )
         try:
-            with apply(model, [LearnedHalting(gates=gates)]) as run:
+            with apply(model, [LearnedHalting(gates=gates, protect_first=0, protect_last=None)]) as run:
                 for hidden in passes:
                     model.encoder(inputs_embeds=hidden)
         finally:

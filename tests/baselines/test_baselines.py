@@ -424,9 +424,9 @@ def test_an_evicted_entry_cannot_be_taken_back() -> None:
 def test_eviction_goes_with_halting_quantization_and_fusion() -> None:
     evicting = HeavyHitter(heavy=4, recent=4)
     for others in (
-        [Halting(halted_share=0.4, missing_kv="project"), KVSkipping()],
+        [Halting(halted_share=0.4, missing_kv="project", rule="capacity", resume_layers=0), KVSkipping()],
         [AdaptiveQuantization(bits=8)],
-        [TokenFusion(fused_share=0.2, decode_every=2)],
+        [TokenFusion(fused_share=0.2, decode_every=2, rule="capacity")],
     ):
         modules = [*others, evicting]
         compact, masked = (
@@ -457,7 +457,7 @@ def test_where_nothing_is_chosen_there_is_no_null() -> None:
     for modules in ([SlidingWindow(window=5)], [Int8Dynamic()], [BFloat16(), PromptLookup()]):
         run = tiny.forward(tiny.load("gpt2"), EVEN, modules, chunks=[20, 4])
         assert by_chance(modules, run.trace, seed=3) is None
-    modules = [Halting(halted_share=0.5), Int8Dynamic()]
+    modules = [Halting(halted_share=0.5, rule="capacity", resume_layers=0), Int8Dynamic()]
     run = tiny.forward(tiny.load("gpt2"), EVEN, modules)
     kind, (transform, replay) = by_chance(modules, run.trace, seed=3)  # type: ignore[misc]
     assert kind == "shuffle"
@@ -487,7 +487,7 @@ def test_int8_changes_logits_within_a_bound_and_its_layers_are_integer(family: s
 
 def test_int8_goes_with_halting_that_projects_kv() -> None:
     for family in ("gpt2", "llama", "gpt_neox"):
-        modules = [Int8Dynamic(), Halting(halted_share=0.5, missing_kv="project")]
+        modules = [Int8Dynamic(), Halting(halted_share=0.5, missing_kv="project", rule="capacity", resume_layers=0)]
         outcomes = [tiny.forward(tiny.load(family), EVEN, modules, execution=execution) for execution in ("compact", "masked")]
         # Rounding to codes magnifies the last digits of a sum.
         assert float((outcomes[0].logits - outcomes[1].logits).norm() / outcomes[1].logits.norm()) < 0.02
@@ -513,7 +513,11 @@ def test_torchao_is_asked_for_by_name_or_gives_the_same() -> None:
             (tiny.forward(model, EVEN, [Int8Dynamic(backend=backend)]).logits - dense).norm() for backend in ("torch", "torchao")
         )
         assert 0.5 < float(theirs / ours) < 2  # they round in other places
-        tiny.forward(model, EVEN, [Int8Dynamic(backend="torchao"), Halting(halted_share=0.5, missing_kv="project")])
+        tiny.forward(
+            model,
+            EVEN,
+            [Int8Dynamic(backend="torchao"), Halting(halted_share=0.5, missing_kv="project", rule="capacity", resume_layers=0)],
+        )
 
 
 @pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
@@ -536,9 +540,9 @@ def test_prompt_lookup_decodes_what_greedy_decoding_does_in_fewer_passes(family:
     with apply(model, [PromptLookup()]) as run:
         assert torch.equal(model.generate(prompt, **options), greedy)
         assert run.pass_index < 24
-    with apply(model, [Halting(tau_drift=0.5)]):
+    with apply(model, [Halting(tau_drift=0.5, tau_entropy=None, resume_layers=0)]):
         halted = model.generate(prompt, **options)
-    with apply(model, [Halting(tau_drift=0.5), PromptLookup()]):
+    with apply(model, [Halting(tau_drift=0.5, tau_entropy=None, resume_layers=0), PromptLookup()]):
         assert torch.equal(model.generate(prompt, **options), halted)
 
 

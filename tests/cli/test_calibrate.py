@@ -26,7 +26,7 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.Captur
     assert set(calibration.percentiles) == {s.key for s in SIGNALS} | {"attention-max-16-halted"}
     assert calibration.provenance["source"]["text"] == str(text)
     model = tiny.load(tiny.STORIES)
-    Halting(tau_drift="p25", tau_entropy="p25", calibration=path).bind(architecture_of(model))
+    Halting(tau_drift="p25", tau_entropy="p25", calibration=path, resume_layers=0).bind(architecture_of(model))
     row = next(line for line in printed.splitlines() if line.split()[0] == "1")
     assert float(row.split()[1]) == pytest.approx(calibration.thresholds("drift-relative", 25)[1], abs=1e-4)
     assert door.main(words) == 0

@@ -75,12 +75,12 @@ def test_it_runs_like_a_preset_and_a_control_costs_the_same_work(execution: str)
 
 def test_static_prediction_drops_nobody_and_stops_as_late_as_the_budget_allows() -> None:
     arch = architecture_of(tiny.load("gpt2"))
-    schedule = static_schedule(arch, 15, prompt_tokens=N, protect_last=5)
+    schedule = static_schedule(arch, 0.15, prompt_tokens=N, protect_last=5)
     assert schedule.drop_share == 0
     assert saved_pct(arch, schedule, N) >= 15
     later = Schedule(1, 0.0, schedule.predict_before + 1, 4, 5)
     assert schedule.predict_before + 1 > arch.n_layers - 2 or saved_pct(arch, later, N) < 15
-    module = FittedPrediction(saves_pct=1, drop_oldest=False, prompt_tokens=90)
+    module = FittedPrediction(save=0.01, drop_oldest=False, prompt_tokens=90)
     module.fit(tiny.load("gpt2"), text())
     run = tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(i % 60 + 1 for i in range(90)),)), [module])
     (one,) = run.trace.passes
@@ -90,13 +90,13 @@ def test_static_prediction_drops_nobody_and_stops_as_late_as_the_budget_allows()
 def test_bad_input_is_refused() -> None:
     model = tiny.load("gpt2")
     with pytest.raises(ConfigError, match="control='mode'"):
-        FittedPrediction(saves_pct=40, control="mode")
-    with pytest.raises(ConfigError, match="give saves_pct instead"):
+        FittedPrediction(save=0.4, control="mode")
+    with pytest.raises(ConfigError, match="give save instead"):
         FittedPrediction(schedule=SCHEDULE, drop_oldest=False)
     with pytest.raises(ConfigError, match="too few to fit"):
         FittedPrediction(schedule=SCHEDULE).fit(model, text(2))
     with pytest.raises(ConfigError, match="has no map: call fit"):
         FittedPrediction(schedule=SCHEDULE).bind(architecture_of(model))
-    with pytest.raises(ConfigError, match="saves_pct=99: no layer saves so much"):
-        static_schedule(architecture_of(model), 99)
+    with pytest.raises(ConfigError, match="save=0.99: no layer saves so much"):
+        static_schedule(architecture_of(model), 0.99)
     assert FittedPrediction(schedule=SCHEDULE, missing_kv="project").fitted

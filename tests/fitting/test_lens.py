@@ -78,7 +78,15 @@ def test_halting_reads_it_calibrates_on_it_and_pays_for_it(arch, tmp_path: Path,
         p = arch.output_head(made.head_input(arch, 1, states[1])).softmax(-1)
     median = float(torch.special.entr(p).sum(-1).quantile(0.5))
     assert found.percentiles["entropy-tuned_lens"][1][49] == pytest.approx(median, rel=1e-3)
-    halting = Halting(tau_entropy="p50", entropy="tuned_lens", calibration=found, window=(0.2, 0.8), missing_kv="drop")
+    halting = Halting(
+        tau_entropy="p50",
+        entropy="tuned_lens",
+        calibration=found,
+        window=(0.2, 0.8),
+        missing_kv="drop",
+        tau_drift=None,
+        resume_layers=0,
+    )
     with torch.no_grad(), apply(arch.model, [halting]) as run:
         arch.model(ids, use_cache=False)
     (one,) = run.trace.passes
@@ -95,7 +103,7 @@ def test_a_lens_is_of_one_model_and_whole(arch, tmp_path: Path, monkeypatch) -> 
     Lens(made.weight, "of another").save(path)
     monkeypatch.setattr(lens, "shipped", lambda: [path])
     with pytest.raises(ConfigError, match="none with this model"):
-        Halting(tau_entropy=1.0, entropy="tuned_lens").bind(arch)
+        Halting(tau_entropy=1.0, entropy="tuned_lens", tau_drift=None, resume_layers=0).bind(arch)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ConfigError, match="no readable lens"):
         Lens.load(path)

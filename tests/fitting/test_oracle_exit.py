@@ -17,8 +17,8 @@ def text(windows: int = 12, tokens: int = N) -> torch.Tensor:
     return torch.randint(1, tiny.VOCABULARY, (windows, tokens), generator=torch.Generator().manual_seed(3))
 
 
-def fitted(name: str, saves_pct: float = 10.0) -> OracleExit:
-    module = OracleExit(saves_pct=saves_pct, lookahead=True)
+def fitted(name: str, save: float = 0.1) -> OracleExit:
+    module = OracleExit(save=save, lookahead=True)
     module.fit(tiny.load(name), text(), batch_size=4)
     return module
 
@@ -70,17 +70,17 @@ def test_masked_and_compact_agree() -> None:
 
 def test_bad_input_is_refused() -> None:
     model = tiny.load("gpt2")
-    with pytest.raises(ConfigError, match="saves_pct=120"):
-        OracleExit(saves_pct=120)
-    with pytest.raises(ConfigError, match="saves_pct=95: not even all tokens leaving before layer 1 saves so much"):
-        OracleExit(saves_pct=95).fit(model, text())
+    with pytest.raises(ConfigError, match="save=20 is no share of the work: give save=0.2 for 20%"):
+        OracleExit(save=20)
+    with pytest.raises(ConfigError, match="save=0.95: not even all tokens leaving before layer 1 saves so much"):
+        OracleExit(save=0.95).fit(model, text())
     with pytest.raises(ConfigError, match="are too few to fit"):
         OracleExit().fit(model, text(2))
     with pytest.raises(ConfigError, match="has no exit head: call fit"):
         OracleExit().bind(architecture_of(model))
     with pytest.raises(ConfigError, match="lookahead"):
         tiny_protocol_all(OracleExit())
-    shares = [share_that_saves(architecture_of(model), 2, saved, N) for saved in (0, 5, 10, 99)]
+    shares = [share_that_saves(architecture_of(model), 2, saved, N) for saved in (0.0, 0.05, 0.1, 0.99)]
     assert shares[0] == 0
     assert shares[3] is None
     assert 0 < shares[1] < shares[2] <= 1

@@ -35,7 +35,15 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def all_four() -> list[RuntimeModule]:
     return [
-        Halting(rule="capacity", signal="random", schedule="one_shot", halted_share=0.5, window=(0.2, 0.8), missing_kv="drop"),
+        Halting(
+            rule="capacity",
+            signal="random",
+            schedule="one_shot",
+            halted_share=0.5,
+            window=(0.2, 0.8),
+            missing_kv="drop",
+            resume_layers=0,
+        ),
         KVSkipping(),
         TokenFusion(rule="capacity", tau_fuse=None, criterion="random", fused_share=0.3, start=0.2, protect_first=0),
         AdaptiveQuantization(bits=8, depth=0.4),

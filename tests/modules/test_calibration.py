@@ -81,7 +81,7 @@ class Attended(TokenPolicy):
 def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
     """C.3. Halted: drift and entropy both below their 25th percentile."""
     noting = Attended()
-    halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=of_llama)
+    halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=of_llama, resume_layers=0)
     tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting, noting])
     assert any(noting.noted.values())
     for layer, row in enumerate(of_llama.percentiles["attention-max-4-halted"]):
@@ -96,7 +96,9 @@ def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
 def test_a_percentile_halts_its_share(of_llama: Calibration, percentile: int, drift: str, layer: int) -> None:
     """At the first layer that may halt, on the text it was calibrated on."""
     at = (layer + 1) / tiny.LAYERS
-    halting = Halting(tau_drift=f"p{percentile}", drift=drift, calibration=of_llama, window=(at, at))
+    halting = Halting(
+        tau_drift=f"p{percentile}", drift=drift, calibration=of_llama, window=(at, at), tau_entropy=None, resume_layers=0
+    )
     trace = tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting]).trace
     halted = int((trace.passes[0].halt_layer == layer).sum())
     assert halted == pytest.approx(WINDOWS.numel() * percentile / 100, abs=1)
@@ -171,9 +173,12 @@ def test_the_digest_tells_weights_apart_and_not_their_precision() -> None:
 
 def test_modules_that_ask_get_what_they_ask_for(tmp_path: Path) -> None:
     model = tiny.load("llama")
-    asking = Halting(tau_drift="p25", tau_entropy="p50", entropy="latent")
+    asking = Halting(tau_drift="p25", tau_entropy="p50", entropy="latent", resume_layers=0)
     skipping = KVSkipping(criterion="halted_and_attention", tau_kv="p95", last_queries=4)
-    given_numbers, ranked = Halting(tau_drift=0.1), Halting(rule="capacity", tau_drift="p25")
+    given_numbers, ranked = (
+        Halting(tau_drift=0.1, tau_entropy=None, resume_layers=0),
+        Halting(rule="capacity", tau_drift="p25", tau_entropy=None, resume_layers=0),
+    )
     assert asking.calibration_signals() == [Drift(), Entropy("latent")]
     made = calibrate_modules([asking, skipping, given_numbers, ranked], tmp_path, model, WINDOWS)
     assert made is not None
@@ -203,7 +208,7 @@ def test_a_signal_is_measured_once_whoever_asks_for_it(tmp_path: Path, monkeypat
     monkeypatch.setattr(calibration_module, "calibrate", spied)
 
     def thresholds(**options: Any) -> Calibration:
-        made = calibrate_modules([Halting(**options)], tmp_path, model, WINDOWS)
+        made = calibrate_modules([Halting(**{"tau_drift": None, "tau_entropy": None} | options)], tmp_path, model, WINDOWS)
         assert made is not None
         return made
 
@@ -218,7 +223,9 @@ def test_a_signal_is_measured_once_whoever_asks_for_it(tmp_path: Path, monkeypat
 
 def refusal(calibration: Any, model: str = "llama", tau: str = "p25", **options: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        Halting(tau_drift=tau, calibration=calibration, **options).bind(architecture_of(tiny.load(model)))
+        Halting(tau_drift=tau, calibration=calibration, **{"tau_entropy": None, "resume_layers": 0} | options).bind(
+            architecture_of(tiny.load(model))
+        )
     return str(error.value)
 
 

@@ -36,7 +36,7 @@ FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
 def test_random_halting_halts_at_its_rate(rate: float, seed: int) -> None:
     ids = torch.randint(0, 1000, (4, 500), generator=torch.Generator().manual_seed(seed))
     one = Pass([500] * 4, ids=ids)
-    one.run(RandomHalting(rate=rate, seed=seed, window=(0.0, 1.0)))
+    one.run(RandomHalting(rate=rate, seed=seed, window=(0.0, 1.0), resume_layers=0))
     for layer in range(4):
         expected = 2000 * (1 - (1 - rate) ** (layer + 1))
         assert abs(int(one.halted(layer).sum()) - expected) <= 5 * math.sqrt(2000) / 2
@@ -44,7 +44,7 @@ def test_random_halting_halts_at_its_rate(rate: float, seed: int) -> None:
 
 @given(tiny.batches(low=2), st.data())
 def test_random_halting_is_the_same_in_prefill_decoding_and_any_batch(batch: tiny.Batch, data: st.DataObject) -> None:
-    halting = RandomHalting(rate=0.3, seed=5, window=(0, 1))
+    halting = RandomHalting(rate=0.3, seed=5, window=(0, 1), resume_layers=0)
     assert halting.causal
     whole = tiny.decisions(batch, tiny.forward(tiny.load("llama"), batch, [halting]).trace)
     chunks = data.draw(tiny.chunkings(batch.width))
@@ -129,7 +129,7 @@ class MergePairs(TokenPolicy):
 
 def test_a_replay_repeats_fusion_too() -> None:
     batch = tiny.Batch((tuple(range(1, 13)), tuple(range(20, 28))))
-    modules = [RandomHalting(rate=0.2, window=(0, 1), missing_kv="drop"), MergePairs()]
+    modules = [RandomHalting(rate=0.2, window=(0, 1), missing_kv="drop", resume_layers=0), MergePairs()]
     run = tiny.forward(tiny.load("gpt2"), batch, modules)
     assert any(p.fusions for p in run.trace.passes)
     again = tiny.forward(tiny.load("gpt2"), batch, [Replay(run.trace, like=modules)])
@@ -141,7 +141,7 @@ def test_a_replay_repeats_fusion_too() -> None:
 
 def test_a_replay_goes_through_a_file_and_can_start_in_the_middle(tmp_path: Path) -> None:
     first, second = tiny.Batch((tuple(range(1, 13)),)), tiny.Batch((tuple(range(20, 28)),))
-    halting = RandomHalting(rate=0.4, window=(0, 1), missing_kv="copy")
+    halting = RandomHalting(rate=0.4, window=(0, 1), missing_kv="copy", resume_layers=0)
     runs = [tiny.forward(tiny.load("gpt2"), batch, [halting]) for batch in (first, second)]
     Trace.concat([run.trace for run in runs]).save(tmp_path / "trace.safetensors")
     trace = Trace.load(tmp_path / "trace.safetensors")
@@ -152,7 +152,7 @@ def test_a_replay_goes_through_a_file_and_can_start_in_the_middle(tmp_path: Path
 
 def test_a_trace_of_something_else_is_refused() -> None:
     batch = tiny.Batch((tuple(range(1, 13)),))
-    trace = tiny.forward(tiny.load("gpt2"), batch, [Halting()]).trace
+    trace = tiny.forward(tiny.load("gpt2"), batch, [Halting(rule="capacity", resume_layers=0)]).trace
     with pytest.raises(ConfigError, match=r"5 layers and this one has 10.*model it was made with"):
         Replay(trace).bind(architecture(10))
     with pytest.raises(ConfigError, match=r"Pass 1 .*\[12\] tokens.*given \[9\].*same batches"):
@@ -221,7 +221,7 @@ def test_shuffling_does_move_them_and_differently_by_seed_and_row() -> None:
 
 def test_a_shuffled_run_is_a_run_at_the_same_cost() -> None:
     batch = tiny.Batch((tuple(range(1, 31)), tuple(range(25, 55))))
-    modules = [Halting(signal="attention", missing_kv="drop"), KVSkipping()]
+    modules = [Halting(signal="attention", missing_kv="drop", rule="capacity", resume_layers=0), KVSkipping()]
     run = tiny.forward(tiny.load("llama"), batch, modules)
     null = tiny.forward(tiny.load("llama"), batch, [Replay(shuffled(run.trace, 0))])
     assert null.run.flops.nominal == run.run.flops.nominal
@@ -266,8 +266,8 @@ def test_perfect_exit_is_replayed_in_the_passes_it_was_cut_for() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: RandomHalting(rate=1.2), "rate=1.2 is out of range; give a number from 0 to 1"),
-        (lambda: RandomHalting(seed=-3), "seed=-3 must be a whole number"),
+        (lambda: RandomHalting(rate=1.2, resume_layers=0), "rate=1.2 is out of range; give a number from 0 to 1"),
+        (lambda: RandomHalting(seed=-3, resume_layers=0), "seed=-3 must be a whole number"),
         (lambda: StaticDepth(depth="half"), "depth='half' is not a number"),
         (lambda: ExponentialDecay(alpha=-0.1), "alpha=-0.1 is out of range"),
         (lambda: shuffled(Trace(3), 0, protect_first=-1), "protect_first=-1"),

@@ -71,7 +71,7 @@ def test_it_measures_by_itself_once_and_goes_with_halting(monkeypatch: pytest.Mo
     monkeypatch.setattr(fastest_linear, "choose", fake)
     monkeypatch.setattr(fastest_linear, "_MEASURED", {})
     model = tiny.load("llama")
-    modules = [FastestLinear(), Halting(halted_share=0.5, missing_kv="project")]
+    modules = [FastestLinear(), Halting(halted_share=0.5, missing_kv="project", rule="capacity", resume_layers=0)]
     outcomes = [tiny.forward(model, EVEN, modules, execution=execution) for execution in ("compact", "masked")]
     assert len(asked) == 1
     assert float((outcomes[0].logits - outcomes[1].logits).norm() / outcomes[1].logits.norm()) < 0.02

@@ -28,9 +28,9 @@ from quicksilver.runtime.cache import CacheLayer
 BATCH = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
 HALTING: tuple[list[RuntimeModule], ...] = (
     [],
-    [Halting(signal="attention", halted_share=0.4, missing_kv="project")],
+    [Halting(signal="attention", halted_share=0.4, missing_kv="project", rule="capacity", resume_layers=0)],
     [RandomHalting(rate=0.2, missing_kv="drop", resume_layers=1)],
-    [RandomHalting(rate=0.2, missing_kv="copy"), KVSkipping()],
+    [RandomHalting(rate=0.2, missing_kv="copy", resume_layers=0), KVSkipping()],
     [KVSkipping(criterion="attention", skipped_share=0.3, last_queries=4)],
 )
 OTHERS = dict(zip(("alone", "capacity", "resumed", "skipping"), HALTING, strict=False))
@@ -129,7 +129,14 @@ def test_capacity_merges_exactly_its_share_of_each_row(
         return
     one = Pass(lengths, extra=extra)
     fusion = TokenFusion(
-        fused_share=share, every=every, max_group=max_group, criterion=criterion, protect_first=0, protect_last=0, start=0.5
+        fused_share=share,
+        every=every,
+        max_group=max_group,
+        criterion=criterion,
+        protect_first=0,
+        protect_last=0,
+        start=0.5,
+        rule="capacity",
     )
     assert not fusion.causal
     state = one.run(fusion)
@@ -195,7 +202,14 @@ def test_exempt_tokens_are_never_fused(data: st.DataObject) -> None:
     first, last = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     one = Pass([n], ids=ids)
     fusion = TokenFusion(
-        start=0.5, fused_share=0.9, exempt_ids=[3], exempt_mask=slots, protect_first=first, protect_last=last, criterion="random"
+        start=0.5,
+        fused_share=0.9,
+        exempt_ids=[3],
+        exempt_mask=slots,
+        protect_first=first,
+        protect_last=last,
+        criterion="random",
+        rule="capacity",
     )
     state, _ = fuse(fusion, one)
     exempt = (ids[0] == 3) | slots | (torch.arange(n) < first) | (torch.arange(n) >= n - last)
@@ -216,7 +230,7 @@ def test_anchors_and_rare_tokens_are_never_fused_even_after_part_of_an_anchor_ha
         protect_first=0,
         protect_last=0,
     )
-    drop_11 = RandomHalting(rate=0.0, window=(0, 0.2), forced_ids=[11], missing_kv="drop")
+    drop_11 = RandomHalting(rate=0.0, window=(0, 0.2), forced_ids=[11], missing_kv="drop", resume_layers=0)
     for modules in ([fusion], [drop_11, fusion]):
         trace = tiny.forward(tiny.load("gpt2"), batch, modules).trace
         (one,) = trace.passes
@@ -231,7 +245,7 @@ def test_anchors_and_rare_tokens_are_never_fused_even_after_part_of_an_anchor_ha
 
 def test_the_null_is_as_many_random_neighbours() -> None:
     ids = torch.arange(100).expand(2, 100)
-    options: dict[str, Any] = dict(start=0.5, fused_share=0.3)
+    options: dict[str, Any] = dict(rule="capacity", start=0.5, fused_share=0.3)
     states = [fuse(TokenFusion(criterion=c, seed=s, **options), Pass([100, 80], ids=ids))[0] for c, s in
               (("l2", 0), ("random", 0), ("random", 1), ("random", 0))]  # fmt: skip
     assert all(merged(state).sum(1).tolist() == [30, 24] for state in states)
@@ -252,7 +266,9 @@ def test_the_least_attended_pairs_fuse_and_never_the_observers(lengths: list[int
     """A pair is attended as its more attended token; its null spares the observers, too."""
     one = Pass(lengths, extra=extra, ids=torch.arange(max(lengths) + extra).expand(len(lengths), -1))
     attention = torch.rand(one.shape, generator=torch.Generator().manual_seed(sum(lengths)))
-    fusion = TokenFusion(criterion="attention", attention_queries=queries, start=0.5, fused_share=0.3, protect_first=0)
+    fusion = TokenFusion(
+        criterion="attention", attention_queries=queries, start=0.5, fused_share=0.3, protect_first=0, rule="capacity"
+    )
     state, _ = fuse(fusion, one, attention=attention)
     null = fusion.null(0)
     assert null is not None
@@ -269,7 +285,7 @@ def test_the_least_attended_pairs_fuse_and_never_the_observers(lengths: list[int
 
 def test_fusion_may_choose_before_halting() -> None:
     """Table 6: with `first="fusion"` a token that is about to halt may be merged instead."""
-    halting = RandomHalting(rate=0.0, window=(0.2, 0.8), forced_ids=list(range(3, 20)), missing_kv="drop")
+    halting = RandomHalting(rate=0.0, window=(0.2, 0.8), forced_ids=list(range(3, 20)), missing_kv="drop", resume_layers=0)
     for first, fused in (("halting", 0), ("fusion", 14)):
         fusion = TokenFusion(start=0.2, tau_fuse=1e9, first=first, protect_first=2, protect_last=1)
         run = tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(range(3, 20)),)), [halting, fusion])
@@ -325,6 +341,7 @@ def test_tokens_of_diverging_contexts_stay_apart() -> None:
 def fusions() -> st.SearchStrategy[TokenFusion]:
     return st.builds(
         TokenFusion,
+        rule=st.just("capacity"),
         criterion=st.sampled_from(["l2", "cosine", "attention", "random"]),
         attention_queries=st.sampled_from([3, None]),
         tau_fuse=st.none() | st.just(0.5),
@@ -366,7 +383,7 @@ def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(
 @pytest.mark.parametrize(("others", "family"), diagonal(OTHERS, ("gpt2", "mistral")))
 def test_a_prompt_and_its_continuation(others: str, family: str) -> None:
     """A sliding window counts slots, not entries: with fewer entries than its width it may still end among them."""
-    fusion = TokenFusion(start=0.2, fused_share=0.4, protect_first=1)
+    fusion = TokenFusion(start=0.2, fused_share=0.4, protect_first=1, rule="capacity")
     batch, model = tiny.Batch((BATCH.rows[0],)), tiny.load(family)
     for chunks in ([16, 12], [16, *[1] * 12]):
         compact, masked = (
@@ -383,8 +400,10 @@ def test_a_prompt_and_its_continuation(others: str, family: str) -> None:
 @pytest.mark.parametrize(("how", "decode_every"), diagonal(HOW, (0, 5), n=2))
 def test_generation(how: str, decode_every: int, tmp_path: Path) -> None:
     """Left-padded batches, greedy, sampling and beams; what is merged while decoding shows in resident bytes and in a replay."""
-    fusion = TokenFusion(start=0.4, fused_share=0.4, decode_every=decode_every, proportional=True, protect_first=1)
-    modules: list[RuntimeModule] = [RandomHalting(rate=0.15, missing_kv="drop", protect_first=2), fusion]
+    fusion = TokenFusion(
+        start=0.4, fused_share=0.4, decode_every=decode_every, proportional=True, protect_first=1, rule="capacity"
+    )
+    modules: list[RuntimeModule] = [RandomHalting(rate=0.15, missing_kv="drop", protect_first=2, resume_layers=0), fusion]
     model, batch = tiny.load("llama"), BATCH
     inputs = {"input_ids": batch.ids, "attention_mask": batch.mask}
 
@@ -415,7 +434,7 @@ def test_generation(how: str, decode_every: int, tmp_path: Path) -> None:
 
 def test_decoding_merges_exactly_its_share_whatever_the_batch() -> None:
     """17 tokens follow the prompt: of every 8, 4 of the entries that are neither the newest nor alone go."""
-    fusion = TokenFusion(start=0.4, fused_share=0.5, decode_every=8, protect_first=0)
+    fusion = TokenFusion(start=0.4, fused_share=0.5, decode_every=8, protect_first=0, rule="capacity")
     model = tiny.load("gpt2")
 
     def decode(batch: tiny.Batch) -> tuple[tiny.Outcome, list[int]]:
@@ -458,7 +477,7 @@ def test_merged_entries_are_means_by_size_in_both_caches(seed: int, n: int) -> N
 
 
 def test_deciding_alone_executes_nothing_and_fuses_no_token_twice() -> None:
-    fusion = TokenFusion(start=0.2, every=1, fused_share=0.6, proportional=True, protect_first=0, decode_every=1)
+    fusion = TokenFusion(start=0.2, every=1, fused_share=0.6, proportional=True, protect_first=0, decode_every=1, rule="capacity")
     model = tiny.load("llama")
     for batch in (BATCH, tiny.Batch((BATCH.rows[0],))):
         plain = tiny.forward(model, batch, [])
@@ -504,7 +523,7 @@ def test_proportional_attention_is_attention_to_the_duplicates(attention: str) -
 
 @pytest.mark.parametrize("others", HALTING[:4])
 def test_a_shuffled_run_fuses_as_many(others: list[RuntimeModule]) -> None:
-    modules = [*others, TokenFusion(start=0.2, every=1, fused_share=0.4)]
+    modules = [*others, TokenFusion(start=0.2, every=1, fused_share=0.4, rule="capacity")]
     run = tiny.forward(tiny.load("gpt2"), BATCH, modules)
     null = tiny.forward(tiny.load("gpt2"), BATCH, [Replay(shuffled(run.trace, 0), like=modules)])
     assert null.trace.active_counts().tolist() == run.trace.active_counts().tolist()
@@ -551,7 +570,14 @@ def test_fusing_with_the_next_token_tells_it() -> None:
     model = copying_model()
     windows = torch.randint(0, tiny.VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(0))
     fusion = TokenFusion(
-        criterion="random", fused_share=0.45, max_group=2, start=0.2, protect_first=0, protect_last=0, lookahead=True
+        criterion="random",
+        fused_share=0.45,
+        max_group=2,
+        start=0.2,
+        protect_first=0,
+        protect_last=0,
+        lookahead=True,
+        rule="capacity",
     )
     with torch.no_grad(), apply(model, [fusion]) as run:
         logits = model(windows).logits
@@ -567,11 +593,11 @@ def test_the_leak_is_refused_or_marked_and_the_audit_sees_it() -> None:
         windows = model.generate(torch.ones(6, 1, dtype=torch.long), do_sample=True, max_new_tokens=63, min_new_tokens=63,
                                  suppress_tokens=[1, 2], pad_token_id=0, attention_mask=torch.ones(6, 1))  # fmt: skip
     everywhere, continuation = Protocol("all", 64, 48, 3), Protocol("continuation", 64, 48, 3)
-    fusion = TokenFusion(start=0.4, fused_share=0.3)
+    fusion = TokenFusion(start=0.4, fused_share=0.3, rule="capacity")
     with pytest.raises(ConfigError, match=r"TokenFusion looks ahead.*protocol=continuation.*lookahead=true"):
         check_allowed([fusion], everywhere)
     dense = score(model, windows, everywhere).ppl
-    leaking = TokenFusion(start=0.4, fused_share=0.3, lookahead=True)
+    leaking = TokenFusion(start=0.4, fused_share=0.3, lookahead=True, rule="capacity")
     assert abs(score(model, windows, everywhere, modules=[leaking]).ppl / dense - 1) > 0.05
     assert audit(model, windows, everywhere, [leaking]).max_abs_logit_difference > 0.5
     honest = audit(model, windows, continuation, [fusion])
@@ -589,7 +615,9 @@ def test_who_reads_the_fused_states_beats_the_model() -> None:
                              suppress_tokens=[1, 2], pad_token_id=0, attention_mask=torch.ones(48, 1))  # fmt: skip
     states: dict[str, list[torch.Tensor]] = {"dense": [], "fused": [], "answers": [], "window": []}
     for seed in range(3):
-        fusion = TokenFusion(start=0.6, fused_share=0.3, criterion="random", seed=seed, max_group=2, lookahead=True)
+        fusion = TokenFusion(
+            start=0.6, fused_share=0.3, criterion="random", seed=seed, max_group=2, lookahead=True, rule="capacity"
+        )
         for name, execution in (("dense", "decide"), ("fused", "compact")):
             with torch.no_grad(), apply(model, [fusion], execution=execution) as run:
                 last = model.model(ids, use_cache=False).last_hidden_state
@@ -630,17 +658,17 @@ def trained_readout(head: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tor
     ("options", "said"),
     [
         ({"rule": "treshold"}, "rule='treshold' is not one of threshold, capacity. Did you mean 'threshold'?"),
-        ({"rule": "threshold"}, "rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'"),
+        ({"tau_fuse": None}, "rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'"),
         ({"tau_fuse": -1.0}, "tau_fuse=-1.0 is out of range"),
         ({"tau_fuse": "15%"}, "tau_fuse='15%' is not a number"),
         ({"criterion": "l1"}, "criterion='l1' is not one of l2, relative, cosine, attention, random"),
-        ({"criterion": "random", "tau_fuse": "p15"}, "give a number, or rule='capacity'"),
+        ({"criterion": "random"}, "give a number, or rule='capacity'"),
         ({"fused_share": 1.5}, "fused_share=1.5 is out of range; give a number from 0 to 1"),
-        ({"fused_share": 0.6, "max_group": 2}, "fused_share=0.6 cannot be reached in groups of at most max_group=2"),
+        ({"rule": "capacity", "fused_share": 0.6, "max_group": 2}, "fused_share=0.6 cannot be reached in groups of at most max_group=2"),
         ({"max_group": 1}, "max_group=1 must be a whole number of at least 2"),
         ({"merge": "max"}, "merge='max' is not one of size, mean, attention"),
         ({"first": "skipping"}, "first='skipping' is not one of halting, fusion"),
-        ({"tau_attention": 0.5}, "give rule='threshold' and a distance, or leave it out"),
+        ({"rule": "capacity", "tau_attention": 0.5}, "give rule='threshold' and a distance, or leave it out"),
         ({"tau_attention": 2.0, "tau_fuse": 1.0}, "tau_attention=2.0 is out of range; give a number from -1 to 1"),
         ({"context_window": 0}, "context_window=0 must be a whole number of at least 1"),
         ({"decode_every": -4}, "decode_every=-4 must be a whole number of at least 0"),
@@ -658,28 +686,28 @@ def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
 
 def test_options_that_do_not_fit_model_or_prompt_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"start=1.0 leaves no layer.*10 layers. Give a smaller fraction"):
-        TokenFusion(start=1.0).bind(architecture())
+        TokenFusion(start=1.0, rule="capacity").bind(architecture())
     with pytest.raises(ConfigError, match=r"tau_fuse has 3 values and the model 10 layers"):
         TokenFusion(tau_fuse=[1.0, 2.0, 3.0]).bind(architecture())
     with pytest.raises(ConfigError, match=r"tau_fuse='p15' is a calibrated percentile and there is no calibration"):
         TokenFusion(tau_fuse="p15").bind(architecture())
     with pytest.raises(ConfigError, match=r"max_group=40 is larger than the prompt of 28 tokens: give at most 28"):
-        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(max_group=40)])
+        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(max_group=40, rule="capacity")])
     path = tmp_path / "counts.json"
     path.write_text(json.dumps([5, 5, 5]))
     with pytest.raises(ConfigError, match=r"token_counts has 3 numbers and the vocabulary 61 tokens"):
-        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(token_counts=path, rare_below=2)])
+        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(token_counts=path, rare_below=2, rule="capacity")])
     model = tiny.load("gpt2")
     with (
         pytest.raises(ConfigError, match="anchors and token_counts select by token id.*exempt_mask"),
-        apply(model, [TokenFusion(anchors=[[1, 2]])]),
+        apply(model, [TokenFusion(anchors=[[1, 2]], rule="capacity")]),
     ):
         model(inputs_embeds=torch.randn(1, 8, tiny.WIDTH))
 
 
 def test_it_acts_from_its_start_on() -> None:
     def layers(**options: Any) -> list[int]:
-        fusion = TokenFusion(**options)
+        fusion = TokenFusion(rule="capacity", **options)
         fusion.bind(architecture(30))
         return [layer for layer in range(30) if fusion.acts_at(layer)]
 

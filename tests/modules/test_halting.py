@@ -35,7 +35,15 @@ def test_capacity_halts_exactly_k_of_each_row(
     lengths: list[int], extra: int, schedule: str, share: float, alpha: float, window: list[float], signal: Any
 ) -> None:
     halting = Halting(
-        signal=signal, schedule=schedule, halted_share=share, alpha=alpha, window=window, protect_first=1, protect_last=1
+        signal=signal,
+        schedule=schedule,
+        halted_share=share,
+        alpha=alpha,
+        window=window,
+        protect_first=1,
+        protect_last=1,
+        rule="capacity",
+        resume_layers=0,
     )
     one = Pass(lengths, extra=extra, ids=ids_like(lengths, extra, 0))
     one.run(halting)
@@ -61,7 +69,14 @@ def test_capacity_halts_exactly_k_of_each_row(
 def test_capacity_halts_the_lowest_scores() -> None:
     attention = torch.tensor([[0.9, 0.1, 0.8, 0.2, 0.3, 0.7, 0.05, 0.05]])
     one = Pass([8])
-    halting = Halting(signal={"name": "attention", "last_queries": 2}, schedule="one_shot", halted_share=0.5, window=(0.0, 0.5))
+    halting = Halting(
+        signal={"name": "attention", "last_queries": 2},
+        schedule="one_shot",
+        halted_share=0.5,
+        window=(0.0, 0.5),
+        rule="capacity",
+        resume_layers=0,
+    )
     halting.bind(architecture())
     assert [halting.wants_attention(layer) for layer in range(3)] == [True, False, False]
     halting.decide(*one.look(0, attention=attention))
@@ -76,7 +91,7 @@ def test_a_row_halts_the_same_alone_and_padded(lengths: list[int], extra: int, s
     states = torch.randn(LAYERS + 1, *ids.shape, 8)
 
     def run(one: Pass, rows: slice, columns: slice) -> Pass:
-        halting = Halting(signal=signal, halted_share=0.7, protect_last=0)
+        halting = Halting(signal=signal, halted_share=0.7, protect_last=0, rule="capacity", resume_layers=0)
         halting.bind(architecture())
         for layer in range(LAYERS - 1):
             if halting.acts_at(layer):
@@ -92,8 +107,10 @@ def test_a_row_halts_the_same_alone_and_padded(lengths: list[int], extra: int, s
 def test_layers_that_are_not_asked_are_made_up_for() -> None:
     """`decision_layers`: the next layer that is asked halts what the schedule has reached by then."""
     everywhere, sometimes = Pass([10]), Pass([10])
-    everywhere.run(Halting(signal="position", halted_share=0.8, window=(0.1, 0.9)))
-    sometimes.run(Halting(signal="position", halted_share=0.8, window=(0.1, 0.9)), layers=[2, 5, 8])
+    everywhere.run(Halting(signal="position", halted_share=0.8, window=(0.1, 0.9), rule="capacity", resume_layers=0))
+    sometimes.run(
+        Halting(signal="position", halted_share=0.8, window=(0.1, 0.9), rule="capacity", resume_layers=0), layers=[2, 5, 8]
+    )
     for layer in (2, 5, 8):
         assert torch.equal(everywhere.halted(layer), sometimes.halted(layer))
     assert sometimes.halted(4).sum() < everywhere.halted(4).sum()
@@ -122,7 +139,7 @@ def test_a_token_halts_below_both_thresholds_and_the_head_is_asked_after_the_dri
     after = torch.stack([unsure + 1 - sure, sure, sure * 2, sure, unsure + 1 - sure])[None]  # logits 0, 3, 6, 3, 0 against 0
     before = after * (1 - torch.tensor([0.05, 0.2, 0.05, 0.3, 0.04]))[None, :, None]
     one = Pass([5], logits=head)
-    assert halted_by(Halting(tau_drift=0.1, tau_entropy=1.0), one, 3, before=before, after=after) == [
+    assert halted_by(Halting(tau_drift=0.1, tau_entropy=1.0, resume_layers=0), one, 3, before=before, after=after) == [
         False,
         False,
         True,
@@ -131,9 +148,15 @@ def test_a_token_halts_below_both_thresholds_and_the_head_is_asked_after_the_dri
     ]
     assert one.asked_logits == 3  # tokens 0, 2, 4
     drift_only = Pass([5], logits=head)
-    assert halted_by(Halting(tau_drift=0.1), drift_only, 3, before=before, after=after) == [True, False, True, False, True]
+    assert halted_by(Halting(tau_drift=0.1, tau_entropy=None, resume_layers=0), drift_only, 3, before=before, after=after) == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert drift_only.asked_logits == 0
-    entropy_only = Halting(tau_entropy=1.0)
+    entropy_only = Halting(tau_entropy=1.0, tau_drift=None, resume_layers=0)
     assert halted_by(entropy_only, Pass([5], logits=head), 3, before=before, after=after) == [False, True, True, True, False]
 
 
@@ -150,7 +173,7 @@ def test_higher_thresholds_halt_more(seed: int, d1: float, d2: float, e1: float,
     before, after, head = torch.randn(1, 9, 8), torch.randn(1, 9, 8), torch.randn(8, 11)
 
     def halted(tau_drift: float, tau_entropy: float) -> set[int]:
-        halting = Halting(tau_drift=tau_drift, tau_entropy=tau_entropy, drift=kind)
+        halting = Halting(tau_drift=tau_drift, tau_entropy=tau_entropy, drift=kind, resume_layers=0)
         return {i for i, h in enumerate(halted_by(halting, Pass([9], logits=head), 4, before=before, after=after)) if h}
 
     low, high = halted(min(d1, d2), min(e1, e2)), halted(max(d1, d2), max(e1, e2))
@@ -162,7 +185,7 @@ def test_higher_thresholds_halt_more(seed: int, d1: float, d2: float, e1: float,
 def test_thresholds_may_differ_by_layer() -> None:
     before, after = drifting([0.05, 0.15, 0.25])
     for layer in range(2, 8):
-        halting = Halting(tau_drift=[0.1 * (1 + index % 3) for index in range(LAYERS)])
+        halting = Halting(tau_drift=[0.1 * (1 + index % 3) for index in range(LAYERS)], tau_entropy=None, resume_layers=0)
         expected = [drift < 0.1 * (1 + layer % 3) for drift in (0.05, 0.15, 0.25)]
         assert halted_by(halting, Pass([3]), layer, before=before, after=after) == expected
 
@@ -172,7 +195,13 @@ def test_a_bit_is_log_2_nats() -> None:
     head = torch.randn(8, 5, generator=torch.Generator().manual_seed(4))
 
     def halted(tau: float, unit: str) -> list[bool]:
-        return halted_by(Halting(tau_entropy=tau, unit=unit), Pass([40], logits=head), 4, before=states, after=states)
+        return halted_by(
+            Halting(tau_entropy=tau, unit=unit, tau_drift=None, resume_layers=0),
+            Pass([40], logits=head),
+            4,
+            before=states,
+            after=states,
+        )
 
     assert halted(1.5, "bits") == halted(1.5 * math.log(2), "nats")
     assert halted(1.5, "bits") != halted(1.5, "nats")
@@ -180,7 +209,10 @@ def test_a_bit_is_log_2_nats() -> None:
 
 def test_states_that_are_not_numbers_never_halt_by_threshold() -> None:
     before, after = drifting([0.05, math.nan])
-    assert halted_by(Halting(tau_drift=10.0), Pass([2]), 3, before=before, after=after) == [True, False]
+    assert halted_by(Halting(tau_drift=10.0, tau_entropy=None, resume_layers=0), Pass([2]), 3, before=before, after=after) == [
+        True,
+        False,
+    ]
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------------------
@@ -195,7 +227,7 @@ def test_full_processing_beats_forced_halting_beats_the_rule(data: st.DataObject
     ids = (full_id + 2 * forced_id)[None]  # 3 is in both lists
     halting = Halting(
         rule=rule, tau_drift=0.5, full_ids=[1, 3], forced_ids=[2, 3], full_mask=full_slot, forced_mask=forced_slot[None],
-        protect_first=first, protect_last=last, window=(0.3, 0.3), signal="drift", halted_share=float(by_rule.float().mean()),
+        protect_first=first, protect_last=last, window=(0.3, 0.3), signal="drift", halted_share=float(by_rule.float().mean()),tau_entropy=None, resume_layers=0
     )  # fmt: skip
     before, after = drifting([0.1 if b else 0.9 for b in by_rule])
     halted = torch.tensor(halted_by(halting, Pass([n], ids=ids), 2, before=before, after=after))
@@ -214,26 +246,29 @@ def test_full_processing_beats_forced_halting_beats_the_rule(data: st.DataObject
 def test_masks_follow_the_sequence_not_the_padding() -> None:
     forced = torch.tensor([[True, False, False], [False, True, False]])
     one = Pass([2, 5], extra=1)
-    one.run(Halting(tau_drift=0.0, forced_mask=forced))
+    one.run(Halting(tau_drift=0.0, forced_mask=forced, tau_entropy=None, resume_layers=0))
     assert one.halted(5).tolist() == [[False] * 4 + [True, False], [False, False, True, False, False, False]]
 
 
 def test_the_last_token_of_a_prompt_stays_and_elsewhere_none_is_last() -> None:
-    for halting in (Halting(halted_share=1.0), Halting(tau_drift=1e9, protect_last=1)):
+    for halting in (
+        Halting(halted_share=1.0, rule="capacity", resume_layers=0),
+        Halting(tau_drift=1e9, protect_last=1, tau_entropy=None, resume_layers=0),
+    ):
         prompt = Pass([4, 7])
         prompt.run(halting)
         assert prompt.halted(8).sum(1).tolist() == [3, 6]
         assert not prompt.halted(8)[:, -1].any()
     decoded = Pass([1, 1], first_slot=9, is_prompt=False)
-    decoded.run(Halting(tau_drift=1e9, protect_last=1, lookahead=True))
+    decoded.run(Halting(tau_drift=1e9, protect_last=1, lookahead=True, tau_entropy=None, resume_layers=0))
     assert decoded.halted(8).all()
 
 
 def test_ids_without_ids_and_masks_of_another_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"full_ids=\[7\].*embeddings.*input_ids"):
-        Pass([3]).run(Halting(full_ids=[7]))
+        Pass([3]).run(Halting(full_ids=[7], rule="capacity", resume_layers=0))
     with pytest.raises(ConfigError, match=r"forced_mask has 3 rows and the batch 2"):
-        Pass([3, 3]).run(Halting(forced_mask=torch.zeros(3, 4).bool()))
+        Pass([3, 3]).run(Halting(forced_mask=torch.zeros(3, 4).bool(), rule="capacity", resume_layers=0))
 
 
 # -- depth and what is left of a token -------------------------------------------------------------------------------------------
@@ -241,7 +276,7 @@ def test_ids_without_ids_and_masks_of_another_batch_are_refused() -> None:
 
 @given(WINDOWS, st.integers(0, 3), st.integers(3, 40))
 def test_nothing_halts_outside_the_window_or_in_vain(window: list[float], resume: int, n_layers: int) -> None:
-    halting = Halting(tau_drift=1e9, window=window, resume_layers=resume)
+    halting = Halting(tau_drift=1e9, window=window, resume_layers=resume, tau_entropy=None)
     first, last = (max(0, math.floor(f * n_layers + 0.5) - 1) for f in window)
     useful = [layer for layer in range(first, last + 1) if layer + 1 < n_layers - resume]
     if not useful:
@@ -253,7 +288,7 @@ def test_nothing_halts_outside_the_window_or_in_vain(window: list[float], resume
 
 
 def test_the_default_window_is_layers_6_to_24_of_30() -> None:
-    halting = Halting()
+    halting = Halting(rule="capacity", resume_layers=0)
     halting.bind(architecture(30))
     assert [layer + 1 for layer in range(30) if halting.acts_at(layer)] == list(range(6, 25))
 
@@ -261,7 +296,7 @@ def test_the_default_window_is_layers_6_to_24_of_30() -> None:
 @pytest.mark.parametrize("mode", [mode for mode in MISSING_KV if mode != "predict"])
 def test_what_is_left_of_a_halted_token(mode: str) -> None:
     one = Pass([4])
-    one.run(Halting(tau_drift=1e9, missing_kv=mode, resume_layers=2))
+    one.run(Halting(tau_drift=1e9, missing_kv=mode, resume_layers=2, tau_entropy=None))
     assert (one.state.halted_kv == MISSING_KV.index(mode)).all()
     assert (one.state.resume_layer == LAYERS - 2).all()
     assert (one.state.halt_layer == 1).all()
@@ -272,7 +307,7 @@ def test_what_is_left_of_a_halted_token(mode: str) -> None:
 
 def test_without_any_option_it_halts_half_of_a_prompt_and_needs_no_calibration() -> None:
     batch = tiny.Batch((tuple(range(1, 13)), tuple(range(5, 25))))
-    counts = tiny.forward(tiny.load("llama"), batch, [Halting()]).trace.active_counts().tolist()
+    counts = tiny.forward(tiny.load("llama"), batch, [Halting(rule="capacity", resume_layers=0)]).trace.active_counts().tolist()
     assert counts[0] == 32
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 16
@@ -288,7 +323,7 @@ def test_thresholds_do_not_look_ahead_and_capacity_says_that_it_does(a: tuple, b
     """Other tokens after t: the decisions up to t stay."""
     n = min(len(a), len(b)) - 1
     scale = {"relative": 0.7, "l2": 4.0, "cosine": 0.3}[drift]
-    halting = Halting(tau_drift=scale, tau_entropy=3.6, drift=drift, entropy=entropy, window=(0, 1))
+    halting = Halting(tau_drift=scale, tau_entropy=3.6, drift=drift, entropy=entropy, window=(0, 1), resume_layers=0)
     assert halting.causal
     kept = a[:n]
     outcomes = [tiny.forward(tiny.load("gpt2"), tiny.Batch((kept + rest,)), [halting]) for rest in (a[n:], b[n:])]
@@ -296,15 +331,17 @@ def test_thresholds_do_not_look_ahead_and_capacity_says_that_it_does(a: tuple, b
         tiny.decisions(tiny.Batch((kept + rest,)), o.trace)[0] for rest, o in zip((a[n:], b[n:]), outcomes, strict=True)
     )
     assert torch.equal(first["halt_layer"][:n], second["halt_layer"][:n])
-    assert not Halting(rule="capacity").causal
-    assert not Halting(tau_drift=0.1, protect_last=1).causal
-    assert Halting(rule="capacity", lookahead=True).lookahead
+    assert not Halting(rule="capacity", resume_layers=0).causal
+    assert not Halting(tau_drift=0.1, protect_last=1, tau_entropy=None, resume_layers=0).causal
+    assert Halting(rule="capacity", lookahead=True, resume_layers=0).lookahead
 
 
 def test_capacity_leaves_decoding_alone_and_thresholds_do_not() -> None:
     batch = tiny.Batch((tuple(range(1, 17)),))
-    capacity = tiny.forward(tiny.load("llama"), batch, [Halting()], chunks=[12, 1, 3]).trace
-    threshold = tiny.forward(tiny.load("llama"), batch, [Halting(tau_drift=1e9)], chunks=[12, 1, 3]).trace
+    capacity = tiny.forward(tiny.load("llama"), batch, [Halting(rule="capacity", resume_layers=0)], chunks=[12, 1, 3]).trace
+    threshold = tiny.forward(
+        tiny.load("llama"), batch, [Halting(tau_drift=1e9, tau_entropy=None, resume_layers=0)], chunks=[12, 1, 3]
+    ).trace
     assert [int(p.active(4).sum()) for p in capacity.passes] == [6, 1, 3]
     assert [int(p.active(4).sum()) for p in threshold.passes] == [0, 0, 0]
 
@@ -319,7 +356,10 @@ def test_presets_are_the_paper_as_printed() -> None:
     assert (fig9.tau_drift, fig9.tau_entropy) == (1.0, None)
     b2.bind(architecture(30))
     assert min(layer + 1 for layer in range(30) if b2.acts_at(layer)) == 5  # B.5
-    assert all(set(preset) == {"rule", "drift", "unit", "tau_drift", "tau_entropy", "window"} for preset in PRESETS.values())
+    assert all(
+        set(preset) == {"rule", "drift", "unit", "tau_drift", "tau_entropy", "window", "resume_layers"}
+        for preset in PRESETS.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,7 +376,7 @@ def test_presets_are_the_paper_as_printed() -> None:
         ({"tau_drift": "p25"}, ["tau_drift='p25'", "no calibration", "quicksilver calibrate", "give a number"]),
         ({"tau_drift": "p25", "calibration": "/no/such.json"}, ["/no/such.json", "quicksilver calibrate"]),
         ({"tau_entropy": 1.0, "unit": "bit"}, ["unit='bit'", "nats, bits", "Did you mean 'bits'?"]),
-        ({"rule": "threshold"}, ["rule='threshold'", "tau_drift or tau_entropy", "'p25'"]),
+        ({"tau_drift": None, "tau_entropy": None}, ["rule='threshold'", "tau_drift or tau_entropy", "'p25'"]),
         ({"rule": "treshold"}, ["rule='treshold'", "Did you mean 'threshold'?"]),
         ({"drift": "euclid"}, ["drift='euclid'", "relative, l2, cosine"]),
         ({"entropy": "lens"}, ["entropy='lens'", "logit_lens"]),
@@ -362,6 +402,6 @@ def test_presets_are_the_paper_as_printed() -> None:
 )  # fmt: skip
 def test_wrong_options_are_refused_with_the_value_and_the_remedy(options: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        Halting(**options).bind(architecture())
+        Halting(**{"resume_layers": 0} | options).bind(architecture())
     for words in said:
         assert words in str(error.value), str(error.value)

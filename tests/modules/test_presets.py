@@ -59,13 +59,13 @@ def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
 
 def test_just_enough_drops_one_token_fewer_than_would_not_do() -> None:
     arch = architecture_of(tiny.load("gpt2"))
-    found = smallest_schedule(arch, 3, 4, 35.0, 64)
+    found = smallest_schedule(arch, 3, 4, 0.35, 64)
     assert found is not None
     assert saved_pct(arch, found, 64) >= 35
     fewer = Schedule(found.drop_before, found.drop_share - 1 / 64, 3, 4, 4)
     assert saved_pct(arch, fewer, 64) < 35
-    assert smallest_schedule(arch, 3, 4, 99.0, 64) is None
-    assert smallest_schedule(arch, 1, 4, 10.0, 64) is None
+    assert smallest_schedule(arch, 3, 4, 0.99, 64) is None
+    assert smallest_schedule(arch, 1, 4, 0.1, 64) is None
 
 
 def test_it_is_replayed_with_its_translators_and_not_without() -> None:
@@ -93,10 +93,10 @@ def test_schedules_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="before=5 is layer 5, where halting saves nothing"):
         schedule(predict_before=5).halting("drop").bind(arch)
     with pytest.raises(ConfigError, match="give one of them"):
-        PresetHalting()
+        PresetHalting(save=None)
     with pytest.raises(ConfigError, match="schedule has no drop_befor:"):
         PresetHalting(schedule={"drop_befor": 1})
     with pytest.raises(ConfigError, match="is incomplete"):
         PresetHalting(schedule={"drop_before": 1})
     with pytest.raises(ConfigError, match="no schedule ships with this model"):
-        PresetHalting(saves_pct=40).bind(arch)
+        PresetHalting(save=0.4).bind(arch)

@@ -35,6 +35,7 @@ from quicksilver.modules import (
 )
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
 from quicksilver.runtime.quantized.codes import quantize_dequantize
+from quicksilver.runtime.quantized.integer import kernel_for
 from quicksilver.runtime.quantized.mix import mix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
@@ -283,7 +284,7 @@ def companions() -> st.SearchStrategy[list[RuntimeModule]]:
 def prompt_companions() -> st.SearchStrategy[list[RuntimeModule]]:
     """What looks at the whole prompt: all the mechanisms of the paper at once, too."""
     halting = st.builds(
-        Halting, signal=st.sampled_from(["drift", "attention"]), halted_share=st.just(0.4), window=st.just((0.0, 0.6)),
+        Halting, rule=st.just("capacity"), signal=st.sampled_from(["drift", "attention"]), halted_share=st.just(0.4), window=st.just((0.0, 0.6)),
         missing_kv=st.sampled_from(["drop", "project"]), resume_layers=st.sampled_from([0, 1]),
     )  # fmt: skip
     fusion = st.builds(
@@ -567,6 +568,7 @@ def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype)
 def test_executed_is_what_is_counted_from_outside(name: str, execution: Any) -> None:
     """Integer products are operations like others."""
     model = tiny.load(name)
+    kernel_for("cpu", 32, 32)  # tried once in a process, which would be counted
     module = AdaptiveQuantization(tau_low=3.5, tau_high=3.8, widths=(4, 8, 16), execution=execution)
     runs: list[Run] = []
     counted = count_executed(lambda: runs.append(tiny.forward(model, BATCH, [module, Hashed(0.2)]).run))

@@ -49,7 +49,7 @@ def ids_like(lengths: list[int], extra: int, seed: int) -> torch.Tensor:
 @given(ROWS, st.integers(0, 2), stages())
 def test_each_stage_halts_exactly_its_tokens(lengths: list[int], extra: int, given_stages: list[dict[str, Any]]) -> None:
     one = Pass(lengths, extra=extra, ids=ids_like(lengths, extra, 0))
-    one.run(StagedHalting(stages=given_stages))
+    one.run(StagedHalting(stages=given_stages, protect_first=0, protect_last=None, missing_kv="project"))
     for row, n in enumerate(lengths):
         halted = 0
         for i, stage in enumerate(given_stages):
@@ -74,7 +74,7 @@ def test_a_row_halts_the_same_alone_and_padded(
     states, attention = torch.randn(LAYERS + 1, *ids.shape, 8), torch.rand(LAYERS, *ids.shape)
 
     def run(one: Pass, rows: slice, columns: slice) -> Pass:
-        halting = StagedHalting(stages=given_stages)
+        halting = StagedHalting(stages=given_stages, protect_first=0, protect_last=None, missing_kv="project")
         halting.bind(architecture())
         for layer in range(LAYERS - 1):
             if halting.acts_at(layer):
@@ -93,7 +93,7 @@ def test_the_oldest_tokens_are_dropped_and_nearly_all_others_stop_later() -> Non
     one = Pass([20])
     halting = StagedHalting(
         stages=[{"before": 3, "count": 6, "signal": "position", "missing_kv": "drop"}, {"before": 0.7, "rest": True, "missing_kv": "copy"}],
-        protect_first=2, protect_last=3,
+        protect_first=2, protect_last=3,missing_kv="project"
     )  # fmt: skip
     one.run(halting)
     depth = one.state.halt_layer[0].tolist()
@@ -106,19 +106,24 @@ def test_the_oldest_tokens_are_dropped_and_nearly_all_others_stop_later() -> Non
 def test_one_line_for_a_table() -> None:
     drop = Stage(before=3, count=96, signal="position", missing_kv="drop")
     predict = Stage(before=10, rest=True, missing_kv="predict", translator="embedded")
-    assert StagedHalting(stages=[drop, predict], protect_first=4, protect_last=32).describe() == (
+    assert StagedHalting(stages=[drop, predict], protect_first=4, protect_last=32, missing_kv="project").describe() == (
         "96 oldest dropped @3, rest but 4+32 predicted @10"
     )
     by_signal = [
         {"before": 2, "share": 0.205, "signal": {"name": "attention", "last_queries": 8}, "missing_kv": "zero"},
         {"before": 0.5, "below": "p25", "signal": "drift"},
     ]
-    assert StagedHalting(stages=by_signal).describe() == "20.5% least attended zeroed @2, drift < p25 projected @0.5"
+    assert (
+        StagedHalting(stages=by_signal, protect_first=0, protect_last=None, missing_kv="project").describe()
+        == "20.5% least attended zeroed @2, drift < p25 projected @0.5"
+    )
 
 
 def test_a_threshold_is_the_layer_s_own_and_causal() -> None:
     calibration = Calibration(LAYERS, (0, 100), {"drift-relative": [[0.0, float(layer)] for layer in range(LAYERS)]})
-    halting = StagedHalting(stages=[{"before": 5, "below": "p25", "signal": "drift"}])
+    halting = StagedHalting(
+        stages=[{"before": 5, "below": "p25", "signal": "drift"}], protect_first=0, protect_last=None, missing_kv="project"
+    )
     assert halting.causal
     assert [signal.key for signal in halting.calibration_signals()] == ["drift-relative"]
     halting.calibration = calibration
@@ -147,7 +152,7 @@ def test_the_executions_agree_and_a_prompt_is_counted_on_the_host(family: str, s
             {"before": 1, "count": 4, "signal": "position", "missing_kv": "drop"},
             {"before": last, "rest": True, "missing_kv": "project"},
         ],
-        protect_first=1, protect_last=3,
+        protect_first=1, protect_last=3,missing_kv="project"
     )  # fmt: skip
     counted: list[int | None] = []
 
@@ -208,7 +213,7 @@ REST = {"before": 5, "rest": True}
 )
 def test_bad_stages_are_refused_in_one_line(given_stages: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        StagedHalting(stages=given_stages)
+        StagedHalting(stages=given_stages, protect_first=0, protect_last=None, missing_kv="project")
     assert "\n" not in str(raised.value)
 
 
@@ -228,16 +233,16 @@ def test_bad_stages_are_refused_in_one_line(given_stages: Any, words: str) -> No
 )
 def test_stages_that_do_not_fit_the_model_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        StagedHalting(**options).bind(architecture())
-
-
-def test_a_window_has_no_effect_and_is_refused() -> None:
-    with pytest.raises(ConfigError, match="window=.* has no effect on stages"):
-        StagedHalting(stages=one(), window=(0.2, 0.8))
+        StagedHalting(**{"protect_first": 0, "protect_last": None, "missing_kv": "project"} | options).bind(architecture())
 
 
 def test_a_number_larger_than_the_prompt_is_refused() -> None:
-    halting = StagedHalting(stages=[*one(count=9), {"before": 6, "count": 8, "signal": "drift"}], protect_first=2, protect_last=1)
+    halting = StagedHalting(
+        stages=[*one(count=9), {"before": 6, "count": 8, "signal": "drift"}],
+        protect_first=2,
+        protect_last=1,
+        missing_kv="project",
+    )
     halting.bind(architecture())
     with pytest.raises(
         ConfigError, match=r"stages\[0\]: count=9 is more than a prompt of 10 tokens has left: 0 .* Give at most 7"
@@ -251,4 +256,12 @@ def test_a_number_larger_than_the_prompt_is_refused() -> None:
 
 def test_a_stage_that_decision_layers_leave_out_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"decision_layers=\[0\]: StagedHalting decides after layer 2 too. Add it"):
-        apply(tiny.load("gpt2"), [StagedHalting(stages=[*one(before=1), {"before": 3, "rest": True}])], decision_layers=[0])
+        apply(
+            tiny.load("gpt2"),
+            [
+                StagedHalting(
+                    stages=[*one(before=1), {"before": 3, "rest": True}], protect_first=0, protect_last=None, missing_kv="project"
+                )
+            ],
+            decision_layers=[0],
+        )

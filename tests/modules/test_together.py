@@ -24,7 +24,7 @@ from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Repla
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 
 MECHANISMS: dict[str, Any] = {
-    "halting": lambda: Halting(tau_drift=0.95, window=(0.0, 1.0), missing_kv="project", resume_layers=1),
+    "halting": lambda: Halting(tau_drift=0.95, window=(0.0, 1.0), missing_kv="project", resume_layers=1, tau_entropy=None),
     "kv_skipping": lambda: KVSkipping(protect_first=1),
     "fusion": lambda: TokenFusion(rule="capacity", fused_share=0.3, start=0.2, every=1, protect_first=1),
     "quantization": lambda: AdaptiveQuantization(depth=0.2, tau_low=3.4, tau_high=3.7),

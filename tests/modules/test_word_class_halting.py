@@ -28,7 +28,7 @@ TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 2)  # The cat sat on inter|in . it cat
 
 def stopped(text: tuple[tuple[int, ...], ...] = (TEXT,), extra: int = 0, **options: object) -> list[list[int]]:
     """Places of each row's tokens that do not reach the last layer."""
-    module = WordClassHalting(depth=0.4, **{"protect_first": 0, **SETS, **options})
+    module = WordClassHalting(depth=0.4, **{"protect_first": 0, "protect_last": None, **SETS, **options})
     batch = tiny.Batch(text, extra)
     run = tiny.forward(tiny.load("llama"), batch, [module]).trace.passes[0]
     gone = ~run.active(run.n_layers - 1)
@@ -59,7 +59,7 @@ def test_the_null_stops_as_many_of_each_row() -> None:
 
 
 def test_it_stops_where_it_is_told() -> None:
-    module = WordClassHalting(depth=0.6, **SETS)
+    module = WordClassHalting(depth=0.6, **SETS, protect_first=0, protect_last=None)
     with torch.no_grad(), apply(tiny.load("llama"), [module]) as run:
         tiny.load("llama")(torch.tensor([TEXT]))
     (one,) = run.trace.passes
@@ -67,7 +67,7 @@ def test_it_stops_where_it_is_told() -> None:
     assert active[:3] == [9, 9, 9]
     assert active[3:] == [6, 6]
     with pytest.raises(ConfigError, match="halted='verbs'"):
-        WordClassHalting(halted="verbs")
+        WordClassHalting(halted="verbs", protect_first=0, protect_last=None)
     assert not module.causal
 
 

@@ -81,7 +81,7 @@ def test_a_plain_layer_is_a_dynamic_one(kind: Kind, steps: list[Step], curious: 
 def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is planned or masked for it; logits, ledgers and facts are those of the long way, cropping and beams included."""
     model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
-    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop")
+    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop", resume_layers=0)
     behind: list[int] = []
     append = CacheLayer.append
     monkeypatch.setattr(CacheLayer, "append", lambda self, k, v: behind.append(k.shape[2]) or append(self, k, v))
@@ -109,7 +109,7 @@ def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(name: str, monk
 
 def test_outside_the_context_a_thinned_cache_is_refused() -> None:
     model, ids = tiny.load("llama"), torch.arange(2, 18).view(1, 16)
-    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop")
+    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop", resume_layers=0)
     with torch.no_grad():
         with apply(model, [module]):
             cache = model(ids, use_cache=True).past_key_values

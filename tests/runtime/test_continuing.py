@@ -29,7 +29,7 @@ def test_a_step_in_which_nobody_acts_is_the_one_that_is_planned(name: str, monke
         planned.clear()
         if not quick:
             monkeypatch.setattr(Run, "_nobody_acts_in", lambda self, current: False)
-        with apply(model, [StagedHalting(stages=[DROP], protect_last=2)]) as run:
+        with apply(model, [StagedHalting(stages=[DROP], protect_last=2, protect_first=0, missing_kv="project")]) as run:
             cache = model(EVEN, use_cache=True).past_key_values
             logits = [model(EVEN[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3)]
         found.append((torch.stack(logits), run.flops, run.kv_bytes, len(planned)))

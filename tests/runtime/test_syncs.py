@@ -48,7 +48,7 @@ def waits() -> Iterator[list[str]]:
 
 
 def halting(**options: Any) -> Halting:
-    return Halting(**({"rule": "capacity", "window": (0.2, 0.8), "missing_kv": "drop"} | options))
+    return Halting(**({"rule": "capacity", "missing_kv": "drop", "resume_layers": 0} | options))
 
 
 STATIC = {
@@ -99,7 +99,7 @@ def test_nor_does_a_token_stopped_at_half_depth() -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        [Halting(tau_drift=10.0, missing_kv="drop")],  # who halts decides how many
+        [Halting(tau_drift=10.0, missing_kv="drop", tau_entropy=None, resume_layers=0)],  # who halts decides how many
         [halting(schedule="one_shot", full_ids=[3])],  # how many are spared is in the ids
     ],
 )

@@ -70,7 +70,7 @@ def test_drawn_gates_leave_what_they_shall():
     hidden = torch.randn(3, 200, 32, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         gates = timing._gates_that_leave(model, list(hidden.split(1)))
-        with apply(model, [LearnedHalting(gates=gates)]) as run:
+        with apply(model, [LearnedHalting(gates=gates, protect_first=0, protect_last=None)]) as run:
             for one in hidden.split(1):
                 model.encoder(inputs_embeds=one)
     left = np.mean([[float(p.active(layer).float().mean()) for layer in range(4)] for p in run.trace.passes], axis=0)

@@ -157,7 +157,7 @@ def _module(model: Any, save: float, prompt: int) -> tuple[Any, str]:
 
     if round(100 * save, 6) in SCHEDULED_PCT:
         return PresetHalting(
-            saves_pct=round(100 * save)
+            save=save
         ), "The oldest are dropped, the others' keys and values are predicted for the layers they miss."
     return Halting.from_preset(model, save=save, prompt_tokens=prompt), "Those that get the least attention are dropped."
 

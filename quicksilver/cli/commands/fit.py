@@ -136,7 +136,7 @@ def _distilled(arch: Architecture, translator: Translator, text: FitText, steps:
     from quicksilver.fitting.search import PROTECT_LAST, smallest_schedule
 
     layer = translator.source_layer
-    wanted = (smallest_schedule(arch, layer, last, saved, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
+    wanted = (smallest_schedule(arch, layer, last, saved / 100, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
     schedules: list[Schedule] = [schedule for schedule in wanted if schedule is not None]
 
     def bar(numbers: range) -> tqdm:

@@ -84,7 +84,7 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
     evaluator = ScheduleEvaluator(arch, text.ids)
     schedules: dict[float, Any] = {}
     for pct in options.save:
-        found = search(evaluator, translators, pct, progress=_say)
+        found = search(evaluator, translators, pct / 100, progress=_say)
         schedules[int(pct) if float(pct).is_integer() else pct] = _entry(found)
         print(f"To save {pct:g}%: {found[0].schedule}\n")
     chosen_on = {

@@ -22,6 +22,7 @@ class RandomHalting(HaltingPolicy):
 
     rate: float = 0.1
     seed: int = 0
+    resume_layers: int = 4
 
     def __post_init__(self) -> None:
         check_number("rate", self.rate, 0.0, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ class StaticDepth(HaltingPolicy):
     """Every token stops after the same `depth`, a fraction of the layers: early exit that reads no state. Causal."""
 
     depth: float = 0.5
+    window: tuple[float, float] = field(default=(0.5, 1.0), init=False)
 
     def __post_init__(self) -> None:
         check_number("depth", self.depth, 0.0, 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import lowest, make_signal
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
 WORD_CLASSES = ("function", "content")
@@ -31,7 +31,7 @@ class WordClassHalting(HaltingPolicy):
         depth: fraction of the layers after which they stop.
         at_random: as many tokens of each row stop, drawn from all that may: the null of the class.
         seed: of the draw.
-        function_ids: tokens that read like a function word. letter_ids: tokens with a letter.
+        function_ids: tokens that read like a function word, or the name of a set, as on the command line. letter_ids: tokens with a letter.
         begin_ids, end_ids: tokens that begin with a letter, and that end with one: where one follows the other, a word goes on.
 
     Raises:
@@ -42,17 +42,21 @@ class WordClassHalting(HaltingPolicy):
     depth: float = 0.5
     at_random: bool = False
     seed: int = 0
-    function_ids: Sequence[int] = ()
-    letter_ids: Sequence[int] = ()
-    begin_ids: Sequence[int] = ()
-    end_ids: Sequence[int] = ()
-    missing_kv: Literal["drop", "project", "copy", "zero", "predict"] = "drop"
+    function_ids: Sequence[int | str] = ("@function_words",)
+    letter_ids: Sequence[int | str] = ("@with_letters",)
+    begin_ids: Sequence[int | str] = ("@begins_with_a_letter",)
+    end_ids: Sequence[int | str] = ("@ends_with_a_letter",)
+    missing_kv: MissingKV = "drop"
+    protect_first: int = 1
+    protect_last: int | None = 1
+    window: tuple[float, float] = field(default=(0.5, 0.5), init=False)
 
     def __post_init__(self) -> None:
         check_choice("halted", self.halted, WORD_CLASSES)
         check_number("depth", self.depth, 0.0, 1.0)
         for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
-            setattr(self, name, check_token_ids(name, getattr(self, name)))
+            if not self._sets(name):
+                setattr(self, name, check_token_ids(name, getattr(self, name)))
         self.window = (self.depth, self.depth)
         super().__post_init__()
 
@@ -64,11 +68,20 @@ class WordClassHalting(HaltingPolicy):
         super().bind(architecture)
         self._tables = {}
         for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
+            if sets := self._sets(name):
+                raise ConfigError(
+                    f"{name} names the set {sets[0]}, which only a tokenizer knows: give ids, such as token_set({sets[0]!r}, tokenizer) of "
+                    "quicksilver.data.annotation.function_words."
+                )
             ids = list(getattr(self, name))
             check_known_ids(name, ids, architecture.vocab_size)
             table = torch.zeros(architecture.vocab_size, dtype=torch.bool)
             table[ids] = True
             self._tables[name] = table
+
+    def _sets(self, name: str) -> list[str]:
+        """Sets of words that an option names in place of ids; `quicksilver run` puts the ids of the model's tokenizer there."""
+        return [entry for entry in getattr(self, name) if isinstance(entry, str) and entry.startswith("@")]
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         function, content = self.classes(view)

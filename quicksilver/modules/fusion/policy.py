@@ -51,7 +51,7 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
     The options, by what they are about. Which tokens are exempt: `Exemptions`.
 
     Which pairs fuse:
-        rule: as above. None: `threshold` when `tau_fuse` is given, else `capacity`, which needs no calibration.
+        rule: as above; `capacity` needs no calibration and leaves `tau_fuse` unread.
         tau_fuse: a number, one per layer, or a percentile of the distances between neighbours such as "p15" (D.3).
         fused_share: for `capacity`: share of a row's real tokens merged away, over all fusion layers together, in equal steps.
         criterion: what makes a pair close. `l2`, `relative`, `cosine`: `NeighbourDistance`. `attention`: how much the more
@@ -99,8 +99,8 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
             than the prompt.
     """
 
-    rule: Literal["threshold", "capacity"] | None = None
-    tau_fuse: Thresholds | None = None
+    rule: Literal["threshold", "capacity"] = "threshold"
+    tau_fuse: Thresholds | None = "p15"
     fused_share: float = 0.3
     criterion: Literal["l2", "relative", "cosine", "attention", "random"] = "l2"
     seed: int = 0
@@ -120,8 +120,6 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
     lookahead: bool = False
 
     def __post_init__(self) -> None:
-        if self.rule is None:
-            self.rule = "capacity" if self.tau_fuse is None else "threshold"
         check_choice("rule", self.rule, RULES)
         check_choice("criterion", self.criterion, (*DISTANCES, "attention", "random"))
         check_choice("merge", self.merge, ("size", "mean", "attention"))

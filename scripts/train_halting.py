@@ -22,9 +22,8 @@ import torch
 from tqdm import tqdm
 
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.studies.token_halting import measure, timing
-from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, tasks
-from quicksilver.studies.token_halting.workers import Workers
+from quicksilver.studies.token_halting import frames, timing
+from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, Workers, measured, tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_WINDOWS = 32
@@ -90,37 +89,32 @@ def detection(options: argparse.Namespace) -> None:
         scenes=options.scenes, validation=options.validation, steps=options.steps, tuning_steps=options.tuning_steps,
         tokens=options.tokens, seeds=tuple(options.seeds), folder=options.folder,
     )  # fmt: skip
-    seeds = [
-        SeedRuns(plan, seed, options.checkpoints, progress, may_train=not (options.timing_only or options.cost_only))
-        for seed in options.seeds
-    ]
     if options.processes < 1:
         raise ConfigError(f"processes={options.processes}: give at least 1.")
+    finished = options.timing_only or options.cost_only
+    seeds = [SeedRuns(plan, seed, options.checkpoints, progress, may_train=not finished) for seed in options.seeds]
     more, parts = options.more, options.only or [*PARTS, *(part for name in options.more for part in MORE[name])]
-    frames = {}
-    if options.sizes_only:
-        frames["sizes"] = timing.sizes()
-    elif options.cost_only:
-        with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
-            frames["cost"] = pd.concat(workers.costs(options.seeds), ignore_index=True)
-    elif options.timing_only:
-        pass
-    elif options.processes == 1:
-        for number, part in tasks(options.seeds, parts):
-            seeds[options.seeds.index(number)].train(part)
-        if not options.only:
-            evaluations = ([*seed.evaluations(), *seed.more_evaluations(more)] for seed in seeds)
-            frames = measure.study(seeds, evaluations)
-    else:
-        with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
-            workers.train(options.seeds, parts, print)
-            if not options.only:
-                frames = measure.study(seeds, workers.measure(options.seeds, more))
-    if options.only:
-        return
+    found = {}
+    with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
+        if options.sizes_only:
+            found["sizes"] = timing.sizes()
+        elif options.cost_only:
+            found["cost"] = pd.concat(workers.map(timing.cost, options.seeds), ignore_index=True)
+        elif not options.timing_only:
+            alone = options.processes == 1
+            if alone:
+                for number, part in tasks(options.seeds, parts):
+                    seeds[options.seeds.index(number)].train(part)
+            else:
+                workers.train(options.seeds, parts, print)
+            if options.only:
+                return
+            found = frames.study(
+                seeds, (measured(seed, more) for seed in seeds) if alone else workers.map(measured, options.seeds, more)
+            )
     if not (options.no_timing or options.sizes_only or options.cost_only):
-        frames |= {"timing": timing.timing(seeds[0], more), "parts": timing.parts(seeds[0])}
-    print("Written: " + ", ".join(map(str, measure.write(frames, options.output))))
+        found |= {"timing": timing.timing(seeds[0], more), "parts": timing.parts(seeds[0])}
+    print("Written: " + ", ".join(map(str, frames.write(found, options.output))))
 
 
 def language(options: argparse.Namespace) -> None:

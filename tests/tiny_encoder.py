@@ -7,7 +7,7 @@ from tiny import LAYERS, WIDTH
 from torch import nn
 from transformers import PreTrainedModel
 
-from quicksilver.studies.token_halting.encoder import Encoder, EncoderConfig
+from quicksilver.studies.token_halting.model import Encoder, EncoderConfig
 
 
 class Tagger(PreTrainedModel):

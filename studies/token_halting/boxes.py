@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,79 +11,59 @@ if TYPE_CHECKING:
 
 RECALLS = np.arange(1, 41) / 40  # KITTI's forty positions of recall
 _SLACK = 1e-9
+_EDGE_SLACK = 1e-11  # an edge that two boxes share is counted once: for the first box it lies inside, for the second outside
 
 
 def corners(boxes: np.ndarray) -> np.ndarray:
     """Boxes (K, 5) as x, y, length, width, yaw -> (K, 4, 2), counter-clockwise."""
     half = boxes[:, None, 2:4] / 2 * np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]])
-    cos, sin = np.cos(boxes[:, 4])[:, None], np.sin(boxes[:, 4])[:, None]
-    turned = np.stack([half[..., 0] * cos - half[..., 1] * sin, half[..., 0] * sin + half[..., 1] * cos], axis=-1)
-    return turned + boxes[:, None, :2]
+    return _turned(half, -boxes[:, None, 4]) + boxes[:, None, :2]
 
 
 def inside_boxes(places: np.ndarray, boxes: np.ndarray) -> np.ndarray:
     """Which places (P, 2) lie in which boxes (K, 5): (P, K) bool."""
-    offset = places[:, None] - boxes[None, :, :2]
-    cos, sin = np.cos(boxes[:, 4]), np.sin(boxes[:, 4])
-    along, across = offset[..., 0] * cos + offset[..., 1] * sin, offset[..., 1] * cos - offset[..., 0] * sin
-    return (np.abs(along) <= boxes[:, 2] / 2 + _SLACK) & (np.abs(across) <= boxes[:, 3] / 2 + _SLACK)
+    offset = _turned(places[:, None] - boxes[None, :, :2], boxes[:, 4])
+    return (np.abs(offset) <= boxes[:, 2:4] / 2 + _SLACK).all(-1)
 
 
 def rotated_iou(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     """Intersection over union of boxes, pair by pair: (K, 5) and (K, 5) -> (K,).
 
-    The vertices of what two boxes share are corners of either in the other and crossings of their edges; sorted by angle around their
-    mean they enclose its area.
+    The outline of the intersection is the part of each box's edges that lies in the other box. Its area follows by Green's theorem.
     """
-    if not len(one):
-        return np.zeros(0)
     one, two = one.astype(np.float64), two.astype(np.float64)
-    a, b = corners(one), corners(two)  # (K, 4, 2)
-    edge_a, edge_b = np.roll(a, -1, axis=1) - a, np.roll(b, -1, axis=1) - b
-    gap = b[:, None] - a[:, :, None]  # (K, 4, 4, 2)
-
-    def cross(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-        return u[..., 0] * v[..., 1] - u[..., 1] * v[..., 0]
-
-    across = cross(edge_a[:, :, None], edge_b[:, None])
-    safe = np.where(np.abs(across) < 1e-12, 1.0, across)
-    t, u = cross(gap, edge_b[:, None]) / safe, cross(gap, edge_a[:, :, None]) / safe
-    meets = (np.abs(across) >= 1e-12) & (t >= 0) & (t <= 1) & (u >= 0) & (u <= 1)
-    crossing = a[:, :, None] + t[..., None] * edge_a[:, :, None]
-    vertices = np.concatenate([a, b, crossing.reshape(len(a), 16, 2)], axis=1)  # (K, 24, 2)
-    counts = np.concatenate([_in_own(a, two), _in_own(b, one), meets.reshape(len(a), 16)], axis=1)
-    mean = (vertices * counts[..., None]).sum(1) / np.maximum(counts.sum(1), 1)[:, None]
-    offset = np.where(counts[..., None], vertices - mean[:, None], 0.0)
-    angle = np.where(counts, np.arctan2(offset[..., 1], offset[..., 0]), np.inf)
-    order = angle.argsort(axis=1)
-    ring = np.take_along_axis(offset, order[..., None], axis=1)
-    real = np.take_along_axis(counts, order, axis=1)
-    ring = np.where(real[..., None], ring, ring[:, :1])  # what is no vertex repeats the first
-    shared = 0.5 * np.abs(cross(ring, np.roll(ring, -1, axis=1)).sum(1))
-    shared = np.where(counts.sum(1) >= 3, shared, 0.0)
+    shared = (_outline(one, two, two, _EDGE_SLACK) + _outline(two, one, two, -_EDGE_SLACK)) / 2
     union = one[:, 2] * one[:, 3] + two[:, 2] * two[:, 3] - shared
-    return shared / np.maximum(union, 1e-12)
+    return np.maximum(shared, 0.0) / np.maximum(union, 1e-12)
 
 
-def _in_own(places: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """Which of each pair's places (K, 4, 2) lie in its box (K, 5): (K, 4) bool."""
-    offset = places - boxes[:, None, :2]
-    cos, sin = np.cos(boxes[:, 4])[:, None], np.sin(boxes[:, 4])[:, None]
-    along, across = offset[..., 0] * cos + offset[..., 1] * sin, offset[..., 1] * cos - offset[..., 0] * sin
-    return (np.abs(along) <= boxes[:, None, 2] / 2 + _SLACK) & (np.abs(across) <= boxes[:, None, 3] / 2 + _SLACK)
+def _outline(boxes: np.ndarray, within: np.ndarray, around: np.ndarray, slack: float) -> np.ndarray:
+    """∮ x dy − y dx along the edges of `boxes` as far as they lie in `within`, from the centres of `around`, all (K, 5): (K,)."""
+    start = corners(boxes)
+    edge = np.roll(start, -1, axis=1) - start  # (K, 4, 2)
+    yaw, half = within[:, None, 4], within[:, None, 2:4] / 2 + slack
+    place, along = _turned(start - within[:, None, :2], yaw), _turned(edge, yaw)
+    along = np.where(np.abs(along) < 1e-12, 1e-12, along)
+    ends = np.sort([(-half - place) / along, (half - place) / along], axis=0)  # an edge between two pairs of parallel lines
+    near, far = np.clip([ends[0].max(-1), ends[1].min(-1)], 0, 1)[..., None]
+    begin = start - around[:, None, :2] + near * edge
+    piece = np.maximum(far - near, 0) * edge
+    return (begin[..., 0] * piece[..., 1] - begin[..., 1] * piece[..., 0]).sum(1)
 
 
-def all_ious(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Every box of (A, 5) with every box of (B, 5): (A, B)."""
-    return _ious_where(np.ones((len(one), len(two)), dtype=bool), one, two)
+def _turned(vectors: np.ndarray, yaw: np.ndarray) -> np.ndarray:
+    """Vectors (..., 2) in the coordinates of a box that is turned by `yaw` (...)."""
+    cos, sin, x, y = np.cos(yaw), np.sin(yaw), vectors[..., 0], vectors[..., 1]
+    return np.stack([x * cos + y * sin, y * cos - x * sin], axis=-1)
 
 
-def _ious_where(asked: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Of the pairs that are asked for, (A, B) bool: (A, B), 0 elsewhere. Most pairs are too far apart to share anything, and are not computed."""
+def all_ious(one: np.ndarray, two: np.ndarray, asked: np.ndarray | None = None) -> np.ndarray:
+    """Every box of (A, 5) with every box of (B, 5): (A, B); 0 where `asked` (A, B) is False, and for boxes too far apart to overlap."""
     radii = [np.hypot(boxes[:, 2], boxes[:, 3]) / 2 for boxes in (one, two)]
     apart = np.hypot(*(one[:, None, axis] - two[None, :, axis] for axis in (0, 1)))
-    pairs = np.nonzero(asked & (apart <= radii[0][:, None] + radii[1] + 1e-6))
-    ious = np.zeros(asked.shape)
+    near = apart <= radii[0][:, None] + radii[1] + 1e-6
+    pairs = np.nonzero(near if asked is None else near & asked)
+    ious = np.zeros(near.shape)
     ious[pairs] = rotated_iou(one[pairs[0]], two[pairs[1]])
     return ious
 
@@ -92,7 +71,7 @@ def _ious_where(asked: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarr
 def keep_by_nms(boxes: np.ndarray, labels: np.ndarray, overlap: float) -> np.ndarray:
     """Indices of the boxes (K, 5), best first, that overlap no better one of their label by more than `overlap`."""
     rivals = np.tri(len(boxes), k=-1, dtype=bool) & (labels[:, None] == labels)
-    overlaps = _ious_where(rivals, boxes, boxes) > overlap  # (K, K), with better ones of the same label
+    overlaps = all_ious(boxes, boxes, rivals) > overlap  # (K, K), with better ones of the same label
     kept = np.zeros(len(boxes), dtype=bool)
     for i in range(len(boxes)):
         kept[i] = not (overlaps[i] & kept).any()
@@ -129,20 +108,5 @@ def average_precision(scores: np.ndarray, right: np.ndarray, n_boxes: int, times
     each = np.ones(len(order), dtype=np.int64) if times is None else times[order]
     hits = (right[order] * each).cumsum()
     precision = hits / np.maximum(each.cumsum(), 1)
-    recall = hits / n_boxes
-    best = np.maximum.accumulate(precision[::-1])[::-1] if len(precision) else precision
-    at = np.searchsorted(recall, RECALLS - 1e-12)
-    return float(np.where(at < len(best), best[np.minimum(at, max(len(best) - 1, 0))] if len(best) else 0.0, 0.0).mean())
-
-
-def mean_average_precision(
-    found: Sequence[Detections], boxes: Sequence[np.ndarray], labels: Sequence[np.ndarray], ious: Sequence[float]
-) -> tuple[float, list[float]]:
-    """Mean over classes of the average precision at each class's IoU, and each of them."""
-    each = []
-    for label, iou in enumerate(ious):
-        parts = [matches(one, b, k, label, iou) for one, b, k in zip(found, boxes, labels, strict=True)]
-        scores, right = (np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in (0, 1))
-        each.append(average_precision(scores, right.astype(bool), sum(part[2] for part in parts)))
-    there = [value for value in each if not np.isnan(value)]
-    return float(np.mean(there)) if there else float("nan"), each
+    best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)  # a recall that is not reached has precision 0
+    return float(best[np.searchsorted(hits / n_boxes, RECALLS - 1e-12)].mean())

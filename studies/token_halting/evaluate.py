@@ -17,7 +17,6 @@ from .boxes import average_precision, matches
 from .model import PillarDetector
 from .pillars import Batch, decode
 from .scenes import CLASSES, Grid
-from .training import without_halted
 
 STRICT = (0.5, 0.3)  # rotated IoU from which a box is found, by class
 LOOSE = (0.3, 0.15)
@@ -70,6 +69,12 @@ class Evaluation:
         return {key: [pooled(per_scene) for per_scene in by_class] for key, by_class in self.matched.items()}
 
 
+def without_halted(outputs: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Outputs (B, N, C + 6) of a head that is not given halted tokens, left (B, N) bool: no heat there."""
+    heat = outputs[..., : len(CLASSES)].masked_fill(~left[..., None], -12.0)
+    return torch.cat([heat, outputs[..., len(CLASSES) :]], dim=-1)
+
+
 @torch.no_grad()
 def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: ScenePolicy | None = None) -> Evaluation:
     """Run every scene of `data` alone under the modules that `policy` gives for its number (None: dense).
@@ -96,7 +101,7 @@ def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: ScenePolicy
             flops.append(2 * model.head.weight.numel() * grid.n_pillars)
         left = halted_at == n_layers - 1
         outputs[True].append(said)
-        outputs[False].append(without_halted(said, left[None].float()))
+        outputs[False].append(without_halted(said, left[None]))
         active.append(counts)
         tokens.append(counts.mean() / grid.n_pillars if n_layers else 0.0)
         inside = data.in_box[number]
@@ -140,11 +145,8 @@ def ap_difference(
         raise ConfigError(f"an interval of AP is drawn over scenes, and there are {n}: evaluate at least 2.")
 
     def difference(scenes: np.ndarray | None) -> float:
-        pairs = [
-            a.ap(recycled=recycled, strict=strict, scenes=scenes) - b.ap(recycled=recycled, strict=strict, scenes=scenes)
-            for a, b in zip(ours, theirs, strict=True)
-        ]
-        return float(np.mean(pairs))
+        pair = ([one.ap(recycled=recycled, strict=strict, scenes=scenes) for one in each] for each in (ours, theirs))
+        return float(np.mean([a - b for a, b in zip(*pair, strict=True)]))
 
     found = stats.bootstrap(
         (np.arange(n),), difference, n_resamples=draws, vectorized=False, method="percentile", rng=np.random.default_rng(0)

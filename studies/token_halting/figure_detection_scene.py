@@ -9,17 +9,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import BoundaryNorm
 
-from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.artefacts import Outcome
 from quicksilver.report.figure import SEQUENTIAL, Figure, panels, style
 
 from . import results
 
 KINDS = {"box": "Gates, box weights", "uniform": "Gates, uniform weights"}
 
-
-def rows() -> list[Row]:
-    """None: the study has frames of its own."""
-    return []
+rows = results.no_rows
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
@@ -30,12 +27,8 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         if not scene.empty:
             grid = scene.pivot(index="x", columns="y", values="log_points")
             size = float(np.diff(grid.index).min())
-            extent = (
-                scene["y"].max() + size / 2,
-                scene["y"].min() - size / 2,
-                scene["x"].min() - size / 2,
-                scene["x"].max() + size / 2,
-            )
+            half, low, high = size / 2, scene[["x", "y"]].min(), scene[["x", "y"]].max()
+            extent = (high["y"] + half, low["y"] - half, low["x"] - half, high["x"] + half)
             shown = plots[0, 0].imshow(grid.to_numpy()[:, ::-1], origin="lower", extent=extent, cmap="Greys")
             plots[0, 0].set_title("Points in a pillar, log")
             n_layers = int(results.facts()["layers"])
@@ -64,10 +57,8 @@ def _outline(plot: object, boxes: pd.DataFrame) -> None:
     for box in boxes.to_dict("records"):
         cos, sin = np.cos(box["yaw"]), np.sin(box["yaw"])
         turn = np.array([[cos, -sin], [sin, cos]])
-        ring = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1], [1, 1]]) / 2 * [box["length"], box["width"]] @ turn.T + [
-            box["x"],
-            box["y"],
-        ]
+        ring = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1], [1, 1]]) / 2 * [box["length"], box["width"]] @ turn.T
+        ring += [box["x"], box["y"]]
         colours = ("#d62828",) if box["label"] == 0 else ("black", "white")
         for width, colour in zip((1.6, 0.7), colours, strict=False):
             plot.plot(ring[:, 1], ring[:, 0], color=colour, linewidth=width, linestyle="-", marker="")  # type: ignore[attr-defined]

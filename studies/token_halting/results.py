@@ -3,11 +3,14 @@ made of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from quicksilver.report.artefacts import experiments_folder
+from quicksilver.report.artefacts import Row, experiments_folder
+from quicksilver.report.table import NO_VALUE, Lines, number
 
 COMMAND = "python scripts/train_halting.py detection"
 LABELS = {
@@ -31,6 +34,21 @@ SECTIONS = {"no_layers": "Dense", "control": "Dense", "longer": "Dense", "wide_c
 NOT_HALTED = "the same weights, nobody halted"
 PAPER_THRESHOLD = 0.5
 CLOCKS = {"encoder": "encoder", "whole": "points to boxes"}
+
+
+def no_rows() -> list[Row]:
+    """The runs of a table or figure that is made of the study's own frames."""
+    return []
+
+
+def cell(key: str, form: str, of: str | None = None, scale: float = 1.0) -> Any:
+    """Of a column: `scale` times the row's number `key`, over its number `of` if one is given."""
+
+    def lines(row: Mapping[str, Any]) -> Lines:
+        value, divisor = number(row, key), number(row, of) if of else 1.0
+        return (NO_VALUE if value is None or not divisor else form.format(scale * value / divisor),)
+
+    return lines
 
 
 def folder() -> Path:
@@ -68,9 +86,7 @@ def note() -> tuple[str, ...]:
     if not said:
         return (f"The study was not made on this machine: {COMMAND}.",)
     each = frame("evaluations")
-    wider = (
-        f" ({said['wide']} the wider one)" if "wide" in said and not each.empty and "wide_gentle" in set(each["detector"]) else ""
-    )
+    wider = f" ({said['wide']} the wider one)" if "wide" in said and "wide_gentle" in set(each.get("detector", ())) else ""
     return (
         f"Made by `{COMMAND}`: {said['pillars']} pillars a scene, {said['layers']} layers of width {said['width']}{wider}, seeds {said['seeds']}, "
         f"{said['scenes']} scenes for training ({said['steps']} steps dense, then {said['tuning_steps']} each), "
@@ -92,20 +108,16 @@ def summary() -> pd.DataFrame:
     found = mean.reset_index()
     apart = frame("differences")
     for against, recycled, name in (
-        ("dense control", True, "vs_dense"),
-        ("longer control", True, "vs_longer"),
-        ("random", True, "vs_random"),
-        ("random", False, "vs_random_unrecycled"),
-    ):
+        ("dense control", True, "vs_dense"), ("longer control", True, "vs_longer"),
+        ("random", True, "vs_random"), ("random", False, "vs_random_unrecycled"),
+    ):  # fmt: skip
         chosen = apart[(apart["against"] == against) & (apart["recycled"] == recycled)]
-        chosen = chosen.rename(columns={"difference": name, "low": f"{name}_low", "high": f"{name}_high"})
-        found = found.merge(chosen[[*keys, name, f"{name}_low", f"{name}_high"]], on=keys, how="left")
+        names = {"difference": name, "low": f"{name}_low", "high": f"{name}_high"}
+        found = found.merge(chosen.rename(columns=names)[[*keys, *names.values()]], on=keys, how="left")
     timed = frame("timing")
     for clock in CLOCKS if not timed.empty else ():
-        own = realized(timed[timed["clock"] == clock].drop(columns="clock"))
-        found = found.merge(
-            own.rename(columns={name: f"{clock}_{name}" for name in own if name not in keys}), on=keys, how="left"
-        )
+        own = realized(timed[timed["clock"] == clock].drop(columns="clock")).set_index(keys).add_prefix(f"{clock}_")
+        found = found.merge(own.reset_index(), on=keys, how="left")
     return found
 
 

@@ -1,14 +1,18 @@
-"""The detection study: which detectors are trained, in which order, and what is measured of them (docs/learned-halting.md)."""
+"""The study: which detectors are trained, from what each starts, and what is measured of them (docs/learned-halting.md)."""
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from quicksilver.modules import StagedHalting, StaticDepth
 from quicksilver.modules.halting_gates import HaltingGates
@@ -18,33 +22,90 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 
 from .evaluate import Evaluation, ScenePolicy, evaluate
-from .model import PillarDetector, detector
+from .model import Shape, detector
 from .pillars import Batch, batch_of
 from .readers import read_scenes
 from .scenes import Scene, SceneMaker
-from .training import Recipe, Shape, Trained, train, trained
+from .training import Recipe, Trained, train, trained
 
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
 BOX_WEIGHT = 0.1
 STATIC_DEPTHS = (0.25, 0.5, 0.75)
-LEARNED = ("box", "uniform", "reading", "frozen", "gentle")
 GENTLE = 0.1  # of the usual rate
-IMITATES = 1.0
-RULES = ("random", "norm")
 THRESHOLDS = (0.3, 0.5, 0.7)
-FINER = {
-    "frozen": (0.3, 0.4, 0.5, 0.7),
-    "gentle": (0.3, 0.4, 0.5, 0.7),
-    "taught": (0.3, 0.4, 0.5, 0.7),
-}  # between 0.3 and 0.5 the first of them begins to lose
-PARTS = ("dense", "control", *LEARNED, *RULES, "longer", "no_layers")
+FINER = (0.3, 0.4, 0.5, 0.7)  # between 0.3 and 0.5 detectors that start from the control begin to lose
+
+
+@dataclass(frozen=True)
+class Part:
+    """One training of the study.
+
+    Args:
+        start: the part whose weights it begins with; None: drawn weights, for `Plan.steps`.
+        gates: whether it halts by gates. reads_only: their derivative leaves the states alone.
+        box_weight, base_rate: as in `Recipe`.
+        rule: signal by which tokens halt instead, at the rates of `box`.
+        teacher: the part whose outputs it imitates.
+        layers: False: embedding and head alone.
+    """
+
+    start: str | None = "dense"
+    gates: bool = False
+    reads_only: bool = False
+    box_weight: float = BOX_WEIGHT
+    base_rate: float = 1.0
+    rule: str | None = None
+    teacher: str | None = None
+    layers: bool = True
+
+    def recipe(self, plan: Plan, seed: int) -> Recipe:
+        if self.start is None:
+            return Recipe(plan.steps, seed=seed)
+        by_gates: dict[str, Any] = {
+            "tokens": plan.tokens,
+            "box_weight": self.box_weight,
+            "imitates": float(self.teacher is not None),
+        }
+        return Recipe(
+            plan.tuning_steps, learning_rate=1.5e-3, seed=seed + 100, base_rate=self.base_rate, **(by_gates if self.gates else {})
+        )
+
+
+ALL_PARTS = {
+    "dense": Part(start=None),
+    "control": Part(),  # the dense detector after as many further steps as those that halt
+    "box": Part(gates=True),
+    "uniform": Part(gates=True, box_weight=1.0),
+    "reading": Part(gates=True, reads_only=True),
+    "frozen": Part("control", gates=True, base_rate=0.0),  # gates alone: nothing but stopping can differ from the control
+    "gentle": Part("frozen", gates=True, reads_only=True, base_rate=GENTLE),
+    "random": Part(rule="random"),
+    "norm": Part(rule="norm"),
+    "longer": Part("control", base_rate=GENTLE),  # what `gentle` owes to more steps
+    "no_layers": Part(start=None, layers=False),
+    "taught": Part("frozen", gates=True, reads_only=True, base_rate=GENTLE, teacher="longer"),
+}
+WIDE = "wide_"  # a part of this prefix is trained on the wider detector
 MORE = {"taught": ("taught",), "wide": ("wide_control", "wide_frozen", "wide_gentle")}  # not in the study unless asked for
-NEEDS = {
-    "control": ("dense",), "longer": ("control",), "box": ("dense",), "uniform": ("dense",), "reading": ("dense",), "frozen": ("control",), "gentle": ("frozen",),
-    "taught": ("frozen", "longer"), "random": ("box",), "norm": ("box",), "wide_frozen": ("wide_control",), "wide_gentle": ("wide_frozen",),
-}  # fmt: skip
-Measured = tuple[str, str, float, Evaluation]  # detector, policy, dial
+PARTS = tuple(name for name in ALL_PARTS if name not in MORE)
+LEARNED = tuple(name for name in PARTS if ALL_PARTS[name].gates)
+RULES = ("random", "norm")
+Key = tuple[str, str, float]  # detector, policy, dial
+Measured = tuple[str, str, float, Evaluation]
 Task = tuple[int, str]  # seed, part
+
+
+def part_of(name: str) -> tuple[Part, str]:
+    """A part, and the prefix of what it starts from."""
+    prefix = WIDE if name.startswith(WIDE) else ""
+    return ALL_PARTS[name.removeprefix(prefix)], prefix
+
+
+def needs(name: str) -> list[str]:
+    """The parts that must be finished before this one."""
+    part, prefix = part_of(name)
+    found = (part.start, part.teacher, "box" if part.rule else None)
+    return [prefix + one for one in found if one is not None]
 
 
 @dataclass(frozen=True)
@@ -96,11 +157,15 @@ class Plan:
             )
         return found
 
+    def _scenes(self, n: int, *, validation: bool) -> list[Scene]:
+        if self.folder is not None:
+            return self._frames[self.scenes if validation else 0 :][:n]
+        first = VALIDATION if validation else 0
+        return [self.maker.scene(first + seed) for seed in range(n)]
+
     @cached_property
     def training_data(self) -> Batch:
-        if self.folder is not None:
-            return batch_of(self._frames[: self.scenes], self.maker.grid)
-        return batch_of([self.maker.scene(seed) for seed in range(self.scenes)], self.maker.grid)
+        return batch_of(self._scenes(self.scenes, validation=False), self.maker.grid)
 
     @cached_property
     def validation_data(self) -> Batch:
@@ -108,12 +173,7 @@ class Plan:
 
     def validation_scenes(self, n: int) -> list[Scene]:
         """The first `n` scenes that are measured."""
-        if self.folder is not None:
-            return self._frames[self.scenes :][:n]
-        return [self.maker.scene(VALIDATION + seed) for seed in range(n)]
-
-
-Progress = Callable[[str, range], Iterable[int]]
+        return self._scenes(n, validation=True)
 
 
 @dataclass
@@ -124,116 +184,25 @@ class SeedRuns:
         folder: for the checkpoints.
         progress: wraps the steps of the training called by a name.
         may_train: a detector that is not finished is trained; else it is refused.
-
-    Raises:
-        ConfigError: by whatever needs a detector that is not finished and may not be trained.
     """
 
     plan: Plan
     seed: int
     folder: Path
-    progress: Progress = lambda name, steps: steps
+    progress: Callable[[str, range], Iterable[int]] = lambda name, steps: steps
     may_train: bool = True
 
-    def train(self, part: str) -> Trained:
-        """One of `PARTS` or of the parts of `MORE`, and whatever it starts from."""
-        wide, name = part.startswith("wide_"), part.removeprefix("wide_")
-        if name in RULES:
-            return self.ruled(name)
-        if name in (*LEARNED, "taught"):
-            return self.learned(name, wide)
-        rest = {
-            "dense": self.dense,
-            "control": self.control,
-            "longer": lambda _: self.longer(),
-            "no_layers": lambda _: self.without_layers(),
-        }
-        return rest[name](wide)
+    def train(self, name: str) -> Trained:
+        """The detector of `ALL_PARTS`, or of one with the prefix `WIDE`, and whatever it starts from.
 
-    def dense(self, wide: bool = False) -> Trained:
-        """From scratch."""
-        shape = self.plan.wide if wide else self.plan.shape
-        name = "wide" if wide else "dense"
-        return self._trained(name, shape, lambda: self._fresh(shape), Recipe(self.plan.steps, seed=self.seed))
-
-    def without_layers(self) -> Trained:
-        """Embedding and head alone, for as many steps."""
-        shape = replace(self.plan.shape, layers=0)
-        return self._trained("no_layers", shape, lambda: self._fresh(shape), Recipe(self.plan.steps, seed=self.seed))
-
-    def control(self, wide: bool = False) -> Trained:
-        """The dense detector after as many further steps as those that halt."""
-        return self._tuned("control", wide=wide)
-
-    def longer(self) -> Trained:
-        """The control, trained on at a tenth of the rate for as many steps as `gentle`: what that owes to more steps."""
-        return self._tuned("longer", self.control, base_rate=GENTLE)
-
-    def learned(self, name: str, wide: bool = False) -> Trained:
-        """With gates, under `box` weights or `uniform` ones; `reading`: box weights, and gates whose derivative leaves the states alone; `frozen`:
-        box weights, and gates alone are trained, on the control, so that nothing but stopping can differ from it; `gentle`: from there on
-        both, the detector at a tenth of the rate and the gates as in `reading`; `taught`: as `gentle`, imitating `longer`, too."""
-        shape = self.plan.wide if wide else self.plan.shape
-        goes_on = name in ("gentle", "taught")
-        gates = HaltingGates(shape.width, range(shape.layers - 1), reads_only=name == "reading" or goes_on)
-        start: Callable[[bool], Trained] = self.control if name == "frozen" else self.dense
-        if goes_on:
-            start = partial(self.learned, "frozen")
-            if (found := start(wide).gates) is not None:
-                gates.load_state_dict(found.state_dict())
-        return self._tuned(
-            name, start, wide=wide, gates=gates, teacher=self.longer if name == "taught" else None, tokens=self.plan.tokens,
-            box_weight=1.0 if name == "uniform" else BOX_WEIGHT, base_rate=0.0 if name == "frozen" else GENTLE if goes_on else 1.0,
-            imitates=IMITATES if name == "taught" else 0.0,
-        )  # fmt: skip
-
-    def ruled(self, name: str) -> Trained:
-        """Under `random` halting or halting by `norm`, at the rates of the gates with box weights."""
-        return self._tuned(name, policy=ruled(name, self.rates))
-
-    @cached_property
-    def rates(self) -> list[float]:
-        """Share of all tokens that halts after each layer under the gates with box weights, on training scenes."""
-        box = self.learned("box")
-        found = evaluate(box.model, self.plan.training_data.take(slice(0, 48)), self.plan.maker.grid, gated(box))
-        return halted_shares(found)
-
-    def _fresh(self, shape: Shape) -> PillarDetector:
-        return detector(shape.width, shape.layers, shape.heads, self.seed)
-
-    def _tuned(
-        self,
-        name: str,
-        start: Callable[[bool], Trained] | None = None,
-        wide: bool = False,
-        gates: HaltingGates | None = None,
-        policy: ScenePolicy | None = None,
-        teacher: Callable[[], Trained] | None = None,
-        **recipe: object,
-    ) -> Trained:
-        shape = self.plan.wide if wide else self.plan.shape
-        own = Recipe(self.plan.tuning_steps, learning_rate=1.5e-3, seed=self.seed + 100, **recipe)  # type: ignore[arg-type]
-        return self._trained(
-            f"wide_{name}" if wide else name,
-            shape,
-            lambda: copy.deepcopy((start or self.dense)(wide).model),
-            own,
-            gates,
-            policy,
-            teacher,
-        )
-
-    def _trained(
-        self,
-        name: str,
-        shape: Shape,
-        start: Callable[[], PillarDetector],
-        recipe: Recipe,
-        gates: HaltingGates | None = None,
-        policy: ScenePolicy | None = None,
-        teacher: Callable[[], Trained] | None = None,
-    ) -> Trained:
-        path = self.folder / f"seed{self.seed}" / f"{name}.safetensors"
+        Raises:
+            ConfigError: it is not finished and may not be trained.
+        """
+        (part, prefix), plan = part_of(name), self.plan
+        shape = plan.wide if prefix else plan.shape
+        shape = shape if part.layers else replace(shape, layers=0)
+        recipe = part.recipe(plan, self.seed)
+        path = self.folder / f"seed{self.seed}" / f"{name}.pt"
         if path.is_file() or not self.may_train:
             found = trained(path, shape)
             if found.step == recipe.steps:
@@ -242,52 +211,58 @@ class SeedRuns:
                 raise ConfigError(
                     f"{path} was trained for {found.step} of {recipe.steps} steps: finish it first, python scripts/train_halting.py detection."
                 )
+        start = None if part.start is None else self.train(prefix + part.start)
+        model = detector(shape, self.seed) if start is None else copy.deepcopy(start.model)
+        gates = None
+        if part.gates:
+            gates = HaltingGates(shape.width, range(shape.layers - 1), reads_only=part.reads_only)
+            if start is not None and start.gates is not None:
+                gates.load_state_dict(start.gates.state_dict())
         return train(
-            start(), self.plan.training_data, recipe, gates=gates, policy=policy,
-            teacher=None if teacher is None else teacher().model, checkpoint=path,
+            model, plan.training_data, recipe, gates=gates, policy=ruled(part.rule, self.rates) if part.rule else None,
+            teacher=self.train(part.teacher).model if part.teacher else None, checkpoint=path,
             progress=lambda steps: self.progress(f"seed {self.seed}, {name}", steps),
         )  # fmt: skip
 
+    @cached_property
+    def rates(self) -> list[float]:
+        """Share of all tokens that halts after each layer under the gates with box weights, on training scenes."""
+        box = self.train("box")
+        found = evaluate(box.model, self.plan.training_data.take(slice(0, 48)), self.plan.maker.grid, gated(box))
+        return halted_shares(found)
+
     # -- what is measured --------------------------------------------------------------------------------------------------------
 
-    def evaluations(self) -> Iterator[Measured]:
+    def evaluations(self, more: Sequence[str] = ()) -> Iterator[Measured]:
         """Detector, policy, its dial, and what it finds on the validation scenes. `dense` of a detector with gates: the same weights, with
-        nobody halted."""
-        measured = self._measured
-        yield "no_layers", "dense", 0.0, measured(self.without_layers())
-        yield "control", "dense", 0.0, measured(self.control())
-        yield "longer", "dense", 0.0, measured(self.longer())
+        no token halted. `more`: names of `MORE`."""
+        for name in ("no_layers", "control", "longer"):
+            yield name, "dense", 0.0, self._measured(self.train(name))
         rates: dict[float, list[float]] = {}
         for name in LEARNED:
-            learned = self.learned(name)
-            if name not in ("uniform", "frozen"):
-                yield name, "dense", 0.0, measured(learned)
-            for threshold in FINER.get(name, THRESHOLDS):
-                found = measured(learned, gated(learned, threshold))
-                if name == "box":
-                    rates[threshold] = halted_shares(found)
-                yield name, "learned", threshold, found
-        box = self.learned("box")
-        yield "box", "resumed", 0.5, measured(box, gated(box, 0.5, layers=self.plan.shape.layers - 2, resume_layers=1))
+            for one in self._learned(name, dense=name not in ("uniform", "frozen")):
+                if one[:2] == ("box", "learned"):
+                    rates[one[2]] = halted_shares(one[3])
+                yield one
+        box, control = self.train("box"), self.train("control")
+        yield "box", "resumed", 0.5, self._measured(box, gated(box, 0.5, layers=self.plan.shape.layers - 2, resume_layers=1))
         for name in RULES:
             for threshold, shares in rates.items():
-                yield name, name, threshold, measured(self.ruled(name), ruled(name, shares))
+                yield name, name, threshold, self._measured(self.train(name), ruled(name, shares))
         for depth in STATIC_DEPTHS:
-            yield "static", "static", depth, measured(self.control(), static(depth))
-
-    def more_evaluations(self, more: Sequence[str]) -> Iterator[Measured]:
-        """The same of what was asked for by its name in `MORE`."""
+            yield "static", "static", depth, self._measured(control, static(depth))
         if "taught" in more:
-            taught = self.learned("taught")
-            yield "taught", "dense", 0.0, self._measured(taught)
-            for threshold in FINER["taught"]:
-                yield "taught", "learned", threshold, self._measured(taught, gated(taught, threshold))
-        if "wide" not in more:
-            return
-        yield "wide_control", "dense", 0.0, self._measured(self.control(wide=True))
-        wide = self.learned("gentle", wide=True)
-        for threshold in FINER["gentle"]:
-            yield "wide_gentle", "learned", threshold, self._measured(wide, gated(wide, threshold))
+            yield from self._learned("taught")
+        if "wide" in more:
+            yield "wide_control", "dense", 0.0, self._measured(self.train("wide_control"))
+            yield from self._learned("wide_gentle", dense=False)
+
+    def _learned(self, name: str, dense: bool = True) -> Iterator[Measured]:
+        one = self.train(name)
+        if dense:
+            yield name, "dense", 0.0, self._measured(one)
+        for threshold in THRESHOLDS if part_of(name)[0].start == "dense" else FINER:
+            yield name, "learned", threshold, self._measured(one, gated(one, threshold))
 
     def _measured(self, trained: Trained, policy: ScenePolicy | None = None) -> Evaluation:
         return evaluate(trained.model, self.plan.validation_data, self.plan.maker.grid, policy)
@@ -295,25 +270,26 @@ class SeedRuns:
 
 def tasks(seeds: Sequence[int], parts: Sequence[str]) -> list[Task]:
     """These parts with all that they start from, the first to be done first: a part of all seeds, then the next part."""
-    wanted: list[str] = []
+    wanted: dict[str, None] = {}
 
     def add(part: str) -> None:
-        if part not in wanted:
-            for need in NEEDS.get(part, ()):
-                add(need)
-            wanted.append(part)
+        for need in needs(part):
+            add(need)
+        wanted.setdefault(part)
 
     for part in parts:
         add(part)
     return [(seed, part) for part in wanted for seed in seeds]
 
 
+# -- policies --------------------------------------------------------------------------------------------------------------------
+
+
 def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> ScenePolicy:
     """The gates of a detector as a module of the runtime; `layers`: only the first so many gates."""
     assert trained.gates is not None
     gates = TrainedGates.of(trained.gates, architecture_of(trained.model))
-    if layers is not None:
-        gates = replace(gates, layers=gates.layers[:layers], weight=gates.weight[:layers], bias=gates.bias[:layers])
+    gates = replace(gates, layers=gates.layers[:layers], weight=gates.weight[:layers], bias=gates.bias[:layers])
     return lambda scene: [
         LearnedHalting(gates=gates, threshold=threshold, resume_layers=resume_layers, protect_first=0, protect_last=None)
     ]
@@ -339,3 +315,70 @@ def halted_shares(found: Evaluation) -> list[float]:
     """Mean share of all tokens that halts after each layer but the last."""
     active = found.active / found.active[:, :1]
     return [float(share) for share in np.maximum(0.0, (active[:, :-1] - active[:, 1:]).mean(0))]
+
+
+# -- several processes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Workers:
+    """A pool of processes, each with the scenes of one plan. A context manager: it ends them.
+
+    Args:
+        folder: for the checkpoints. threads: of each process.
+    """
+
+    plan: Plan
+    folder: Path
+    processes: int
+    threads: int = 1
+    _pool: ProcessPoolExecutor = field(init=False, repr=False)
+
+    def __enter__(self) -> Workers:
+        context, given = multiprocessing.get_context("spawn"), (self.plan, self.folder, self.threads)
+        self._pool = ProcessPoolExecutor(self.processes, context, _begin, given)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def train(self, seeds: Sequence[int], parts: Sequence[str], say: Callable[[str], None]) -> None:
+        """Train these parts of every seed, and what they start from, none before that; finished ones are not repeated."""
+        waiting, done, running = tasks(seeds, parts), set[Task](), dict[Future[None], Task]()
+        n = len(waiting)
+        while waiting or running:
+            ready = [(seed, part) for seed, part in waiting if all((seed, need) in done for need in needs(part))]
+            for seed, part in ready[: self.processes - len(running)]:
+                waiting.remove((seed, part))
+                running[self._pool.submit(_called, _train, seed, part)] = seed, part
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                future.result()
+                done.add(task := running.pop(future))
+                say(f"seed {task[0]}, {task[1]}: trained ({len(done)} of {n})")
+
+    def map(self, function: Callable[..., Any], seeds: Sequence[int], *arguments: Any) -> Iterator[Any]:
+        """`function(SeedRuns, *arguments)` of every seed, in order, as many at once as there are processes."""
+        return self._pool.map(_called, *zip(*((function, seed, *arguments) for seed in seeds), strict=True))
+
+
+_OF_WORKER: list[tuple[Plan, Path]] = []
+
+
+def _begin(plan: Plan, folder: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
+    _OF_WORKER.append((plan, folder))
+
+
+def _called(function: Callable[..., Any], seed: int, *arguments: Any) -> Any:
+    plan, folder = _OF_WORKER[0]
+    return function(SeedRuns(plan, seed, folder), *arguments)
+
+
+def _train(runs: SeedRuns, part: str) -> None:
+    runs.train(part)
+
+
+def measured(runs: SeedRuns, more: Sequence[str] = ()) -> list[Measured]:
+    """Every evaluation of a seed: for `Workers.map`."""
+    return list(runs.evaluations(more))

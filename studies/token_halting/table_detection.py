@@ -8,17 +8,14 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.report import comparison
-from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.artefacts import Outcome
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
 
 from . import results
 
 PANEL = "detection"
 
-
-def rows() -> list[Row]:
-    """None: the study has frames of its own (docs/learned-halting.md)."""
-    return []
+rows = results.no_rows
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
@@ -27,20 +24,14 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     if found.empty:
         found = pd.DataFrame(columns=["panel", "section", "technique"])
     else:
-        said = [results.said(one.detector, one.policy) for one in found.itertuples()]
-        sections = [results.section(one.detector, one.policy) for one in found.itertuples()]
         found.insert(0, "panel", PANEL)
-        found.insert(1, "section", sections)
-        found.insert(2, "technique", said)
+        for place, (column, of) in enumerate({"section": results.section, "technique": results.said}.items(), 1):
+            found.insert(place, column, [of(one.detector, one.policy) for one in found.itertuples()])
         fewer = found["seeds"] < found["seeds"].max()
         found.loc[fewer, "technique"] += " (seeds: " + found.loc[fewer, "seeds"].astype(str) + ")"
     notes = (*results.note(), *(line for clock, said in results.CLOCKS.items() for line in _noise(found, clock, said)))
     panel = Panel(PANEL, "Rotated boxes found, mean of cars (IoU 0.5) and pedestrians (IoU 0.3)", COLUMNS, notes)
     return Table(name, "Token halting on a detector", found, (panel,), LEGEND)
-
-
-def _share(key: str) -> Any:
-    return lambda row: (f"{100 * row[key]:.0f}",)
 
 
 def _ap(key: str) -> Any:
@@ -72,14 +63,6 @@ def _noise(found: pd.DataFrame, clock: str, said: str) -> tuple[str, ...]:
     return comparison.noise_note(rows, f"a scene's time, {said}")
 
 
-def _time(clock: str) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        ratio = number(row, f"{clock}_latency_ratio")
-        return (NO_VALUE,) if ratio is None else (f"{ratio:.2f}",)
-
-    return cell
-
-
 def _realized(clock: str) -> Any:
     def cell(row: Mapping[str, Any]) -> Lines:
         share, saved = number(row, f"{clock}_realized"), row[f"{clock}_flops_saved_pct"]
@@ -88,20 +71,15 @@ def _realized(clock: str) -> Any:
     return cell
 
 
-def _dial(row: Mapping[str, Any]) -> Lines:
-    return (row["technique"], f"p < {row['dial']:g}" if row["policy"] == "learned" else f"rates of p < {row['dial']:g}")
-
-
 def _technique(row: Mapping[str, Any]) -> Lines:
-    if row["policy"] in ("learned", "random", "norm"):
-        return _dial(row)
-    return (row["technique"], f"depth {row['dial']:g}") if row["policy"] == "static" else (row["technique"],)
+    dials = {"learned": "p < {:g}", "random": "rates of p < {:g}", "norm": "rates of p < {:g}", "static": "depth {:g}"}
+    return (row["technique"], *(form.format(row["dial"]) for policy, form in dials.items() if policy == row["policy"]))
 
 
 COLUMNS = (
     Column("", "technique", _technique, align="left"),
-    Column("computed %", "token-layers", _share("tokens")),
-    Column("computed %", "in boxes, last layer", _share("kept_in_box"), expendable=3),
+    Column("computed %", "token-layers", results.cell("tokens", "{:.0f}", scale=100)),
+    Column("computed %", "in boxes, last layer", results.cell("kept_in_box", "{:.0f}", scale=100), expendable=3),
     Column("", "FLOPs saved %", lambda row: (signed(row["executed_flops_saved_pct"]),)),
     Column("AP", "recycled", _ap("ap")),
     Column("AP", "not recycled", _ap("ap_unrecycled")),
@@ -113,7 +91,7 @@ COLUMNS = (
         column
         for clock, said in results.CLOCKS.items()
         for column in (
-            Column(said, "time ÷ dense", _time(clock), expendable=2),
+            Column(said, "time ÷ dense", results.cell(f"{clock}_latency_ratio", "{:.2f}"), expendable=2),
             Column(said, "time ÷ FLOPs saved", _realized(clock), expendable=2),
         )
     ),

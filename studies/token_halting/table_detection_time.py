@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pandas as pd
 
-from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number
+from quicksilver.report.artefacts import Outcome
+from quicksilver.report.table import Column, Panel, Table
 
 from . import results
 
 PARTS, SIZES, COST = "parts", "sizes", "cost"
 LAYER = "layer "
+SEVERAL = "scenes a pass, padded to the one with the most tokens left"
 IN_ENCODER = ("a pass's begin and end", "runtime", "decide", "gather", "scatter", LAYER)
 MEANS = {
     "a pass's begin and end": "the encoder and the runtime around its layers: begin and end of a pass",
@@ -23,10 +23,7 @@ MEANS = {
     "scatter": "putting their states back",
 }
 
-
-def rows() -> list[Row]:
-    """None: the study has frames of its own (docs/learned-halting.md)."""
-    return []
+rows = results.no_rows
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
@@ -56,21 +53,15 @@ def _parts() -> pd.DataFrame:
         return pd.DataFrame(columns=["panel", "section", "what"])
     wide = each.pivot(index="part", columns="run", values=["latency_ms", "tokens", "flops"])
     wide.columns = [f"{run}_{what.removeprefix('latency_')}" for what, run in wide.columns]
-    order = list(dict.fromkeys(each[each["run"] == "halted"]["part"]))
-    found = wide.loc[
-        [*(one for one in order if one.startswith(IN_ENCODER)), *(one for one in order if not one.startswith(IN_ENCODER))]
-    ]
-    found = found.reset_index()
+    order = dict.fromkeys(each[each["run"] == "halted"]["part"])
+    found = wide.loc[sorted(order, key=lambda part: not part.startswith(IN_ENCODER))].reset_index()
     inside = found["part"].str.startswith(IN_ENCODER)
     found["section"] = inside.map({True: "Encoder", False: "Around it"})
     found["what"] = [_what(one) for one in found["part"]]
-    sums = [
-        _sum(found[found["part"].str.startswith(LAYER)], "Encoder", "all layers"),
-        _sum(found[inside], "Encoder", "the whole encoder"),
-    ]
-    encoder, around = found[inside], found[~inside]
+    layers = _sum(found[found["part"].str.startswith(LAYER)], "Encoder", "all layers")
+    sums = (layers, _sum(found[inside], "Encoder", "the whole encoder"))
     whole = _sum(found, "Around it", "points to boxes")
-    return pd.concat([encoder, *sums, around, whole], ignore_index=True).assign(panel=PARTS)
+    return pd.concat([found[inside], *sums, found[~inside], whole], ignore_index=True).assign(panel=PARTS)
 
 
 def _what(part: str) -> str:
@@ -89,18 +80,11 @@ def _sizes() -> pd.DataFrame:
     made = results.frame("sizes")
     if made.empty:
         return pd.DataFrame(columns=["panel", "section"])
-    found = results.realized(made)
-    half = (
-        found[["width", "pillars", "scenes_a_pass", "dense_ms"]]
-        .assign(width=2 * found["width"])
-        .rename(columns={"dense_ms": "half_ms"})
-    )
-    found = found.merge(half, on=["width", "pillars", "scenes_a_pass"], how="left")
-    return found.assign(panel=SIZES, section=[_passes(one) for one in found["scenes_a_pass"]])
-
-
-def _passes(scenes: int) -> str:
-    return "One scene a pass" if scenes == 1 else f"{scenes} scenes a pass, padded to the one with the most tokens left"
+    found, keys = results.realized(made), ["width", "pillars", "scenes_a_pass"]
+    half = found[[*keys, "dense_ms"]].assign(width=2 * found["width"]).rename(columns={"dense_ms": "half_ms"})
+    sections = {1: "One scene a pass"}
+    found = found.merge(half, on=keys, how="left")
+    return found.assign(panel=SIZES, section=[sections.get(n, f"{n} {SEVERAL}") for n in found["scenes_a_pass"]])
 
 
 def _cost() -> pd.DataFrame:
@@ -108,51 +92,35 @@ def _cost() -> pd.DataFrame:
     if made.empty:
         return pd.DataFrame(columns=["panel", "section", "what"])
     by_part = made.groupby("what", sort=False)[["count", "seconds_each", "seconds"]].mean().reset_index()
-    total = pd.DataFrame([{"what": "one seed, one process", "seconds": by_part["seconds"].sum()}])
-    three = pd.DataFrame([{"what": "three seeds, two processes", "seconds": 1.5 * by_part["seconds"].sum()}])
-    return pd.concat([by_part, total, three], ignore_index=True).assign(panel=COST, section="")
-
-
-def _number(key: str, form: str) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        value = number(row, key)
-        return (NO_VALUE,) if value is None else (form.format(value),)
-
-    return cell
-
-
-def _share(own: str, of: str) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        one, other = number(row, own), number(row, of)
-        return (NO_VALUE,) if one is None or not other else (f"{one / other:.2f}",)
-
-    return cell
+    seed = by_part["seconds"].sum()
+    totals = {"what": ["one seed, one process", "three seeds, two processes"], "seconds": [seed, 1.5 * seed]}
+    return pd.concat([by_part, pd.DataFrame(totals)], ignore_index=True).assign(panel=COST, section="")
 
 
 PARTS_COLUMNS = (
     Column("", "part", lambda row: (row["what"],), align="left"),
-    Column("dense", "ms", _number("dense_ms", "{:.2f}")),
-    Column("dense", "tokens", _number("dense_tokens", "{:.0f}")),
-    Column("halted at p < ½", "ms", _number("halted_ms", "{:.2f}")),
-    Column("halted at p < ½", "tokens", _number("halted_tokens", "{:.0f}")),
-    Column("halted ÷ dense", "time", _share("halted_ms", "dense_ms")),
-    Column("halted ÷ dense", "FLOPs", _share("halted_flops", "dense_flops")),
+    Column("dense", "ms", results.cell("dense_ms", "{:.2f}")),
+    Column("dense", "tokens", results.cell("dense_tokens", "{:.0f}")),
+    Column("halted at p < ½", "ms", results.cell("halted_ms", "{:.2f}")),
+    Column("halted at p < ½", "tokens", results.cell("halted_tokens", "{:.0f}")),
+    Column("halted ÷ dense", "time", results.cell("halted_ms", "{:.2f}", of="dense_ms")),
+    Column("halted ÷ dense", "FLOPs", results.cell("halted_flops", "{:.2f}", of="dense_flops")),
 )
 SIZES_COLUMNS = (
-    Column("", "width", _number("width", "{:.0f}")),
-    Column("", "pillars", _number("pillars", "{:.0f}")),
-    Column("ms a scene", "dense", _number("dense_ms", "{:.1f}")),
-    Column("ms a scene", "halted", _number("halted_ms", "{:.1f}")),
-    Column("", "FLOPs saved %", _number("flops_saved_pct", "{:.0f}")),
-    Column("", "time ÷ dense", _number("latency_ratio", "{:.2f}")),
-    Column("", "time ÷ FLOPs saved", _number("realized", "{:.2f}")),
-    Column("", "time ÷ dense of half the width", _share("halted_ms", "half_ms")),
-    Column("", "noise %", _number("noise_floor_pct", "{:.0f}")),
+    Column("", "width", results.cell("width", "{:.0f}")),
+    Column("", "pillars", results.cell("pillars", "{:.0f}")),
+    Column("ms a scene", "dense", results.cell("dense_ms", "{:.1f}")),
+    Column("ms a scene", "halted", results.cell("halted_ms", "{:.1f}")),
+    Column("", "FLOPs saved %", results.cell("flops_saved_pct", "{:.0f}")),
+    Column("", "time ÷ dense", results.cell("latency_ratio", "{:.2f}")),
+    Column("", "time ÷ FLOPs saved", results.cell("realized", "{:.2f}")),
+    Column("", "time ÷ dense of half the width", results.cell("halted_ms", "{:.2f}", of="half_ms")),
+    Column("", "noise %", results.cell("noise_floor_pct", "{:.0f}")),
 )
 COST_COLUMNS = (
     Column("", "what", lambda row: (row["what"],), align="left"),
-    Column("", "steps or scenes", _number("count", "{:.0f}")),
-    Column("", "seconds each", _number("seconds_each", "{:.2g}")),
+    Column("", "steps or scenes", results.cell("count", "{:.0f}")),
+    Column("", "seconds each", results.cell("seconds_each", "{:.2g}")),
     Column("", "minutes a seed", lambda row: (f"{row['seconds'] / 60:.1f}",)),
 )
 

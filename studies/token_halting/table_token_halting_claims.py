@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 
-from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.ledger import Statement
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.table import Column, Lines, Panel, Table, signed
@@ -24,32 +24,28 @@ PARETO = "Our method significantly improves the Pareto frontier of efficiency ve
 NON_UNIFORM = "A non-uniform token sparsity loss is employed to improve the learning of the halting module"
 BY_NORM = "AP of learned halting minus that of halting by feature norm, the best rule here, at the same rates"
 BY_BOX = "AP with box weights minus that with uniform weights"
-# name, quote, what is compared, detector, policy, against, with recycling
-BETTER: tuple[tuple[str, str, str, str, str, str, bool], ...] = (
-    ("pareto", PARETO, BY_NORM, "box", "learned", "norm", True),
-    ("pareto.unrecycled", PARETO, f"{BY_NORM}, without recycling", "box", "learned", "norm", False),
-    (
-        "input_dependent",
-        "deciding whether or not to halt a token needs to depend on the input",
-        "AP of learned halting minus that of random halting at the same rates",
-        *("box", "learned", "random", True),
-    ),
-    ("box_weights", NON_UNIFORM, BY_BOX, "box", "learned", "uniform", True),
-    ("box_weights.unrecycled", NON_UNIFORM, f"{BY_BOX}, without recycling", "box", "learned", "uniform", False),
-)
+DEPENDS = "deciding whether or not to halt a token needs to depend on the input"
+BY_CHANCE = "AP of learned halting minus that of random halting at the same rates"
+BETTER = {  # of detector box: quote, what is compared, against, with recycling
+    "pareto": (PARETO, BY_NORM, "norm", True),
+    "pareto.unrecycled": (PARETO, f"{BY_NORM}, without recycling", "norm", False),
+    "input_dependent": (DEPENDS, BY_CHANCE, "random", True),
+    "box_weights": (NON_UNIFORM, BY_BOX, "uniform", True),
+    "box_weights.unrecycled": (NON_UNIFORM, f"{BY_BOX}, without recycling", "uniform", False),
+}
 WIDER = "By halting tokens and increasing model capacity, we are able to improve the baseline model's performance without increasing the model's latency"
 RECYCLED = "our framework allows halted tokens to be reused to inform the model's predictions through a straightforward token recycling mechanism"
 PSEUDO = "a theoretical analysis is conducted to evaluate the accuracy of the pseudo-gradient"
 
-
-def rows() -> list[Row]:
-    """None: the study has frames of its own."""
-    return []
+rows = results.no_rows
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """One row a statement."""
-    made = [(one.quote, one.compared, *_ends(one.estimate), one.verdict, one.why) for one in statements()]
+    made = []
+    for one in statements():
+        ends = (None, None, None) if one.estimate is None else (one.estimate.value, one.estimate.low, one.estimate.high)
+        made.append((one.quote, one.compared, *ends, one.verdict, one.why))
     found = pd.DataFrame(made, columns=["quote", "compared", "difference", "low", "high", "verdict", "why"])
     found.insert(0, "panel", PANEL)
     found.insert(1, "section", "")
@@ -59,26 +55,20 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     return Table(name, "What arXiv 2303.05078 states, and what was measured", found, (panel,), LEGEND)
 
 
-def _ends(estimate: Estimate | None) -> tuple[float | None, float | None, float | None]:
-    return (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
-
-
 def statements() -> list[Statement]:
     """Every statement with what the study says about it; without a study none was measured."""
-    apart, each, slopes = results.frame("differences"), results.frame("evaluations"), results.frame("gradients")
+    each, slopes = results.frame("evaluations"), results.frame("gradients")
     found = [
-        _statement(
-            name, quote, compared, _difference(apart, detector, policy, against, recycled), "95% over scenes, mean of seeds"
-        )
-        for name, quote, compared, detector, policy, against, recycled in BETTER
+        _statement(name, quote, compared, _difference("box", against, recycled), "95% over scenes, mean of seeds")
+        for name, (quote, compared, against, recycled) in BETTER.items()
     ]
-    spread = "from the least to the greatest of the seeds"
     gain = None
     if not each.empty:
-        box = each[(each["detector"] == "box") & (each["policy"] == "learned") & (each["dial"] == results.PAPER_THRESHOLD)]
+        box = _at_half(each, "box", policy="learned")
         gain = _spread(box["ap"] - box["ap_unrecycled"])
+    spread = "from the least to the greatest of the seeds"
     found.append(_statement("recycling", RECYCLED, "AP with recycling minus without", gain, spread))
-    found.append(_wider(each, apart))
+    found.append(_wider(each))
     own = None if slopes.empty else _spread(slopes[slopes["estimate"] == "both"]["correlation"])
     compared = "correlation of the pseudo-gradient with the effect of turning the decision round"
     said = "from the least to the greatest, layer by layer, kept and halted tokens apart"
@@ -98,30 +88,32 @@ def _spread(values: pd.Series) -> Estimate:
     return Estimate(values.mean(), values.min(), values.max())
 
 
-def _difference(apart: pd.DataFrame, detector: str, policy: str, against: str, recycled: bool) -> Estimate | None:
+def _at_half(frame: pd.DataFrame, detector: str, **values: object) -> pd.DataFrame:
+    """The rows of a detector at the paper's threshold with these values."""
+    for column, value in {"detector": detector, "dial": results.PAPER_THRESHOLD, **values}.items():
+        frame = frame[frame[column] == value]
+    return frame
+
+
+def _difference(detector: str, against: str, recycled: bool) -> Estimate | None:
+    apart = results.frame("differences")
     if apart.empty:
         return None
-    chosen = apart[
-        (apart["detector"] == detector) & (apart["policy"] == policy) & (apart["dial"] == results.PAPER_THRESHOLD)
-        & (apart["against"] == against) & (apart["recycled"] == recycled)
-    ]  # fmt: skip
-    (one,) = chosen.to_dict("records")
-    return Estimate(one["difference"], one["low"], one["high"])
+    (one,) = _at_half(apart, detector, policy="learned", against=against, recycled=recycled).itertuples()
+    return Estimate(one.difference, one.low, one.high)
 
 
-def _wider(each: pd.DataFrame, apart: pd.DataFrame) -> Statement:
+def _wider(each: pd.DataFrame) -> Statement:
     compared = "AP of a wider detector that halts minus that of the dense one trained for as many steps, at no more time"
-    timed = results.frame("timing")
-    trained = not each.empty and "wide_gentle" in set(each["detector"])
-    if not trained or timed.empty or "wide_gentle" not in set(timed["detector"]):
+    name, timed = "wide_gentle", results.frame("timing")
+    trained = name in set(each.get("detector", ()))
+    if not trained or name not in set(timed.get("detector", ())):
         why = f"the wider detector was not {'timed' if trained else 'trained'}: {results.COMMAND} --more wide"
         return Statement("token_halting.wider", PAPER, WIDER, compared, None, why)
-    gap = _difference(apart, "wide_gentle", "learned", "longer control", True)
-    seeds = each.loc[each["detector"] == "wide_gentle", "seed"].nunique()
-    own = timed[(timed["detector"] == "wide_gentle") & (timed["dial"] == results.PAPER_THRESHOLD) & (timed["clock"] == "encoder")]
-    ratio = float(own["latency_ratio"].iloc[0])
+    seeds = each.loc[each["detector"] == name, "seed"].nunique()
+    ratio = float(_at_half(timed, name, clock="encoder")["latency_ratio"].iloc[0])
     why = f"seeds: {seeds}; its encoder takes {ratio:.2f} of the dense detector's time"
-    return _statement("wider", WIDER, compared, gap, why, ratio > 1)
+    return _statement("wider", WIDER, compared, _difference(name, "longer control", True), why, ratio > 1)
 
 
 def _words(key: str, width: int) -> Callable[[Mapping[str, object]], Lines]:

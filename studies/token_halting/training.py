@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch.nn import functional as F
 
 from quicksilver.files import write_atomically
@@ -22,22 +22,13 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
-from .model import PillarDetector, detector
+from .model import PillarDetector, Shape, detector
 from .pillars import Batch
 from .scenes import CLASSES
 
+N_CLASSES = len(CLASSES)
 MUON_FASTER, GATES_FASTER = 7.0, 3.0  # than AdamW's rate
-_ABOUT = "quicksilver"
 Policy = Callable[[int], list[RuntimeModule]]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a detector."""
-
-    width: int = 48
-    layers: int = 4
-    heads: int = 3
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,6 @@ class Recipe:
         tokens: share of token-layers that shall be left; None: no gates are trained.
         box_weight: w of a pillar that a labelled box touches in the sparsity loss, where all others have 1 (Ye et al.); 1: uniform.
         base_rate: of the learning rate, what the detector's own weights have beside gates; 0: they stay as they are.
-        recycle: the head reads the frozen states of halted tokens; else it sees nothing of them.
         seed: of the order of scenes.
         imitates: weight of the distance to the outputs of a teacher; 0: none teaches.
     """
@@ -60,7 +50,6 @@ class Recipe:
     tokens: float | None = None
     box_weight: float = 1.0
     base_rate: float = 1.0
-    recycle: bool = True
     seed: int = 0
     imitates: float = 0.0
 
@@ -84,14 +73,12 @@ class Recipe:
 
 def detection_loss(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Focal loss of the heat and L1 of the box, of outputs (B, N, C + 6), as CenterPoint has them (arXiv 2006.11275): a scalar."""
-    n_classes = len(CLASSES)
-    logits, heat = outputs[..., :n_classes], batch.heat
-    log_p, log_not = torch.nn.functional.logsigmoid(logits), torch.nn.functional.logsigmoid(-logits)
+    logits, heat = outputs[..., :N_CLASSES], batch.heat
+    log_p, log_not = F.logsigmoid(logits), F.logsigmoid(-logits)
     p = log_p.exp()
     centre = heat >= 1
     focal = torch.where(centre, (1 - p) ** 2 * log_p, (1 - heat) ** 4 * p**2 * log_not)
-    apart = (outputs[..., n_classes:] - batch.regression).abs().sum(-1)
-    return -focal.sum() / centre.sum().clamp(min=1) + 0.5 * (apart * batch.near).sum() / batch.near.sum().clamp(min=1)
+    return -focal.sum() / centre.sum().clamp(min=1) + _box_loss(outputs, batch.regression, batch)
 
 
 def imitation_loss(outputs: torch.Tensor, taught: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -100,23 +87,17 @@ def imitation_loss(outputs: torch.Tensor, taught: torch.Tensor, batch: Batch) ->
     Cross entropy of the heat with the teacher's for its target, less the teacher's own entropy, weighted and divided as the focal loss is (a
     pillar by how far the two probabilities are apart, squared; a scene by its centres), and L1 of the box where a label's is taken.
     """
-    n_classes = len(CLASSES)
-    logits, target = outputs[..., :n_classes], taught[..., :n_classes].sigmoid()
-    excess = F.binary_cross_entropy_with_logits(logits, target, reduction="none") - F.binary_cross_entropy(
-        target, target, reduction="none"
-    )
+    logits, target = outputs[..., :N_CLASSES], taught[..., :N_CLASSES].sigmoid()
+    entropy = F.binary_cross_entropy(target, target, reduction="none")
+    excess = F.binary_cross_entropy_with_logits(logits, target, reduction="none") - entropy
     apart = (logits.sigmoid() - target).detach().abs()
-    box = (outputs[..., n_classes:] - taught[..., n_classes:]).abs().sum(-1)
-    centres = (batch.heat >= 1).sum().clamp(min=1)
-    return (apart * excess).sum() / centres + 0.5 * (box * batch.near).sum() / batch.near.sum().clamp(min=1)
+    return (apart * excess).sum() / (batch.heat >= 1).sum().clamp(min=1) + _box_loss(outputs, taught[..., N_CLASSES:], batch)
 
 
-def without_halted(outputs: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Outputs (B, N, C + 6) of a head that is not given halted tokens, left (B, N) 1 or 0: no heat there."""
-    n_classes = len(CLASSES)
-    silent = torch.full_like(outputs[..., :n_classes], -12.0)
-    heat = left[..., None] * outputs[..., :n_classes] + (1 - left[..., None]) * silent
-    return torch.cat([heat, outputs[..., n_classes:]], dim=-1)
+def _box_loss(outputs: torch.Tensor, wanted: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Half the mean L1 distance to the boxes `wanted` (B, N, 6) of the pillars near a labelled one."""
+    apart = (outputs[..., N_CLASSES:] - wanted).abs().sum(-1)
+    return 0.5 * (apart * batch.near).sum() / batch.near.sum().clamp(min=1)
 
 
 @dataclass
@@ -166,7 +147,7 @@ def train(
         raise ConfigError("A detector that halts imitates a teacher: give gates, teacher and recipe.imitates, or no teacher.")
     control = None if gates is None else SparsityController(gates, recipe.tokens or 0.0, model.config.num_hidden_layers)
     optimisers = _optimisers(model, gates, recipe.base_rate)
-    keeper = Checkpoint(checkpoint, model, gates, control, optimisers, recipe)
+    keeper = Checkpoint(checkpoint, recipe, model, gates, control, optimisers)
     first, curve = keeper.load()
     started = time.process_time() - keeper.processor_s
     weights = torch.where(data.in_box, recipe.box_weight, 1.0)
@@ -179,25 +160,19 @@ def train(
             for group in (group for optimiser in optimisers for group in optimiser.param_groups):
                 group["lr"] = recipe.rate(step) * group["scale"]
             entry: dict[str, float] = {"step": step}
-            if gates is None:
-                loss = _plain_loss(model, batch, recipe, None if policy is None else policy(step))
-            else:
-                assert control is not None
-                with equivalent_forward(model, gates.gate) as mask:
-                    outputs = model(batch.features)
-                if not recipe.recycle and mask.current is not None:
-                    outputs = without_halted(outputs, mask.current)
-                task, sparsity = detection_loss(outputs, batch), gates.sparsity(weights[chosen])
-                if teacher is not None:
-                    with torch.no_grad():
-                        taught = teacher(batch.features)
-                    task = task + recipe.imitates * imitation_loss(outputs, taught, batch)
-                loss = task + control.strength * sparsity
-                left = control.update(mask)
+            with _halting(model, gates, [] if policy is None else policy(step)) as mask:
+                outputs = model(batch.features)
+            loss = detection_loss(outputs, batch)
+            if teacher is not None:
+                with torch.no_grad():
+                    taught = teacher(batch.features)
+                loss = loss + recipe.imitates * imitation_loss(outputs, taught, batch)
+            if gates is not None and control is not None:
+                task = float(loss.detach())
+                loss = loss + control.strength * gates.sparsity(weights[chosen])
                 inside, m = batch.in_box, mask.current
                 kept = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
-                entry |= {"tokens": left, "kept_in_box": kept, "strength": control.strength}
-                entry["task"] = float(task.detach())
+                entry |= {"tokens": control.update(mask), "kept_in_box": kept, "strength": control.strength, "task": task}
             entry["loss"] = float(loss.detach())
             if not math.isfinite(entry["loss"]):
                 raise QuickSilverError(
@@ -218,6 +193,15 @@ def train(
         model.requires_grad_(True)
         model.eval()
     return Trained(model, gates, curve, recipe.steps, keeper.processor_s)
+
+
+def _halting(model: PillarDetector, gates: HaltingGates | None, modules: list[RuntimeModule]) -> AbstractContextManager[Any]:
+    if gates is not None:
+        return equivalent_forward(model, gates.gate)
+    if not modules:
+        return nullcontext()
+    model.eval()  # there is no dropout; `apply` asks for it
+    return apply(model, modules)
 
 
 class SparsityController:
@@ -272,17 +256,6 @@ def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: fl
     ]
 
 
-def _plain_loss(model: PillarDetector, batch: Batch, recipe: Recipe, modules: list[RuntimeModule] | None) -> torch.Tensor:
-    if not modules:
-        return detection_loss(model(batch.features), batch)
-    model.eval()  # there is no dropout; `apply` asks for it
-    with torch.enable_grad(), apply(model, modules) as run:
-        outputs = model(batch.features)
-        if not recipe.recycle:
-            outputs = without_halted(outputs, (run.trace.passes[-1].halt_layer == model.config.num_hidden_layers - 1).float())
-        return detection_loss(outputs, batch)
-
-
 def _order(n: int, recipe: Recipe, step: int) -> torch.Tensor:
     """Which scenes `step` takes: a pass over all of them in an order of its own, then the next."""
     per_pass = max(1, n // recipe.batch_size)
@@ -292,35 +265,24 @@ def _order(n: int, recipe: Recipe, step: int) -> torch.Tensor:
 
 
 class Checkpoint:
-    """The state of a training on disk: weights, gates, optimiser, curve, in one safetensors file."""
+    """The state of a training on disk: weights, gates, optimisers, curve, in one file that `torch.load(weights_only=True)` reads."""
 
     def __init__(
-        self,
-        path: Path | None,
-        model: PillarDetector,
-        gates: HaltingGates | None,
-        control: SparsityController | None,
+        self, path: Path | None, recipe: Recipe, model: PillarDetector, gates: HaltingGates | None, control: SparsityController | None,
         optimisers: list[torch.optim.Optimizer],
-        recipe: Recipe,
-    ) -> None:
-        self.path, self.model, self.gates, self.control, self.optimisers = path, model, gates, control, optimisers
-        self.processor_s = 0.0
-        shape = {name: getattr(model.config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-        self.of = {"recipe": asdict(recipe), "shape": shape, "gates": None if gates is None else list(gates.layers)}
+    ) -> None:  # fmt: skip
+        self.path, self.control, self.processor_s = path, control, 0.0
+        self.parts: list[Any] = [model, *optimisers] if gates is None else [model, *optimisers, gates]
+        self.of = {"recipe": asdict(recipe), "shape": asdict(model.shape), "gates": None if gates is None else list(gates.layers)}
 
     def save(self, step: int, curve: list[dict[str, float]]) -> None:
         if self.path is None:
             return
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        if self.gates is not None:
-            tensors |= {f"gates.{name}": tensor for name, tensor in self.gates.state_dict().items()}
-        for which, optimiser in enumerate(self.optimisers):
-            for number, state in optimiser.state_dict()["state"].items():
-                tensors |= {f"optimiser.{which}.{number}.{name}": value for name, value in state.items()}
         strength = None if self.control is None else self.control.strength
         about = {**self.of, "step": step, "curve": curve, "strength": strength, "processor_s": self.processor_s}
-        content = save({name: t.detach().clone().contiguous() for name, t in tensors.items()}, {_ABOUT: json.dumps(about)})
-        write_atomically(self.path, content)
+        content = io.BytesIO()
+        torch.save({**about, "parts": [part.state_dict() for part in self.parts]}, content)
+        write_atomically(self.path, content.getvalue())
 
     def load(self) -> tuple[int, list[dict[str, float]]]:
         """The step to go on from, and the curve so far.
@@ -330,43 +292,36 @@ class Checkpoint:
         """
         if self.path is None or not self.path.is_file():
             return 0, []
-        about, tensors = read_checkpoint(self.path)
+        found = read_checkpoint(self.path)
         for name, own in self.of.items():
-            if about.get(name) != own:
+            if found[name] != own:
                 raise ConfigError(
-                    f"{self.path} is the checkpoint of another training: its {name} is {about.get(name)}, and this one's {own}. "
+                    f"{self.path} is the checkpoint of another training: its {name} is {found[name]}, and this one's {own}. "
                     "Remove it, or give another place."
                 )
-        self.model.load_state_dict(_part(tensors, "model."))
-        if self.gates is not None:
-            self.gates.load_state_dict(_part(tensors, "gates."))
-        for which, optimiser in enumerate(self.optimisers):
-            state = optimiser.state_dict()
-            for name, tensor in _part(tensors, f"optimiser.{which}.").items():
-                number, what = name.split(".", 1)
-                state["state"].setdefault(int(number), {})[what] = tensor
-            optimiser.load_state_dict(state)
+        for part, state in zip(self.parts, found["parts"], strict=True):
+            part.load_state_dict(state)
         if self.control is not None:
-            self.control.strength = about["strength"]
-        self.processor_s = about["processor_s"]
-        return about["step"], about["curve"]
+            self.control.strength = found["strength"]
+        self.processor_s = found["processor_s"]
+        return found["step"], found["curve"]
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a checkpoint is of, and its tensors.
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What a checkpoint is of, and the states of its parts: detector, optimisers, gates.
 
     Raises:
         ConfigError: it is not there or cannot be read.
     """
     try:
-        with safe_open(str(path), framework="pt") as file:
-            about = json.loads((file.metadata() or {})[_ABOUT])
-            return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        found = torch.load(path, weights_only=True)
+        return {name: found[name] for name in ("recipe", "shape", "gates", "step", "curve", "strength", "processor_s", "parts")}
     except FileNotFoundError:
         raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{path} cannot be read ({error}): remove it and train again, python scripts/train_halting.py."
+            f"{path} cannot be read ({reason}): remove it and train again, python scripts/train_halting.py."
         ) from error
 
 
@@ -374,24 +329,18 @@ def trained(path: Path, shape: Shape) -> Trained:
     """The detector, and its gates if it has any, that a finished training left.
 
     Raises:
-        ConfigError: no such checkpoint, or one of other layers than `shape`.
+        ConfigError: no such checkpoint, or one of another shape.
     """
-    about, tensors = read_checkpoint(path)
-    there = about["shape"]
-    own = {"hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
-    for name, value in own.items():
-        if there[name] != value:
+    found, wanted = read_checkpoint(path), asdict(shape)
+    for name, own in wanted.items():
+        if found["shape"][name] != own:
             raise ConfigError(
-                f"{path} is of a detector with {name}={there[name]}, and this one has {value}: train one of this shape."
+                f"{path} is of a detector with {name}={found['shape'][name]}, and this one has {own}: train one of this shape."
             )
-    model = detector(shape.width, shape.layers, shape.heads, 0)
-    model.load_state_dict(_part(tensors, "model."))
+    model = detector(shape, 0)
+    model.load_state_dict(found["parts"][0])
     gates = None
-    if about["gates"] is not None:
-        gates = HaltingGates(shape.width, about["gates"])
-        gates.load_state_dict(_part(tensors, "gates."))
-    return Trained(model, gates, about["curve"], about["step"], about["processor_s"])
-
-
-def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if found["gates"] is not None:
+        gates = HaltingGates(shape.width, found["gates"])
+        gates.load_state_dict(found["parts"][-1])
+    return Trained(model, gates, found["curve"], found["step"], found["processor_s"])

@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quicksilver.studies.token_halting.boxes import (
-    all_ious,
-    average_precision,
-    inside_boxes,
-    keep_by_nms,
-    mean_average_precision,
-    rotated_iou,
-)
+from quicksilver.studies.token_halting.boxes import all_ious, average_precision, inside_boxes, keep_by_nms, matches, rotated_iou
 from quicksilver.studies.token_halting.pillars import Detections
 
 
@@ -63,9 +56,9 @@ def test_average_precision_of_plain_cases():
 def test_a_box_is_found_once_and_classes_are_kept_apart():
     there, labels = np.concatenate([box(), box(x=10)]), np.array([0, 1])
     twice = Detections(np.concatenate([box(), box(x=0.1), box(x=10)]), np.array([0, 0, 0]), np.array([0.9, 0.8, 0.7]))
-    mean, each = mean_average_precision([twice], [there], [labels], (0.5, 0.5))
-    assert each == [1.0, 0.0]  # the car is found by the best; the pedestrian by nobody, because a car stands there
-    assert mean == 0.5
+    car, pedestrian = (matches(twice, there, labels, label, 0.5) for label in (0, 1))
+    assert car[1].tolist() == [True, False, False]  # found by the best
+    assert (len(pedestrian[0]), pedestrian[2]) == (0, 1)  # and the pedestrian by none: a car stands there
 
 
 def test_suppression_keeps_the_best_of_those_that_overlap():

@@ -15,7 +15,7 @@ from torch import nn
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.modules import Replay
 from quicksilver.runtime import ConfigError, UnsupportedModelError, apply, architecture_of
-from quicksilver.studies.token_halting.encoder import EncoderConfig, EncoderLayer
+from quicksilver.studies.token_halting.model import EncoderConfig, EncoderLayer
 
 
 class Chance(Hashed):

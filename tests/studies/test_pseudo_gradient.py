@@ -8,7 +8,7 @@ import torch
 from tiny_encoder import MODEL, states
 
 from quicksilver.runtime import ConfigError
-from quicksilver.studies.token_halting.pseudo_gradient import accuracy, effects
+from quicksilver.studies.token_halting.frames import accuracy, effects
 
 
 def test_effects_are_those_of_turning_one_decision_round():
@@ -21,7 +21,7 @@ def test_effects_are_those_of_turning_one_decision_round():
     found = effects(MODEL, loss, 1, decisions, [2, 4, 7])
     assert found.kept.tolist() == [True, False, True]
     # The derivative of the equivalent forward is that of its soft mask; the parts of it are less, and together the whole.
-    np.testing.assert_allclose(found.estimated["both"], found.finite, rtol=0.05, atol=1e-4)
+    np.testing.assert_allclose(found.estimated["both"], found.estimated["finite difference"], rtol=0.05, atol=1e-4)
     parts = found.estimated["states"] + found.estimated["attention"]
     assert np.abs(found.estimated["states"] - found.estimated["both"]).max() > 1e-4
     assert np.isfinite(parts).all()

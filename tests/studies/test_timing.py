@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from quicksilver.modules.halting_gates import HaltingGates
-from quicksilver.modules.learned_halting import LearnedHalting
 from quicksilver.runtime.run import apply
 from quicksilver.studies.token_halting import timing
-from quicksilver.studies.token_halting.model import detector
+from quicksilver.studies.token_halting.model import Shape, detector
 from quicksilver.studies.token_halting.runs import Plan, SeedRuns, gated
 from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
-from quicksilver.studies.token_halting.training import Recipe, Shape, train
+from quicksilver.studies.token_halting.training import Recipe, Trained, train
 
 GRID = Grid(side=8)
 MAKER = SceneMaker(grid=GRID, cars=(2, 3), pedestrians=(1, 3), clutter=(1, 2), beams=16, azimuths=96)
@@ -28,7 +27,7 @@ PLAN = Plan(shape=SHAPE, scenes=8, validation=2, steps=1, tuning_steps=1, tokens
 def halting():
     """A detector and gates that halt some tokens and leave some."""
     gates = HaltingGates(SHAPE.width, [0, 1])
-    model = detector(SHAPE.width, SHAPE.layers, SHAPE.heads, 0)
+    model = detector(SHAPE, 0)
     trained = train(model, PLAN.training_data, Recipe(1, batch_size=4, tokens=0.6), gates=gates)
     with torch.no_grad():
         gates.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -52,8 +51,7 @@ def test_each_clock_has_the_operations_of_its_own_part(halting):
 
 def test_parts_are_those_that_ran_and_layers_have_the_tokens_that_were_left(halting, monkeypatch):
     seed = SeedRuns(PLAN, 0, None)
-    monkeypatch.setattr(seed, "control", lambda: halting)
-    monkeypatch.setattr(seed, "learned", lambda name: halting)
+    monkeypatch.setattr(seed, "train", lambda name: halting)
     found = timing.parts(seed, repeats=3, scenes=2).set_index(["run", "part"])
     assert (found["latency_ms"] > 0).all()
     assert set(found.loc["halted"].index) - set(found.loc["dense"].index) == {"runtime", "decide", "gather", "scatter"}
@@ -66,11 +64,11 @@ def test_parts_are_those_that_ran_and_layers_have_the_tokens_that_were_left(halt
 
 
 def test_drawn_gates_leave_what_they_shall():
-    model = detector(32, 4, 2, 0)
+    model = detector(Shape(32, 4, 2), 0)
     hidden = torch.randn(3, 200, 32, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        gates = timing._gates_that_leave(model, list(hidden.split(1)))
-        with apply(model, [LearnedHalting(gates=gates, protect_first=0, protect_last=None)]) as run:
+        gates = timing._gates_that_leave(model, hidden)
+        with apply(model, gated(Trained(model, gates, [], 0))(0)) as run:
             for one in hidden.split(1):
                 model.encoder(inputs_embeds=one)
     left = np.mean([[float(p.active(layer).float().mean()) for layer in range(4)] for p in run.trace.passes], axis=0)
@@ -88,13 +86,14 @@ def test_a_row_a_size():
 def test_the_cost_of_a_study_is_its_steps_times_a_step(tmp_path, monkeypatch):
     def evaluations(seed):
         for dial in (0.0, 0.1):
-            yield "control", "dense", dial, seed._measured(seed.control())
+            yield "control", "dense", dial, seed._measured(seed.train("control"))
 
     monkeypatch.setattr(timing, "PARTS", ("frozen",))
     monkeypatch.setattr(SeedRuns, "evaluations", evaluations)
     plan = dataclasses.replace(PLAN, steps=4, tuning_steps=3, validation=2)
-    SeedRuns(plan, 0, tmp_path).control()
-    found = timing.cost(plan, 0, tmp_path, steps=1, scenes=2).set_index("what")
+    runs = SeedRuns(plan, 0, tmp_path)
+    runs.train("control")
+    found = timing.cost(runs, steps=1, scenes=2).set_index("what")
     assert found["count"].to_dict() == {
         "scenes": 10, "dense": 4, "control": 3, "frozen": 3, "2 evaluations": 2, "intervals": timing.DRAWS,
     }  # fmt: skip

@@ -13,11 +13,11 @@ from quicksilver.modules import StaticDepth
 from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.runtime import ConfigError, QuickSilverError
 from quicksilver.studies.token_halting.evaluate import ap_difference, evaluate
-from quicksilver.studies.token_halting.model import detector
+from quicksilver.studies.token_halting.model import Shape, detector
 from quicksilver.studies.token_halting.pillars import Batch, batch_of
 from quicksilver.studies.token_halting.runs import Plan, gated, halted_shares, ruled
 from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
-from quicksilver.studies.token_halting.training import Recipe, Shape, imitation_loss, read_checkpoint, train, trained
+from quicksilver.studies.token_halting.training import Recipe, imitation_loss, read_checkpoint, train, trained
 
 GRID = Grid(side=8)
 SHAPE = Shape(width=16, layers=3, heads=2)
@@ -38,7 +38,7 @@ DATA = scenes(12)
 
 
 def fresh():
-    return detector(SHAPE.width, SHAPE.layers, SHAPE.heads, 0)
+    return detector(SHAPE, 0)
 
 
 def gates() -> HaltingGates:
@@ -60,10 +60,10 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path):
                 raise Killed
             yield step
 
-    path = tmp_path / "one.safetensors"
+    path = tmp_path / "one.pt"
     with pytest.raises(Killed):
         train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2, progress=killed)
-    assert read_checkpoint(path)[0]["step"] == 4
+    assert read_checkpoint(path)["step"] == 4
     resumed = train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2)
     for one, two in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=0, rtol=0)
@@ -102,7 +102,7 @@ def test_it_learns():
 
 
 def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
-    path = tmp_path / "one.safetensors"
+    path = tmp_path / "one.pt"
     seen = []
 
     def poisoned(steps):
@@ -117,17 +117,17 @@ def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
         QuickSilverError, match=r"loss of step 5 is not finite: give a smaller learning rate.*last good state is .*one"
     ):
         train(model, DATA, Recipe(8, batch_size=4), checkpoint=path, every=2, progress=poisoned)
-    about, tensors = read_checkpoint(path)
-    assert about["step"] == 4
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+    found = read_checkpoint(path)
+    assert found["step"] == 4
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in found["parts"][0].values())
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "one.safetensors"
+    path = tmp_path / "one.pt"
     train(fresh(), DATA, Recipe(2, batch_size=4), checkpoint=path)
     with pytest.raises(ConfigError, match="checkpoint of another training: its recipe"):
         train(fresh(), DATA, Recipe(3, batch_size=4), checkpoint=path)
-    with pytest.raises(ConfigError, match="num_hidden_layers=3, and this one has 2"):
+    with pytest.raises(ConfigError, match="layers=3, and this one has 2"):
         trained(path, dataclasses.replace(SHAPE, layers=2))
     path.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="cannot be read"):

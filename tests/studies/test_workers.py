@@ -8,9 +8,8 @@ from threading import Lock
 
 import pytest
 
-from quicksilver.studies.token_halting import workers
-from quicksilver.studies.token_halting.runs import MORE, NEEDS, PARTS, Plan, tasks
-from quicksilver.studies.token_halting.workers import Workers
+from quicksilver.studies.token_halting import runs
+from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, Workers, needs, tasks
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5])
@@ -18,17 +17,17 @@ from quicksilver.studies.token_halting.workers import Workers
 def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
     log, lock, running = [], Lock(), []
 
-    def train(seed: int, part: str) -> None:
+    def train(_, seed: int, part: str) -> None:
         with lock:
             running.append((seed, part))
             assert len(running) <= processes
-            assert all((seed, need) in log for need in NEEDS.get(part, ()))
+            assert all((seed, need) in log for need in needs(part))
         with lock:
             running.remove((seed, part))
             log.append((seed, part))
 
-    monkeypatch.setattr(workers, "_train", train)
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(runs, "_called", train)
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
     said: list[str] = []
     with Workers(Plan(), Path("nowhere"), processes) as pool:
         pool.train((0, 3), parts, said.append)
@@ -43,10 +42,10 @@ def test_what_a_part_starts_from_is_trained_though_it_was_not_asked_for():
 
 
 def test_a_training_that_fails_ends_the_study_and_says_why(monkeypatch):
-    def fails(seed: int, part: str) -> None:
+    def fails(_, seed: int, part: str) -> None:
         raise RuntimeError(f"{part} of {seed}")
 
-    monkeypatch.setattr(workers, "_train", fails)
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(runs, "_called", fails)
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
     with pytest.raises(RuntimeError, match="dense of 4"), Workers(Plan(), Path("nowhere"), 2) as pool:
         pool.train((4,), PARTS, print)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
-from importlib.resources import files
 from typing import Any
+
+import jinja2
 
 from quicksilver.files import write_atomically
 from quicksilver.harness import lease
@@ -83,9 +83,8 @@ class Board:
             table.add_column(title, justify="right")
         table.add_column("record, or why not", overflow="fold")
         for row in rows:
-            about = row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or ""
             settings = (row["settings"].get(axis, "") for axis in axes)
-            table.add_row(str(row["number"]), *settings, row["state"], *(cell(row, key) for key in _NUMBERS), about)
+            table.add_row(str(row["number"]), *settings, row["state"], *(cell(row, key) for key in _NUMBERS), _about(row))
         console = Console(width=width or 200, no_color=True, highlight=False, soft_wrap=False)
         with console.capture() as capture:
             console.print(table)
@@ -120,33 +119,20 @@ class Board:
     def html(self) -> str:
         """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""
         rows = self.rows()
-        axes = self.sweep.manifest.axes
-        counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
-        open_ = counts["running"] or counts["waiting"]
-        assets = files("quicksilver.report.site").joinpath("templates")
-        style, script = (assets.joinpath(name).read_text(encoding="utf-8") for name in ("site.css", "runs.js"))
-        # Sorted by a word of the reader's after a reload as well: runs.js keeps the search in the address.
-        refresh = '<meta http-equiv="refresh" content="10">' if open_ else ""
-        heads = "".join(
-            f'<th scope="col">{escape(title)}</th>' for title in ("run", *(axis.rpartition(".")[2] for axis in axes), "state")
+        counts = {state: count for state in STATES if (count := sum(row["state"] == state for row in rows))}
+        loader = jinja2.PackageLoader("quicksilver.report.site")
+        template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
+            "sweep.html"
         )
-        heads += "".join(f'<th scope="col" class="right">{escape(title)}</th>' for title in _NUMBERS.values())
-        bar = "".join(f'<span class="{state}" style="flex-grow:{counts[state]}"></span>' for state in STATES if counts[state])
-        boxes = "".join(
-            f'<label><input type="checkbox" name="state" value="{state}" checked> {state} {counts[state]}</label> '
-            for state in STATES if counts[state]
+        return template.render(
+            sweep=self.sweep.manifest, headline=self.headline(rows), counts=counts, rows=rows, numbers=_NUMBERS, cell=cell, about=_about,
+            now=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
-        return (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{escape(self.headline(rows))}</title>'
-            f"<style>{style}{_STYLE}</style></head><body><main><h1>{escape(self.sweep.manifest.name)}</h1>"
-            f'<p class="lead">{escape(self.headline(rows))}</p><div class="progress">{bar}</div>'
-            f'<p class="note">As of {datetime.now(UTC).isoformat(timespec="seconds")}. Made by <code>quicksilver run '
-            f"{escape(' '.join(self.sweep.manifest.words))}</code></p>"
-            f'<form id="runs-tools"><input id="runs-search" type="search" placeholder="search" aria-label="Search"> {boxes}'
-            f'<span id="runs-shown"></span></form><div class="scroll"><table id="runs"><thead><tr>{heads}'
-            f'<th scope="col">record, or why not</th></tr></thead><tbody>{"".join(_html_row(row, axes) for row in rows)}</tbody>'
-            f'</table></div><div id="runs-compared"></div></main><script>{script}</script></body></html>\n'
-        )
+
+
+def _about(row: Mapping[str, Any]) -> str:
+    """Its record, or why there is none."""
+    return str(row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or "")
 
 
 def numbers(record: Record) -> dict[str, Any]:
@@ -176,22 +162,3 @@ def cell(row: Mapping[str, Any], key: str) -> str:
 def duration(seconds: float) -> str:
     """`45 s`, `12 min`, `3.5 h`."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _html_row(row: Mapping[str, Any], axes: Sequence[str]) -> str:
-    about = row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or ""
-    cells = "".join(f"<td>{escape(row['settings'].get(axis, ''))}</td>" for axis in axes)
-    cells += f'<td class="state">{row["state"]}</td>'
-    cells += "".join(
-        f'<td class="right" data-value="{"" if row.get(key) is None else format(row[key], ".9g")}">{escape(cell(row, key))}</td>'
-        for key in _NUMBERS
-    )
-    head = f'<th scope="row" data-value="{row["number"]}">{row["number"]}</th>'
-    return f'<tr data-state="{row["state"]}" data-name="run {row["number"]}">{head}{cells}<td class="wrap">{escape(str(about))}</td></tr>'
-
-
-_STYLE = """
-.progress { display: flex; gap: 2px; height: .8rem; max-width: 46rem; } .progress span { min-width: 3px; background: var(--rule); }
-.progress .done { background: var(--good); } .progress .running { background: var(--accent); } .progress .failed { background: var(--bad); }
-tr[data-state=running] .state { color: var(--accent); } tr[data-state=failed] .state { color: var(--bad); }
-"""

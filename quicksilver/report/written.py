@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quicksilver.files import fingerprint_of, plain_name
+from quicksilver.measure.typed import decoded
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,19 +119,18 @@ class Written:
 
 def _dump(value: Any) -> str:
     if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict):
-        return "[\n" + ",\n".join(_packed(one) for one in value) + "\n]"
-    return _packed(value)
+        return "[\n" + ",\n".join(map(_dump_line, value)) + "\n]"
+    return _dump_line(value)
 
 
-def _packed(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_dump_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def read(path: Path) -> Written:
     """Read what `Written.json` wrote.
 
     Raises:
-        ConfigError: there is no such file, it is damaged, or another version wrote it.
+        ConfigError: there is no such file, it is damaged, names what lies elsewhere, or another version wrote it.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -139,52 +139,23 @@ def read(path: Path) -> Written:
                 f"{path} has schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
                 "Make it again."
             )
-        try:
-            return _written(content)
-        except ConfigError as error:
-            raise ConfigError(f"{path} cannot be read: {error} Make it again.") from error
+        if missing := sorted({field.name for field in dataclasses.fields(Written)} - content.keys()):
+            raise KeyError(f"no {', '.join(missing)}")
+        rows = tuple(map(tuple, content["rows"]))  # any plain values: not decoded one by one
+        found = dataclasses.replace(decoded(Written, {**content, "rows": []}), rows=rows)
+        if any(len(row) != len(found.columns) for row in rows):
+            raise ValueError("a row has more or fewer values than there are columns")
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = "it is not there" if isinstance(error, FileNotFoundError) else f"it is damaged ({type(error).__name__}: {error})"
         raise ConfigError(f"{path} cannot be read: {why}. Make it again.") from error
-
-
-def _written(content: Mapping[str, Any]) -> Written:
-    panels = tuple(
-        PrintedPanel(
-            panel["key"],
-            panel["title"],
-            tuple(Heading(**column) for column in panel["columns"]),
-            tuple(
-                Section(section["title"], tuple(PrintedRow(row["row"], _lines(row["cells"])) for row in section["rows"]))
-                for section in panel["sections"]
-            ),
-            _words(panel["notes"]),
-        )
-        for panel in content["panels"]
-    )
-    words = {name: _words(content[name]) for name in ("columns", "legend", "caption", "records", "claims", "pictures")}
-    rows = tuple(map(tuple, content["rows"]))
-    if any(len(row) != len(words["columns"]) for row in rows):
-        raise ValueError("a row has more or fewer values than there are columns")
-    _words([content["title"]])
-    if content["kind"] not in ("table", "figure"):
-        raise ValueError(f"kind {content['kind']!r} is neither table nor figure")
-    for what, named in (("the name of a table or figure", [content["name"]]), ("a picture", words["pictures"])):
-        for name in named:
-            plain_name(name, what)
-    for name in words["records"]:
-        fingerprint_of(name)
-    return Written(content["kind"], content["name"], content["title"], rows=rows, panels=panels, **words)
-
-
-def _words(texts: Any) -> tuple[str, ...]:
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise TypeError("text was expected")
-    return tuple(texts)
-
-
-def _lines(cells: Any) -> tuple[Lines, ...]:
-    return tuple(map(_words, cells))
+    try:
+        for name in (found.name, *found.pictures):
+            plain_name(name, "the name of a table, figure or picture")
+        for name in found.records:
+            fingerprint_of(name)
+    except ConfigError as error:
+        raise ConfigError(f"{path} cannot be read: {error} Make it again.") from error
+    return found
 
 
 def values(frame: pd.DataFrame) -> tuple[tuple[Value, ...], ...]:

@@ -224,7 +224,7 @@ def test_claims_are_answered_against_the_base(made):
         answers = dict(source.answers)
         for claim in claims:
             answer = answers[f"{claim}.delta_ppl"]
-            estimate = answer.of(source.panel(answer.panel))
+            estimate = answer.of(source.panels[answer.panel])
             row = table.frame[(table.frame["panel"] == answer.panel) & (table.frame["key"] == answer.key)].iloc[0]
             assert estimate.value == pytest.approx(row["base_delta_ppl_pct"])
             assert (estimate.low, estimate.high) == pytest.approx(

@@ -40,7 +40,7 @@ from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alte
 from quicksilver.modules.controls import ExponentialDecay, StaticDepth
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
-from quicksilver.modules.presets import Schedule, schedules_of, shipped_with_schedules
+from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_with_schedules
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import MODELS_FOLDER, BoundTranslator, ModelShape, Translator
 from quicksilver.runtime import ConfigError, RuntimeModule, apply

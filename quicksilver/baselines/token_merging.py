@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import check_choice, check_count, check_number, layer_after
-from quicksilver.modules.overrides import by_place
+from quicksilver.modules.checks import by_place, check_choice, check_count, check_number, layer_after
 from quicksilver.modules.signals import lowest, share_of
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.module import TokenPolicy

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from quicksilver.fitting.fit import fit_translators
-from quicksilver.fitting.regression import CONTROLS
-from quicksilver.fitting.search import saved_pct
+from quicksilver.fitting.fit import CONTROLS, fit_translators
+from quicksilver.fitting.schedules import saved_pct
 from quicksilver.fitting.text import FitText
 from quicksilver.modules.checks import check_choice
-from quicksilver.modules.presets import PresetHalting, Schedule, schedule_of
+from quicksilver.modules.staged_halting import PresetHalting, Schedule, schedule_of
 from quicksilver.modules.thresholds import Fitted
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture, architecture_of

@@ -19,17 +19,102 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import nn
 
 from quicksilver.files import write_atomically
-from quicksilver.fitting.continuation import continuation_log_probs, kl_nats
 from quicksilver.fitting.equivalent import equivalent_forward
-from quicksilver.modules.halting_gates import HaltingGates
-from quicksilver.modules.learned_halting import REMEDY, LearnedHalting, TrainedGates
+from quicksilver.fitting.schedules import continuation_log_probs, kl_nats
+from quicksilver.modules.learned_halting import PLACE_FEATURES, REMEDY, LearnedHalting, TrainedGates, place_features
+from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import LayerWork, head_flops
 from quicksilver.runtime.run import apply
+
+# -- gates -------------------------------------------------------------------------------------------------------------------------
+
+
+OPEN = 1.0  # b before training: p = 0.73, nobody halts
+
+
+class HaltingGates(nn.Module):
+    """One gate for each decision layer.
+
+    Args:
+        width: D of the model.
+        layers: after which a token may halt, 0-based, ascending.
+        reads_only: the scores' derivative goes to w and b and not on into the states that they are read from. A model that is trained with
+            its gates then learns from its task alone, under the halting that they decide.
+        prompt_tokens: length of the prompts, whose `place_features` are added to what the gates read; None: states alone.
+
+    Attributes:
+        weight: (K, D). bias: (K,). place: (K, 2), or None.
+        scores: p (B, N) by layer of the newest forward. kept: m (B, N) by layer, that entered the gate, without gradient.
+
+    Raises:
+        ConfigError: no layer, or layers out of order.
+    """
+
+    def __init__(self, width: int, layers: Sequence[int], *, reads_only: bool = False, prompt_tokens: int | None = None) -> None:
+        super().__init__()
+        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0:
+            raise ConfigError(f"layers={list(layers)}: give decision layers in ascending order, such as [0, 1, 2].")
+        self.layers, self.reads_only, self.prompt_tokens = tuple(layers), reads_only, prompt_tokens
+        self.weight = nn.Parameter(torch.zeros(len(layers), width))
+        self.bias = nn.Parameter(torch.full((len(layers),), OPEN))
+        self.place = None if prompt_tokens is None else nn.Parameter(torch.zeros(len(layers), PLACE_FEATURES))
+        self.scores: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """w · LN(h) + v · place + b: hidden (..., N, D) -> (..., N) float32; LN without gain or bias, which w and b would swallow."""
+        index = self.layers.index(layer)
+        normed = nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
+        found = normed @ self.weight[index].float() + self.bias[index].float()
+        if self.place is None or self.prompt_tokens is None:
+            return found
+        place = torch.arange(hidden.shape[-2], device=hidden.device) / self.prompt_tokens
+        return found + place_features(place) @ self.place[index].float()
+
+    def gate(self, layer: int, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
+        """g (B, N) after `layer`, for `equivalent_forward`; None where no decision is taken."""
+        if layer == 0:
+            self.scores, self.kept = {}, {}
+        if layer not in self.layers:
+            return None
+        p = self.logits(layer, hidden.detach() if self.reads_only else hidden).sigmoid()
+        self.scores[layer], self.kept[layer] = p, kept.detach()
+        return straight_through(p).to(hidden.dtype)
+
+    def trained(self, architecture: Architecture, **about: Any) -> TrainedGates:
+        """What a training leaves, for the model that it was trained on."""
+        parts: dict[str, Any] = {name: part.detach().float().cpu().clone() for name, part in self.named_parameters()}
+        return TrainedGates(
+            self.layers, n_layers=architecture.n_layers, weights_digest=model_digest(architecture.model), **parts, **about
+        )
+
+    def sparsity(self, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Σ w_i p_i / Σ w_i of the newest forward over all tokens and gates, a halted token's p counting as 0; weights (B, N), None: 1.
+
+        Every token of every layer costs the same. With a mean over the tokens that are left, the last gate halts the last few that a task
+        needs: there each of them weighs most.
+        """
+        paid = total = torch.zeros(())
+        for layer, p in self.scores.items():
+            w = torch.ones_like(p) if weights is None else weights
+            paid, total = paid + (self.kept[layer] * w * p).sum(), total + w.sum()
+        return paid / total.clamp(min=1e-6)
+
+
+def straight_through(p: torch.Tensor) -> torch.Tensor:
+    """1[p ≥ ½] in value, p in derivative."""
+    # In this order: (1 + p) − p need not be 1.
+    return (p >= 0.5).to(p.dtype) + (p - p.detach())
+
+
+# -- their training ----------------------------------------------------------------------------------------------------------------
+
 
 Steps = Callable[[range], Iterable[int]]
 _ABOUT = "quicksilver"
@@ -178,7 +263,7 @@ def train_gates(
             f"Windows of shape {tuple(ids.shape)}: give at least one, longer than {recipe.prompt_tokens + 1} tokens."
         )
     gates = HaltingGates(architecture.width, recipe.layers, prompt_tokens=recipe.prompt_tokens)
-    TrainedGates.of(gates, architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
+    gates.trained(architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
     if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
         raise ConfigError(
             f"saves_pct={recipe.saves_pct:g} cannot be met: with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved. "
@@ -253,7 +338,7 @@ class _Trainer:
         """Gates of these weights."""
         of = HaltingGates(self.arch.width, self.recipe.layers, prompt_tokens=self.recipe.prompt_tokens)
         of.load_state_dict(parts)
-        return TrainedGates.of(of, self.arch, predicts=tuple(self.recipe.predicts))
+        return of.trained(self.arch, predicts=tuple(self.recipe.predicts))
 
     def now(self) -> TrainedGates:
         return self.made(self.gates.state_dict())

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quicksilver.fitting.fit import fit_translators
-from quicksilver.fitting.regression import RIDGE, TOKENS_PER_COEFFICIENT
+from quicksilver.fitting.fit import RIDGE, TOKENS_PER_COEFFICIENT, fit_translators
 from quicksilver.fitting.text import FitText
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.modules.checks import check_choice, check_count, check_share

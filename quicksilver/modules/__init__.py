@@ -15,11 +15,9 @@ from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
 from quicksilver.modules.learned_halting import LearnedHalting
-from quicksilver.modules.presets import PresetHalting, Schedule
 from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.modules.signals import Signal, make_signal
-from quicksilver.modules.staged_halting import StagedHalting
-from quicksilver.modules.stages import Stage
+from quicksilver.modules.staged_halting import PresetHalting, Schedule, Stage, StagedHalting
 from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted
 from quicksilver.modules.translators import Translator
 from quicksilver.runtime.quantized.mix import mix_of

@@ -1,4 +1,4 @@
-"""Checks of options, and fractions of depth. Every message names the option, the value and what to give instead."""
+"""Checks of options, fractions of depth, and the tokens that an option names (paper 2.1, 2.2, H.7)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
+import torch
+
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.view import LayerView
 
 
 def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
@@ -100,3 +103,55 @@ def check_odd(name: str, value: object) -> None:
     """An odd whole number of at least 1, which has a middle; raises ConfigError."""
     if check_count(name, value, 1) % 2 == 0:
         raise ConfigError(f"{name}={value!r} has no middle: give an odd number.")
+
+
+# -- tokens by id, by slot, by place: all masks are (B, M) bool --------------------------------------------------------------------
+
+
+def by_id(name: str, view: LayerView, ids: Sequence[int]) -> torch.Tensor:
+    """Tokens whose id is in `ids`; raises ConfigError when the model was given embeddings."""
+    if not ids:
+        return torch.zeros_like(view.slots, dtype=torch.bool)
+    if view.input_ids is None:
+        raise ConfigError(
+            f"{name}={list(ids)} selects by token id, but the model was given embeddings: call it with input_ids, or use a mask."
+        )
+    return torch.isin(view.input_ids, torch.tensor(list(ids), device=view.input_ids.device))
+
+
+def by_slot(name: str, view: LayerView, mask: torch.Tensor | None) -> torch.Tensor:
+    """Tokens whose slot is marked in `mask`: (S,) bool for every row, or (B, S); slots from S on are not marked.
+
+    Raises:
+        ConfigError: a mask with another number of rows than the batch.
+    """
+    if mask is None:
+        return torch.zeros_like(view.slots, dtype=torch.bool)
+    rows = view.slots.shape[0]
+    if mask.dim() == 1:
+        mask = mask.expand(rows, -1)
+    if mask.shape[0] != rows:
+        raise ConfigError(
+            f"{name} has {mask.shape[0]} rows and the batch {rows}: give (S,) for every row alike, or one row per sequence."
+        )
+    # One more column, never marked, stands for all slots beyond the mask.
+    padded = torch.cat([mask.to(view.slots.device), mask.new_zeros(rows, 1).to(view.slots.device)], dim=1)
+    return padded.gather(1, view.slots.clamp(0, mask.shape[1]))
+
+
+def check_mask(name: str, mask: object) -> None:
+    """Raises ConfigError unless `mask` is None or a bool tensor of one or two dimensions."""
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() in (1, 2)):
+        found = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
+        raise ConfigError(
+            f"{name} must be a bool tensor by slot, (S,) or (B, S), not {found}: write mask.bool() for one of numbers."
+        )
+
+
+def by_place(view: LayerView, first: int, last: int) -> torch.Tensor:
+    """The first `first` tokens of a sequence (attention sinks) and the last `last` of its prompt.
+
+    Only a prompt has a known end: outside of one nothing is last.
+    """
+    chosen = view.slots < first
+    return chosen | (view.slots >= view.n_tokens - last) if last and view.is_prompt else chosen

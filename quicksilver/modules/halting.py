@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from quicksilver.modules.checks import (
+    by_id,
+    by_place,
+    by_slot,
     check_choice,
     check_count,
     check_fractions,
     check_known_ids,
+    check_mask,
     check_number,
+    check_share,
     check_token_ids,
     layer_after,
 )
-from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.modules.thresholds import (
     Calibrated,
@@ -36,6 +40,7 @@ from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
+from quicksilver.runtime.run import apply
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
 
@@ -290,7 +295,7 @@ class Halting(HaltingPolicy, Calibrated):
         Raises:
             ConfigError: a share that cannot be saved.
         """
-        from quicksilver.modules.saving import halting_for_saving
+        from quicksilver.modules.halting import halting_for_saving
 
         return halting_for_saving(model, save, prompt_tokens=prompt_tokens, **options)
 
@@ -395,3 +400,54 @@ def halted_shares(schedule: str, first: int, last: int, n_layers: int, share: fl
         return share if schedule == "one_shot" else share * steps / (last - first + 1)
 
     return [after(layer) for layer in range(n_layers)]
+
+
+# -- a share of a prompt's work, on any model --------------------------------------------------------------------------------------
+
+
+SIGNAL = {"name": "attention", "last_queries": 64, "pool": 9}  # pooled: what stands beside something looked at is needed with it
+_TRIED = (0.3, 0.7)  # shares of the tokens; what they save lies on a line, but for the attention among the tokens that are left
+_MOST = 0.98
+
+
+def halting_for_saving(model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:
+    """A `Halting` that saves about `save` of the executed FLOPs of a prompt, its own signal included.
+
+    Which tokens leave depends on the text, how many does not: three passes over a prompt of arbitrary tokens find the share.
+
+    Args:
+        save: share of the FLOPs, between 0 and 1.
+        prompt_tokens: length of the prompts that are meant; the signal weighs more in short ones.
+        options: further ones of `Halting`, but for rule, signal, schedule and share.
+
+    Raises:
+        ConfigError: a share that cannot be saved.
+    """
+    check_share("save", save)
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    prompt_tokens = min(prompt_tokens, getattr(model.config, "max_position_embeddings", prompt_tokens))
+    ids = (torch.arange(prompt_tokens) % vocabulary).unsqueeze(0).to(model.device)
+    dense = _executed(model, ids, [])
+    few, many = (1 - _executed(model, ids, [_halting(share, options)]) / dense for share in _TRIED)
+    slope = (many - few) / (_TRIED[1] - _TRIED[0])
+    share = _TRIED[0] + (save - few) / slope
+    if share > _MOST:
+        most = few + slope * (_MOST - _TRIED[0])
+        raise ConfigError(
+            f"save={save:g}: halting saves at most {most:.2f} of this model's work in a prompt of {prompt_tokens} tokens. Ask less, or open "
+            "the window earlier: window=(0.1, 0.8)."
+        )
+    return _halting(max(0.0, share), options)
+
+
+def _halting(share: float, options: dict[str, Any]) -> Halting:
+    given = {"window": (0.2, 0.8), "missing_kv": "drop", "resume_layers": 0, **options}
+    return Halting(rule="capacity", signal=SIGNAL, schedule="one_shot", halted_share=share, **given)
+
+
+@torch.inference_mode()
+def _executed(model: PreTrainedModel, ids: torch.Tensor, modules: list[Halting]) -> int:
+    """FLOPs of a prompt ids (1, N), its last logits included."""
+    with apply(model, modules) as run:
+        model(ids, use_cache=True, logits_to_keep=1)
+        return run.flops.executed

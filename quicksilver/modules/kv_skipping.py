@@ -9,8 +9,18 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import check_choice, check_count, check_known_ids, check_number, check_token_ids, layer_after
-from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
+from quicksilver.modules.checks import (
+    by_id,
+    by_place,
+    by_slot,
+    check_choice,
+    check_count,
+    check_known_ids,
+    check_mask,
+    check_number,
+    check_token_ids,
+    layer_after,
+)
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
 from quicksilver.modules.thresholds import (
     Calibrated,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,6 @@ from quicksilver.files import write_atomically
 from quicksilver.modules import translators
 from quicksilver.modules.checks import check_number
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.modules.halting_gates import PLACE_FEATURES, place_features
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import EMBEDDED, MODELS_FOLDER, translator_for
 from quicksilver.runtime.architecture import Architecture
@@ -25,12 +24,10 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
-if TYPE_CHECKING:
-    from quicksilver.modules.halting_gates import HaltingGates
-
 FORMAT = "quicksilver-halting-gates-1"
 BESIDE = "learned_halting"  # the folder beside a model with its gates
 SUFFIX = ".safetensors"
+PLACE_FEATURES = 2
 REMEDY = "train gates for this model: python scripts/train_halting.py language --model MODEL"
 
 
@@ -87,16 +84,6 @@ class TrainedGates:
             raise ConfigError(
                 f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {list(self.layers)}."
             )
-
-    @classmethod
-    def of(cls, gates: HaltingGates, architecture: Architecture, **about: Any) -> TrainedGates:
-        """What a training leaves, for the model that it was trained on."""
-        weight, bias, place = (
-            None if part is None else part.detach().float().cpu().clone() for part in (gates.weight, gates.bias, gates.place)
-        )
-        assert weight is not None
-        assert bias is not None
-        return cls(gates.layers, weight, bias, architecture.n_layers, model_digest(architecture.model), place=place, **about)
 
     def check(self, architecture: Architecture) -> None:
         """Raises ConfigError where they are of another model: the first fact that differs, both values, the remedy."""
@@ -280,3 +267,9 @@ def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     if entry.get("missing_kv") is None and any(TrainedGates.load(path).predicts for path in paths):
         paths += translators.files_behind({"missing_kv": "predict"}, model_folder)
     return paths
+
+
+def place_features(place: torch.Tensor) -> torch.Tensor:
+    """Of places (...) in a prompt, 0 its first token and 1 behind its last: (..., 2) float32, a slope and a hill, either in −1 to 1."""
+    slope = 2 * place.float() - 1
+    return torch.stack([slope, 1 - 2 * slope.square()], dim=-1)

@@ -10,9 +10,19 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import check_choice, check_count, check_known_ids, check_number, check_token_ids, layer_after
+from quicksilver.modules.checks import (
+    by_id,
+    by_place,
+    by_slot,
+    check_choice,
+    check_count,
+    check_known_ids,
+    check_mask,
+    check_number,
+    check_token_ids,
+    layer_after,
+)
 from quicksilver.modules.halting import UNITS
-from quicksilver.modules.overrides import by_id, by_place, by_slot, check_mask
 from quicksilver.modules.signals import Entropy, Random, Signal
 from quicksilver.modules.thresholds import (
     Calibrated,

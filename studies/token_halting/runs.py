@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from quicksilver.fitting.gates import HaltingGates
 from quicksilver.modules import StagedHalting, StaticDepth
-from quicksilver.modules.halting_gates import HaltingGates
-from quicksilver.modules.learned_halting import LearnedHalting, TrainedGates
+from quicksilver.modules.learned_halting import LearnedHalting
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
@@ -288,7 +288,7 @@ def tasks(seeds: Sequence[int], parts: Sequence[str]) -> list[Task]:
 def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> ScenePolicy:
     """The gates of a detector as a module of the runtime; `layers`: only the first so many gates."""
     assert trained.gates is not None
-    gates = TrainedGates.of(trained.gates, architecture_of(trained.model))
+    gates = trained.gates.trained(architecture_of(trained.model))
     gates = replace(gates, layers=gates.layers[:layers], weight=gates.weight[:layers], bias=gates.bias[:layers])
     return lambda scene: [
         LearnedHalting(gates=gates, threshold=threshold, resume_layers=resume_layers, protect_first=0, protect_last=None)

@@ -23,8 +23,8 @@ import pandas as pd
 import torch
 
 from quicksilver.fitting.equivalent import equivalent_forward
+from quicksilver.fitting.gates import HaltingGates
 from quicksilver.measure.latency import alternate, shared_weight_copy
-from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.runtime.phases import observed
 from quicksilver.runtime.run import apply
 

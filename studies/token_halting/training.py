@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from quicksilver.files import write_atomically
 from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
-from quicksilver.modules.halting_gates import HaltingGates
+from quicksilver.fitting.gates import HaltingGates
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from quicksilver.experiments.sweeps import figure_ladder, ladder
-from quicksilver.fitting.search import saved_pct
+from quicksilver.fitting.schedules import saved_pct
 from quicksilver.harness.config import compose
 from quicksilver.harness.parts import build_modules
 from quicksilver.modules import Halting
-from quicksilver.modules.presets import Schedule
+from quicksilver.modules.staged_halting import Schedule
 from quicksilver.report.artefacts import Outcome
 from quicksilver.runtime import ConfigError, apply, architecture_of
 

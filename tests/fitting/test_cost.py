@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quicksilver.fitting.cost import FitCost, priced
+from quicksilver.fitting.fit import FitCost, priced
 
 
 def test_the_price_of_a_fit_has_its_time_its_memory_and_its_machine(tmp_path: Path) -> None:

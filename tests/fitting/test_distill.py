@@ -9,8 +9,7 @@ import tiny
 import torch
 from thinning import first
 
-from quicksilver.fitting.distill import distill
-from quicksilver.fitting.search import ScheduleEvaluator, search
+from quicksilver.fitting.schedules import ScheduleEvaluator, distill, search
 from quicksilver.modules import Schedule
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.modules.translators import ModelShape, Translator

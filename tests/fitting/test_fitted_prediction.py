@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from quicksilver.fitting.fitted_prediction import FittedPrediction, static_schedule
-from quicksilver.fitting.search import saved_pct
+from quicksilver.fitting.schedules import saved_pct
 from quicksilver.modules import Schedule
 from quicksilver.runtime import MISSING_KV, ConfigError, architecture_of
 

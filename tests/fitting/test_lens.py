@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from quicksilver.fitting.lens import fit_lens
+from quicksilver.fitting.fit import fit_lens
 from quicksilver.fitting.text import FitText
 from quicksilver.harness.config import compose
 from quicksilver.harness.workplace import Workplace

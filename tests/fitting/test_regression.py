@@ -8,8 +8,7 @@ import pytest
 import tiny
 import torch
 
-from quicksilver.fitting.fit import fit_translators
-from quicksilver.fitting.regression import NormalEquations
+from quicksilver.fitting.fit import NormalEquations, fit_translators
 from quicksilver.fitting.text import FitText
 from quicksilver.modules.thresholds import model_digest
 from quicksilver.runtime import ConfigError, architecture_of

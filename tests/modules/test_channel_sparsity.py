@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from quicksilver.modules import ChannelSparsity, calibrate_modules
-from quicksilver.modules.residual_rotation import RotatedModel, linear_maps, weight_of
+from quicksilver.modules.channel_sparsity import RotatedModel, linear_maps, weight_of
 from quicksilver.runtime import ConfigError, UnsupportedModelError, apply, architecture_of
 
 

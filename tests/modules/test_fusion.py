@@ -19,9 +19,7 @@ from thinning import diagonal, draws
 
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
 from quicksilver.modules import Halting, KVSkipping, RandomHalting, Replay, TokenFusion, calibrate, shuffled
-from quicksilver.modules.fusion.distances import ContextDivergence, NeighbourDistance
-from quicksilver.modules.fusion.exemptions import occurrences
-from quicksilver.modules.fusion.grouping import group_closest
+from quicksilver.modules.fusion import ContextDivergence, NeighbourDistance, group_closest, occurrences
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, UnsupportedModelError, apply
 from quicksilver.runtime.cache import CacheLayer
 

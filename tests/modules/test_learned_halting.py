@@ -14,8 +14,8 @@ from tiny_encoder import MODEL as ENCODER
 from tiny_encoder import states
 
 from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
+from quicksilver.fitting.gates import HaltingGates, straight_through
 from quicksilver.modules import LearnedHalting, learned_halting
-from quicksilver.modules.halting_gates import HaltingGates, straight_through
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.pass_state import MISSING_KV
@@ -31,7 +31,7 @@ def gates(seed: int = 0, bias: float = 0.3) -> HaltingGates:
 
 
 def trained(model, seed: int = 0, **about) -> TrainedGates:
-    return TrainedGates.of(gates(seed), tiny.Run(model, [], "compact", None).arch, **about)
+    return gates(seed).trained(tiny.Run(model, [], "compact", None).arch, **about)
 
 
 @settings(max_examples=draws(6), deadline=None)
@@ -88,7 +88,7 @@ def test_gates_that_halt_nobody_are_dense_inference_bit_for_bit(rows, resume):
     plain = ENCODER(states(rows, 20))
     for changed in (
         {"threshold": 0.0},
-        {"gates": TrainedGates.of(gates(bias=50.0), tiny.Run(ENCODER, [], "compact", None).arch)},
+        {"gates": gates(bias=50.0).trained(tiny.Run(ENCODER, [], "compact", None).arch)},
     ):
         policy = LearnedHalting(
             **({"gates": trained(ENCODER), "resume_layers": resume} | changed), protect_first=0, protect_last=None
@@ -182,7 +182,7 @@ def test_gates_that_read_the_place_halt_as_in_training_and_each_row_by_its_own_l
     learnt = HaltingGates(WIDTH, [0, 2], prompt_tokens=1)
     for part in learnt.parameters():
         torch.nn.init.normal_(part, std=0.3, generator=torch.Generator().manual_seed(seed))
-    policy = LearnedHalting(gates=TrainedGates.of(learnt, arch), protect_last=0, protect_first=0)
+    policy = LearnedHalting(gates=learnt.trained(arch), protect_last=0, protect_first=0)
     assert not policy.causal  # it reads where the prompt ends
     together = tiny.decisions(batch, tiny.forward(model, batch, [policy]).trace)
     for ids, decided in zip(batch.rows, together, strict=True):

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from quicksilver.fitting.search import saved_pct, smallest_schedule
+from quicksilver.fitting.schedules import saved_pct, smallest_schedule
 from quicksilver.modules import PresetHalting, Replay, Schedule
 from quicksilver.modules.controls import shuffled
 from quicksilver.runtime import MISSING_KV, ConfigError, architecture_of

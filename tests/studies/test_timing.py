@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quicksilver.modules.halting_gates import HaltingGates
+from quicksilver.fitting.gates import HaltingGates
 from quicksilver.runtime.run import apply
 from quicksilver.studies.token_halting import timing
 from quicksilver.studies.token_halting.model import Shape, detector

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from quicksilver.fitting.gates import HaltingGates
 from quicksilver.modules import StaticDepth
-from quicksilver.modules.halting_gates import HaltingGates
 from quicksilver.runtime import ConfigError, QuickSilverError
 from quicksilver.studies.token_halting.evaluate import ap_difference, evaluate
 from quicksilver.studies.token_halting.model import Shape, detector

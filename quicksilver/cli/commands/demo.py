@@ -153,7 +153,7 @@ def _shown(options: Options) -> Callable[[int, bool], list[str]]:
 def _module(model: Any, save: float, prompt: int) -> tuple[Any, str]:
     """What saves the share, and what it does with tokens, in words."""
     from quicksilver.modules import Halting
-    from quicksilver.modules.presets import PresetHalting
+    from quicksilver.modules.staged_halting import PresetHalting
 
     if round(100 * save, 6) in SCHEDULED_PCT:
         return PresetHalting(

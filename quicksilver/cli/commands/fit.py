@@ -36,7 +36,7 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 if TYPE_CHECKING:
     from quicksilver.fitting.text import FitText, Half
     from quicksilver.harness.config import RunConfig
-    from quicksilver.modules.presets import Schedule
+    from quicksilver.modules.staged_halting import Schedule
     from quicksilver.modules.translators import Translator
     from quicksilver.runtime.architecture import Architecture
 
@@ -85,8 +85,7 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
     import torch
     from tqdm import tqdm
 
-    from quicksilver.fitting.cost import priced
-    from quicksilver.fitting.fit import fit_translators
+    from quicksilver.fitting.fit import fit_translators, priced
     from quicksilver.harness.workplace import Workplace
     from quicksilver.runtime.architecture import architecture_of
 
@@ -99,7 +98,7 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
         )
     folder = Path(options.output or Path(config.results_dir) / "translators")
     if options.lens:
-        from quicksilver.fitting.lens import fit_lens
+        from quicksilver.fitting.fit import fit_lens
 
         path = folder / f"{config.model.name}.lens.safetensors"
         lens = fit_lens(arch, text, ridge=options.ridge, progress=lambda batches: tqdm(batches, desc="fitting", file=sys.stderr))
@@ -132,8 +131,7 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
 def _distilled(arch: Architecture, translator: Translator, text: FitText, steps: int) -> Translator:
     from tqdm import tqdm
 
-    from quicksilver.fitting.distill import distill
-    from quicksilver.fitting.search import PROTECT_LAST, smallest_schedule
+    from quicksilver.fitting.schedules import PROTECT_LAST, distill, smallest_schedule
 
     layer = translator.source_layer
     wanted = (smallest_schedule(arch, layer, last, saved / 100, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)

@@ -25,7 +25,7 @@ from quicksilver.cli.arguments import split
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quicksilver.fitting.search import Candidate
+    from quicksilver.fitting.schedules import Candidate
     from quicksilver.harness.config import RunConfig
 
 
@@ -69,7 +69,7 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
 
     from quicksilver.cli.commands.fit import calibration_half
     from quicksilver.files import write_atomically
-    from quicksilver.fitting.search import ScheduleEvaluator, search
+    from quicksilver.fitting.schedules import ScheduleEvaluator, search
     from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.thresholds import model_digest
     from quicksilver.modules.translators import Translator

@@ -1,8 +1,10 @@
-"""Which tokens of a prompt are fused, and after which layers (paper 2.3, App. D, I)."""
+"""Contextual Token Fusion: which neighbours are carried on as one super-token, and after which layers (paper 2.3, App. D, I)."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -10,12 +12,20 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import check_choice, check_count, check_number, check_odd, layer_after
-from quicksilver.modules.fusion.cache import merge_new_entries
-from quicksilver.modules.fusion.distances import DISTANCES, ContextDivergence, NeighbourDistance
-from quicksilver.modules.fusion.exemptions import Exemptions
-from quicksilver.modules.fusion.grouping import group_closest, own_columns
-from quicksilver.modules.signals import Random, Signal, pooled, share_of
+from quicksilver.modules.checks import (
+    by_id,
+    by_place,
+    by_slot,
+    check_choice,
+    check_count,
+    check_known_ids,
+    check_mask,
+    check_number,
+    check_odd,
+    check_token_ids,
+    layer_after,
+)
+from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw
 from quicksilver.modules.thresholds import (
     Calibrated,
     Calibration,
@@ -29,6 +39,282 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import MergePolicy, TokenPolicy
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import CacheView, LayerView
+
+# -- joining neighbours ------------------------------------------------------------------------------------------------------------
+
+
+# Rounds of `_grow`. A chain of d neighbours, each closer than the next, takes d rounds by distance. Longer chains (the states of
+# repetitive text converge step by step) are cut at places spread evenly; after three such rounds no two of them are side by side.
+_BY_DISTANCE, _BY_PLACE = 5, 3
+
+
+def group_closest(
+    distance: torch.Tensor, active: torch.Tensor, size: torch.Tensor, max_group: int | None, k: torch.Tensor | None
+) -> torch.Tensor:
+    """Join consecutive active tokens, closest first, into groups that go into their last. No host sync, no loop over tokens.
+
+    Args:
+        distance: (B, M), of each token to the active one before it; +inf: the two may not be joined.
+        active: (B, M) bool.
+        size: (B, M) float, original tokens that each stands for.
+        max_group: that many original tokens a group may stand for; None: any number.
+        k: (B, 1) long, joins a row, fewer where fewer are possible; None: all that are possible.
+
+    Returns:
+        (B, M) long: the column of the token that each goes into, its own where nothing happens.
+    """
+    order, active = active_first(active)
+    distance = distance.gather(1, order).masked_fill(~active, math.inf)
+    distance = F.pad(distance[:, 1:], (1, 0), value=math.inf)  # the first has none before it
+    joined = distance.isfinite() if max_group is None else _grow(distance, size.gather(1, order) * active, max_group)
+    if k is not None:
+        joined = lowest(distance, joined, k)
+    # A group ends where the next token is not joined to it.
+    place = own_columns(order)
+    ends = torch.where(F.pad(joined[:, 1:], (0, 1)), place.shape[1], place)
+    last = ends.flip(1).cummin(1).values.flip(1)
+    return torch.empty_like(order).scatter(1, order, order.gather(1, last))
+
+
+def _grow(distance: torch.Tensor, size: torch.Tensor, max_group: int) -> torch.Tensor:
+    """Which tokens join the one before them, (B, M) bool, as if joins were made one by one, closest first, while groups fit.
+
+    A join that is closer than the ones on both sides comes before them in any case, so all such are made at once.
+    """
+    joined = torch.zeros_like(distance, dtype=torch.bool)
+    possible, place = distance.isfinite(), own_columns(distance)
+    evenly = (place * 0.6180339887) % 1  # golden ratio: neighbours are far apart, and so are low values
+    for key in [distance] * _BY_DISTANCE + [evenly] * _BY_PLACE:
+        group = (~joined).cumsum(1) - 1  # of each token
+        total = torch.zeros_like(size).scatter_add(1, group, size)
+        fits = total.gather(1, group) + total.gather(1, (group - 1).clamp(min=0)) <= max_group
+        key = torch.where(possible & ~joined & fits, key, math.inf)
+        # By group: the key of the join at its left end.
+        left = torch.full_like(key, math.inf).scatter_reduce(1, group, key, "amin")
+        beside = F.pad(left, (1, 1), value=math.inf)
+        chosen = left.isfinite() & (left < beside[:, :-2]) & (left <= beside[:, 2:])
+        joined = joined | (key.isfinite() & chosen.gather(1, group))
+    return joined
+
+
+def own_columns(like: torch.Tensor) -> torch.Tensor:
+    """(B, M) long, the index of each column."""
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape)
+
+
+def active_first(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns with the active ones first, in order, and which of those are active: (B, M) each."""
+    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
+    return order, active.gather(1, order)
+
+
+# -- how far apart two tokens are --------------------------------------------------------------------------------------------------
+
+
+DISTANCES = ("l2", "relative", "cosine")
+
+
+@dataclass(frozen=True)
+class NeighbourDistance(Signal):
+    """Distance of a token's state from that of its left neighbour, +inf where it has none (D.2).
+
+    `l2`: ‖h_t − h_u‖₂ in state units (the paper's); `relative`: over the mean of the two norms; `cosine`: 1 − cos(h_t, h_u), 0
+    to 2.
+    """
+
+    kind: Literal["l2", "relative", "cosine"] = "l2"
+    name: ClassVar[str] = "neighbour"
+
+    def __post_init__(self) -> None:
+        check_choice("neighbour", self.kind, DISTANCES)
+
+    @property
+    def key(self) -> str:
+        return f"neighbour-{self.kind}"
+
+    def states(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        """What is compared: (B, M, D)."""
+        return view.after
+
+    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
+        neighbour = tokens.left_neighbour()
+        states = self.states(view, tokens)
+        distance = distance_between(states, states.gather(1, neighbour[..., None].expand_as(states)), self.kind)
+        return distance.masked_fill(neighbour == own_columns(neighbour), math.inf)
+
+    def pairs(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        """The distance of any two tokens: (B, M, M) float32."""
+        return pairwise_distances(self.states(view, tokens), self.kind)
+
+
+@dataclass(frozen=True)
+class ContextDivergence(NeighbourDistance):
+    """δ_ctx of D.8: the distance between the contexts of a token and of its left neighbour.
+
+    A context is the mean state of the `window` active tokens around (docs/conflicts.md #17: the model's own states, no sentence
+    encoder). It looks ahead by half a window.
+    """
+
+    window: int = 32
+    name: ClassVar[str] = "context"
+    causal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("context_window", self.window, 1)
+
+    @property
+    def key(self) -> str:
+        return f"context-{self.kind}-{self.window}"
+
+    def states(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
+        order, active = active_first(tokens.active)
+        # The mean is a difference of two running sums, which would lose its digits in float32.
+        states = view.after.double().gather(1, order[..., None].expand_as(view.after)) * active[..., None]
+        so_far = F.pad(states.cumsum(1), (0, 0, 1, 0))  # (B, M + 1, D)
+        place = own_columns(order)
+        first = (place - self.window // 2).clamp(min=0)
+        stop = torch.minimum(first + self.window, active.sum(1, keepdim=True)).clamp(min=1)
+        first = torch.minimum(first, stop - 1)
+        index = torch.stack([first, stop])[..., None].expand(-1, -1, -1, states.shape[-1])
+        mean = (so_far.gather(1, index[1]) - so_far.gather(1, index[0])) / (stop - first)[..., None]
+        return torch.zeros_like(mean).scatter(1, order[..., None].expand_as(mean), mean).float()
+
+
+def distance_between(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
+    """Distances of `kind`, see `NeighbourDistance`: (..., D), (..., D) -> (...) float32."""
+    a, b = a.float(), b.float()
+    if kind == "cosine":
+        return 1 - F.cosine_similarity(a, b, dim=-1)
+    distance = (a - b).norm(dim=-1)
+    return distance if kind == "l2" else distance / _mean_norm(a.norm(dim=-1), b.norm(dim=-1))
+
+
+def pairwise_distances(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Distances of `kind` between all rows: (B, M, D) -> (B, M, M) float32, by one matrix product."""
+    x = x.float()
+    if kind == "cosine":
+        unit = F.normalize(x, dim=-1)
+        return 1 - unit @ unit.transpose(1, 2)
+    squares = x.square().sum(-1)
+    distance = (squares[:, :, None] + squares[:, None, :] - 2 * (x @ x.transpose(1, 2))).clamp(min=0).sqrt()
+    return distance if kind == "l2" else distance / _mean_norm(squares.sqrt()[:, :, None], squares.sqrt()[:, None, :])
+
+
+def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return ((a + b) / 2).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+# -- which tokens are never fused --------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Exemptions:
+    """The options that name tokens which are never fused.
+
+    Args:
+        exempt_ids, exempt_mask: by id, or by slot: a bool tensor (S,) or (B, S).
+        anchors: sequences of token ids, such as those of "Question:"; every token of an occurrence is exempt (2.3).
+        token_counts: how often each token id occurs in some corpus, V numbers or a JSON file of them.
+        rare_below: tokens that occur less often than this are exempt (2.3 "rare entities").
+        protect_first: so are the first tokens of a sequence, the attention sinks (arXiv 2309.17453).
+        protect_last: and the last tokens of a prompt: the very last one's logits predict what follows.
+
+    Raises:
+        ConfigError: an option out of range; in a run, options by id on a model that was given embeddings, or `token_counts` of a
+            smaller vocabulary.
+    """
+
+    exempt_ids: Sequence[int] = ()
+    exempt_mask: torch.Tensor | None = None
+    anchors: Sequence[Sequence[int]] = ()
+    token_counts: Sequence[int] | torch.Tensor | Path | str | None = None
+    rare_below: int = 0
+    protect_first: int = 4
+    protect_last: int = 1
+
+    def check_exemptions(self) -> None:
+        """Check and normalise the options; raises ConfigError."""
+        for name in ("rare_below", "protect_first", "protect_last"):
+            check_count(name, getattr(self, name))
+        self.exempt_ids = check_token_ids("exempt_ids", self.exempt_ids)
+        check_mask("exempt_mask", self.exempt_mask)
+        self.anchors = _anchors(self.anchors)
+        self._counts = _counts(self.token_counts, self.rare_below)
+
+    def check_known(self, vocabulary: int) -> None:
+        """Raises ConfigError when an option names a token id beyond the vocabulary."""
+        check_known_ids("exempt_ids", self.exempt_ids, vocabulary)
+        for i, anchor in enumerate(self.anchors):
+            check_known_ids(f"anchors[{i}]", anchor, vocabulary)
+
+    def exempt(self, view: LayerView, architecture: Architecture) -> torch.Tensor:
+        """(B, M) bool: never fused."""
+        exempt = by_place(view, self.protect_first, self.protect_last)
+        exempt |= by_id("exempt_ids", view, self.exempt_ids) | by_slot("exempt_mask", view, self.exempt_mask)
+        if not self.anchors and self._counts is None:
+            return exempt
+        if view.input_ids is None or view.pass_ids is None:
+            raise ConfigError(
+                "anchors and token_counts select by token id, but the model was given embeddings: call it with input_ids, or "
+                "use exempt_mask."
+            )
+        if self.anchors:
+            exempt |= occurrences(view.pass_ids, self.anchors).gather(1, view.index)
+        if self._counts is not None:
+            if len(self._counts) < architecture.vocab_size:
+                raise ConfigError(
+                    f"token_counts has {len(self._counts)} numbers and the vocabulary {architecture.vocab_size} "
+                    "tokens: count with the model's own tokenizer, one number per id."
+                )
+            exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
+        return exempt
+
+
+def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Tokens of `ids` (B, N) long that are part of one of the sequences: (B, N) bool."""
+    found = torch.zeros_like(ids, dtype=torch.bool)
+    for sequence in sequences:
+        n = len(sequence)
+        if n > ids.shape[1]:
+            continue
+        starts = (ids.unfold(1, n, 1) == torch.tensor(list(sequence), device=ids.device)).all(-1)  # (B, N - n + 1)
+        for i in range(n):
+            found |= F.pad(starts, (i, n - 1 - i))
+    return found
+
+
+def _anchors(value: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or any(not isinstance(a, Sequence) or not len(a) for a in value):
+        raise ConfigError(f"anchors={value!r} must be a list of sequences of token ids, such as [[24361, 25]] for 'Question:'.")
+    return tuple(check_token_ids(f"anchors[{i}]", anchor) for i, anchor in enumerate(value))
+
+
+def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
+    """(V,) long."""
+    if (value is None) != (rare_below == 0):
+        raise ConfigError(
+            f"rare_below={rare_below} and token_counts={'null' if value is None else 'given'}: rare tokens need both, "
+            "the counts and how many make a token rare."
+        )
+    if value is None or isinstance(value, torch.Tensor):
+        counts = value
+    else:
+        if isinstance(value, (str, Path)):
+            try:
+                value = json.loads(Path(value).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise ConfigError(
+                    f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list, one count per id."
+                ) from None
+        counts = torch.tensor(check_token_ids("token_counts", value))
+    if counts is not None and counts.dim() != 1:
+        raise ConfigError(f"token_counts has shape {tuple(counts.shape)}: give one count per token id, (V,).")
+    return counts
+
+
+# -- the module --------------------------------------------------------------------------------------------------------------------
+
 
 RULES = ("threshold", "capacity")
 
@@ -318,3 +604,46 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
             view, kind="random" if self.criterion == "random" else self._distance.kind, share=self.fused_share,
             max_group=self.max_group, protect_first=self.protect_first, protect_last=self.protect_last, seed=self.seed,
         )  # fmt: skip
+
+
+# -- K/V entries, while decoding ---------------------------------------------------------------------------------------------------
+
+
+def merge_new_entries(
+    view: CacheView,
+    *,
+    kind: str,
+    share: float,
+    max_group: int | None,
+    protect_first: int,
+    protect_last: int,
+    seed: int,
+) -> torch.Tensor:
+    """Merge those entries that came since the last merge whose keys are closest to their neighbour's.
+
+    Args:
+        kind: of the distance between keys (`NeighbourDistance`), or `random` by `seed`.
+        share: of the new entries, merged into others.
+        max_group: original tokens an entry may stand for; None: any number.
+        protect_first, protect_last: entries of the first slots of the sequence and of its newest tokens are left alone.
+
+    Returns:
+        (B, K) long, as `MergePolicy.merge_cache`.
+    """
+    free = view.present & (view.slots >= view.n_seen - view.n_new) & (view.slots < view.n_seen - protect_last)
+    free &= view.slots >= protect_first
+    columns = own_columns(view.slots)
+    last = torch.where(view.present, columns, -1).cummax(1).values
+    before = F.pad(last[:, :-1], (1, 0), value=-1)
+    eligible = free & (before >= 0)
+    before = before.clamp(min=0)
+    # An entry is beside another only if no halted or skipped token lies between them.
+    beside = view.slots - view.slots.gather(1, before) == view.size.long()
+    eligible &= beside & free.gather(1, before)
+    if kind == "random":
+        distance = slot_draw(seed, view.layer, view.slots)
+    else:
+        keys = view.keys.transpose(1, 2).flatten(2)  # (B, K, H_kv · head_dim)
+        distance = distance_between(keys, keys.gather(1, before[..., None].expand_as(keys)), kind)
+    k = share_of(torch.full_like(view.n_seen, view.n_new), share)
+    return group_closest(distance.masked_fill(~eligible, math.inf), view.present, view.size, max_group, k)

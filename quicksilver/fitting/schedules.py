@@ -1,23 +1,44 @@
-"""Choose a schedule: of those that save enough, the one whose answers are nearest to the dense model's on calibration text.
+"""Schedules of predicted K/V: chosen, and trained for, by KL to the dense model's answers (docs/predicted-kv.md).
 
-The rule (docs/predicted-kv.md): for every source layer a translator is at hand for, and every number of protected last tokens asked about,
-the fewest dropped tokens that reach the target; of these, least KL to dense on the choosing half. No perplexity, no timing, no test text.
+The rule: for every source layer a translator is at hand for, and every number of protected last tokens asked about, the fewest dropped tokens that
+reach the share; of these, least KL to dense on the choosing half. No perplexity, no timing, no test text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from quicksilver.fitting.continuation import continuation_log_probs, kl_nats
-from quicksilver.modules.presets import Schedule
-from quicksilver.modules.translators import Translator
+from quicksilver.modules.staged_halting import Schedule
+from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import LayerWork, head_flops
 from quicksilver.runtime.run import apply
+
+# -- what a model says after a prompt ----------------------------------------------------------------------------------------------
+
+
+def continuation_log_probs(model: Any, ids: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
+    """Log-probabilities of what follows a prompt, teacher-forced, given the cache that the prompt left: ids (B, N) -> (B, N − P, V)."""
+    ids = ids.to(model.device)
+    prompt = model(ids[:, :prompt_tokens], use_cache=True, logits_to_keep=1)
+    rest = model(ids[:, prompt_tokens:-1], use_cache=True, past_key_values=prompt.past_key_values)
+    return torch.cat([prompt.logits, rest.logits], dim=1).float().log_softmax(-1)
+
+
+def kl_nats(dense: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(dense ‖ other) a token, mean over the positions of each row: two of (B, S, V) log-probabilities -> (B,)."""
+    return (dense.exp() * (dense - other)).sum(-1).mean(1)
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------------------
+
 
 DROP_DEPTH = 3 / 16  # of the layers, before which old tokens are dropped
 PROTECT_LAST = (8, 32)
@@ -137,3 +158,80 @@ def search(
             f"No schedule with a translator from layer {layers} saves {save:g} of a prompt: ask less, or fit from an earlier layer."
         )
     return sorted(found, key=lambda candidate: candidate.kl_nats)
+
+
+# -- training a translator for them ------------------------------------------------------------------------------------------------
+
+
+Steps = Callable[[range], Iterable[int]]
+
+
+def distill(
+    architecture: Architecture,
+    translator: Translator,
+    ids: torch.Tensor,
+    schedules: Sequence[Schedule],
+    *,
+    steps: int = 120,
+    prompt_tokens: int = 448,
+    batch_size: int = 4,
+    learning_rate: float = 5e-4,
+    seed: int = 0,
+    progress: Steps = iter,
+) -> Translator:
+    """`translator` after so many steps of Adam on KL(dense ‖ predicted), in nats a token of the continuation.
+
+    Args:
+        ids: (W, N) long, the windows of the fit; a step takes `batch_size` of them, in an order drawn by `seed`.
+        schedules: what is trained for, in turn; all predict before the translator's source layer.
+        progress: wraps the numbers of the steps.
+
+    Raises:
+        ConfigError: no steps, windows no longer than the prompt, a schedule that predicts from another layer.
+        QuickSilverError: the loss is not finite.
+    """
+    if steps < 1 or ids.shape[1] <= prompt_tokens + 1:
+        raise ConfigError(
+            f"steps={steps}, windows of {ids.shape[1]} tokens: give at least one step and windows longer than {prompt_tokens + 1}."
+        )
+    wrong = [str(schedule) for schedule in schedules if schedule.predict_before != translator.source_layer]
+    if wrong or not schedules:
+        raise ConfigError(
+            f"schedules {', '.join(wrong) or 'none'}: give some that predict before layer {translator.source_layer}."
+        )
+    model = architecture.model
+    weight = translator.weight.to(model.device).clone().requires_grad_()
+    trained = _with_weight(translator, weight)
+    optimiser = torch.optim.Adam([weight], lr=learning_rate, betas=(0.9, 0.99))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in range(-(-steps * batch_size // len(ids)))])
+    bound = BoundTranslator(trained, architecture)
+    for step in progress(range(steps)):
+        batch = ids[order[step * batch_size : (step + 1) * batch_size]]
+        for group in optimiser.param_groups:
+            # Ten steps up, then half a cosine down: without the way down the last steps are as noisy as the first.
+            group["lr"] = learning_rate * min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        with torch.no_grad():
+            dense = continuation_log_probs(model, batch, prompt_tokens)
+        halting = schedules[step % len(schedules)].halting(translator=bound)
+        with torch.enable_grad(), apply(model, [halting]):
+            loss = kl_nats(dense, continuation_log_probs(model, batch, prompt_tokens)).mean()
+        if not bool(torch.isfinite(loss)):
+            raise QuickSilverError(f"The loss of step {step} is not finite: give a smaller learning rate than {learning_rate:g}.")
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    said = translator.provenance | {
+        "distilled": {
+            "steps": steps,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "schedules": [str(s) for s in schedules],
+        }
+    }
+    return dataclasses.replace(translator, weight=weight.detach().cpu(), provenance=said)
+
+
+def _with_weight(translator: Translator, weight: torch.Tensor) -> Translator:
+    return dataclasses.replace(translator, weight=weight)

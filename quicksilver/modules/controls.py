@@ -1,0 +1,539 @@
+"""Nulls and oracles: what a mechanism must be compared with (docs/design.md §4).
+
+Many nulls are `Halting` with another signal: tokens at random or by position at an exact rate are `Halting(rule="capacity",
+signal="random")` and `signal="position"`. The nulls here need more than that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from quicksilver.modules.checks import check_choice, check_count, check_known_ids, check_number, check_token_ids
+from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
+from quicksilver.modules.signals import Random, lowest, make_signal
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy
+from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, Precision, TokenState
+from quicksilver.runtime.precision import PrecisionExecutor
+from quicksilver.runtime.run import apply
+from quicksilver.runtime.trace import PassTrace, Trace
+from quicksilver.runtime.translation import KVTranslator
+from quicksilver.runtime.view import CacheView, LayerView
+from quicksilver.runtime.visibility import Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# -- halting that reads no state ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class StaticDepth(HaltingPolicy):
+    """Every token stops after the same `depth`, a fraction of the layers: early exit that reads no state. Causal."""
+
+    depth: float = 0.5
+    window: tuple[float, float] = field(default=(0.5, 1.0), init=False)
+
+    def __post_init__(self) -> None:
+        check_number("depth", self.depth, 0.0, 1.0)
+        self.window = (self.depth, 1.0)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return True
+
+    def halted_share_after(self, layer: int) -> float | None:
+        return 1.0
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        return eligible
+
+
+@dataclass(kw_only=True)
+class RandomHalting(HaltingPolicy):
+    """Each token halts after each layer of the window with probability `rate`, whatever its state.
+
+    The draw is a hash of (seed, layer, slot, token id): the same alone, in a batch, in prefill and in decoding.
+    """
+
+    rate: float = 0.1
+    seed: int = 0
+    resume_layers: int = 4
+
+    def __post_init__(self) -> None:
+        check_number("rate", self.rate, 0.0, 1.0)
+        self._random = Random(self.seed)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return True
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        return eligible & (self._random(view, tokens, eligible) < self.rate)
+
+
+@dataclass(kw_only=True)
+class ExponentialDecay(HaltingPolicy):
+    """Random tokens halt so that N·exp(−alpha·ℓ) are active in layer ℓ, counted from 0 (App. J: alpha from 0.05 to 0.1).
+
+    Args:
+        alpha: per layer.
+        even: every row keeps exactly that many (non-causal). False: each token halts with probability 1 − exp(−alpha) after each
+            layer, so that rows are uneven (causal).
+        seed: of the draw.
+        window: from which depth on, and up to which.
+    """
+
+    alpha: float = 0.07
+    even: bool = True
+    seed: int = 0
+    window: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, 0.0)
+        self._random = Random(self.seed)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return not self.even
+
+    def bind(self, architecture: Architecture) -> None:
+        super().bind(architecture)
+        self._halted_shares = halted_shares(
+            "exponential", self.first_layer, self.last_layer, architecture.n_layers, 0.0, self.alpha
+        )
+
+    def halted_share_after(self, layer: int) -> float | None:
+        return self._halted_shares[layer] if self.even else None
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        draw = self._random(view, tokens, eligible)
+        if self.even:
+            return fill_up(view, tokens, eligible, draw, self._halted_shares[view.layer])
+        return eligible & (draw < 1 - math.exp(-self.alpha))
+
+
+WORD_CLASSES = ("function", "content")
+
+
+@dataclass(kw_only=True)
+class WordClassHalting(HaltingPolicy):
+    """All tokens of a prompt's function words stop after one layer, or all of its content words.
+
+    A function word is one token of a closed list that is a whole word; any other token with letters belongs to a content word; what has no
+    letters never stops. It reads the token after each, so it acts in prompts only.
+
+    Args:
+        halted: function or content.
+        depth: fraction of the layers after which they stop.
+        at_random: as many tokens of each row stop, drawn from all that may: the null of the class.
+        seed: of the draw.
+        function_ids: tokens that read like a function word, or the name of a set, as on the command line. letter_ids: tokens with a letter.
+        begin_ids, end_ids: tokens that begin with a letter, and that end with one: where one follows the other, a word goes on.
+
+    Raises:
+        ConfigError: an option out of range; in a run, a model that was given embeddings.
+    """
+
+    halted: Literal["function", "content"] = "function"
+    depth: float = 0.5
+    at_random: bool = False
+    seed: int = 0
+    function_ids: Sequence[int | str] = ("@function_words",)
+    letter_ids: Sequence[int | str] = ("@with_letters",)
+    begin_ids: Sequence[int | str] = ("@begins_with_a_letter",)
+    end_ids: Sequence[int | str] = ("@ends_with_a_letter",)
+    missing_kv: MissingKV = "drop"
+    protect_first: int = 1
+    protect_last: int | None = 1
+    window: tuple[float, float] = field(default=(0.5, 0.5), init=False)
+
+    def __post_init__(self) -> None:
+        check_choice("halted", self.halted, WORD_CLASSES)
+        check_number("depth", self.depth, 0.0, 1.0)
+        for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
+            if not self._sets(name):
+                setattr(self, name, check_token_ids(name, getattr(self, name)))
+        self.window = (self.depth, self.depth)
+        super().__post_init__()
+
+    @property
+    def chooses_causally(self) -> bool:
+        return False
+
+    def bind(self, architecture: Architecture) -> None:
+        super().bind(architecture)
+        self._tables = {}
+        for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
+            if sets := self._sets(name):
+                raise ConfigError(
+                    f"{name} names the set {sets[0]}, which only a tokenizer knows: give ids, such as token_set({sets[0]!r}, tokenizer) of "
+                    "quicksilver.data.annotation.function_words."
+                )
+            ids = list(getattr(self, name))
+            check_known_ids(name, ids, architecture.vocab_size)
+            table = torch.zeros(architecture.vocab_size, dtype=torch.bool)
+            table[ids] = True
+            self._tables[name] = table
+
+    def _sets(self, name: str) -> list[str]:
+        """Sets of words that an option names in place of ids; `quicksilver run` puts the ids of the model's tokenizer there."""
+        return [entry for entry in getattr(self, name) if isinstance(entry, str) and entry.startswith("@")]
+
+    def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
+        function, content = self.classes(view)
+        mask = eligible & (function if self.halted == "function" else content).gather(1, view.index)
+        if not self.at_random:
+            return mask
+        scores = make_signal({"name": "random", "seed": self.seed})(view, tokens, eligible)
+        return lowest(scores, eligible, mask.sum(1, keepdim=True))
+
+    def classes(self, view: LayerView) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which tokens of the pass are function words and which belong to content words: (B, N) bool each."""
+        ids = view.pass_ids
+        if ids is None:
+            raise ConfigError(
+                "WordClassHalting knows words by token ids, but the model was given embeddings: call it with input_ids."
+            )
+        real = ids >= 0
+        function, letter, begins, ends = (table.to(ids.device)[ids.clamp(min=0)] & real for table in self._tables.values())
+        goes_on = torch.zeros_like(real)
+        goes_on[:, 1:] = begins[:, 1:] & ends[:, :-1]  # this token continues the word before it
+        whole = ~goes_on
+        whole[:, :-1] &= ~goes_on[:, 1:]
+        function = function & whole
+        return function, letter & ~function
+
+
+# -- a trace once more -------------------------------------------------------------------------------------------------------------
+
+
+_PREDICT = MISSING_KV.index("predict")
+
+
+@dataclass
+class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
+    """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (docs/design.md §4).
+
+    Give the model the same batches in the same order, without `run.reset()` in between. The decisions are made already, so a
+    replay acts in every pass and counts as causal, even where the modules that made the trace looked ahead.
+
+    Args:
+        trace: what to repeat.
+        first_pass: the trace's pass that stands for the run's first.
+        like: the modules that made the trace, for what a trace does not hold: the executor of bit-widths, the translators, whether
+            super-tokens draw attention in proportion to their size, how far back queries see. They decide nothing.
+
+    Raises:
+        ConfigError: a trace of a model with other depth, or with bit-widths that no module in `like` executes; in a pass that the
+            trace lacks, or that has other rows or tokens.
+    """
+
+    trace: Trace
+    first_pass: int = 0
+    like: Sequence[RuntimeModule] = ()
+    priority: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        check_count("first_pass", self.first_pass)
+        decided = {layer for p in self.trace.passes for layer in torch.cat([p.halt_layer[p.valid], p.kv_layer[p.valid]]).tolist()}
+        events = {f.layer for p in self.trace.passes for f in p.fusions} | {
+            q.layer for p in self.trace.passes for q in p.precisions
+        }
+        self._layers = decided - {self.trace.n_layers - 1} | events
+        self._loaded: int | None = None
+
+    @property
+    def copies_kv(self) -> bool:
+        copied = MISSING_KV.index("copy")
+        return any(bool(((p.halted_kv == copied) & _halted(p)).any()) for p in self.trace.passes)
+
+    @property
+    def translators(self) -> Mapping[int, KVTranslator]:
+        each = (module.translators for module in self.like if isinstance(module, TokenPolicy))
+        return {layer: translator for of_module in each for layer, translator in of_module.items()}
+
+    @property
+    def proportional_attention(self) -> bool:
+        return any(module.proportional_attention for module in self.like if isinstance(module, TokenPolicy))
+
+    @property
+    def merges_cache(self) -> bool:
+        return any(p.merges for p in self.trace.passes)
+
+    @property
+    def evicts_cache(self) -> bool:
+        return any(p.evictions for p in self.trace.passes)
+
+    def span(self, layer: int) -> Span | None:
+        spans = (module.span(layer) for module in self.like if isinstance(module, SpanPolicy))
+        return next((span for span in spans if span is not None), None)
+
+    @property
+    def precision(self) -> PrecisionExecutor | None:
+        executors = (module.precision for module in self.like if isinstance(module, TokenPolicy))
+        return next((executor for executor in executors if executor is not None), None)
+
+    def bind(self, architecture: Architecture) -> None:
+        if self.trace.n_layers != architecture.n_layers:
+            raise ConfigError(
+                f"The trace is of a model with {self.trace.n_layers} layers and this one has {architecture.n_layers}: "
+                "replay it on the model it was made with."
+            )
+        if self.precision is None and any(p.precisions for p in self.trace.passes):
+            raise ConfigError("The trace holds tokens at fewer bits: give Replay(trace, like=modules) the module that did.")
+        predicted = {
+            int(layer) for p in self.trace.passes for layer in p.halt_layer[_halted(p) & (p.halted_kv == _PREDICT)].unique()
+        }
+        if predicted - set(self.translators):
+            raise ConfigError(
+                "The trace holds tokens whose K/V are predicted: give Replay(trace, like=modules) the module that did."
+            )
+        self._loaded = None
+
+    def acts_at(self, layer: int) -> bool:
+        return layer in self._layers
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if self._loaded != view.pass_index:
+            self._load(view)
+        # Layers without skipping are left out: they need no mask then. KV skipping comes first, because a token that is fused or halted
+        # at the layer that takes its K/V away is active until then.
+        if view.layer in self._kv_layers:
+            tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
+        # Fusion comes before halting, in whatever order the run had them: a token that halts here was not merged away here, but the
+        # target of a fusion may halt at the same layer.
+        for fusion in (f for f in self._pass.fusions if f.layer == view.layer):
+            columns = torch.arange(view.index.shape[1], device=view.index.device).expand_as(view.index)
+            in_view = torch.zeros_like(fusion.into).scatter(1, view.index, columns)  # (B, N): column of the pass -> of the view
+            tokens.fuse(in_view.gather(1, fusion.into.gather(1, view.index)), fusion.weight.gather(1, view.index))
+        here = self._pass.halt_layer.gather(1, view.index) == view.layer
+        how = self._how.gather(1, view.index)
+        for code in self._codes:
+            mode, resume_layers = divmod(code, self.trace.n_layers + 1)
+            translator = self.translators.get(view.layer) if mode == _PREDICT else None
+            if mode == _PREDICT and translator is None:
+                continue  # nobody halts so here: `bind` has seen to it
+            tokens.halt(here & (how == code), missing_kv=MISSING_KV[mode], resume_layers=resume_layers, translator=translator)
+        for precision in (p for p in self._pass.precisions if p.layer == view.layer):
+            said = precision.bits.gather(1, view.index)
+            for bits in set(precision.bits.unique().tolist()) - {0}:
+                tokens.set_bits(said == bits, bits)
+
+    def merge_cache(self, view: CacheView) -> torch.Tensor | None:
+        here = [merge.into for merge in self._find(view.pass_index).merges if merge.layer == view.layer]
+        if not here:
+            return None
+        into = here[0].to(view.slots.device)
+        for later in here[1:]:
+            into = later.to(into.device).gather(1, into)
+        columns = torch.arange(view.slots.shape[1], device=view.slots.device).expand_as(view.slots)
+        # From slots to the columns of this cache; what is no entry is written to a column of its own.
+        at = torch.where(view.present, view.slots, into.shape[1])
+        column_of = into.new_zeros(into.shape[0], into.shape[1] + 1).scatter(1, at, columns)
+        target = column_of.gather(1, into.gather(1, view.slots.clamp(0, into.shape[1] - 1)))
+        return torch.where(view.present, target, columns)
+
+    def evict(self, view: CacheView) -> torch.Tensor | None:
+        here = [eviction.gone for eviction in self._find(view.pass_index).evictions if eviction.layer == view.layer]
+        if not here:
+            return None
+        gone = torch.stack(here).any(0).to(view.slots.device)
+        return gone.gather(1, view.slots.clamp(0, gone.shape[1] - 1)) & view.present
+
+    def _find(self, pass_index: int) -> PassTrace:
+        number_in_trace = self.first_pass + pass_index
+        if number_in_trace >= len(self.trace.passes):
+            raise ConfigError(
+                f"The trace has {len(self.trace.passes)} passes and this would be number {number_in_trace + 1}: "
+                "replay the same batches in the same order."
+            )
+        return self.trace.passes[number_in_trace]
+
+    def _load(self, view: LayerView) -> None:
+        p = self._find(view.pass_index)
+        expected, found = p.valid.sum(1).tolist(), view.n_tokens[:, 0].tolist()
+        if expected != found:
+            raise ConfigError(
+                f"Pass {self.first_pass + view.pass_index + 1} of the trace has rows of {expected} tokens and the model was "
+                f"given {found}: replay the same batches in the same order."
+            )
+        self._pass = _on(p, view.index.device)
+        # How a token is held while halted, as one number: missing_kv and resume_layers.
+        self._how = self._pass.halted_kv.long() * (p.n_layers + 1) + (p.n_layers - self._pass.resume_layer.long())
+        self._codes = self._how[_halted(self._pass)].unique().tolist()
+        self._kv_layers = set(p.kv_layer[p.valid].unique().tolist()) - {p.n_layers - 1}
+        self._loaded = view.pass_index
+
+
+def _on(p: PassTrace, device: torch.device) -> PassTrace:
+    tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(p).items() if isinstance(x, torch.Tensor)}
+    fusions = tuple(Fusion(f.layer, f.into.to(device), f.weight.to(device)) for f in p.fusions)
+    precisions = tuple(Precision(q.layer, q.bits.to(device)) for q in p.precisions)
+    return dataclasses.replace(p, **tensors, fusions=fusions, precisions=precisions)
+
+
+def _halted(p: PassTrace) -> torch.Tensor:
+    """(B, N) bool: real tokens that halted at some layer."""
+    return p.valid & (p.halt_layer < p.n_layers - 1)
+
+
+# -- its decisions on other tokens -------------------------------------------------------------------------------------------------
+
+
+def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int = 1) -> Trace:
+    """The same decisions on other tokens: the null at exactly the trace's budget, per layer and row.
+
+    In each pass and row the decisions (halting depth, what is kept of it, resumption, K/V, fusion, bits) are permuted, each
+    token's together, among the real tokens that are not protected; protected ones keep their own. A token that is to be merged
+    away goes into the next one to its right that goes on, weighted by size; where none does, it goes on itself. Where a pass is
+    a single token nothing changes.
+
+    Args:
+        seed: of the permutations.
+        protect_first: attention sinks. `KVSkipping` spares them by default, so a fair null must spare them too.
+        protect_last: the last tokens of a prompt, of which `Halting` spares one when it looks at the whole prompt.
+
+    Raises:
+        ConfigError: a trace in which K/V entries were merged while decoding, or evicted.
+    """
+    check_count("protect_first", protect_first)
+    check_count("protect_last", protect_last)
+    generator = torch.Generator().manual_seed(seed)
+    passes = []
+    for p in (p.cpu() for p in trace.passes):
+        if p.merges:
+            raise ConfigError(
+                "A trace in which K/V entries were merged while decoding cannot be shuffled: run with decode_every=0, or compare "
+                "with criterion='random'."
+            )
+        if p.evictions:
+            raise ConfigError(
+                "A trace in which K/V entries were evicted cannot be shuffled: compare with a module that evicts at random."
+            )
+        nth = p.valid.long().cumsum(1)  # 1 = the row's first token of this pass
+        protected = p.first_column + nth <= protect_first
+        if p.first_column == 0 and p.valid.shape[1] > 1:  # a prompt; elsewhere no token is known to be the last
+            protected |= nth > p.valid.sum(1, keepdim=True) - protect_last
+        free = p.valid & ~protected
+        draw = torch.rand(free.shape, generator=generator).masked_fill(~free, 2.0)
+        source = draw.argsort(dim=1, stable=True)
+        target = (~free).to(torch.uint8).argsort(dim=1, stable=True)
+        taken = torch.empty_like(source).scatter(1, target, source)  # (B, N): from which token each has its decisions
+        if p.fusions:
+            taken = _last_goes_on(p, free, taken)
+
+        def permuted(x: torch.Tensor, taken: torch.Tensor = taken) -> torch.Tensor:
+            return x.gather(1, taken)
+
+        moved: dict[str, Any] = {
+            name: permuted(getattr(p, name)) for name in ("halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
+        }
+        precisions = tuple(Precision(event.layer, permuted(event.bits)) for event in p.precisions)
+        passes.append(_fused_again(dataclasses.replace(p, **moved, precisions=precisions)))
+    return Trace(trace.n_layers, passes)
+
+
+def _last_goes_on(p: PassTrace, free: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """`taken`, with the last free token of each row going as deep as any: every token that is merged away then has one to go into."""
+    columns = torch.arange(free.shape[1]).expand(free.shape)
+    depth = torch.where(free & (p.fused_layer == p.n_layers - 1).gather(1, taken), p.halt_layer.gather(1, taken), -1)
+    deepest = torch.where(depth == depth.amax(1, keepdim=True), columns, -1).amax(1, keepdim=True)
+    last = torch.where(free, columns, -1).amax(1, keepdim=True)
+    last = torch.where(last < 0, deepest, last)
+    swapped = taken.scatter(1, last, taken.gather(1, deepest))
+    return swapped.scatter(1, deepest, taken.gather(1, last))
+
+
+def _fused_again(p: PassTrace) -> PassTrace:
+    """`p` with the fusions that its `fused_layer` asks for."""
+    n = p.valid.shape[1]
+    columns = torch.arange(n).expand(p.valid.shape)
+    fused_layer, size, fusions = p.fused_layer, torch.ones(p.valid.shape), []
+    for layer in sorted({fusion.layer for fusion in p.fusions}):
+        goes_on = p.valid & (p.halt_layer > layer) & (fused_layer > layer)
+        target = torch.where(goes_on, columns, n).flip(1).cummin(1).values.flip(1)
+        leaves = p.valid & (fused_layer == layer)
+        fused_layer = fused_layer.masked_fill(leaves & (target == n), p.n_layers - 1)
+        into = torch.where(leaves & (target < n), target, columns)
+        fusions.append(Fusion(layer, into, size))
+        size = torch.zeros_like(size).scatter_add(1, into, size)
+    return dataclasses.replace(p, fused_layer=fused_layer, fusions=tuple(fusions))
+
+
+# -- the oracle --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _LensPrediction(TokenPolicy):
+    """Decides nothing: notes by layer which columns of the pass the logit lens predicts what for: (index, predicted), (B, M)."""
+
+    noted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        predicted = torch.full_like(view.index, -1)
+        for row in range(view.slots.shape[0]):  # row by row: the logits of a whole batch are gigabytes
+            mask = torch.zeros_like(tokens.active)
+            mask[row] = tokens.active[row]
+            predicted[mask] = view.logits(mask).argmax(-1)
+        self.noted[view.layer] = view.index, predicted
+
+
+@torch.inference_mode()
+def perfect_exit(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    missing_kv: MissingKV = "project",
+    pass_tokens: Sequence[int] | None = None,
+) -> Trace:
+    """An oracle, as a trace for `Replay`: each token halts after the earliest layer whose prediction is the last layer's.
+
+    One dense run; the prediction of a layer is the largest logit of its logit lens. It knows what it saves, so it bounds what a
+    signal can.
+
+    Args:
+        input_ids: (B, N) long; attention_mask: (B, N), 0 for padding.
+        missing_kv: what later layers see of a halted token.
+        pass_tokens: columns of each pass the trace is to be replayed in, such as (448, 64) for a prompt and its continuation;
+            None: one pass.
+
+    Raises:
+        ConfigError: `pass_tokens` that do not add up to N.
+    """
+    check_choice("missing_kv", missing_kv, MISSING_KV)
+    pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)
+    if sum(pass_tokens) != input_ids.shape[1]:
+        raise ConfigError(
+            f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, and there are {input_ids.shape[1]} columns of input."
+        )
+    lens = _LensPrediction()
+    with apply(model, [lens]) as run:
+        final = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits.argmax(-1)
+        (dense,) = run.trace.passes
+    halt_layer = dense.halt_layer
+    for layer in sorted(lens.noted, reverse=True):
+        index, predicted = lens.noted[layer]
+        same = torch.zeros_like(final, dtype=torch.bool).scatter(1, index, predicted == final.gather(1, index)).cpu()
+        halt_layer = torch.where(same & dense.valid, layer, halt_layer).to(torch.int16)
+    halted_kv = torch.where(halt_layer < dense.n_layers - 1, MISSING_KV.index(missing_kv), dense.halted_kv).to(torch.uint8)
+    exits = dataclasses.replace(dense, halt_layer=halt_layer, halted_kv=halted_kv)
+    passes, first = [], 0
+    for n in pass_tokens:
+        columns: dict[str, Any] = {
+            name: x[:, first : first + n] for name, x in vars(exits).items() if isinstance(x, torch.Tensor)
+        }
+        passes.append(dataclasses.replace(exits, first_column=first, **columns))
+        first += n
+    return Trace(exits.n_layers, passes)

@@ -38,11 +38,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Logi
 
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate, alternate_steps, shared_weight_copy
 from quicksilver.modules.controls import ExponentialDecay, StaticDepth
+from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, model_digest
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_with_schedules
-from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import MODELS_FOLDER, BoundTranslator, ModelShape, Translator
+from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
 

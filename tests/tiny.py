@@ -42,7 +42,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from quicksilver.modules.translators import BoundTranslator, ModelShape, Translator
+from quicksilver.modules.fitted import ModelShape
+from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime import (
     MISSING_KV,
     Architecture,

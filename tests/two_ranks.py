@@ -18,8 +18,8 @@ from quicksilver.baselines.token_merging import TokenMerging
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.models.parallel import load_parallel
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, StagedHalting, TokenFusion
-from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import ModelShape, Translator
+from quicksilver.modules.fitted import ModelShape, model_digest
+from quicksilver.modules.translators import Translator
 from quicksilver.runtime import apply, architecture_of
 from quicksilver.runtime.errors import ConfigError
 

@@ -21,9 +21,9 @@ from safetensors.torch import save
 from quicksilver.files import write_atomically
 from quicksilver.fitting.text import FitText
 from quicksilver.measure.memory import peak_memory
+from quicksilver.modules.fitted import ModelShape, model_digest
 from quicksilver.modules.lens import Lens
-from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import ModelShape, Translator
+from quicksilver.modules.translators import Translator
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 

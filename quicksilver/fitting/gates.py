@@ -24,8 +24,8 @@ from torch import nn
 from quicksilver.files import write_atomically
 from quicksilver.fitting.equivalent import equivalent_forward
 from quicksilver.fitting.schedules import continuation_log_probs, kl_nats
-from quicksilver.modules.learned_halting import PLACE_FEATURES, REMEDY, LearnedHalting, TrainedGates, place_features
-from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.fitted import model_digest
+from quicksilver.modules.learned_halting import PLACE_FEATURES, LearnedHalting, TrainedGates, place_features
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -569,7 +569,7 @@ def card(folder: Path, model: str) -> str:
                 for name in ("saved_pct_on_the_other_half", "kl_nats_on_the_other_half", "kl_nats_at_the_start", "kept")
             )
         except (KeyError, TypeError):
-            raise ConfigError(f"{path} does not say how its gates were trained: {REMEDY}.") from None
+            raise ConfigError(f"{path} does not say how its gates were trained: {TrainedGates.remedy}.") from None
         lines.append(
             f"| {path.name} | {', '.join(map(str, gates.layers))} | {', '.join(map(str, gates.predicts)) or 'none: dropped'} | {', '.join(datasets)} "
             f"| {windows} | {recipe['steps']} × {recipe['batch_size']} | {recipe['seed']} "

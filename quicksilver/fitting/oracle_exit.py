@@ -15,7 +15,8 @@ from quicksilver.fitting.fit import RIDGE, TOKENS_PER_COEFFICIENT, fit_translato
 from quicksilver.fitting.text import FitText
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.modules.checks import check_choice, check_count, check_share
-from quicksilver.modules.thresholds import Fitted, model_digest
+from quicksilver.modules.fitted import model_digest
+from quicksilver.modules.thresholds import Fitted
 from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from quicksilver import numerics
+from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.halting import Halting
 from quicksilver.modules.signals import Drift, Entropy, Signal
-from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted, halted_key, model_digest
+from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted, halted_key
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule, TokenPolicy

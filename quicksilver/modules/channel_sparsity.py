@@ -13,7 +13,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.modules.checks import check_number
-from quicksilver.modules.thresholds import Fitted, model_digest
+from quicksilver.modules.fitted import model_digest
+from quicksilver.modules.thresholds import Fitted
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
 from quicksilver.runtime.module import Transform

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
-from quicksilver.files import write_atomically
 from quicksilver.modules import translators
 from quicksilver.modules.checks import check_number
+from quicksilver.modules.fitted import FittedFile
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import EMBEDDED, MODELS_FOLDER, translator_for
+from quicksilver.modules.translators import EMBEDDED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
-FORMAT = "quicksilver-halting-gates-1"
-BESIDE = "learned_halting"  # the folder beside a model with its gates
 SUFFIX = ".safetensors"
 PLACE_FEATURES = 2
-REMEDY = "train gates for this model: python scripts/train_halting.py language --model MODEL"
 
 
 @dataclass(frozen=True)
-class TrainedGates:
+class TrainedGates(FittedFile):
     """Gates as a file holds them.
 
     Attributes:
@@ -57,20 +50,14 @@ class TrainedGates:
     provenance: dict[str, Any] = field(default_factory=dict)
     place: torch.Tensor | None = None
 
+    kind = "set of gates"
+    format = "quicksilver-halting-gates-1"
+    folder = "learned_halting"
+    remedy = "train gates for this model: python scripts/train_halting.py language --model MODEL"
+
     def __post_init__(self) -> None:
-        if self.weight.ndim != 2 or self.weight.shape[0] != len(self.layers) or self.bias.shape != (len(self.layers),):
-            raise ConfigError(
-                f"Gates after layers {list(self.layers)} have weights {tuple(self.weight.shape)} and {tuple(self.bias.shape)}, where "
-                f"({len(self.layers)}, D) and ({len(self.layers)},) are needed: {REMEDY}."
-            )
-        if self.place is not None and self.place.shape != (len(self.layers), PLACE_FEATURES):
-            raise ConfigError(
-                f"Gates after layers {list(self.layers)} have weights {tuple(self.place.shape)} of a token's place, where "
-                f"({len(self.layers)}, {PLACE_FEATURES}) are needed: {REMEDY}."
-            )
-        parts = [self.weight, self.bias, *([] if self.place is None else [self.place])]
-        if not all(bool(torch.isfinite(part).all()) for part in parts):
-            raise ConfigError(f"Gates have weights that are not finite (NaN or infinite): {REMEDY}.")
+        n = len(self.layers)
+        self.check_tensors({"weight": (n, *self.weight.shape[1:2]), "bias": (n,), "place": (n, PLACE_FEATURES)})
         if (
             not self.layers
             or list(self.layers) != sorted(set(self.layers))
@@ -85,16 +72,8 @@ class TrainedGates:
                 f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {list(self.layers)}."
             )
 
-    def check(self, architecture: Architecture) -> None:
-        """Raises ConfigError where they are of another model: the first fact that differs, both values, the remedy."""
-        facts = (("layers", self.n_layers, architecture.n_layers), ("width", self.weight.shape[1], architecture.width))
-        for name, own, there in facts:
-            if own != there:
-                raise ConfigError(f"The gates are of a model with {name}={own} and this one has {there}: {REMEDY}.")
-        if self.weights_digest and self.weights_digest != (found := model_digest(architecture.model)):
-            raise ConfigError(
-                f"The gates were trained on other weights (digest {self.weights_digest[:12]}…, this model's is {found[:12]}…): {REMEDY}."
-            )
+    def model_facts(self) -> dict[str, object]:
+        return {"n_layers": self.n_layers, "width": self.weight.shape[1]}
 
     def logits(self, layer: int, hidden: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
         """w · LN(h) + v · place + b: hidden (..., D), place (...) in the prompt, 0 to 1, None where no gate reads it -> (...) float32."""
@@ -105,38 +84,6 @@ class TrainedGates:
             return found
         assert place is not None
         return found + place_features(place) @ self.place[index].to(device)
-
-    def save(self, path: Path | str) -> None:
-        """Write atomically, as safetensors."""
-        facts = {
-            "format": FORMAT,
-            "layers": list(self.layers),
-            "n_layers": self.n_layers,
-            "weights_digest": self.weights_digest,
-            "missing_kv": self.missing_kv,
-            "predicts": list(self.predicts),
-            "provenance": self.provenance,
-        }
-        tensors = {"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}
-        if self.place is not None:
-            tensors["place"] = self.place.contiguous()
-        write_atomically(path, save(tensors, {"quicksilver": json.dumps(facts, sort_keys=True)}))
-
-    @classmethod
-    def load(cls, path: Path | str) -> TrainedGates:
-        """Raises ConfigError: a missing or torn file, one of another format, weights that do not fit or are not finite."""
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                facts = json.loads((file.metadata() or {})["quicksilver"])
-                if facts.pop("format") != FORMAT:
-                    raise ConfigError(f"{path} holds no gates of format {FORMAT!r}: {REMEDY}.")
-                layers, predicts = tuple(facts.pop("layers")), tuple(facts.pop("predicts"))
-                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  (not a dict)
-                return cls(layers, predicts=predicts, **tensors, **facts)
-        except FileNotFoundError:
-            raise ConfigError(f"There are no gates {path}: {REMEDY}.") from None
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path} cannot be read as gates ({error}): {REMEDY}.") from error
 
 
 @dataclass(kw_only=True)
@@ -209,15 +156,12 @@ class LearnedHalting(HaltingPolicy):
         source = str(self.gates)
         if not _is_name(source):
             return TrainedGates.load(source)
-        digest, names = model_digest(architecture.model), []
-        for path in _files("*"):
-            gates = TrainedGates.load(path)
-            if gates.weights_digest == digest:
-                names.append(path.stem)
-                if path.stem == source:
-                    return gates
-        there = f"there are {', '.join(names)}" if names else f"none ship with this model (digest {digest[:12]}…)"
-        raise ConfigError(f"gates={source!r}: {there}; or {REMEDY}.")
+        own = TrainedGates.of_model(architecture)
+        if not own:
+            raise TrainedGates.none_ships(f"gates={source!r}", architecture)
+        if source not in own:
+            raise ConfigError(f"gates={source!r}: there are {', '.join(own)}; or {TrainedGates.remedy}.")
+        return own[source]
 
     def missing_kv_at(self, layer: int) -> str:
         return "predict" if layer in self._translators else super().missing_kv_at(layer)
@@ -250,7 +194,7 @@ def _is_name(source: str) -> bool:
 
 def _files(source: str) -> list[Path]:
     """The file that is meant, or all that ship under a name."""
-    return sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/{source}{SUFFIX}")) if _is_name(source) else [Path(source)]
+    return TrainedGates.shipped(source) if _is_name(source) else [Path(source)]
 
 
 def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
@@ -262,7 +206,7 @@ def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     source = entry.get("gates")
     if not isinstance(source, str | Path):
         return []
-    own = model_folder / BESIDE / f"{source}{SUFFIX}"
+    own = model_folder / TrainedGates.folder / f"{source}{SUFFIX}"
     paths = [own] if _is_name(str(source)) and own.is_file() else _files(str(source))
     if entry.get("missing_kv") is None and any(TrainedGates.load(path).predicts for path in paths):
         paths += translators.files_behind({"missing_kv": "predict"}, model_folder)

@@ -18,17 +18,11 @@ import torch
 import yaml
 
 from quicksilver.modules.checks import check_choice, check_count, check_number, check_share, layer_after
+from quicksilver.modules.fitted import MODELS_FOLDER, model_digest
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.modules.thresholds import (
-    Calibrated,
-    Calibration,
-    check_thresholds,
-    is_percentile,
-    model_digest,
-    resolve_thresholds,
-)
-from quicksilver.modules.translators import BESIDE, EMBEDDED, MODELS_FOLDER, BoundTranslator, translator_for
+from quicksilver.modules.thresholds import Calibrated, Calibration, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.translators import EMBEDDED, BoundTranslator, Translator, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
@@ -576,5 +570,5 @@ def shipped_with_schedules() -> list[str]:
 
 
 def _shipped() -> dict[str, Any]:
-    found = sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/{SCHEDULES_FILE}"))
+    found = sorted(MODELS_FOLDER.glob(f"*/{Translator.folder}/{SCHEDULES_FILE}"))
     return {path.parts[-3]: yaml.safe_load(path.read_text(encoding="utf-8")) for path in found}

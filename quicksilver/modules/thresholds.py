@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +15,8 @@ import numpy as np
 import torch
 
 from quicksilver.modules.checks import check_number
+from quicksilver.modules.fitted import FittedFile, model_digest
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.placement import whole_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,15 +25,13 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 SHIPPED_CALIBRATIONS = Path(__file__).resolve().parent / "calibrations"  # of the reference models (scripts/ship_calibrations.py)
-SCHEMA = "quicksilver-calibration-1"
-REMEDY = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 
 Thresholds = float | Sequence[float] | str  # one for all layers, one per layer, or a calibrated percentile such as "p25"
 _PERCENTILE = re.compile(r"p(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(FittedFile):
     """Percentiles of signals, per layer.
 
     Attributes:
@@ -51,6 +46,10 @@ class Calibration:
     grid: tuple[float, ...]
     percentiles: dict[str, list[list[float] | None]] = field(repr=False)  # thousands of numbers
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    kind = "calibration"
+    format = "quicksilver-calibration-1"
+    remedy = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 
     def thresholds(self, key: str, percentile: float) -> list[float]:
         """The percentile in each layer, length L, interpolated between grid points; 0 (nothing is below it) where nothing was
@@ -68,56 +67,37 @@ class Calibration:
             )
         return [0.0 if row is None else float(np.interp(percentile, self.grid, row)) for row in self.percentiles[key]]
 
-    def save(self, path: Path | str) -> None:
-        """Write atomically: a reader sees the whole file or none."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"schema": SCHEMA, "n_layers": self.n_layers, "grid": list(self.grid)}
-        content |= {"percentiles": self.percentiles, "provenance": self.provenance}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, allow_nan=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+    @property
+    def weights_digest(self) -> str:  # type: ignore[override]
+        """`model_digest` of the model; empty where nobody said."""
+        return str(self.provenance.get("model_digest", ""))
+
+    def model_facts(self) -> dict[str, object]:
+        return {"n_layers": self.n_layers}
 
     @classmethod
-    def load(cls, path: Path | str) -> Calibration:
-        """Raises ConfigError when the file is missing, torn, or of another schema."""
-        broken = f"{path} is not a readable calibration"
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"There is no calibration file {path}: {REMEDY}.") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{broken} ({error}): delete it and calibrate again.") from error
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-            raise ConfigError(f"{path} is not a calibration of this version (schema {found!r}, not {SCHEMA!r}): calibrate again.")
-        try:
-            calibration = cls(content["n_layers"], tuple(content["grid"]), content["percentiles"], content["provenance"])
-            calibration._check()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{broken} ({type(error).__name__}: {error}): delete it and calibrate again.") from error
-        return calibration
+    def _read(cls, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            content["format"] = content.pop("schema", None)
+        return content, {}
 
-    def _check(self) -> None:
-        """Raises ValueError, TypeError or AttributeError where a field is not of its type, or a number is not finite."""
+    def _written(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
+        return json.dumps({"schema": self.format, **facts}, allow_nan=False).encode()
+
+    def __post_init__(self) -> None:
         if not isinstance(self.n_layers, int) or not isinstance(self.provenance, dict):
-            raise TypeError(
+            raise ConfigError(
                 f"n_layers={self.n_layers!r} and provenance={type(self.provenance).__name__}, not a whole number and an object"
             )
         if not self.grid or list(self.grid) != sorted({check_number("grid", p, 0.0, 100.0) for p in self.grid}):
-            raise ValueError(f"its grid {list(self.grid)!r} is not ascending")
+            raise ConfigError(f"its grid {list(self.grid)!r} is not ascending")
         for key, rows in self.percentiles.items():
             if len(rows) != self.n_layers:
-                raise ValueError(f"{key} has {len(rows)} layers and n_layers is {self.n_layers}")
+                raise ConfigError(f"{key} has {len(rows)} layers and n_layers is {self.n_layers}")
             for row in rows:
                 if row is not None and len([check_number(key, value) for value in row]) != len(self.grid):
-                    raise ValueError(f"{key} has {len(row)} values in a layer and the grid {len(self.grid)}")
+                    raise ConfigError(f"{key} has {len(row)} values in a layer and the grid {len(self.grid)}")
 
 
 class Calibrated(ABC):
@@ -203,21 +183,17 @@ def resolve_thresholds(
     if calibration is None:
         calibration = shipped_calibration(model_digest(architecture.model))
     if calibration is None:
-        raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration of this model: {REMEDY}.")
+        raise ConfigError(
+            f"{name}={value!r} is a calibrated percentile and there is no calibration of this model: {Calibration.remedy}."
+        )
     if not isinstance(calibration, Calibration | Path | str):
         raise ConfigError(f"calibration={calibration!r} is no calibration: give the path of a file of `quicksilver calibrate`.")
     if not isinstance(calibration, Calibration):
         calibration = Calibration.load(calibration)
-    if calibration.n_layers != n_layers:
-        raise ConfigError(
-            f"{name}={value!r}: the calibration is of a model with {calibration.n_layers} layers and this one has {n_layers}: "
-            f"{REMEDY}."
-        )
-    made_for = calibration.provenance.get("model_digest")
-    if made_for is not None and made_for != model_digest(architecture.model):
-        raise ConfigError(
-            f"{name}={value!r}: the calibration was made with other weights (model digest {made_for[:12]}…): {REMEDY}."
-        )
+    try:
+        calibration.check(architecture)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={value!r}: {error}") from error
     return calibration.thresholds(key, float(value[1:]))
 
 
@@ -225,21 +201,3 @@ def thresholds_of(module: object) -> dict[str, list[float]]:
     """What a bound module compares with in each layer, length L each: its attributes `_tau_…`, for the record."""
     found = {name.lstrip("_"): value for name, value in vars(module).items() if name.startswith("_tau_")}
     return {name: value for name, value in found.items() if isinstance(value, list)}
-
-
-def model_digest(model: PreTrainedModel) -> str:
-    """Digest of the architecture and of 1024 values of every parameter, evenly spread: tells models apart in milliseconds.
-
-    Values are rounded to bfloat16 first, so that float32 weights and their bfloat16 copy share their calibration on request.
-    """
-    said: dict[str, bytes] = {}
-    for name, parameter in whole_parameters(model):
-        said[name] = f"{name} {tuple(parameter.shape)}".encode()
-        if not parameter.is_meta:  # a model's shape alone
-            flat = parameter.reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.bfloat16)
-            said[name] += sample.view(torch.int16).numpy().tobytes()
-    digest = hashlib.sha256(model.config.model_type.encode())
-    for _, content in sorted(said.items()):
-        digest.update(content)
-    return digest.hexdigest()

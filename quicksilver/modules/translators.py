@@ -12,56 +12,26 @@ SwiftKV (arXiv 2410.03960) projects the state itself and retrains the projection
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
-from quicksilver.files import write_atomically
-from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.fitted import MODELS_FOLDER, FittedFile, ModelShape
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.translation import PredictedKV
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
-FORMAT = "quicksilver-translator-1"
-MODELS_FOLDER = Path(__file__).resolve().parents[1] / "models" / "reference"
-BESIDE = "predicted_kv"  # the folder beside a model with its translators and schedules; its weights are what lies above
 EMBEDDED = "embedded"
-REMEDY = "fit one for this model: quicksilver fit model=MODEL"
-_WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What of a model's shape a translator depends on."""
-
-    model_type: str
-    n_layers: int
-    width: int
-    n_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, architecture: Architecture) -> ModelShape:
-        return cls(
-            architecture.config.model_type,
-            architecture.n_layers,
-            architecture.width,
-            architecture.n_kv_heads,
-            architecture.head_dim,
-        )
-
-
-@dataclass(frozen=True)
-class Translator:
+class Translator(FittedFile):
     """One fitted map of one model.
 
     Attributes:
@@ -81,6 +51,11 @@ class Translator:
     weights_digest: str
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    kind = "translator"
+    format = "quicksilver-translator-1"
+    folder = "predicted_kv"  # with schedules beside them
+    remedy = "fit one for this model: quicksilver fit model=MODEL"
+
     def __post_init__(self) -> None:
         shape = self.shape
         if not 0 <= self.source_layer < shape.n_layers - 1:
@@ -88,12 +63,10 @@ class Translator:
                 f"A translator from layer {self.source_layer} has no later layer to predict for: the model has layers 0 to "
                 f"{shape.n_layers - 1}, so give a source layer from 0 to {shape.n_layers - 2}."
             )
-        wanted = (1 + shape.width, self.n_predicted, 2, shape.n_kv_heads, shape.head_dim)
-        if tuple(self.weight.shape) != wanted:
-            raise ConfigError(f"A translator's weight has shape {tuple(self.weight.shape)} where {wanted} is needed: {REMEDY}.")
-        wrong = int((~torch.isfinite(self.weight)).sum())
-        if wrong:
-            raise ConfigError(f"A translator has {wrong} weights that are not finite (NaN or infinite): {REMEDY}.")
+        self.check_tensors({"weight": (1 + shape.width, self.n_predicted, 2, shape.n_kv_heads, shape.head_dim)})
+
+    def model_facts(self) -> dict[str, object]:
+        return asdict(self.shape)
 
     @property
     def n_predicted(self) -> int:
@@ -108,59 +81,14 @@ class Translator:
     @cached_property
     def digest(self) -> str:
         """sha256 over what it predicts with: part of a run's identity."""
-        whole = hashlib.sha256(f"{FORMAT} {self.source_layer} {self.shape} {self.weights_digest}".encode())
+        whole = hashlib.sha256(f"{self.format} {self.source_layer} {self.shape} {self.weights_digest}".encode())
         whole.update(self.weight.contiguous().numpy().tobytes())
         return whole.hexdigest()
-
-    def check(self, architecture: Architecture) -> None:
-        """Raises ConfigError where it is of another model than `architecture`'s: the first fact that differs, both values, the remedy."""
-        own, there = asdict(self.shape), asdict(ModelShape.of(architecture))
-        for name, value in own.items():
-            if value != there[name]:
-                raise ConfigError(f"The translator is of a model with {name}={value} and this one has {there[name]}: {REMEDY}.")
-        found = model_digest(architecture.model)
-        if found != self.weights_digest:
-            raise ConfigError(
-                f"The translator was fitted to other weights (digest {self.weights_digest[:12]}…, this model's is {found[:12]}…): "
-                f"{REMEDY}."
-            )
 
     def bound(self, architecture: Architecture) -> BoundTranslator:
         """As the runtime asks for it. Raises ConfigError where it is of another model (`check`)."""
         self.check(architecture)
         return BoundTranslator(self, architecture)
-
-    def save(self, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
-        """Write atomically, as safetensors; the weight in `dtype` (what is read again is float32)."""
-        facts = {
-            "format": FORMAT,
-            "source_layer": self.source_layer,
-            "weights_digest": self.weights_digest,
-            "shape": asdict(self.shape),
-            "provenance": self.provenance,
-        }
-        content = save({_WEIGHT: self.weight.to(dtype).contiguous()}, {"quicksilver": json.dumps(facts, sort_keys=True)})
-        write_atomically(path, content)
-
-    @classmethod
-    def load(cls, path: Path | str) -> Translator:
-        """Raises ConfigError: a missing or torn file, one of another format, a weight that does not fit or is not finite."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = _facts(path, file.metadata())
-                if list(file.keys()) != [_WEIGHT]:
-                    raise ConfigError(
-                        f"{path} is no translator: it has the tensors {', '.join(file.keys()) or 'none'}. {_capital(REMEDY)}."
-                    )
-                weight = file.get_tensor(_WEIGHT).float()
-        except FileNotFoundError:
-            raise ConfigError(f"There is no translator {path}: {REMEDY}.") from None
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read ({error}): it is cut short or damaged; {REMEDY}.") from error
-        try:
-            return cls(weight=weight, **facts)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -188,25 +116,6 @@ class BoundTranslator:
         return PredictedKV(own.source_layer + 1, parts[:, 0], parts[:, 1])
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _facts(path: Path | str, metadata: dict[str, str] | None) -> dict[str, Any]:
-    try:
-        facts = json.loads((metadata or {})["quicksilver"])
-        found = facts.pop("format")
-        if found != FORMAT:
-            raise ConfigError(f"{path} is a translator of format {found!r}, and this version reads {FORMAT!r}: {REMEDY}.")
-        shape = ModelShape(**facts.pop("shape"))
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no translator: its header lacks what one has ({error}). {_capital(REMEDY)}.") from error
-    known = {f.name for f in fields(Translator)} - {"weight", "shape"}
-    if set(facts) != known:
-        raise ConfigError(f"{path} is no translator: its header has {sorted(facts)} and not {sorted(known)}. {_capital(REMEDY)}.")
-    return facts | {"shape": shape}
-
-
 def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     """The files that decide what a module with these arguments predicts; none where it predicts nothing."""
     if entry.get("missing_kv") != "predict":
@@ -214,13 +123,8 @@ def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     source = entry.get("translator", EMBEDDED)
     if str(source) != EMBEDDED:
         return [Path(source)]
-    own = sorted((model_folder / BESIDE).glob("*")) or sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/*"))
+    own = sorted((model_folder / Translator.folder).glob("*")) or sorted(MODELS_FOLDER.glob(f"*/{Translator.folder}/*"))
     return [path for path in own if path.is_file()]
-
-
-def shipped() -> list[Path]:
-    """The translators beside the embedded models."""
-    return sorted(MODELS_FOLDER.glob(f"*/{BESIDE}/*.safetensors"))
 
 
 def translator_for(architecture: Architecture, source: str | Path | BoundTranslator, source_layer: int) -> BoundTranslator:
@@ -238,18 +142,16 @@ def translator_for(architecture: Architecture, source: str | Path | BoundTransla
         if found.source_layer != source_layer:
             raise ConfigError(
                 f"The translator predicts for tokens that stop before layer {found.source_layer}, and these stop before layer {source_layer}: "
-                f"stop them there, or {REMEDY} layers=[{source_layer}]."
+                f"stop them there, or {Translator.remedy} layers=[{source_layer}]."
             )
         return bound
-    digest = model_digest(architecture.model)
-    own = {found.source_layer: found for found in map(Translator.load, shipped()) if found.weights_digest == digest}
-    if source_layer in own:
-        return own[source_layer].bound(architecture)
-    if own:
+    own = {found.source_layer: found for found in Translator.of_model(architecture).values()}
+    if not own:
+        raise Translator.none_ships("translator='embedded'", architecture)
+    if source_layer not in own:
         layers = " and ".join(map(str, sorted(own)))
         raise ConfigError(
             f"translator='embedded': for this model one from layer {layers} ships, none from layer {source_layer}: stop tokens there, or "
-            f"{REMEDY} layers=[{source_layer}]."
+            f"{Translator.remedy} layers=[{source_layer}]."
         )
-    there = ", ".join(sorted({path.parents[1].name for path in shipped()})) or "no model"
-    raise ConfigError(f"translator='embedded': one ships with {there}, none with this model (digest {digest[:12]}…): {REMEDY}.")
+    return own[source_layer].bound(architecture)

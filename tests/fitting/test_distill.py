@@ -11,8 +11,8 @@ from thinning import first
 
 from quicksilver.fitting.schedules import ScheduleEvaluator, distill, search
 from quicksilver.modules import Schedule
-from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import ModelShape, Translator
+from quicksilver.modules.fitted import ModelShape, model_digest
+from quicksilver.modules.translators import Translator
 from quicksilver.runtime import ConfigError, architecture_of
 
 SCHEDULE = Schedule(1, 0.1, 2, 1, 3)

@@ -15,7 +15,8 @@ from thinning import first
 from quicksilver.fitting import gates as fitting
 from quicksilver.fitting.gates import GateRecipe, at_budget, card, choose, kl_of, saved_pct, train_gates
 from quicksilver.modules import LearnedHalting
-from quicksilver.modules.learned_halting import BESIDE, MODELS_FOLDER, TrainedGates
+from quicksilver.modules.fitted import MODELS_FOLDER
+from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, QuickSilverError, apply, architecture_of
 
 RECIPE = GateRecipe(
@@ -138,7 +139,7 @@ def _gates_after(arch, steps: int) -> torch.Tensor:
     return kept[0].weight.detach().clone()
 
 
-@pytest.mark.parametrize("folder", sorted(MODELS_FOLDER.glob(f"*/{BESIDE}")), ids=lambda folder: folder.parent.name)
+@pytest.mark.parametrize("folder", sorted(MODELS_FOLDER.glob(f"*/{TrainedGates.folder}")), ids=lambda folder: folder.parent.name)
 def test_gates_that_ship_meet_their_budget_and_have_the_card_that_they_make(folder) -> None:
     assert (folder / "README.md").read_text(encoding="utf-8") == card(folder, folder.parent.name)
     for path in folder.glob("*.safetensors"):

@@ -14,7 +14,7 @@ from quicksilver.fitting.text import FitText
 from quicksilver.harness.config import compose
 from quicksilver.harness.workplace import Workplace
 from quicksilver.models.loading import EMBEDDED
-from quicksilver.modules import Halting, lens, signals
+from quicksilver.modules import Halting, signals
 from quicksilver.modules.calibration import calibrate
 from quicksilver.modules.lens import Lens, files_behind, lens_for
 from quicksilver.runtime import ConfigError, apply, architecture_of
@@ -69,7 +69,7 @@ def test_on_other_text_it_is_nearer_to_the_model_than_the_raw_lens(arch) -> None
 def test_halting_reads_it_calibrates_on_it_and_pays_for_it(arch, tmp_path: Path, monkeypatch) -> None:
     made = fit_lens(arch, text())
     made.save(tmp_path / "lens.safetensors")
-    monkeypatch.setattr(lens, "shipped", lambda: [tmp_path / "lens.safetensors"])
+    monkeypatch.setattr(Lens, "shipped", lambda: [tmp_path / "lens.safetensors"])
     torch.testing.assert_close(lens_for(arch).weight, made.weight)
     ids = text(4, seed=2).ids
     found = calibrate(arch.model, ids, signals=[signals.Entropy("tuned_lens")])
@@ -101,11 +101,11 @@ def test_a_lens_is_of_one_model_and_whole(arch, tmp_path: Path, monkeypatch) -> 
     made = fit_lens(arch, text())
     path = tmp_path / "lens.safetensors"
     Lens(made.weight, "of another").save(path)
-    monkeypatch.setattr(lens, "shipped", lambda: [path])
+    monkeypatch.setattr(Lens, "shipped", lambda: [path])
     with pytest.raises(ConfigError, match="none with this model"):
         Halting(tau_entropy=1.0, entropy="tuned_lens", tau_drift=None, resume_layers=0).bind(arch)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ConfigError, match="no readable lens"):
+    with pytest.raises(ConfigError, match="cannot be read as a lens"):
         Lens.load(path)
     with pytest.raises(ConfigError, match="not finite"):
         Lens(made.weight * float("nan"), "")
@@ -117,7 +117,7 @@ def test_a_lens_is_of_one_model_and_whole(arch, tmp_path: Path, monkeypatch) -> 
 
 def test_the_models_own_file_is_part_of_what_a_run_is_of_only_where_it_is_read(tmp_path: Path) -> None:
     folder = EMBEDDED / "reference-gpt2"
-    own = [path for path in lens.shipped() if path.is_relative_to(folder)]
+    own = [path for path in Lens.shipped() if path.is_relative_to(folder)]
     assert len(own) == 1
     assert files_behind({"entropy": "tuned_lens"}, folder) == files_behind({"source": "tuned_lens"}, folder) == own
     assert files_behind({"entropy": "logit_lens"}, folder) == files_behind({"entropy": "tuned_lens"}, tmp_path) == []

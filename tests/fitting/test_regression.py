@@ -10,7 +10,7 @@ import torch
 
 from quicksilver.fitting.fit import NormalEquations, fit_translators
 from quicksilver.fitting.text import FitText
-from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.fitted import model_digest
 from quicksilver.runtime import ConfigError, architecture_of
 
 

@@ -10,7 +10,7 @@ from quicksilver.models import room
 from quicksilver.models.loading import load, locate
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import Halting
-from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.fitted import model_digest
 from quicksilver.runtime import apply
 from quicksilver.runtime.errors import ConfigError
 

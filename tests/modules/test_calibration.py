@@ -18,8 +18,8 @@ from thinning import draws
 import quicksilver.modules.calibration as calibration_module
 from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, calibrate_modules, calibrated
 from quicksilver.modules.calibration import SIGNALS, calibration_path
+from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
-from quicksilver.modules.thresholds import model_digest
 from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.architecture import architecture_of
 
@@ -134,8 +134,10 @@ def test_a_calibration_goes_through_its_file(
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, of_llama: Calibration) -> None:
     path = tmp_path / "c.json"
     of_llama.save(path)
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ConfigError, match="not finite"):
         Calibration(1, (1, 99), {"drift-l2": [[float("nan"), 1.0]]}).save(path)
+    with pytest.raises(TypeError, match="JSON"):
+        Calibration(1, (1, 99), {}, {"windows": torch.ones(1)}).save(path)
     assert Calibration.load(path) == of_llama
     assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
 
@@ -234,21 +236,26 @@ def test_what_does_not_belong_is_refused_with_the_remedy(tmp_path: Path, of_llam
     assert "tau_drift='p25'" in said
     assert "other weights" in said
     assert "quicksilver calibrate" in said
-    shallow = Calibration(3, of_llama.grid, of_llama.percentiles, {})
-    assert "3 layers and this one has 5" in refusal(shallow)
+    shallow = Calibration(3, of_llama.grid, {key: rows[:3] for key, rows in of_llama.percentiles.items()}, {})
+    assert "n_layers=3 and this one has 5" in refusal(shallow)
     assert "Percentile p99.5 is outside the calibrated p1 to p99" in refusal(of_llama, tau="p99.5")
     only_l2 = Calibration(5, of_llama.grid, {"drift-l2": of_llama.percentiles["drift-l2"]}, {})
     assert "has drift-l2, not 'drift-relative': calibrate again" in refusal(only_l2)
     missing = refusal(tmp_path / "none.json")
     assert "none.json" in missing
     assert "quicksilver calibrate" in missing
-    for content, why in (("{", "not a readable calibration"), ('{"schema": "other"}', "'other'"), ("[]", "list"), ("{}", "None")):
+    for content, why in (
+        ("{", "cannot be read as a calibration"),
+        ('{"schema": "other"}', "'other'"),
+        ("[]", "list"),
+        ("{}", "None"),
+    ):
         (tmp_path / "bad.json").write_text(content)
         said = refusal(tmp_path / "bad.json")
         assert "bad.json" in said
         assert why in said
-        assert "calibrate again" in said
+        assert "quicksilver calibrate" in said
     (tmp_path / "bad.json").write_text(json.dumps({"schema": "quicksilver-calibration-1", "n_layers": 5}))
-    assert "'grid'" in refusal(tmp_path / "bad.json")
+    assert "grid" in refusal(tmp_path / "bad.json")
     with pytest.raises(ConfigError, match=r"shape \(W, N\).*\(0, 8\).*more text"):
         calibrate(tiny.load("gpt2"), WINDOWS[:0, :8])

@@ -205,19 +205,19 @@ def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
     halted = tiny.forward(model, batch, [policy])
     assert policy.missing_kv == "project"
     assert halted.trace.active_counts()[-1] < 6
-    with pytest.raises(ConfigError, match="trained on other weights"):
+    with pytest.raises(ConfigError, match="fitted to other weights"):
         tiny.forward(tiny.load("llama"), batch, [policy])
     with pytest.raises(ConfigError, match=rf"layers={LAYERS} and this one has 3"):
         tiny.forward(tiny.build("gpt2", n_layer=3), batch, [LearnedHalting(gates=path, protect_first=0, protect_last=None)])
-    with pytest.raises(ConfigError, match="There are no gates .*train gates for this model"):
+    with pytest.raises(ConfigError, match="There is no set of gates .*train gates for this model"):
         LearnedHalting(gates=tmp_path / "none", protect_first=0, protect_last=None).bind(
             tiny.Run(model, [], "compact", None).arch
         )
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ConfigError, match="cannot be read as gates"):
+    with pytest.raises(ConfigError, match="cannot be read as a set of gates"):
         TrainedGates.load(path)
     save_file({"weight": torch.zeros(1)}, path)
-    with pytest.raises(ConfigError, match="cannot be read as gates"):
+    with pytest.raises(ConfigError, match="has format None"):
         TrainedGates.load(path)
 
 
@@ -239,9 +239,9 @@ def test_options_that_do_not_fit_are_refused():
         )
     with pytest.raises(ConfigError, match="not finite"):
         TrainedGates((0,), torch.tensor([[float("nan")]]), torch.zeros(1), 3)
-    with pytest.raises(ConfigError, match=r"weights \(2, 1\) of a token's place, where \(2, 2\) are needed"):
+    with pytest.raises(ConfigError, match=r"place of a set of gates has shape \(2, 1\) where \(2, 2\) is needed"):
         TrainedGates((0, 1), torch.zeros(2, 4), torch.zeros(2), 3, place=torch.zeros(2, 1))
-    with pytest.raises(ConfigError, match="gates='predict': none ship with this model"):
+    with pytest.raises(ConfigError, match="gates='predict': one ships with .*, none with this model"):
         tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting(protect_first=0, protect_last=None)])
     with pytest.raises(ConfigError, match="no gate stands after layer 1; there are"):
         trained(model, predicts=(1,))
@@ -270,5 +270,5 @@ def test_a_record_is_of_the_files_behind_its_gates(tmp_path):
     assert learned_halting.files_behind({"gates": str(path)}, tmp_path / "elsewhere") == [path]
     assert learned_halting.files_behind({"tau_drift": 1.0}, tmp_path) == []
     path.write_bytes(b"torn")
-    with pytest.raises(ConfigError, match="cannot be read as gates"):
+    with pytest.raises(ConfigError, match="cannot be read as a set of gates"):
         learned_halting.files_behind({"gates": "mine"}, tmp_path)

@@ -11,8 +11,9 @@ import torch
 from quicksilver.models.loading import EMBEDDED, load, locate
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import Halting
+from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.halting import HaltsEverything
-from quicksilver.modules.thresholds import model_digest, shipped_calibration
+from quicksilver.modules.thresholds import shipped_calibration
 from quicksilver.runtime import ConfigError
 from quicksilver.runtime.run import apply
 

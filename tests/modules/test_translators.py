@@ -9,8 +9,10 @@ import pytest
 import tiny
 import torch
 
-from quicksilver.modules.thresholds import model_digest
-from quicksilver.modules.translators import ModelShape, Translator, translator_for
+from quicksilver.modules.fitted import ModelShape, model_digest
+from quicksilver.modules.learned_halting import TrainedGates
+from quicksilver.modules.lens import Lens
+from quicksilver.modules.translators import Translator, translator_for
 from quicksilver.runtime import ConfigError, architecture_of
 
 
@@ -57,7 +59,7 @@ def test_files_that_are_no_translator_are_refused_in_one_line(tmp_path: Path) ->
         (whole[: len(whole) // 2], "cut short or damaged"),
         (b"", "cut short or damaged"),
         (whole.replace(b"quicksilver-translator-1", b"quicksilver-translator-9"), "format 'quicksilver-translator-9'"),
-        (whole.replace(b"source_layer", b"source_floor"), "its header has"),
+        (whole.replace(b"source_layer", b"source_floor"), "source_floor"),
     ):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=message) as refused:
@@ -66,6 +68,28 @@ def test_files_that_are_no_translator_are_refused_in_one_line(tmp_path: Path) ->
         assert "quicksilver fit" in str(refused.value)
     with pytest.raises(ConfigError, match="no translator .*nowhere"):
         Translator.load(tmp_path / "nowhere.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_what_is_no_float_is_refused_in_every_kind_of_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    own, path = translator(), tmp_path / "t.safetensors"
+    gates = TrainedGates((0, 1), torch.zeros(2, 4), torch.zeros(2), 3)
+    for whole in (own, Lens(torch.zeros(2, 5, 4), ""), gates):
+        whole.save(path)
+        assert type(whole).load(path).weight.dtype == torch.float32
+        whole.save(path, dtype)
+        with pytest.raises(ConfigError, match=f"{path}.* is of {str(dtype).removeprefix('torch.')}, where floats are needed"):
+            type(whole).load(path)
+    with pytest.raises(ConfigError, match="where floats are needed"):
+        dataclasses.replace(own, weight=own.weight.to(dtype))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    translator().save(path)
+    for kind in (Lens, TrainedGates):
+        with pytest.raises(ConfigError, match=f"has format 'quicksilver-translator-1', and this version reads a {kind.kind}"):
+            kind.load(path)
 
 
 def test_a_weight_that_is_not_finite_or_of_another_shape_is_refused() -> None:

@@ -28,7 +28,7 @@ from quicksilver.harness.answers import Answers
 from quicksilver.harness.config import compose
 from quicksilver.harness.run import ensure
 from quicksilver.harness.store import Store
-from quicksilver.modules.thresholds import SCHEMA
+from quicksilver.modules.thresholds import Calibration
 from quicksilver.runtime.errors import QuickSilverError
 
 HALTING = [
@@ -363,7 +363,7 @@ def test_a_model_that_is_not_whole(attack, way, request, world, tmp_path):
 # -- calibration files -----------------------------------------------------------------------------------------------------------------
 
 GOOD = {
-    "schema": SCHEMA,
+    "schema": Calibration.format,
     "n_layers": 6,
     "grid": [1, 99],
     "percentiles": {"drift-relative": [[0.1, 0.9]] * 5 + [None]},
@@ -372,7 +372,7 @@ GOOD = {
 CALIBRATIONS: dict[str, Any] = {
     "a list": [],
     "another schema": GOOD | {"schema": "other"},
-    "no layers": {"schema": SCHEMA},
+    "no layers": {"schema": Calibration.format},
     "a word for the layers": GOOD | {"n_layers": "six"},
     "a number for the grid": GOOD | {"grid": 3},
     "a grid from above": GOOD | {"grid": [99, 1]},
@@ -392,7 +392,7 @@ def test_a_calibration_file_of_wrong_types(attack, way, request, tmp_path):
     path.write_text(json.dumps(CALIBRATIONS[attack]))
     said = request.getfixturevalue(way)(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={path}")
     assert str(path) in said
-    assert "calibrate again" in said
+    assert "quicksilver calibrate" in said
 
 
 @pytest.mark.parametrize("value", ["3", "[3]", "{a: 3}"])

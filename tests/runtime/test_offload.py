@@ -10,7 +10,7 @@ from tiny import Batch
 from transformers import AutoModelForCausalLM
 from two_ranks import modules
 
-from quicksilver.modules.thresholds import model_digest
+from quicksilver.modules.fitted import model_digest
 from quicksilver.runtime import apply, architecture_of
 
 BATCH = Batch((tuple(range(1, 21)), tuple(range(40, 25, -1))))  # of unequal length

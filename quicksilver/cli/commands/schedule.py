@@ -71,7 +71,7 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
     from quicksilver.files import write_atomically
     from quicksilver.fitting.schedules import ScheduleEvaluator, search
     from quicksilver.harness.workplace import Workplace
-    from quicksilver.modules.thresholds import model_digest
+    from quicksilver.modules.fitted import model_digest
     from quicksilver.modules.translators import Translator
     from quicksilver.runtime.architecture import architecture_of
 

@@ -1,59 +1,117 @@
-"""What the runtime costs and how much of what it saves is real: `python scripts/benchmark.py`, on a quiet machine.
+"""What the runtime costs and how much of what it saves is real, on a quiet machine: `make benchmark`, or one part of it.
 
-gpt2-large layers (d = 1280, 20 heads, random weights) at 8 × 512 tokens, unless told otherwise. Every comparison is a ratio of
-callables that take turns in one run; the first of them is timed twice a round, and that difference is the noise floor.
+python scripts/benchmark.py [all] --minutes 16     # every part that begins within the minutes, in a process of its own, and a page of them
+python scripts/benchmark.py runtime --only none decay --batch 4
+python scripts/benchmark.py quantization|break_even|scaling|lm_eval --help
+python scripts/benchmark_gpu.py                    # on a CUDA device; python scripts/benchmark_against.py REVISION: against an earlier version
 
+Random weights of true shapes: what is priced is the execution. Every comparison is a ratio of callables that take turns in one run; the first of
+them is timed twice a round, and that difference is the noise floor (A/A). Numbers and pictures go to results/benchmarks/.
+
+runtime, on gpt2-large layers (d = 1280, 20 heads) at 8 × 512 tokens:
     none       no module: equal logits, and no slower than the plain model
-    decay      exponential decay of active tokens, alpha = 0.07 over 36 layers: realization ratio, the share of time saved over
-               the share of executed FLOPs saved; 1 means that every operation not executed is time not spent
+    decay      exponential decay of active tokens, alpha = 0.07 over 36 layers: realization ratio, the share of time saved over the share of
+               executed FLOPs saved; 1 means that every operation not executed is time not spent
     fusion     30% of the prompt fused away at a third of the depth: the same ratio, and the price of choosing the pairs
     decide     the price of deciding alone: modules decide, everything is executed
-    predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on the shapes of
-               --shapes (a shipped model under its own schedules): the realization ratio of the prompt, and time per token decoded after
-               it against after a dense prompt
+    predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on --shapes (a shipped
+               model under its own schedules): realization ratio of the prompt, and time per token decoded after it
     generate   greedy decoding: tokens per second without a module; time per token when every token stops at half depth
     repeat     the same ratio measured three times over: how far apart its medians are
-
-The vocabulary is small so that the output head, which no module touches, neither hides nor pays for anything.
+quantization: what int8 brings. A kernel is timed with what it needs around it: coding the inputs with one scale a token, scales and bias.
+    kernels    one linear layer: ways to multiply int8 codes that torch, and torchao where it is installed, offer, against float32
+    prefill    whole models, int8 products for all tokens, batch × sequence; decode: one token at a time in batch 1
+break_even: time over dense inference's, by batch × sequence × width × halting rate. A point pays where even the worse quartile is faster than dense
+    inference by more than the noise.
+    prefill    one-shot halting of a share of the prompt after the first layer; half of the K/V skipped; 30% fused; int8 from the second layer on
+    decode     every new token stops at a share of the depth; the others leave a smaller cache, or narrower products
+scaling: time against length and depth, dense and under ExponentialDecay at the paper's ends of alpha (App. J), each with its power law.
+lm_eval: our adapter without modules against lm-eval's own model `hf` on the same requests; answers must be equal, which is looked at first. Each
+    part takes as many rounds as fit into its share of --seconds, five at least.
+`--clock cpu` counts the processor time of this process: fairer on a shared machine, with --threads 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib.util
 import json
-import os
+import logging
+import math
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import pandas as pd
+import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
-from shapes import ROOT, SHAPES, Shape, environment, model_of
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+import torch.nn.functional as F
+from benchmarking import (
+    REPEATS,
+    RESULTS,
+    ROOT,
+    SHAPES,
+    WARMUP,
+    Call,
+    Option,
+    Shape,
+    decoding,
+    environment,
+    executed_flops,
+    model_of,
+    one_pass,
+    parsed,
+    random_ids,
+    save,
+    say_if_busy,
+)  # fmt: skip
+from torch import nn
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate, alternate_steps, shared_weight_copy
-from quicksilver.modules.controls import ExponentialDecay, StaticDepth
+from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
+from quicksilver.modules.fastest_linear import FastestLinear
 from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, model_digest
-from quicksilver.modules.fusion import TokenFusion
-from quicksilver.modules.halting import Halting
 from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_with_schedules
 from quicksilver.modules.translators import BoundTranslator, Translator
+from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.quantized.choosing import Kind, choose
+from quicksilver.runtime.quantized.codes import ByWidth
+from quicksilver.runtime.quantized.integer import IntegerExecutor
+from quicksilver.runtime.quantized.kernels import KERNELS
+from quicksilver.runtime.quantized.linear import LinearLayer
 
-SECTIONS = ("none", "decay", "fusion", "decide", "predicted", "generate", "repeat")
 LAYERS_OF_WIDE = 4  # of shapes wider than --width: a pass of 8 × 512 tokens takes half a minute
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
+ALPHAS = (0.05, 0.1)  # per layer, App. J
+PHASES = ("prefill", "decode")
+STEPS = 4  # tokens decoded in one sample of break_even
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+Options = argparse.Namespace
+
+
+def show(title: str, rows: Any) -> None:
+    print(f"{title}\n\n{pd.DataFrame(rows).to_string(index=False, na_rep='too few points')}\n")
+
+
+# -- runtime ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table."""
+    """One row of the runtime's table; `noise_floor` None: not a time."""
 
     section: str
     dtype: str
@@ -64,7 +122,7 @@ class Finding:
     unit: str
     target: str
     reached: bool
-    noise_floor: float | None  # None: not a time
+    noise_floor: float | None
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -72,38 +130,29 @@ class Finding:
 class Bench:
     """A model of random weights, its input, and what was found with them."""
 
-    options: argparse.Namespace
+    options: Options
     dtype: torch.dtype
     findings: list[Finding] = field(default_factory=list)
 
-    def model(self, layers: int) -> GPT2LMHeadModel:
+    def model(self, layers: int) -> PreTrainedModel:
         o = self.options
-        torch.manual_seed(42)
-        config = GPT2Config(
-            n_layer=layers, n_embd=o.width, n_head=o.heads, vocab_size=o.vocabulary, n_positions=o.sequence + o.new_tokens,
-            bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        )  # fmt: skip
-        model: Any = GPT2LMHeadModel(config)  # transformers decorates `to` in a way that type checkers misread
-        return model.to(device=o.device, dtype=self.dtype).eval()
+        shape = Shape("given", "gpt2", o.width, o.heads, 4 * o.width, layers, o.vocabulary)
+        return self.model_of(shape, layers)
+
+    def model_of(self, shape: Shape, layers: int) -> PreTrainedModel:
+        o = self.options
+        return model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=self.dtype, device=o.device)
 
     def input_ids(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.options.batch, self.options.sequence)
-        return torch.randint(1, self.options.vocabulary, shape, generator=generator).to(self.options.device)
+        o = self.options
+        return random_ids(o.batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
 
-    def alternate(self, fns: Mapping[str, Callable[[], object]]) -> Alternation:
-        return alternate(fns, warmup=self.options.warmup, repeats=self.options.repeats, device=self.options.device)
+    def alternate(self, fns: Mapping[str, Call]) -> Alternation:
+        return alternate(fns, self.options.warmup, self.options.repeats, self.options.device)
 
     def found(
-        self,
-        section: str,
-        what: str,
-        ratio: Ratio,
-        times: Alternation | None,
-        target: tuple[str, float],
-        unit: str = "",
-        **details: Any,
-    ) -> None:
+        self, section: str, what: str, ratio: Ratio, times: Alternation | None, target: tuple[str, float], unit: str = "", **details: Any
+    ) -> None:  # fmt: skip
         """Note a finding; `target` is ("at least" | "at most", bound)."""
         reached = ratio.median >= target[1] if target[0] == "at least" else ratio.median <= target[1]
         if times is not None:
@@ -116,34 +165,18 @@ class Bench:
             )
         )  # fmt: skip
 
+    def slower(self, section: str, what: str, times: Alternation, name: str, most: float, **details: Any) -> None:
+        """How much slower than the plain model, in percent."""
+        ratio = transformed(times.ratio(name, "plain"), lambda r: 100 * (r - 1))
+        self.found(section, what, ratio, times, ("at most", most), "%", **details)
 
-def forward(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    modules: Sequence[RuntimeModule] | None,
-    execution: Literal["compact", "decide"] = "compact",
-) -> Callable[[], torch.Tensor]:
-    """One forward pass as a callable: of the plain model (`modules=None`), or with the context entered and left each time."""
-
-    def plain() -> torch.Tensor:
-        return model(ids, use_cache=False).logits
-
-    def under() -> torch.Tensor:
-        with apply(model, modules or [], execution=execution):
-            return plain()
-
-    return plain if modules is None else under
-
-
-def executed_flops(model: PreTrainedModel, modules: Sequence[RuntimeModule], call: Callable[[], object]) -> int:
-    with apply(model, modules) as run:
-        call()
-        return run.flops.executed
-
-
-def realized(ratio: Ratio, flops_saved: float) -> Ratio:
-    """Share of time saved over share of FLOPs saved, of a ratio of times."""
-    return transformed(ratio, lambda r: (1 - r) / flops_saved)
+    def realization(
+        self, section: str, what: str, times: Alternation, name: str, saved: float, least: float, **details: Any
+    ) -> None:
+        """Share of time saved over the share `saved` of FLOPs."""
+        ratio = times.ratio(name, "plain")
+        more = {"executed_flops_saved": saved, "time_saved": 1 - ratio.median, **details}
+        self.found(section, what, transformed(ratio, lambda r: (1 - r) / saved), times, ("at least", least), **more)
 
 
 def transformed(ratio: Ratio, of: Callable[[float], float]) -> Ratio:
@@ -152,7 +185,17 @@ def transformed(ratio: Ratio, of: Callable[[float], float]) -> Ratio:
     return Ratio(of(ratio.median), low, high)
 
 
-# -- sections --------------------------------------------------------------------------------------------------------------------
+def forward(
+    model: PreTrainedModel, ids: torch.Tensor, modules: Sequence[RuntimeModule] | None, execution: Literal["compact", "decide"] = "compact"
+) -> Call:  # fmt: skip
+    """One forward pass: of the plain model (`modules=None`), or with the context entered and left each time."""
+    plain = one_pass(model, ids, use_cache=False)
+
+    def under() -> torch.Tensor:
+        with apply(model, modules or [], execution=execution):
+            return plain()
+
+    return plain if modules is None else under
 
 
 def no_module(bench: Bench) -> None:
@@ -160,71 +203,57 @@ def no_module(bench: Bench) -> None:
     plain, under = forward(model, ids, None), forward(model, ids, [])
     identical = float(torch.equal(plain(), under()))
     times = bench.alternate({"plain": plain, "no module": under})
-    slower = transformed(times.ratio("no module", "plain"), lambda r: 100 * (r - 1))
-    bench.found("none", "slower than the plain model", slower, times, ("at most", 1.0), "%")
+    bench.slower("none", "slower than the plain model", times, "no module", 1.0)
     bench.found("none", "logits bit-identical (1: yes)", Ratio(identical, identical, identical), None, ("at least", 1.0))
 
 
-def decay(bench: Bench) -> None:
+def realizations(
+    bench: Bench, section: str, policies: Mapping[str, RuntimeModule], deciding: bool = False, **details: Any
+) -> None:
+    """The realization ratio of each policy, and what its decisions alone cost."""
     layers = bench.options.decay_layers
-    # Fewer layers fall along the same curve: the share of active tokens at the same fraction of depth is that of 36 layers.
-    alpha = PAPER_ALPHA * PAPER_LAYERS / layers
     model, ids = bench.model(layers), bench.input_ids()
-    policies = {"even rows": ExponentialDecay(alpha=alpha), "uneven rows": ExponentialDecay(alpha=alpha, even=False)}
-    for policy in policies.values():
-        policy.missing_kv = (
-            "drop"  # the paper's way (2.2); projecting K/V of halted tokens is work that the decay does not ask for
-        )
-    fns = {"plain": forward(model, ids, None)} | {name: forward(model, ids, [policy]) for name, policy in policies.items()}
-    dense = executed_flops(model, [], fns["plain"])
-    saved = {name: 1 - executed_flops(model, [policy], fns["plain"]) / dense for name, policy in policies.items()}
-    times = bench.alternate(fns)
-    for name, flops_saved in saved.items():
-        ratio = times.ratio(name, "plain")
-        what = f"realization ratio, {name} ({100 * flops_saved:.1f}% of FLOPs saved)"
-        bench.found(
-            "decay", what, realized(ratio, flops_saved), times, ("at least", 0.95),
-            executed_flops_saved=flops_saved, time_saved=1 - ratio.median, alpha=alpha, layers=layers,
-        )  # fmt: skip
-
-
-def fusion(bench: Bench) -> None:
-    model, ids = bench.model(bench.options.decay_layers), bench.input_ids()
-    policies = {
-        "closest states": TokenFusion(rule="capacity", fused_share=0.3, start=1 / 3),
-        "least attended": TokenFusion(rule="capacity", criterion="attention", fused_share=0.3, start=1 / 3),
-    }
     plain = forward(model, ids, None)
     fns = {"plain": plain} | {name: forward(model, ids, [policy]) for name, policy in policies.items()}
-    fns |= {f"{name}, decide": forward(model, ids, [policy], "decide") for name, policy in policies.items()}
+    if deciding:
+        fns |= {f"{name}, decide": forward(model, ids, [policy], "decide") for name, policy in policies.items()}
     dense = executed_flops(model, [], plain)
     saved = {name: 1 - executed_flops(model, [policy], plain) / dense for name, policy in policies.items()}
     times = bench.alternate(fns)
-    for name, flops_saved in saved.items():
-        ratio = times.ratio(name, "plain")
-        bench.found(
-            "fusion", f"realization ratio, {name} ({100 * flops_saved:.1f}% of FLOPs saved)", realized(ratio, flops_saved), times,
-            ("at least", 0.95), executed_flops_saved=flops_saved, time_saved=1 - ratio.median, layers=bench.options.decay_layers,
-        )  # fmt: skip
-        overhead = transformed(times.ratio(f"{name}, decide", "plain"), lambda r: 100 * (r - 1))
-        bench.found("fusion", f"deciding costs: {name}", overhead, times, ("at most", 2.0), "%")
+    for name, share in saved.items():
+        what = f"realization ratio, {name} ({100 * share:.1f}% of FLOPs saved)"
+        bench.realization(section, what, times, name, share, 0.95, **details, layers=layers)
+        if deciding:
+            bench.slower(section, f"deciding costs: {name}", times, f"{name}, decide", 2.0)
+
+
+def decay(bench: Bench) -> None:
+    # Fewer layers fall along the same curve: the share of active tokens at the same fraction of depth is that of 36 layers.
+    alpha = PAPER_ALPHA * PAPER_LAYERS / bench.options.decay_layers
+    # The paper drops (2.2); projecting K/V of halted tokens is work that the decay does not ask for.
+    rows = {"even rows": True, "uneven rows": False}
+    policies = {name: ExponentialDecay(alpha=alpha, even=even, missing_kv="drop") for name, even in rows.items()}
+    realizations(bench, "decay", policies, alpha=alpha)
+
+
+def fusion(bench: Bench) -> None:
+    shared: dict[str, Any] = {"rule": "capacity", "fused_share": 0.3, "start": 1 / 3}
+    policies = {"closest states": TokenFusion(**shared), "least attended": TokenFusion(criterion="attention", **shared)}
+    realizations(bench, "fusion", policies, deciding=True)
 
 
 def decide(bench: Bench) -> None:
     model, ids = bench.model(bench.options.layers), bench.input_ids()
-    whole_depth = (0.0, 1.0)
     policies: dict[str, RuntimeModule] = {
         # Nothing is below these thresholds, so every token is asked about after every layer: the dearest case.
-        "drift thresholds, every token and layer": Halting(tau_drift=1e-9, window=whole_depth, tau_entropy=None, resume_layers=0),
+        "drift thresholds, every token and layer": Halting(tau_drift=1e-9, window=(0.0, 1.0), tau_entropy=None, resume_layers=0),
         "random decay, even rows": ExponentialDecay(),
         "Halting() as it comes": Halting(rule="capacity", resume_layers=0),
     }
     fns = {"plain": forward(model, ids, None)}
-    fns |= {name: forward(model, ids, [policy], "decide") for name, policy in policies.items()}
-    times = bench.alternate(fns)
+    times = bench.alternate(fns | {name: forward(model, ids, [policy], "decide") for name, policy in policies.items()})
     for name in policies:
-        overhead = transformed(times.ratio(name, "plain"), lambda r: 100 * (r - 1))
-        bench.found("decide", f"deciding costs: {name}", overhead, times, ("at most", 2.0), "%")
+        bench.slower("decide", f"deciding costs: {name}", times, name, 2.0)
 
 
 def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTranslator:
@@ -237,29 +266,22 @@ def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTransla
 
 
 def predicted(bench: Bench) -> None:
-    for name in bench.options.shapes:
-        if name in SHAPES:
-            predicted_of(bench, SHAPES[name])
-        else:
-            presets_of(bench, name)
-
-
-def presets_of(bench: Bench, name: str) -> None:
-    """A shipped model under its own schedules."""
-    model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(bench.options.device).eval()
-    for save, schedule in schedules_of(architecture_of(model)).items():
-        timed_prediction(
-            bench, model, schedule.halting(), f"{name}, its {100 * save:g}%, {schedule}", model.config.num_hidden_layers
-        )
-
-
-def predicted_of(bench: Bench, shape: Shape) -> None:
     o = bench.options
-    layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
-    model = model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=bench.dtype, device=o.device)
-    schedule = Schedule(max(1, round(layers * 3 / 16)), 0.2, max(2, round(layers * 5 / 8)), protect_last=min(32, o.sequence // 8))
-    module = schedule.halting(translator=random_translator(model, schedule.predict_before))
-    timed_prediction(bench, model, module, f"{shape.name} × {layers} layers, {schedule}", layers)
+    for name in o.shapes:
+        if name not in SHAPES:  # a shipped model under its own schedules
+            model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(o.device).eval()
+            for save_, schedule in schedules_of(architecture_of(model)).items():
+                what = f"{name}, its {100 * save_:g}%, {schedule}"
+                timed_prediction(bench, model, schedule.halting(), what, model.config.num_hidden_layers)
+            continue
+        shape = SHAPES[name]
+        layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
+        model = bench.model_of(shape, layers)
+        schedule = Schedule(
+            max(1, round(layers * 3 / 16)), 0.2, max(2, round(layers * 5 / 8)), protect_last=min(32, o.sequence // 8)
+        )
+        module = schedule.halting(translator=random_translator(model, schedule.predict_before))
+        timed_prediction(bench, model, module, f"{shape.name} × {layers} layers, {schedule}", layers)
 
 
 def timed_prediction(bench: Bench, model: PreTrainedModel, module: RuntimeModule, what: str, layers: int) -> None:
@@ -274,24 +296,9 @@ def timed_prediction(bench: Bench, model: PreTrainedModel, module: RuntimeModule
         times = bench.alternate(passes)
         decode = {"plain": decoding(plain, ids, o.new_tokens), "predicted": decoding(model, ids, o.new_tokens)}
         steps, _ = alternate_steps(decode, o.warmup, o.repeats, o.device)
-    ratio = times.ratio("predicted", "plain")
-    bench.found(
-        "predicted", f"realization ratio, {what} ({100 * saved:.1f}% of FLOPs saved)", realized(ratio, saved), times, ("at least", 0.9),
-        executed_flops_saved=saved, time_saved=1 - ratio.median, layers=layers,
-    )  # fmt: skip
-    slower = transformed(steps.ratio("predicted", "plain"), lambda r: 100 * (r - 1))
-    bench.found("predicted", f"decoding after it, slower: {what}", slower, steps, ("at most", 1.5), "%", layers=layers)
-
-
-def decoding(model: PreTrainedModel, ids: torch.Tensor, n: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """`n` further tokens after the prompt `ids`, whose cache is made once; and what takes them back."""
-    cache = model(ids, use_cache=True).past_key_values
-
-    def steps() -> None:
-        for i in range(n):
-            model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
-
-    return steps, lambda: cache.crop(-n)
+    said = f"realization ratio, {what} ({100 * saved:.1f}% of FLOPs saved)"
+    bench.realization("predicted", said, times, "predicted", saved, 0.9, layers=layers)
+    bench.slower("predicted", f"decoding after it, slower: {what}", steps, "predicted", 1.5, layers=layers)
 
 
 class StepClock(LogitsProcessor):
@@ -308,68 +315,49 @@ class StepClock(LogitsProcessor):
         return scores
 
     def ms_per_token(self) -> float:
-        first, *_, last = self.moments
-        return 1e3 * (last - first) / (len(self.moments) - 1)
+        return 1e3 * (self.moments[-1] - self.moments[0]) / (len(self.moments) - 1)
 
 
 def generate(bench: Bench) -> None:
-    o = bench.options
-    ids = bench.input_ids()
-    model: Any = bench.model(o.layers)  # as `to`, `generate` is misread
+    o, ids = bench.options, bench.input_ids()
+    model: Any = bench.model(o.layers)  # transformers decorates `generate` in a way that type checkers misread
     half = StaticDepth(depth=0.5, missing_kv="drop")
-    per_token: dict[str, list[float]] = {"plain": [], "no module": [], "half depth": []}
+    ways: dict[str, list[RuntimeModule] | None] = {"plain": None, "no module": [], "half depth": [half]}
+    per_token: dict[str, list[float]] = {name: [] for name in ways}
 
-    def decode(new_tokens: int, clock: StepClock | None = None) -> None:
+    def decode(new_tokens: int, *clock: StepClock) -> None:
         model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False,
-            logits_processor=LogitsProcessorList([] if clock is None else [clock]),
+            logits_processor=LogitsProcessorList(clock),
         )  # fmt: skip
 
-    def timed(name: str, modules: Sequence[RuntimeModule] | None) -> Callable[[], None]:
-        def fn() -> None:
-            clock = StepClock(o.device)
-            if modules is None:
-                decode(o.new_tokens, clock)
-            else:
-                with apply(model, modules):
-                    decode(o.new_tokens, clock)
-            per_token[name].append(clock.ms_per_token())
-
-        return fn
+    def timed(name: str) -> None:
+        clock, modules = StepClock(o.device), ways[name]
+        with ExitStack() as stack:
+            if modules is not None:
+                stack.enter_context(apply(model, modules))
+            decode(o.new_tokens, clock)
+        per_token[name].append(clock.ms_per_token())
 
     def decode_flops(modules: Sequence[RuntimeModule]) -> int:
         """Of the tokens after the first, which comes out of the prompt's pass."""
-        whole = executed_flops(model, modules, lambda: decode(o.new_tokens))
-        return whole - executed_flops(model, modules, lambda: decode(1))
+        return executed_flops(model, modules, lambda: decode(o.new_tokens)) - executed_flops(model, modules, lambda: decode(1))
 
     saved = 1 - decode_flops([half]) / decode_flops([])
-    times = bench.alternate(
-        {"plain": timed("plain", None), "no module": timed("no module", []), "half depth": timed("half depth", [half])}
-    )
-    bench.found(
-        "generate", "no module: tokens per second, whole call, of the plain model's",
-        transformed(times.ratio("no module", "plain"), lambda r: 1 / r), times, ("at least", 0.98),
-    )  # fmt: skip
+    times = bench.alternate({name: lambda name=name: timed(name) for name in ways})  # type: ignore[misc]
     # The clock also ticked in the warm-up, and twice a round in the plain model.
-    plain_ms = per_token["plain"][o.warmup :]
+    ticks = {name: ms[o.warmup :] for name, ms in per_token.items()}
+    plain, ticks["plain"] = ticks["plain"], ticks["plain"][0::2]
     steps = Alternation(
-        {
-            "plain": LatencySamples(plain_ms[0::2]),
-            "no module": LatencySamples(per_token["no module"][o.warmup :]),
-            "half depth": LatencySamples(per_token["half depth"][o.warmup :]),
-        },
-        control="plain", control_ms=plain_ms[1::2], load_before=times.load_before, load_after=times.load_after,
+        {name: LatencySamples(ms) for name, ms in ticks.items()}, control="plain", control_ms=plain[1::2],
+        load_before=times.load_before, load_after=times.load_after,
     )  # fmt: skip
-    bench.found(
-        "generate", "no module: tokens per second, decoding alone, of the plain model's",
-        transformed(steps.ratio("no module", "plain"), lambda r: 1 / r), steps, ("at least", 0.98),
-    )  # fmt: skip
-    ratio = steps.ratio("half depth", "plain")
-    bench.found(
-        "generate", f"half depth: share of the FLOPs saved ({100 * saved:.1f}%) that time per token falls by",
-        realized(ratio, saved), steps, ("at least", 0.85),
-        executed_flops_saved=saved, time_saved=1 - ratio.median, layers=o.layers,
-    )  # fmt: skip
+    for what, clock in (("whole call", times), ("decoding alone", steps)):
+        ratio = transformed(clock.ratio("no module", "plain"), lambda r: 1 / r)
+        said = f"no module: tokens per second, {what}, of the plain model's"
+        bench.found("generate", said, ratio, clock, ("at least", 0.98))
+    said = f"half depth: share of the FLOPs saved ({100 * saved:.1f}%) that time per token falls by"
+    bench.realization("generate", said, steps, "half depth", saved, 0.85, layers=o.layers)
 
 
 def repeat(bench: Bench) -> None:
@@ -380,90 +368,735 @@ def repeat(bench: Bench) -> None:
     ratios = [times.ratio("half depth", "plain").median for times in series]
     spread = 100 * (max(ratios) - min(ratios)) / statistics.median(ratios)
     noisiest = max(series, key=lambda times: times.noise_floor or 0.0)
-    bench.found(
-        "repeat", "half depth: spread of one ratio, measured three times", Ratio(spread, spread, spread), noisiest, ("at most", 3.0), "%",
-        ratios=ratios,
-    )  # fmt: skip
+    said, ratio = "half depth: spread of one ratio, measured three times", Ratio(spread, spread, spread)
+    bench.found("repeat", said, ratio, noisiest, ("at most", 3.0), "%", ratios=ratios)
 
 
-# -- the run ---------------------------------------------------------------------------------------------------------------------
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "none": no_module, "decay": decay, "fusion": fusion, "decide": decide, "predicted": predicted, "generate": generate, "repeat": repeat,
+}  # fmt: skip
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--layers", type=int, default=4, help="of none, decide and generate")
-    parser.add_argument(
-        "--decay-layers", type=int, default=PAPER_LAYERS, help="of decay and fusion; fewer scale alpha to the same curve"
+def runtime(o: Options) -> int:
+    around = environment(o.device) | {"load_average_before": say_if_busy()}
+    findings: list[Finding] = []
+    for name in o.only:
+        for dtype in o.dtypes:
+            bench = Bench(o, getattr(torch, dtype))
+            SECTIONS[name](bench)
+            findings += bench.findings
+    shape = f"{o.batch} × {o.sequence}, d = {o.width}, {o.heads} heads, {o.repeats} rounds"
+    show(f"Runtime benchmark: {shape}", _runtime_rows(map(asdict, findings)))
+    save(o.output, {"environment": around, "options": o, "findings": [asdict(one) for one in findings]})
+    return 0
+
+
+# -- quantization ----------------------------------------------------------------------------------------------------------------
+
+
+def alternate_by(clock: str, fns: Mapping[str, Call], warmup: int, repeats: int, calls: int = 1) -> Alternation:
+    """As `measure.latency.alternate`, on one of `CLOCKS`; `calls` calls make one sample."""
+    now, load = CLOCKS[clock], psutil.getloadavg()[0]
+    times: dict[str, list[float]] = {name: [] for name in fns}
+    for turn in range(warmup + repeats):
+        for name, fn in fns.items():
+            began = now()
+            for _ in range(calls):
+                fn()
+            if turn >= warmup:
+                times[name].append(1e3 * (now() - began) / calls)
+    samples = {name: LatencySamples(ms) for name, ms in times.items()}
+    return Alternation(samples, load_before=load, load_after=psutil.getloadavg()[0])
+
+
+def speedups(o: Options, part: str, what: str, fns: Mapping[str, Call], calls: int = 1) -> list[dict[str, Any]]:
+    """How many times as fast as the first callable: median and quartiles over rounds."""
+    times = alternate_by(o.clock, fns, o.warmup, o.repeats, calls)
+    ratios = {name: times.ratio(next(iter(times)), to=name) for name in times}
+    return [
+        {"part": part, "what": what, "name": name, "speedup": r.median, "low": r.low, "high": r.high}
+        for name, r in ratios.items()
+    ]
+
+
+def kernels(o: Options) -> list[dict[str, Any]]:
+    wide, found = 4 * o.width, []
+    for rows, width, channels in ((o.kernel_rows, o.width, wide), (1, o.width, wide), (1, wide, o.width)):
+        calls = kernel_calls(rows, width, channels)
+        found += speedups(o, "kernels", f"{rows} x {width} x {channels}", calls, calls=1 if rows > 1 else 4)
+    return found
+
+
+def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[str, Call]:
+    """Ways to apply a linear layer. One row goes round `copies` of it, more than a cache holds: a decoder reads weights once."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, width, generator=generator)
+    bias = torch.randn(channels, generator=generator)
+    copies = copies if rows == 1 else 1
+    weights = [torch.randn(channels, width, generator=generator) / width**0.5 for _ in range(copies)]
+    turn = iter(range(10**9))
+    zeros = torch.zeros(channels, dtype=torch.int64)
+    chosen: list[str] = []
+
+    def each(make: Callable[[torch.Tensor], Call]) -> Call:
+        made = [make(weight) for weight in weights]
+        return lambda: made[next(turn) % copies]()
+
+    def linear_of(weight: torch.Tensor) -> nn.Linear:
+        linear = nn.Linear(width, channels)
+        linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+        return linear
+
+    def scale_of(weight: torch.Tensor) -> torch.Tensor:
+        return weight.abs().amax(1) / 127
+
+    def int8(weight: torch.Tensor) -> torch.Tensor:
+        return (weight / scale_of(weight)[:, None]).round().to(torch.int8)
+
+    def coded(dtype: torch.dtype, middle: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = scale_of(x)[:, None]
+        return (x / scale).round_().add_(middle).to(dtype), scale
+
+    def in_bfloat16(weight: torch.Tensor) -> Call:
+        y, w, b = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+        return lambda: F.linear(y, w, b)
+
+    def ours(weight: torch.Tensor) -> Call:
+        linear, executor, all_at_8 = linear_of(weight), IntegerExecutor(weights="int8"), ByWidth({8: None})
+        with_weights = LinearLayer({}, linear, {})
+        return lambda: executor._linear(with_weights, linear.forward, all_at_8, {}, x)
+
+    def onednn(weight: torch.Tensor) -> Call:
+        # Unsigned inputs on purpose: with signed ones this operator runs a reference loop, 3000 times slower (torch 2.13).
+        packed, scale = torch.ops.onednn.qlinear_prepack(int8(weight), None), scale_of(weight)
+
+        def call() -> torch.Tensor:
+            code, per_token = coded(torch.uint8, 128)
+            product = torch.ops.onednn.qlinear_pointwise
+            out = product(code, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+            return torch.addcmul(bias, out, per_token)
+
+        return call
+
+    def packed_for_fbgemm(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+        torch.backends.quantized.engine = "x86"
+        codes = torch._make_per_channel_quantized_tensor(int8(weight), scale_of(weight).double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(codes, bias)
+
+    def fbgemm(weight: torch.Tensor) -> Call:
+        packed = packed_for_fbgemm(weight, None)
+
+        def call() -> torch.Tensor:
+            code, per_token = coded(torch.float32, 0)  # it wants floats, and codes them anew by the scale it is given
+            out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(code, 1.0, 128, packed)
+            return torch.addcmul(bias, out, per_token)
+
+        return call
+
+    def fbgemm_dynamic(weight: torch.Tensor) -> Call:
+        packed = packed_for_fbgemm(weight, bias)
+        return lambda: torch.ops.quantized.linear_dynamic(x, packed)
+
+    def weight_only(weight: torch.Tensor) -> Call:
+        y, code, scale = x.bfloat16(), int8(weight), scale_of(weight).bfloat16()
+        return lambda: torch._weight_int8pack_mm(y, code, scale).add_(bias)
+
+    def fastest(weight: torch.Tensor) -> Call:
+        linear = linear_of(weight)
+        if not chosen:
+            chosen.append(choose([linear]).of(Kind.of(weight, rows)))
+        product = KERNELS[chosen[0]].prepare(linear)
+        return lambda: product(x)
+
+    calls = {
+        "float32": each(lambda weight: lambda: F.linear(x, weight, bias)),
+        "bfloat16": each(in_bfloat16),
+        "torch._int_mm (ours)": each(ours),
+        "onednn.qlinear_pointwise": each(onednn),
+        "fbgemm, scale given": each(fbgemm),
+        "fbgemm dynamic, one scale a batch": each(fbgemm_dynamic),
+        "_weight_int8pack_mm, bfloat16 inputs": each(weight_only),
+    }
+    product = each(fastest)
+    calls[f"auto, which takes {chosen[0]}"] = product
+    if importlib.util.find_spec("torchao") is not None:
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+        def torchao(weight: torch.Tensor) -> Call:
+            model = nn.Sequential(copy.deepcopy(linear_of(weight)))
+            quantize_(model, Int8DynamicActivationInt8WeightConfig())
+            return lambda: model(x)
+
+        calls["torchao int8 dynamic"] = each(torchao)
+    return calls
+
+
+def quantized_models(o: Options, layers: int) -> dict[str, tuple[PreTrainedModel, list[RuntimeModule]]]:
+    """Dense and quantised, in both dtypes. The output head is never quantised."""
+    # A llama has three matrices in the MLP: two thirds of the width, for as many weights a layer.
+    inner = 4 * o.width if o.family == "gpt2" else o.width * 8 // 3 // 8 * 8
+    single = model_of(Shape("given", o.family, o.width, o.heads, inner, layers, 1024), layers, o.sequence + o.context + 1024)
+    half: Any = copy.deepcopy(single)
+    ways: dict[str, dict[str, Any]] = {
+        "int8 from half depth": {"depth": 0.5},
+        "int8 from half depth, K/V as they are": {"depth": 0.5, "kv": False},
+        "int8 from the second layer on": {"depth": 0.0},
+    }
+    found: dict[str, tuple[PreTrainedModel, list[RuntimeModule]]] = {}
+    for dtype, model in {"float32": single, "bfloat16": half.to(torch.bfloat16)}.items():
+        found[dtype] = (model, [])
+        for name, how in ways.items():
+            if dtype == "float32" or "kv" not in how:
+                module = AdaptiveQuantization(bits=8, execution="int8", **how)
+                found[f"{dtype}, {name}"] = (shared_weight_copy(model), [module])
+        found[f"{dtype}, each product by the fastest kernel"] = (shared_weight_copy(model), [FastestLinear()])
+    return found
+
+
+def quantized_prefill(o: Options) -> list[dict[str, Any]]:
+    ids = random_ids(o.batch, o.sequence)
+    with ExitStack() as stack:
+        fns = {
+            name: one_pass(model, ids, stack.enter_context(apply(model, modules)).reset)
+            for name, (model, modules) in quantized_models(o, o.layers).items()
+        }
+        return speedups(o, "prefill", f"{o.batch} x {o.sequence}", fns)
+
+
+def quantized_decode(o: Options, tokens: int = 4) -> list[dict[str, Any]]:
+    ids = random_ids(1, o.context)
+    with ExitStack() as stack:
+        fns = {}
+        for name, (model, modules) in quantized_models(o, o.decode_layers).items():
+            steps, undo = decoding(model, ids, tokens, stack.enter_context(apply(model, modules)).reset)
+            fns[name] = lambda steps=steps, undo=undo: (steps(), undo())
+        return speedups(o, "decode", f"1 after {o.context}", fns)
+
+
+QUANTIZED = {"kernels": kernels, "prefill": quantized_prefill, "decode": quantized_decode}
+
+
+def quantization(o: Options) -> int:
+    if o.threads:
+        torch.set_num_threads(o.threads)
+    warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")  # of torch's own quantised tensors
+    found = [one for part in o.only for one in QUANTIZED[part](o)]
+    save(o.output, {"torch": torch.__version__, "options": o, "findings": found})
+    return 0
+
+
+# -- break-even ------------------------------------------------------------------------------------------------------------------
+
+
+def mechanisms(phase: str, rates: Sequence[float], layers: int) -> dict[str, RuntimeModule]:
+    """What is timed against dense inference, by name; `halting` with each of its rates."""
+    once: dict[str, Any] = {
+        "rule": "capacity",
+        "signal": "random",
+        "schedule": "one_shot",
+        "window": (0.0, 1 / layers),
+        "missing_kv": "drop",
+    }
+
+    def halting(rate: float) -> RuntimeModule:
+        if phase == "decode":
+            return StaticDepth(depth=1 - rate, missing_kv="drop")
+        return Halting(halted_share=rate, resume_layers=0, **once)
+
+    return {f"halting {rate:.0%}": halting(rate) for rate in rates} | {
+        "kv skipping 50%": KVSkipping(criterion="attention", skipped_share=0.5, min_depth=0.0),
+        "fusion 30%": TokenFusion(rule="capacity", tau_fuse=None, criterion="random", fused_share=0.3, start=0.0),
+        "int8": AdaptiveQuantization(bits=8, execution="int8", depth=0.0),
+    }
+
+
+def cell_of(model: PreTrainedModel, shape: Shape, phase: str, batch: int, sequence: int, o: Options) -> list[dict[str, Any]]:
+    """One cell of the map: every mechanism at this batch and sequence, in turns with dense inference."""
+    place = {"shape": shape.name, "width": shape.width, "phase": phase, "batch": batch, "sequence": sequence}
+    ids = random_ids(batch, sequence, device=o.device)
+
+    def steps(model: PreTrainedModel, before: Call = lambda: None) -> tuple[Call, ...]:
+        if phase == "decode":
+            return decoding(model, ids, STEPS, before)
+        return (one_pass(model, ids, before, use_cache=True, logits_to_keep=1),)
+
+    dense, fits = steps(model), 0.0
+    for _ in range(2):  # the first one asks the system for memory
+        began = time.perf_counter()
+        for step in dense:
+            step()
+        fits = time.perf_counter() - began
+    if fits > o.cell_seconds:
+        return [place | {"status": f"left out: one pass takes {fits:.1f} s, more than --cell-seconds {o.cell_seconds:g}"}]
+    with ExitStack() as stack:
+        fns = {"dense": dense}
+        for name, module in mechanisms(phase, o.rates, o.layers).items():
+            other = shared_weight_copy(model)
+            fns[name] = steps(other, stack.enter_context(apply(other, [module])).reset)
+        times = alternate_steps(fns, o.warmup, o.repeats, o.device)[0]
+    return [place | cell_row(times, name) for name in fns if name != "dense"]
+
+
+def cell_row(times: Alternation, name: str) -> dict[str, Any]:
+    """One mechanism in one cell."""
+    ratio, noise = times.ratio(name, to="dense"), times.noise_floor or 0.0
+    verdict = "pays" if ratio.high < 1 - noise else "costs" if ratio.low > 1 + noise else "within noise"
+    return {
+        "mechanism": name, "status": "measured", "verdict": verdict, "time_saved_pct": 100 * (1 - ratio.median),
+        "time_saved_pct_low": 100 * (1 - ratio.high), "time_saved_pct_high": 100 * (1 - ratio.low), "noise_floor_pct": 100 * noise,
+        "dense_ms": times["dense"].median, "load_average": times.load_before, "warnings": "; ".join(times.warnings),
+    }  # fmt: skip
+
+
+def break_even_rates(frame: pd.DataFrame) -> pd.DataFrame:
+    """The halting rate from which on time is saved, for each cell; `none` where no measured rate saves more than noise.
+
+    Between the last rate that saves nothing and the first that pays it is interpolated.
+    """
+    found, keys = [], ["shape", "phase", "batch", "sequence"]
+    for key, cell in frame[frame["status"] == "measured"].groupby(keys, sort=False):
+        at, before = "none", None
+        for step in cell[cell["mechanism"].str.startswith("halting")].to_dict("records"):
+            rate, saved = float(step["mechanism"].split()[1].rstrip("%")), step["time_saved_pct"]
+            if step["verdict"] == "pays":
+                at = f"at most {rate:.0f}%"
+                if before is not None and before[1] < 0:
+                    at = f"{before[0] + (rate - before[0]) * -before[1] / (saved - before[1]):.0f}%"
+                break
+            before = (rate, saved)
+        found.append((*key, at))
+    return pd.DataFrame(found, columns=[*keys, "rate"])
+
+
+def draw_break_even(frame: pd.DataFrame, around: Mapping[str, Any], o: Options) -> Figure:
+    """A map for each phase and shape: a line a batch and sequence, a column a mechanism."""
+    there = frame[frame["status"] == "measured"]
+    shapes, phases, names = (list(dict.fromkeys(there[column])) for column in ("shape", "phase", "mechanism"))
+    with style():
+        drawing, axes = panels(len(phases), len(shapes), size=(1.2 + 2.9 * len(shapes), 1.0 + 2.3 * len(phases)), sharex=True)
+        for plot, (phase, shape) in zip(axes.flat, ((phase, shape) for phase in phases for shape in shapes), strict=True):
+            cells = there[(there["phase"] == phase) & (there["shape"] == shape)]
+            lines = list(dict.fromkeys(zip(cells["batch"], cells["sequence"], strict=True)))
+            plot.set_title(f"{shape}, {phase}")
+            plot.grid(visible=False)
+            if not lines:
+                plot.text(0.5, 0.5, "left out", ha="center", transform=plot.transAxes)
+                continue
+            shown = cells.assign(shown=cells["time_saved_pct"].where(cells["verdict"] != "within noise", 0.0))
+            values = shown.pivot_table(index=["batch", "sequence"], columns="mechanism", values="shown").reindex(lines)[names]
+            drawn = plot.imshow(values.to_numpy(), cmap="RdBu", vmin=-75, vmax=75, aspect="auto")
+            for cell in cells.to_dict("records"):
+                saved, at = (
+                    cell["time_saved_pct"],
+                    (names.index(cell["mechanism"]), lines.index((cell["batch"], cell["sequence"]))),
+                )
+                said = "·" if cell["verdict"] == "within noise" else f"{saved:+.0f}"
+                plot.text(*at, said, ha="center", va="center", size=7, color="white" if abs(saved) > 50 else "black")
+            plot.set_yticks(range(len(lines)), [f"{batch} × {sequence}" for batch, sequence in lines])
+            plot.set_xticks(range(len(names)), names, rotation=60, ha="right")
+            if shape == shapes[0]:
+                plot.set_ylabel("batch × tokens")
+        drawing.colorbar(drawn, ax=axes, label="time saved, % of dense (more is better)", shrink=0.8)
+    caption = (
+        f"Random weights of the true widths, {o.layers} layers, float32; {STEPS} tokens after each prompt in decode. Percent of dense time "
+        "saved, median of rounds in turns; · = no further from dense than dense from itself (A/A) or than the quartiles.",
+        machine_of(around, o),
     )
-    parser.add_argument("--width", type=int, default=1280)
-    parser.add_argument("--heads", type=int, default=20)
-    parser.add_argument(
-        "--shapes", nargs="*", choices=[*SHAPES, *shipped_with_schedules()], default=["gpt2-large", "llama2-7b"],
-        help="of predicted: shapes, or shipped models under their own schedules"
-    )  # fmt: skip
-    parser.add_argument("--vocabulary", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=33, help="of generate, the first of which belongs to the prompt's pass")
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds, at least 3")
-    parser.add_argument("--warmup", type=int, default=1, help="rounds before them")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / "benchmark.json")
-    options = parser.parse_args(arguments)
-    if options.new_tokens < 2:
-        parser.error(f"--new-tokens {options.new_tokens}: at least 2, the time per token lies between two of them")
-    return options
+    return Figure("break_even", "Where a mechanism starts to pay", frame, drawing, caption)
 
 
-def table_of(findings: Sequence[Finding], options: argparse.Namespace) -> Table:
-    shape = f"{options.batch} × {options.sequence}, d = {options.width}, {options.heads} heads, {options.repeats} rounds"
-    table = Table(title=f"Runtime benchmark: {shape}")
-    for name in ("section", "dtype", "measure"):
-        table.add_column(name)
-    for name in ("median", "quartiles", "target", "reached", "noise floor A/A"):
-        table.add_column(name, justify="right")
-    for f in findings:
-        table.add_row(
-            f.section, f.dtype, f.what, f"{f.value:.3f}{f.unit}", f"{f.low:.3f} to {f.high:.3f}", f"{f.target}{f.unit}",
-            "yes" if f.reached else "NO", "–" if f.noise_floor is None else f"{100 * f.noise_floor:.2f}%",
-        )  # fmt: skip
-    return table
+def machine_of(around: Mapping[str, Any], o: Options) -> str:
+    return (
+        f"Machine: {around['machine']}, {around['threads']} threads, torch {around['torch']}, transformers {around['transformers']}; "
+        f"{o.repeats} rounds."
+    )
+
+
+def break_even(o: Options) -> int:
+    if not all(rate < 1 for rate in o.rates):
+        raise ConfigError(f"--rates {' '.join(map(str, o.rates))}: shares between 0 and 1.")
+    found: list[dict[str, Any]] = []
+    for name in o.shapes:
+        model = model_of(SHAPES[name], o.layers, max(o.sequence) + STEPS, device=o.device)
+        for phase in o.phases:
+            for batch in o.batch:
+                for sequence in o.sequence:
+                    found += cell_of(model, SHAPES[name], phase, batch, sequence, o)
+    frame, around = pd.DataFrame(found), environment(o.device)
+    if not frame["status"].eq("measured").any():
+        raise ConfigError(f"nothing was measured: every cell takes longer than --cell-seconds {o.cell_seconds:g}.")
+    draw_break_even(frame, around, o).write(o.output)
+    title = f"Halting rate from which time is saved ({around['machine']}, {around['threads']} threads)"
+    show(title, break_even_rates(frame))
+    for cell in frame[frame["status"] != "measured"].to_dict("records"):
+        print(f"{cell['shape']}, {cell['phase']}, {cell['batch']} × {cell['sequence']}: {cell['status']}")
+    return 0
+
+
+# -- scaling ---------------------------------------------------------------------------------------------------------------------
+
+
+def scaling_point(sequence: int, layers: int, o: Options) -> list[dict[str, Any]]:
+    """Dense inference and both decays, in turns, at one length and depth."""
+    model = model_of(SHAPES[o.shape], layers, sequence, device=o.device)
+    ids = random_ids(o.batch, sequence, device=o.device)
+    # Few layers fall along the curve of all: the share of active tokens at the same fraction of depth is that of the true model.
+    scale = SHAPES[o.shape].layers / layers
+    fns = {"dense": one_pass(model, ids, use_cache=False)}
+    executed = {"dense": executed_flops(model, [], fns["dense"])}
+    with ExitStack() as stack:
+        for alpha in ALPHAS:
+            other, name = shared_weight_copy(model), f"decay {alpha:g}"
+            run = stack.enter_context(apply(other, [ExponentialDecay(alpha=alpha * scale, missing_kv="drop")]))
+            fns[name] = one_pass(other, ids, run.reset, use_cache=False)
+            fns[name]()
+            executed[name] = run.flops.executed
+        times = alternate(fns, o.warmup, o.repeats, o.device)
+    place = {"shape": o.shape, "batch": o.batch, "sequence": sequence, "layers": layers}
+    noise = 100 * (times.noise_floor or 0.0)
+    return [
+        place
+        | {"way": name, "ms": samples.median, "iqr_ms": samples.iqr, "noise_floor_pct": noise, "executed_flops": executed[name]}
+        | {"time_of_dense": times.ratio(name, to="dense").median, "flops_of_dense": executed[name] / executed["dense"]}
+        | {"load_average": times.load_before, "warnings": "; ".join(times.warnings)}
+        for name, samples in times.items()
+    ]
+
+
+def power_law(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Exponent of y ~ x^k by least squares in logarithms, and R²; NaN of fewer than three points, which any line nearly fits."""
+    if len(x) < 3:
+        return math.nan, math.nan
+    logs, values = np.log(x), np.log(y)
+    slope, intercept = np.polyfit(logs, values, 1)
+    residual = float(((values - (slope * logs + intercept)) ** 2).sum())
+    return float(slope), 1 - residual / float(((values - values.mean()) ** 2).sum())
+
+
+def fits(frame: pd.DataFrame) -> pd.DataFrame:
+    """Power laws of time: against length, and against depth, for each way."""
+    found = []
+    for axis in ("sequence", "layers"):
+        for way, mine in frame[frame["axis"] == axis].groupby("way", sort=False):
+            found.append((axis, way, *power_law(mine[axis], mine["ms"]), len(mine)))
+    return pd.DataFrame(found, columns=["axis", "way", "exponent", "r_squared", "points"])
+
+
+def draw_scaling(frame: pd.DataFrame, fitted: pd.DataFrame, around: Mapping[str, Any], o: Options) -> Figure:
+    """Time against length and against depth, on logarithmic axes."""
+    labels = {"sequence": "tokens of a sequence", "layers": "layers"}
+    with style():
+        drawing, axes = panels(1, 2, size=(7.6, 3.3))
+        for plot, axis in zip(axes.flat, labels, strict=True):
+            for place, (way, mine) in enumerate(frame[frame["axis"] == axis].groupby("way", sort=False)):
+                fit = fitted[(fitted["axis"] == axis) & (fitted["way"] == way)].iloc[0]
+                law = "" if math.isnan(fit["exponent"]) else f": ~ {fit['exponent']:.2f} power, R² {fit['r_squared']:.3f}"
+                plot.errorbar(
+                    mine[axis], mine["ms"], yerr=mine["iqr_ms"] / 2, label=f"{way}{law}", color=PALETTE[place], marker=MARKERS[place],
+                    linestyle=DASHES[place], elinewidth=0.7, capsize=2,
+                )  # fmt: skip
+            plot.set_xscale("log", base=2)
+            plot.set_yscale("log", base=2)
+            plot.set_xlabel(labels[axis])
+            plot.set_ylabel("time of one pass, ms")
+            points = sorted(set(frame.loc[frame["axis"] == axis, axis]))
+            plot.set_xticks(points, [f"{point:g}" for point in points])
+            plot.yaxis.set_major_formatter("{x:g}")
+            plot.legend()
+    caption = (
+        f"{o.shape}'s width with random weights, batch {o.batch}, float32; left with {o.fixed_layers} layers, right with "
+        f"{o.fixed_sequence} tokens. decay α: N·exp(−αℓ) tokens active in layer ℓ of the true depth ({SHAPES[o.shape].layers} layers), at the "
+        "same fraction of this one's. Medians of rounds in turns; bars: half of the interquartile range.",
+        machine_of(around, o),
+    )
+    return Figure("scaling", "Time against length and depth", frame, drawing, caption)
+
+
+def scaling(o: Options) -> int:
+    points = [("sequence", sequence, o.fixed_layers) for sequence in o.sequence]
+    points += [("layers", o.fixed_sequence, layers) for layers in o.layers]
+    found = [{"axis": axis} | row for axis, sequence, layers in points for row in scaling_point(sequence, layers, o)]
+    frame, around = pd.DataFrame(found), environment(o.device)
+    fitted = fits(frame)
+    draw_scaling(frame, fitted, around, o).write(o.output)
+    title = f"Time against length and depth ({o.shape}, {around['machine']}, {around['threads']} threads)"
+    show(title, fitted.round({"exponent": 3, "r_squared": 4}))
+    return 0
+
+
+# -- lm-evaluation-harness -------------------------------------------------------------------------------------------------------
+
+LM_PARTS = ("contexts", "letters", "choices", "rolling", "generate")
+LM_CALLS = {"rolling": "loglikelihood_rolling", "generate": "generate_until"}  # other parts: loglikelihood
+MOST_SLOWER = 1.05  # what the adapter may cost
+NATS = 1e-4  # of a log-likelihood; of a whole text, which is a sum over many tokens, ten times as much
+LETTERS = (" A", " B", " C", " D")
+LEAST_ROUNDS, MOST_ROUNDS = 5, 25
+
+
+def requests(part: str, count: int, words: int) -> list[Any]:
+    """Requests of one part on the text that every CPython carries; contexts of `words` words and up to half as many more."""
+    from lm_eval.api.instance import Instance
+
+    from quicksilver.data.python_docs import python_docs
+
+    text = python_docs("test").split()
+    starts = range(0, count * 3 * words, 3 * words)
+    contexts = [" ".join(text[start : start + words + (7 * i) % (words // 2)]) for i, start in enumerate(starts)]
+    following = [[" " + " ".join(text[start + k : start + k + 3 + k % 3]) for k in (0, 5, 9, 14)] for start in starts]
+    pairs = list(zip(contexts, following, strict=True))
+    arguments: dict[str, Iterator[tuple[Any, ...]]] = {
+        "contexts": ((context, choices[0]) for context, choices in pairs),  # nothing is shared: both compute the same tokens
+        "letters": ((context, letter) for context in contexts for letter in LETTERS),
+        "choices": ((context, one) for context, choices in pairs for one in choices),  # ours computes the context once
+        "rolling": ((context,) for context in contexts),
+        "generate": ((context, {"until": ["\n\n"], "max_gen_toks": 24}) for context in contexts[: max(1, count // 4)]),
+    }
+    kind: Any = LM_CALLS.get(part, "loglikelihood")
+    return [Instance(request_type=kind, doc={}, arguments=one, idx=i) for i, one in enumerate(arguments[part])]
+
+
+def apart(part: str, ours: list[Any], theirs: list[Any]) -> float:
+    """The largest difference in nats; of texts 0, or infinity where two differ."""
+    if part == "generate":
+        return 0.0 if ours == theirs else math.inf
+    pairs = zip(ours, theirs, strict=True)
+    if part == "rolling":
+        return max(abs(a - b) for a, b in pairs)
+    return max(abs(a[0] - b[0]) if a[1] == b[1] else math.inf for a, b in pairs)
+
+
+def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> dict[str, Any]:
+    """Our time over HFLM's, and HFLM's over its own: median and quartiles over rounds."""
+    of = requests(part, o.contexts, o.words)
+
+    def asked(model: Any) -> Call:
+        return lambda: getattr(model, LM_CALLS.get(part, "loglikelihood"))(of, disable_tqdm=True)
+
+    began = time.perf_counter()
+    difference = apart(part, asked(ours)(), asked(hflm)())  # and nothing is cold after it
+    round_s = 1.5 * (time.perf_counter() - began)
+    rounds = min(max(LEAST_ROUNDS, int(o.seconds / len(o.parts) / round_s)), MOST_ROUNDS)
+    fns = {"hflm": asked(hflm), "quicksilver": asked(ours), "hflm again": asked(hflm)}
+    times = alternate_by(o.clock, fns, 0, rounds)
+    ratio, noise = times.ratio("quicksilver", to="hflm"), times.ratio("hflm again", to="hflm")
+    return {
+        "part": part, "hflm_ms": times["hflm"].median, "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noise_low": noise.low,
+        "noise_high": noise.high, "apart": difference, "rounds": rounds, "reached": ratio.median <= MOST_SLOWER,
+    }  # fmt: skip
+
+
+def lm_eval(o: Options) -> int:
+    from lm_eval.models.huggingface import HFLM
+
+    from quicksilver.lm_eval import QuickSilverLM
+
+    load = psutil.getloadavg()[0]
+    torch.set_num_threads(o.threads)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as results:
+        ours = QuickSilverLM(pretrained=o.model, batch_size=o.batch_size, results_dir=results)
+    hflm = HFLM(pretrained=ours.model, tokenizer=ours.tokenizer, batch_size=o.batch_size)
+    found = [lm_part(part, hflm, ours, o) for part in o.parts]
+    what = f"{o.model}, batch {o.batch_size}, {o.contexts} contexts, {o.clock} clock"
+    show(f"quicksilver without modules over HFLM: {what}", _lm_rows(found))
+    save(o.output, {"environment": {**environment("cpu"), "load_average_before": load}, "options": o, "findings": found})
+    wrong = [f["part"] for f in found if f["apart"] > (10 * NATS if f["part"] == "rolling" else NATS)]
+    if wrong:
+        print(f"answers differ: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+# -- all of them, and their page -------------------------------------------------------------------------------------------------
+
+
+def all_parts(o: Options) -> int:
+    say_if_busy()
+    began = time.monotonic()
+    notes: dict[str, str] = {}
+    ran: dict[str, str] = {}
+    o.output.mkdir(parents=True, exist_ok=True)
+    for part in o.only:
+        if time.monotonic() - began > 60 * o.minutes:
+            notes[part] = f"the {o.minutes:g} minutes were over"
+            continue
+        print(f"[{part}]", flush=True)
+        started, more = time.monotonic(), getattr(o, part).split()
+        why = run_part(part, o.output, more)
+        ran[part] = f"{time.monotonic() - started:.0f} s (`benchmark.py {' '.join([*PARTS[part][0], *more])}`)"
+        if why is not None:
+            notes[part] = why
+    page = o.output / "README.md"
+    page.write_text(markdown(o.output, notes, ran), encoding="utf-8")
+    print(f"Written: {page} ({time.monotonic() - began:.0f} s)")
+    for part, why in notes.items():
+        print(f"{part}: not measured, {why}.", file=sys.stderr)
+    return 1 if notes else 0
+
+
+# A part's words, and what it writes: those without a name are given the folder.
+PARTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "runtime": (
+        ("runtime", *["--only", "none", "decay", "fusion", "decide", "generate", "repeat", "--dtypes", "float32", "--batch", "4", "--decay-layers", "8", "--new-tokens", "17"]),
+        "benchmark.json",
+    ),
+    "prediction": (
+        ("runtime", *["--only", "predicted", "--dtypes", "float32", "--shapes", "gpt2-large", "--repeats", "3", "--new-tokens", "17"]),
+        "benchmark_prediction_gpt2-large.json",
+    ),
+    "quantization": (
+        ("quantization", *["--batch", "4", "--sequence", "256", "--layers", "2", "--decode-layers", "12", "--kernel-rows", "1024", "--repeats", "3"]),
+        "benchmark_quantization.json",
+    ),
+    "break_even": (("break_even", "--cell-seconds", "0.5"), ""),
+    "scaling": (("scaling", "--repeats", "3"), ""),
+}  # fmt: skip
+
+
+def run_part(part: str, output: Path, more: Sequence[str]) -> str | None:
+    """Run one part in a process of its own; None, or why there is nothing of it."""
+    words, file = PARTS[part]
+    command = [sys.executable, str(Path(__file__).resolve()), *words, *more, "--output", str(output / file)]
+    done = subprocess.run(command, cwd=ROOT)
+    return None if done.returncode == 0 else f"{words[0]} ended with exit code {done.returncode}"
+
+
+def markdown(output: Path, notes: Mapping[str, str], ran: Mapping[str, str]) -> str:
+    """What is in the folder, as a page; `ran`: how long each part took, and its command."""
+    around = environment("cpu")
+    parts = [
+        "# Benchmarks",
+        f"{around['machine']}, {around['threads']} threads, torch {around['torch']}, transformers {around['transformers']}. `make benchmark` "
+        "makes this page again. Random weights of true shapes, few layers: what is measured is the runtime. Ratios are medians of rounds in "
+        "turns; a difference within the A/A noise floor is none.",
+    ]
+    contents = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(output.glob("benchmark*.json"))}
+    if "benchmark.json" in contents:
+        parts += ["## Runtime", *_runtime(contents["benchmark.json"])]
+    predictions = [content for name, content in contents.items() if name.startswith("benchmark_prediction_")]
+    if predictions:
+        parts += ["## Dropped, then predicted, on true shapes", *(part for content in predictions for part in _runtime(content))]
+    if (output / "break_even.csv").is_file():
+        frame = pd.read_csv(output / "break_even.csv")
+        parts += ["## Where a mechanism starts to pay", "![break-even map](break_even.png)"]
+        parts += ["Halting rate from which more time is saved than noise:", _table(break_even_rates(frame))]
+        left = frame[frame["status"] != "measured"]
+        if len(left):
+            parts.append(_table(left[["shape", "phase", "batch", "sequence", "status"]]))
+    if (output / "scaling.csv").is_file():
+        frame = fits(pd.read_csv(output / "scaling.csv")).round({"exponent": 3, "r_squared": 4})
+        parts += ["## Time against length and depth", "![scaling](scaling.png)", "Time ~ axis ^ exponent:", _table(frame)]
+    if "benchmark_quantization.json" in contents:
+        frame = pd.DataFrame(contents["benchmark_quantization.json"]["findings"])
+        frame = frame[["part", "what", "name", "speedup", "low", "high"]].round(2)
+        parts += ["## int8", "Times as fast as the first of each comparison:", _table(frame)]
+    if "benchmark_lm_eval.json" in contents:
+        parts += ["## lm-evaluation-harness", *_lm_eval(contents["benchmark_lm_eval.json"])]
+    parts += ["## This time", "\n".join(f"- {part}: {said}" for part, said in ran.items())]
+    if notes:
+        parts.append("\n".join(f"- {part}: not measured, {why}" for part, why in notes.items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def _runtime_rows(findings: Any) -> list[dict[str, str]]:
+    return [
+        {
+            "section": one["section"], "dtype": one["dtype"], "what": one["what"], "median": f"{one['value']:.3f}{one['unit']}",
+            "quartiles": f"{one['low']:.3f} to {one['high']:.3f}", "target": f"{one['target']}{one['unit']}",
+            "reached": "yes" if one["reached"] else "no",
+            "noise": "" if one["noise_floor"] is None else f"{100 * one['noise_floor']:.1f}%",
+        }
+        for one in findings
+    ]  # fmt: skip
+
+
+def _runtime(content: Mapping[str, Any]) -> list[str]:
+    options = content["options"]
+    sizes = ", ".join(options["shapes"]) if options["only"] == ["predicted"] else f"d = {options['width']}"
+    shape = f"{options['batch']} × {options['sequence']} tokens, {sizes}, {options['repeats']} rounds"
+    load = content["environment"]["load_average_before"]
+    return [f"{shape}; load average before: {load:.1f}.", _table(pd.DataFrame(_runtime_rows(content["findings"])))]
+
+
+def _lm_rows(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "requests": one["part"], "rounds": one["rounds"], "HFLM, ms": f"{one['hflm_ms']:.0f}", "time over HFLM's": f"{one['ratio']:.3f}",
+            "quartiles": f"{one['low']:.3f} to {one['high']:.3f}", "HFLM over itself": f"{one['noise_low']:.3f} to {one['noise_high']:.3f}",
+            "largest difference": f"{one['apart']:.1e}", f"at most {MOST_SLOWER}": "yes" if one["reached"] else "no",
+        }
+        for one in findings
+    ]  # fmt: skip
+
+
+def _lm_eval(content: Mapping[str, Any]) -> list[str]:
+    options, load = content["options"], content["environment"]["load_average_before"]
+    said = f"The adapter without modules on {options['model']}, {options['contexts']} contexts, {options['clock']} clock; load average before: {load:.1f}."
+    return [said, _table(pd.DataFrame(_lm_rows(content["findings"])))]
+
+
+def _table(frame: pd.DataFrame) -> str:
+    rows = [list(frame), ["---"] * len(frame.columns), *frame.astype(object).where(frame.notna(), "").to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+# -- what there is ---------------------------------------------------------------------------------------------------------------
+
+LAYERED = [*SHAPES, *shipped_with_schedules()]
+TIMED: dict[str, Any] = {"repeats": REPEATS, "warmup": WARMUP}
+BENCHMARKS: dict[str, tuple[Callable[[Options], int], Path, dict[str, Any]]] = {
+    "all": (all_parts, RESULTS, {
+        "only": Option(tuple(PARTS), choices=PARTS),
+        "minutes": Option(16.0, "no part begins after that; the longest takes about four", least=0),
+        **{part: Option("", "further options of that part, in one word") for part in PARTS},
+    }),
+    "runtime": (runtime, RESULTS / "benchmark.json", {
+        "only": Option(tuple(SECTIONS), "sections to run", SECTIONS),
+        "dtypes": Option(("float32", "bfloat16"), choices=("float32", "bfloat16", "float16")),
+        "batch": 8, "sequence": Option(512, "tokens of a row"), "layers": Option(4, "of none, decide and generate"),
+        "decay_layers": Option(PAPER_LAYERS, "of decay and fusion; fewer scale alpha to the same curve"), "width": 1280, "heads": 20,
+        "shapes": Option(("gpt2-large", "llama2-7b"), "of predicted: shapes, or shipped models under their own schedules", LAYERED),
+        "vocabulary": 1024, "new_tokens": Option(33, "of generate, the first of which belongs to the prompt's pass", least=2),
+        **TIMED, "device": "cpu",
+    }),
+    "quantization": (quantization, RESULTS / "benchmark_quantization.json", {
+        "only": Option(tuple(QUANTIZED), choices=QUANTIZED), "clock": Option("wall", choices=CLOCKS),
+        "batch": 8, "sequence": Option(512, "tokens of a row, of prefill"), "context": Option(256, "tokens cached before, of decode"),
+        "kernel_rows": 2048, "layers": Option(4, "of prefill"),
+        "decode_layers": Option(36, "of decode, where what a pass costs once weighs more"),
+        "family": Option("gpt2", "whose layers; a llama's have as many weights", ("gpt2", "llama")), "width": 1280, "heads": 20,
+        **TIMED, "threads": Option(None, kind=int),
+    }),
+    "break_even": (break_even, RESULTS, {
+        "shapes": Option(("gpt2", "gpt2-large", "llama2-7b"), choices=SHAPES), "phases": Option(PHASES, choices=PHASES),
+        "batch": (1, 4), "sequence": (64, 256, 512), "rates": Option((0.25, 0.5, 0.75), "shares of tokens, or of the depth, halted", least=1e-3),
+        "layers": Option(3, "what halts after the first must have something to miss", least=2),
+        "cell_seconds": Option(1.0, "a cell whose dense pass takes longer is left out, and said so", least=0),
+        **TIMED, "repeats": Option(3, REPEATS.help, least=3), "device": "cpu",
+    }),
+    "scaling": (scaling, RESULTS, {
+        "shape": Option("gpt2", choices=SHAPES), "sequence": (128, 256, 512, 1024), "layers": (2, 4, 8),
+        "fixed_layers": Option(4, "depth while the length varies"), "fixed_sequence": Option(256, "length while the depth varies"),
+        "batch": 1, **TIMED, "device": "cpu",
+    }),
+    "lm_eval": (lm_eval, RESULTS / "benchmark_lm_eval.json", {
+        "model": Option("reference-gpt2", "a model of conf/model, a folder or a hub id"), "parts": Option(LM_PARTS, choices=LM_PARTS),
+        "contexts": 8, "words": Option(48, "words of a context, at least", least=2), "batch_size": 4,
+        "seconds": Option(45.0, "of rounds, all parts together; what loads comes on top", least=0),
+        "clock": Option("wall", choices=CLOCKS), "threads": 1,
+    }),
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    around = environment(options.device) | {"load_average_before": os.getloadavg()[0]}
-    if around["load_average_before"] > 0.5:
-        load = around["load_average_before"]
-        console.print(
-            f"[bold]The machine is busy[/bold] (load {load:.2f}): the ratios below carry its noise; see the noise floor."
-        )
-    runs = {
-        "none": no_module,
-        "decay": decay,
-        "fusion": fusion,
-        "decide": decide,
-        "predicted": predicted,
-        "generate": generate,
-        "repeat": repeat,
-    }
-    findings: list[Finding] = []
-    for name in options.only:
-        for dtype in options.dtypes:
-            bench = Bench(options, getattr(torch, dtype))
-            with console.status(f"{name}, {dtype} …"), torch.inference_mode():
-                runs[name](bench)
-            findings += bench.findings
-    console.print(table_of(findings, options))
-    shown = {key: value for key, value in vars(options).items() if key != "output"}  # a place on this machine
-    content = {"environment": around, "options": shown, "findings": [asdict(f) for f in findings]}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    console.print(f"Saved to {options.output}")
-    return 0
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words.pop(0) if words and words[0] in BENCHMARKS else "all"
+    run, output, options = BENCHMARKS[name]
+    given, began = parsed(name, __doc__, options, words, output), time.monotonic()
+    with torch.inference_mode():
+        code = run(given)
+    print(f"Saved to {given.output} ({time.monotonic() - began:.0f} s)")
+    return code
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import ROOT, SHAPES, environment, model_of, random_ids
+from benchmarking import RESULTS, ROOT, SHAPES, Option, environment, model_of, parsed, random_ids, save
 
 PREFILL, DECODE = "prefill", "decode"
 # The class of quicksilver.modules and its options; None: no module. Under plain, the package is not used at all.
@@ -162,13 +162,8 @@ def one_process(package: Path, options: argparse.Namespace) -> dict[str, Any]:
     """
     words = [f"--{name.replace('_', '-')}={value}" for name, value in _passed_on(options).items()]
     command = [sys.executable, str(Path(__file__).resolve()), "--package", str(package), *words]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=package,
-        env={**os.environ, "PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1"},
-    )
+    env = {**os.environ, "PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=package, env=env)
     if done.returncode:
         last = (done.stderr.strip() or "nothing was said").splitlines()[-1]
         raise AgainstError(f"timing the package of {package} ended with exit code {done.returncode}: {last}")
@@ -176,8 +171,7 @@ def one_process(package: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _passed_on(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("shape", "layers", "batch", "tokens", "new_tokens", "warmup", "repeats", "threads")
-    return {name: getattr(options, name) for name in names}
+    return {name: getattr(options, name) for name in OPTIONS if name not in ("rounds", "package")}
 
 
 def compared(rounds: Sequence[Sequence[Times]]) -> list[Compared]:
@@ -214,41 +208,32 @@ def text(found: Sequence[Compared], absent: Mapping[str, str]) -> str:
     return "\n".join([*lines, *(f"{what}: not compared, {why}" for what, why in absent.items())])
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", nargs="?", help="a commit, a branch or a tag")
-    parser.add_argument("--rounds", type=int, default=7, help="at least 3; three processes each")
-    parser.add_argument("--shape", choices=SHAPES, default="gpt2")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=448, help="of the prompt")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--warmup", type=int, default=1, help="passes of each process that are not timed")
-    parser.add_argument("--repeats", type=int, default=3, help="passes of each process, of which the median counts")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / "against.json")
-    parser.add_argument("--package", type=Path, help=argparse.SUPPRESS)  # time one version, in this process
-    return parser.parse_args(arguments)
+OPTIONS: dict[str, Any] = {
+    "rounds": Option(7, "at least 3; three processes each", least=3), "shape": Option("gpt2", choices=SHAPES), "layers": 12, "batch": 1,
+    "tokens": Option(448, "of the prompt"), "new_tokens": 16, "warmup": Option(1, "passes of each process that are not timed", least=0),
+    "repeats": Option(3, "passes of each process, of which the median counts"), "threads": 1,
+    "package": Option(None, "time the version in this folder, in this process: for the benchmark's own use", kind=Path),
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    revision = words.pop(0) if words and not words[0].startswith("-") else None
+    options = parsed("against", __doc__, OPTIONS, words, RESULTS / "against.json")
     try:
         if options.package is not None:
             print(json.dumps(timed(options)))
-            return 0
-        if options.revision is None:
+        elif revision is None:
             raise AgainstError("say which revision this code is compared with, for instance HEAD~20.")
-        if options.rounds < 3:
-            raise AgainstError(f"--rounds {options.rounds} gives no quartiles: at least 3.")
-        compare(options)
+        else:
+            compare(revision, options)
     except AgainstError as error:
-        print(f"benchmark_against: {error}", file=sys.stderr)
+        print(f"benchmark against: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(revision: str, options: argparse.Namespace) -> None:
     """Time both versions in turns, print the ratios and write them.
 
     Raises:
@@ -257,7 +242,7 @@ def compare(options: argparse.Namespace) -> None:
     load = os.getloadavg()[0]
     rounds: list[list[Times]] = []
     absent: dict[str, str] = {}
-    with checked_out(options.revision) as (there, commit):
+    with checked_out(revision) as (there, commit):
         for number in range(options.rounds):
             times = []
             for name, package in zip(NAMES, (there, ROOT, there), strict=True):
@@ -277,8 +262,7 @@ def compare(options: argparse.Namespace) -> None:
         "absent": absent,
         "rounds_ms": [dict(zip(NAMES, one, strict=True)) for one in rounds],
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save(options.output, content)
     print(f"Written: {options.output}")
 
 

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import benchmark
 import benchmark_gpu
-import benchmarks
-import break_even
 import pandas as pd
 import pytest
-import scaling
 import torch
+from benchmarking import parsed
 
 from quicksilver.cli.commands import benchmark as benchmark_command
 
@@ -35,7 +34,7 @@ GPU = [
 @pytest.mark.slow
 def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--shapes", "tiny", "tiny-llama", "--batch", "1", "2", "--sequence", "12", "--rates", "0.5", "--cell-seconds", "60"]
-    assert break_even.main([*words, "--output", str(tmp_path)]) == 0
+    assert benchmark.main(["break_even", *words, "--output", str(tmp_path)]) == 0
     frame = pd.read_csv(tmp_path / "break_even.csv")
     assert len(frame) == 2 * 2 * 2 * 4  # shapes, phases, batches, mechanisms
     assert set(frame["mechanism"]) == {"halting 50%", "kv skipping 50%", "fusion 30%", "int8"}
@@ -46,8 +45,8 @@ def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pyt
 
 
 def test_cells_that_take_too_long_are_left_out_and_said(tmp_path: Path) -> None:
-    with pytest.raises(break_even.ConfigError, match="--cell-seconds 0"):
-        break_even.main(["--shapes", "tiny", "--sequence", "12", "--cell-seconds", "0", "--output", str(tmp_path)])
+    with pytest.raises(benchmark.ConfigError, match="--cell-seconds 0"):
+        benchmark.main(["break_even", "--shapes", "tiny", "--sequence", "12", "--cell-seconds", "0", "--output", str(tmp_path)])
 
 
 def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
@@ -67,7 +66,7 @@ def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
     ],
 )
 def test_where_halting_starts_to_pay_noise_does_not_count(steps: list[tuple[int, float, str]], rate: str) -> None:
-    assert break_even.break_even(cells(*steps))["rate"].to_list() == [rate]
+    assert benchmark.break_even_rates(cells(*steps))["rate"].to_list() == [rate]
 
 
 @pytest.mark.slow
@@ -87,7 +86,7 @@ def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys
         "--fixed-sequence",
         "8",
     ]
-    assert scaling.main([*words, "--repeats", "3", "--output", str(tmp_path)]) == 0
+    assert benchmark.main(["scaling", *words, "--repeats", "3", "--output", str(tmp_path)]) == 0
     frame = pd.read_csv(tmp_path / "scaling.csv")
     assert len(frame) == (3 + 2) * 3
     assert (frame.loc[frame["way"] == "dense", "flops_of_dense"] == 1).all()
@@ -97,10 +96,10 @@ def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys
 
 
 def test_a_power_law_is_found_and_two_points_are_none() -> None:
-    exponent, r_squared = scaling.power_law([1, 2, 4, 8], [3, 12, 48, 192])
+    exponent, r_squared = benchmark.power_law([1, 2, 4, 8], [3, 12, 48, 192])
     assert exponent == pytest.approx(2)
     assert r_squared == pytest.approx(1)
-    assert math.isnan(scaling.power_law([1, 2], [1, 2])[0])
+    assert math.isnan(benchmark.power_law([1, 2], [1, 2])[0])
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +162,7 @@ def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)  # the compiler takes a minute: the slow test has it
-    kept = benchmark_gpu.ROOT / "results" / "benchmarks" / "benchmark_gpu.json"
+    kept = benchmark_gpu.RESULTS / "benchmark_gpu.json"
     before = kept.exists()
     assert benchmark_gpu.main(["--dry-run", "--shapes", "tiny-llama", "--batch", "2"]) == 0
     said = capsys.readouterr()
@@ -216,19 +215,19 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monk
                 "--fixed-sequence",
                 "8",
             ]
-            scaling.main([*words, "--repeats", "3", "--output", str(output)])
+            benchmark.main(["scaling", *words, "--repeats", "3", "--output", str(output)])
             return None
         return "it broke"
 
-    monkeypatch.setattr(benchmarks, "run", tiny)
-    assert benchmarks.main(["--output", str(tmp_path), "--scaling", "--repeats 3"]) == 1
+    monkeypatch.setattr(benchmark, "run_part", tiny)
+    assert benchmark.main(["--output", str(tmp_path), "--scaling", "--repeats 3"]) == 1
     assert asked == [["runtime"], ["prediction"], ["quantization"], ["break_even"], ["scaling", "--repeats", "3"]]
     page = (tmp_path / "README.md").read_text()
     assert "![scaling](scaling.png)" in page
     assert "decay 0.05" in page
     assert "- runtime: not measured, it broke" in page
-    monkeypatch.setattr(benchmarks.time, "monotonic", iter(range(0, 10**6, 600)).__next__)
-    benchmarks.main(["--output", str(tmp_path), "--minutes", "15"])
+    monkeypatch.setattr(benchmark.time, "monotonic", iter(range(0, 10**6, 600)).__next__)
+    benchmark.main(["--output", str(tmp_path), "--minutes", "15"])
     assert "the 15 minutes were over" in (tmp_path / "README.md").read_text()
 
 
@@ -238,44 +237,65 @@ def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     class Done:
         returncode = 3
 
-    monkeypatch.setattr(benchmarks.subprocess, "run", lambda command, cwd: commands.append(command) or Done())
-    assert benchmarks.run("runtime", tmp_path, ["--repeats", "9"]) == "benchmark.py ended with exit code 3"
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda command, cwd: commands.append(command) or Done())
+    assert benchmark.run_part("runtime", tmp_path, ["--repeats", "9"]) == "runtime ended with exit code 3"
     (command,) = commands
     assert Path(command[1]).is_file()
     assert command[-4:] == ["--repeats", "9", "--output", str(tmp_path / "benchmark.json")]
-    assert tuple(benchmarks.PARTS) == benchmark_command.PARTS  # `quicksilver benchmark` knows them all
-    for part, (script, words) in benchmarks.PARTS.items():
-        parsed = __import__(script.removesuffix(".py")).options_of(list(words))  # a part's words are options that it has
-        assert parsed, part
+    assert tuple(benchmark.PARTS) == benchmark_command.PARTS  # `quicksilver benchmark` knows them all
+    for (name, *words), _ in benchmark.PARTS.values():  # a part's words are options that it has
+        assert parsed(name, "", benchmark.BENCHMARKS[name][2], words, tmp_path).output == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["runtime", "--only", "everything"], "everything"),
+        (["runtime", "--new-tokens", "1"], "new-tokens: 1: give a number of at least 2"),
+        (["runtime", "--repeats", "2"], "repeats: 2: give a number of at least 3"),
+        (["scaling", "--batch", "many"], "batch: 'many' is no whole number"),
+        (["break_even", "--rates", "nan"], "rates: nan: give a number"),
+        (["all", "--minutes", "-1"], "minutes: -1: give a number of at least 0"),
+    ],
+)
+def test_a_bad_option_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(words)
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["minutes=nan"], ["minutes=-1"], ["minutes=inf"], ["only=[]"], ["only=[nothing]"]])
+def test_a_bad_key_of_the_command_is_refused(words: list[str]) -> None:
+    with pytest.raises(benchmark.ConfigError, match=words[0].split("=")[0]):
+        benchmark_command.main(words)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
-    import benchmark_lm_eval
     from harness_world import make_model
 
     folder, output = make_model(tmp_path / "tiny", positions=512), tmp_path / "found.json"
     few = ["--contexts", "4", "--words", "8", "--batch-size", "2", "--seconds", "0", "--clock", "cpu"]
-    assert benchmark_lm_eval.main(["--model", str(folder), *few, "--output", str(output)]) == 0
+    assert benchmark.main(["lm_eval", "--model", str(folder), *few, "--output", str(output)]) == 0
     findings = {one["part"]: one for one in json.loads(output.read_text())["findings"]}
-    assert findings.keys() == set(benchmark_lm_eval.PARTS)
+    assert findings.keys() == set(benchmark.LM_PARTS)
     assert all(one["ratio"] > 0 and one["hflm_ms"] > 0 and one["apart"] < 1e-3 for one in findings.values())
-    assert all(one["rounds"] == benchmark_lm_eval.LEAST_ROUNDS for one in findings.values())  # there is time for no more
+    assert all(one["rounds"] == benchmark.LEAST_ROUNDS for one in findings.values())  # there is time for no more
     assert "quicksilver without modules over HFLM" in capsys.readouterr().out
-    (tmp_path / "benchmark_lm_eval.json").write_text(output.read_text())
-    page = benchmarks.markdown(tmp_path, {}, {}, {})
+    (tmp_path / "benchmark.json").write_text(output.read_text())
+    page = benchmark.markdown(tmp_path, {}, {})
     assert "## lm-evaluation-harness" in page
-    assert all(f"| {part} | 5 |" in page for part in benchmark_lm_eval.PARTS)
+    assert all(f"| {part} | 5 |" in page for part in benchmark.LM_PARTS)
 
 
 @pytest.mark.slow  # importing lm-eval takes seconds
 def test_answers_that_differ_are_seen() -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
-    import benchmark_lm_eval
-
-    assert benchmark_lm_eval.apart("letters", [(-1.0, True), (-2.5, False)], [(-1.0, True), (-2.0, False)]) == 0.5
-    assert benchmark_lm_eval.apart("letters", [(-1.0, True)], [(-1.0, False)]) == math.inf
-    assert benchmark_lm_eval.apart("rolling", [-1.0], [-1.25]) == 0.25
-    assert benchmark_lm_eval.apart("generate", ["a"], ["b"]) == math.inf
+    assert benchmark.apart("letters", [(-1.0, True), (-2.5, False)], [(-1.0, True), (-2.0, False)]) == 0.5
+    assert benchmark.apart("letters", [(-1.0, True)], [(-1.0, False)]) == math.inf
+    assert benchmark.apart("rolling", [-1.0], [-1.25]) == 0.25
+    assert benchmark.apart("generate", ["a"], ["b"]) == math.inf

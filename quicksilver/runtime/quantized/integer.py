@@ -63,7 +63,7 @@ class IntegerExecutor(SimulatedExecutor):
     product, accumulated in int32, and three passes over its result. A 4- or 2-bit code is an int8 number, so all quantised tokens
     share the product (with `weights="token"` those of one width do). The weights' codes stay in memory beside the model.
 
-    The product is `torch._int_mm`: oneDNN on CPU, cuBLASLt on CUDA. Of what scripts/benchmark_quantization.py compares, oneDNN's
+    The product is `torch._int_mm`: oneDNN on CPU, cuBLASLt on CUDA. Of what `scripts/benchmark.py quantization` compares, oneDNN's
     qlinear is by the number of rows slower or faster for many, but wants the weights packed a second time; fbgemm codes a whole
     batch with one scale or goes through tensor types that torch has deprecated. For one token all of them wait for the weights.
     Where `_int_mm` is missing or inexact the codes are multiplied as floats: one warning, and `kernel` says so.

@@ -69,6 +69,11 @@ class Outcome:
     dense: Record | None = None
     reason: str | None = None
 
+    @property
+    def records(self) -> list[Record]:
+        """Those that are there: its own, and the dense one."""
+        return [record for record in (self.record, self.dense) if record is not None]
+
 
 class Experiment(Protocol):
     """What a file of `experiments/` provides: the runs, and `table` or `figure`, as its name says."""
@@ -129,7 +134,7 @@ class Artefact:
     def build(self, outcomes: Sequence[Outcome], name: str) -> Table | Figure:
         """The table or figure called `name`, with the records that it is made of and the claims that it answers."""
         made = self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
-        found = (record.fingerprint for one in outcomes for record in (one.record, one.dense) if record is not None)
+        found = (record.fingerprint for one in outcomes for record in one.records)
         title = made.title if self.kind == "table" else made.title + _measured_on(outcomes)
         return dataclasses.replace(made, title=title, records=tuple(sorted(set(found))), claims=self.claims)
 

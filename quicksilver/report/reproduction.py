@@ -20,12 +20,10 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
-    from quicksilver.harness.jobs import Job
     from quicksilver.harness.store import Store
     from quicksilver.harness.workplace import Workplace
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
-
 
 UNUSABLE = "its record cannot be used"  # what is wrong with it is said beside the table
 # Where something is or goes does not change what is measured: no other name for the table.
@@ -67,28 +65,21 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
 
 def all_kept(outcomes: Sequence[Outcome], store: Store) -> bool:
     """Whether the repository has every record behind these outcomes; also where it has none at all: then nothing of it can be overwritten."""
-    return not (store.root / KEPT).is_dir() or all(
-        record.is_kept for one in outcomes for record in (one.record, one.dense) if record is not None
-    )
+    return not (store.root / KEPT).is_dir() or all(record.is_kept for one in outcomes for record in one.records)
 
 
 def _says_less(written: Path, outcomes: Sequence[Outcome], store: Store) -> bool:
     """Whether the written version has rows from records that the repository keeps and these outcomes lack: text that is not here, say."""
     from quicksilver.harness import archive
-    from quicksilver.report.written import read
 
-    if not written.is_file():
-        return False
-    here = {record.fingerprint for one in outcomes for record in (one.record, one.dense) if record is not None}
-    return not here.issuperset(set(read(written).records).intersection(archive.names(store.root / KEPT)))
+    here = {record.fingerprint for one in outcomes for record in one.records}
+    return written.is_file() and not here.issuperset(set(read(written).records).intersection(archive.names(store.root / KEPT)))
 
 
 def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, to_run: bool = True) -> list[Job]:
     """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
-    return [
-        make_job(f"{row.panel} {row.key}", row.words(overrides), row.needs, answers, to_run=to_run)
-        for row in artefact.experiment.rows()
-    ]
+    rows = artefact.experiment.rows()
+    return [make_job(f"{row.panel} {row.key}", row.words(overrides), row.needs, answers, to_run=to_run) for row in rows]
 
 
 def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str], *, svg: bool = False) -> Made:
@@ -106,8 +97,7 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     plain = all_kept(outcomes, store) and not _says_less(folder / f"{name}.json", outcomes, store)
     product = artefact.build(outcomes, name if plain else f"{name}{LOCAL_SUFFIX}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
-    records = [record for one in outcomes for record in (one.record, one.dense) if record is not None]
-    here = [record for record in records if not record.is_kept]
+    here = [record for one in outcomes for record in one.records if not record.is_kept]
     return Made(product, confirmation(here) or distance(product.frame, reference, f"{name}.csv"), written)
 
 
@@ -157,11 +147,11 @@ def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
     repository has."""
     from quicksilver.harness.config import compose
 
-    variant = selected_by([override for override in overrides if override.split("=")[0] not in _NEUTRAL])
-    if variant is not None:
+    given = [override for override in overrides if override.split("=")[0] not in _NEUTRAL]
+    if (variant := selected_by(given)) is not None:
         return f"{name}-{variant.name}"
     default = compose([])
-    more = sorted(override for override in overrides if override.split("=")[0] not in ("model", "dataset", *_NEUTRAL))
+    more = sorted(override for override in given if override.split("=")[0] not in ("model", "dataset"))
     parts = [name]
     if more or (base.model.name, base.dataset.name) != (default.model.name, default.dataset.name):
         parts += [base.model.name, base.dataset.name]
@@ -184,15 +174,14 @@ def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
     return shlex.join(["quicksilver", "reproduce", artefact.kind, artefact.numbers[0], *overrides])
 
 
-# --- other models and texts ----------------------------------------------------------------------------------------------------
-
+# --- other models and texts -------------------------------------------------------------------------------------------------------
 
 DEFAULT = "reference-gpt2 · python-docs"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One selection of model and text.
+    """A selection of model and text of which the repository has the tables and figures too: their files lie beside those of the default one.
 
     Attributes:
         name: behind the name of a table or figure.
@@ -248,10 +237,8 @@ def why_not(name: str, jobs: Sequence[Job], default: Sequence[str]) -> str | Non
     if found and found <= set(default):
         return "is of models and texts of its own, the same under any selection"
     failed = next((str(job.error) for job in jobs if job.error is not None), None)
-    if failed is not None:
-        return failed
     lacking = sum(job.record is None and job.reason is None for job in jobs)
-    return f"its runs were not made: {lacking} of {len(jobs)} rows have no record" if lacking else None
+    return failed or (f"its runs were not made: {lacking} of {len(jobs)} rows have no record" if lacking else None)
 
 
 def variants_page(
@@ -263,42 +250,36 @@ def variants_page(
         there: by variant and artefact, why it is missing; None: it is there.
         commands: what makes each.
     """
-    artefacts = list(next(iter(there.values())))
-    head = ["", DEFAULT, *(variant.title for variant in there)]
-    lines = [
+    rows = [["", DEFAULT, *(variant.title for variant in there)], [":--"] * (2 + len(there))]
+    for artefact in next(iter(there.values())):
+        suffix = "md" if artefact.kind == "table" else "png"
+        names = (
+            artefact.name,
+            *(f"{artefact.name}-{one.name}" if not missing[artefact] else "" for one, missing in there.items()),
+        )
+        links = (f"[{artefact.kind}]({artefact.kind}s/{name}.{suffix})" if name else "" for name in names)
+        rows.append([f"{artefact.kind} {artefact.number}: {artefact.title}", *links])
+    parts = [
         "# Tables and figures of other models and texts",
         f"The repository has each table and figure for {DEFAULT}, and where the selection means something and its runs were made, a second and third "
         "time. Numbers, notes and records stand in each; pictures and JSON lie beside, CSV and LaTeX are written by the command that repeats it.",
-        "\n".join([_line(head), "|" + " :-- |" * len(head), *(_line(_cells(one, there)) for one in artefacts)]),
+        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
     ]
     for variant, missing in there.items():
-        reasons: dict[str, list[Artefact]] = {}
+        reasons: dict[str, list[str]] = {}
         for artefact, why in missing.items():
             if why is not None:
-                reasons.setdefault(why, []).append(artefact)
-        said = [f"- {', '.join(f'{one.kind} {one.number}' for one in those)}: {why}" for why, those in reasons.items()]
+                reasons.setdefault(why, []).append(f"{artefact.kind} {artefact.number}")
         example = next((commands[variant][one] for one, why in missing.items() if why is None), None)
-        made = [f"Made by `{example}`, and so on."] if example else []
-        lines += [f"## Not there for {variant.title}", "\n".join(said), *made]
-    return "\n\n".join(lines) + "\n"
+        parts += [
+            f"## Not there for {variant.title}",
+            "\n".join(f"- {', '.join(those)}: {why}" for why, those in reasons.items()),
+        ]
+        parts += [f"Made by `{example}`, and so on."] if example else []
+    return "\n\n".join(parts) + "\n"
 
 
-def _cells(artefact: Artefact, there: Mapping[Variant, Mapping[Artefact, str | None]]) -> list[str]:
-    suffix = "md" if artefact.kind == "table" else "png"
-    names = [
-        artefact.name,
-        *(f"{artefact.name}-{one.name}" if missing[artefact] is None else "" for one, missing in there.items()),
-    ]
-    title = f"{artefact.kind} {artefact.number}: {artefact.title}"
-    return [title, *(f"[{artefact.kind}]({artefact.kind}s/{name}.{suffix})" if name else "" for name in names)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-# --- README.md -----------------------------------------------------------------------------------------------------------------
-
+# --- README.md --------------------------------------------------------------------------------------------------------------------
 
 _MARKED = re.compile(r"(<!-- (\w+)(\.rows)?:begin -->\n).*?(<!-- \2(?:\.rows)?:end -->)", re.DOTALL)
 
@@ -313,20 +294,24 @@ def fill_readme(readme: Path, results: Path) -> str:
     """
     if not readme.is_file():
         raise ConfigError(f"{readme} is not there: this command is for a clone of the repository.")
-    titles = {artefact.name: artefact.title for artefact in artefacts()}
+    known = {artefact.name: artefact for artefact in artefacts()}
     names = []
 
     def filled(match: re.Match[str]) -> str:
         begin, name, only_rows, end = match.groups()
-        path = _path(name, results)
+        artefact = known.get(name)
+        kind = artefact.kind if artefact is not None else "figure" if name.startswith("figure") else "table"
+        path = results / "claims.json" if name == "claims" else results / f"{kind}s" / f"{name}.json"
+        if not path.is_file():
+            make = make_command(artefact, ()) if artefact is not None else "make claims"
+            raise ConfigError(f"{path} is not there: make it first, {make}.")
         written = read(path)
         names.append(name)
         if name == "claims":
             return f"{begin}[{written.title}]({path.with_suffix('.md').as_posix()}).\n{end}"
         if written.kind == "figure":
-            title = titles.get(name, name)
-            picture = path.with_name(written.pictures[0]).as_posix()
-            return f"{begin}![{title[:1].upper()}{title[1:]}]({picture})\n{end}"
+            title = artefact.title if artefact is not None else name
+            return f"{begin}![{title[:1].upper()}{title[1:]}]({path.with_name(written.pictures[0]).as_posix()})\n{end}"
         if only_rows:
             return f"{begin}{_rows(written, path)}\n{end}"
         return begin + markdown(written, level=3) + end  # one level deeper: the table is a part of the README
@@ -336,25 +321,10 @@ def fill_readme(readme: Path, results: Path) -> str:
     return f"{readme}: {', '.join(names) or 'no markers found'}"
 
 
-def _path(name: str, results: Path) -> Path:
-    if name == "claims":
-        path, make = results / "claims.json", "make claims"
-    else:
-        kind = "figure" if name.startswith("figure") else "table"
-        path = results / f"{kind}s" / f"{name}.json"
-        number = name.removeprefix(f"{kind}_") if name[len(kind)] == "_" else name.removeprefix(kind).split("_")[0].lstrip("0")
-        make = f"make reproduce-{kind} {kind.upper()}={number}"
-    if not path.is_file():
-        raise ConfigError(f"{path} is not there: make it first, {make}.")
-    return path
-
-
 def _rows(written: Written, path: Path) -> str:
     """The first panel without its headings; below it model, text and protocol, and where the rest stands."""
     rows = [line for line in markdown(written).splitlines() if line.startswith("|")]
     first = written.panels[0]
     count = 2 + sum(len(section.rows) + bool(section.title) for section in first.sections)
-    where = " ".join(first.notes[:4])
-    return "\n".join(
-        [*rows[:count], "", f"<sub>{where} [What the columns mean, and the records]({path.with_suffix('.md').as_posix()}).</sub>"]
-    )
+    where = f"{' '.join(first.notes[:4])} [What the columns mean, and the records]({path.with_suffix('.md').as_posix()})."
+    return "\n".join([*rows[:count], "", f"<sub>{where}</sub>"])

@@ -6,10 +6,9 @@ The frame is the result; everything printed is derived from it. The same frame g
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +59,10 @@ class Panel:
     columns: tuple[Column, ...]
     notes: tuple[str, ...] = ()
 
+    def cells(self, row: Mapping[str, Any]) -> tuple[Lines, ...]:
+        """A row of the frame in print."""
+        return tuple(tuple(column.cell(row)) for column in self.columns)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -81,28 +84,39 @@ class Table:
     records: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
 
+    @property
+    def printed(self) -> tuple[PrintedPanel, ...]:
+        """The panels with their cells, in the frame's order."""
+        found, numbered = [], list(enumerate(self.frame.to_dict("records")))
+        for panel in self.panels:
+            rows = groupby((one for one in numbered if one[1]["panel"] == panel.key), key=lambda one: one[1]["section"])
+            sections = tuple(
+                Section(str(title), tuple(PrintedRow(place, panel.cells(row)) for place, row in members))
+                for title, members in rows
+            )
+            headings = tuple(Heading(column.group, column.header, column.align) for column in panel.columns)
+            found.append(PrintedPanel(panel.key, panel.title, headings, sections, tuple(panel.notes)))
+        return tuple(found)
+
     def text(self, width: int | None = None) -> str:
         """For a terminal of `width` columns; None: as wide as it needs."""
         parts = [self.title, "=" * len(self.title)]
-        for panel in self.panels:
-            parts += ["", panel.title, "-" * len(panel.title), "", *_panel_text(panel, self._sections(panel), width), ""]
-            parts += wrapped(panel.notes, width)
+        for panel, printed in zip(self.panels, self.printed, strict=True):
+            parts += [
+                "",
+                panel.title,
+                "-" * len(panel.title),
+                "",
+                *_text(panel, printed, width),
+                "",
+                *wrapped(panel.notes, width),
+            ]
         return "\n".join([*parts, "", *wrapped(self.legend, width)]) + "\n"
 
     def written(self) -> Written:
         """What is written, as data."""
-        panels = []
-        for panel in self.panels:
-            rows = [place for place, key in enumerate(self.frame["panel"]) if key == panel.key]
-            sections, first = [], 0
-            for section, cells in self._sections(panel):
-                numbered = zip(rows[first : first + len(cells)], cells, strict=True)
-                sections.append(Section(section, tuple(PrintedRow(row, tuple(map(tuple, one))) for row, one in numbered)))
-                first += len(cells)
-            headings = tuple(Heading(column.group, column.header, column.align) for column in panel.columns)
-            panels.append(PrintedPanel(panel.key, panel.title, headings, tuple(sections), tuple(panel.notes)))
         return Written(
-            "table", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame), tuple(panels), tuple(self.legend),
+            "table", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame), self.printed, tuple(self.legend),
             records=sorted_once((*self.records, *named_records(self.frame))), claims=self.claims,
         )  # fmt: skip
 
@@ -116,76 +130,57 @@ class Table:
 
     def latex(self) -> str:
         """One `table*` a panel; needs the packages booktabs and graphicx."""
-        return "\n".join(_panel_latex(self, panel, self._sections(panel)) for panel in self.panels)
+        return "\n".join(_latex(self, panel) for panel in self.printed)
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<name>.md`, `.csv`, `.tex` and `.json` (see `written`) into `folder`; each file appears whole or not at all."""
         written = self.written()
-        contents = {"md": markdown(written), "csv": self.csv(), "tex": self.latex()}
-        texts = {f"{self.name}.{suffix}": content.encode() for suffix, content in contents.items()}
-        return write_files(folder, {**texts, f"{self.name}.json": written.json()})
+        contents = {"md": markdown(written), "csv": self.csv(), "tex": self.latex(), "json": written.json().decode()}
+        return write_files(folder, {f"{self.name}.{suffix}": content.encode() for suffix, content in contents.items()})
 
-    def _sections(self, panel: Panel) -> list[tuple[str, list[list[Lines]]]]:
-        """(section, rows of cells) in the frame's order."""
-        rows = self.frame[self.frame["panel"] == panel.key].to_dict("records")
-        return [
-            (str(section), [[column.cell(row) for column in panel.columns] for row in members])
-            for section, members in groupby(rows, key=lambda row: row["section"])
-        ]
 
+# --- in a terminal ----------------------------------------------------------------------------------------------------------------
 
 _GAP = _INDENT = "  "
 
 
-def _panel_text(panel: Panel, sections: list[tuple[str, list[list[Lines]]]], width: int | None) -> Iterator[str]:
+def _text(panel: Panel, printed: PrintedPanel, width: int | None) -> Iterator[str]:
+    columns, shown = panel.columns, list(range(len(panel.columns)))
     # What stands under a heading is set in, and what continues a cell further.
     sections = [
-        (
-            section,
-            [[tuple(_INDENT * (bool(section) + (k > 0)) + text for k, text in enumerate(row[0])), *row[1:]] for row in rows],
-        )
-        for section, rows in sections
+        (section.title, [(_set_in(row.cells[0], bool(section.title)), *row.cells[1:]) for row in section.rows])
+        for section in printed.sections
     ]
-    shown = list(range(len(panel.columns)))
-    widths = _widths(panel.columns, sections)
-    while width is not None and _total(shown, widths) > width and any(panel.columns[i].expendable for i in shown):
-        shown.remove(max(shown, key=lambda i: panel.columns[i].expendable))
+    widths = _widths(columns, [row for _, rows in sections for row in rows])
+    while width is not None and _total(shown, widths) > width and any(columns[i].expendable for i in shown):
+        shown.remove(max(shown, key=lambda i: columns[i].expendable))
 
     def line(cells: Sequence[str]) -> str:
-        pad = [
-            cells[i].ljust(widths[i]) if panel.columns[i].align == "left" else cells[i].rjust(widths[i])
-            for i in range(len(cells))
-        ]
-        return _GAP.join(pad[i] for i in shown).rstrip()
+        padded = (f"{cells[i]:{'<' if columns[i].align == 'left' else '>'}{widths[i]}}" for i in shown)
+        return _GAP.join(padded).rstrip()
 
     groups = []
-    for group, members in groupby(shown, key=lambda i: panel.columns[i].group):
+    for group, members in groupby(shown, key=lambda i: columns[i].group):
         span = _total(list(members), widths)
         groups.append(f" {group} ".center(span, "-") if group else " " * span)
     rule = "-" * _total(shown, widths)
-    yield _GAP.join(groups).rstrip()
-    yield line([column.header for column in panel.columns])
-    yield rule
-    for number, (section, rows) in enumerate(sections):
-        if number:
-            yield ""
-        if section:
-            yield section
+    yield from (_GAP.join(groups).rstrip(), line([column.header for column in columns]), rule)
+    for number, (title, rows) in enumerate(sections):
+        yield from [""] * bool(number) + [title] * bool(title)
         for row in rows:
-            for k in range(max(map(len, row))):
-                yield line([cell[k] if k < len(cell) else "" for cell in row])
+            yield from map(line, zip_longest(*row, fillvalue=""))
     yield rule
-    hidden = [column for i, column in enumerate(panel.columns) if i not in shown]
+    hidden = ", ".join(" ".join(filter(None, (one.group, one.header))) for i, one in enumerate(columns) if i not in shown)
     if hidden:
-        names = ", ".join(" ".join(filter(None, (column.group, column.header))) for column in hidden)
-        yield from wrapped([f"Narrow terminal: left out {names}. The written files have every column."], width)
+        yield from wrapped([f"Narrow terminal: left out {hidden}. The written files have every column."], width)
 
 
-def _widths(columns: Sequence[Column], sections: list[tuple[str, list[list[Lines]]]]) -> list[int]:
-    def texts(i: int) -> Iterator[str]:
-        return (text for _, rows in sections for row in rows for text in row[i])
+def _set_in(lines: Lines, under_heading: bool) -> Lines:
+    return tuple(_INDENT * (under_heading + (k > 0)) + text for k, text in enumerate(lines))
 
-    widths = [max([len(column.header), *map(len, texts(i))]) for i, column in enumerate(columns)]
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Lines]]) -> list[int]:
+    widths = [max(map(len, (column.header, *(text for row in rows for text in row[i])))) for i, column in enumerate(columns)]
     # A heading over several columns must fit over them: what it needs more goes to the first.
     for group, run in groupby(range(len(columns)), key=lambda i: columns[i].group):
         members = list(run)
@@ -197,62 +192,47 @@ def _total(members: Sequence[int], widths: Sequence[int]) -> int:
     return sum(widths[i] for i in members) + len(_GAP) * (len(members) - 1)
 
 
+# --- as LaTeX ---------------------------------------------------------------------------------------------------------------------
+
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
 _TEX |= {character: "\\" + character for character in "&%$#_{}"}
 _TEX |= {"Δ": r"$\Delta$", "†": r"$\dagger$", "±": r"$\pm$", "×": r"$\times$", "≤": r"$\leq$", "≥": r"$\geq$"}
 _TEX |= {"–": "--", "—": "---", "<": r"\textless{}", ">": r"\textgreater{}"}
-_TEX_PATTERN = re.compile("|".join(map(re.escape, _TEX)))
+_TEX_TABLE = str.maketrans(_TEX)
 
 
 def _tex(text: str) -> str:
-    return _TEX_PATTERN.sub(lambda match: _TEX[match.group()], text)
+    return text.translate(_TEX_TABLE)
 
 
-def _panel_latex(table: Table, panel: Panel, sections: list[tuple[str, list[list[Lines]]]]) -> str:
-    columns = panel.columns
+def _latex(table: Table, panel: PrintedPanel) -> str:
     groups, rules, first = [], [], 1
-    for group, run in groupby(columns, key=lambda column: column.group):
+    for group, run in groupby(panel.columns, key=lambda column: column.group):
         span = len(list(run))
         groups.append(rf"\multicolumn{{{span}}}{{c}}{{{_tex(group)}}}")
-        if group:
-            rules.append(rf"\cmidrule(lr){{{first}-{first + span - 1}}}")
+        rules += [rf"\cmidrule(lr){{{first}-{first + span - 1}}}"] if group else []
         first += span
     body = []
-    for section, rows in sections:
+    for section in panel.sections:
         body.append(r"\midrule")
-        if section:
-            body.append(rf"\multicolumn{{{len(columns)}}}{{l}}{{\textit{{{_tex(section)}}}}} \\")
-        for row in rows:
-            for k in range(max(map(len, row))):
-                cells = [_tex(cell[k]) if k < len(cell) else "" for cell in row]
-                # The second line belongs to the first: smaller, and set apart from the next row.
-                body.append(
-                    " & ".join(cells) + r" \\"
-                    if k == 0
-                    else " & ".join(rf"\footnotesize {cell}" if cell else "" for cell in cells) + r" \\[2pt]"
-                )
+        if section.title:
+            body.append(rf"\multicolumn{{{len(panel.columns)}}}{{l}}{{\textit{{{_tex(section.title)}}}}} \\")
+        for row in section.rows:
+            above, *below = ([_tex(text) for text in line] for line in zip_longest(*row.cells, fillvalue=""))
+            body.append(" & ".join(above) + r" \\")
+            # Further lines belong to the first: smaller, and set apart from the next row.
+            body += [" & ".join(rf"\footnotesize {text}" if text else "" for text in line) + r" \\[2pt]" for line in below]
     caption = " ".join(_tex(part) for part in (f"{table.title}. {panel.title}.", *panel.notes, *table.legend))
     lines = [
-        r"\begin{table*}[t]",
-        r"\centering",
-        r"\resizebox{\textwidth}{!}{%",
-        rf"\begin{{tabular}}{{{''.join('l' if column.align == 'left' else 'r' for column in columns)}}}",
-        r"\toprule",
-        " & ".join(groups) + r" \\",
-        " ".join(rules),
-        " & ".join(_tex(column.header) for column in columns) + r" \\",
-        *body,
-        r"\bottomrule",
-        r"\end{tabular}}",
-        rf"\caption{{{caption}}}",
-        rf"\label{{tab:{table.name}-{panel.key}}}",
-        r"\end{table*}",
-    ]
+        r"\begin{table*}[t]", r"\centering", r"\resizebox{\textwidth}{!}{%",
+        rf"\begin{{tabular}}{{{''.join(column.align[0] for column in panel.columns)}}}", r"\toprule",
+        " & ".join(groups) + r" \\", " ".join(rules), " & ".join(_tex(column.header) for column in panel.columns) + r" \\",
+        *body, r"\bottomrule", r"\end{tabular}}", rf"\caption{{{caption}}}", rf"\label{{tab:{table.name}-{panel.key}}}", r"\end{table*}",
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
-# --- cells: signs, intervals, and what cannot be told from noise ---------------------------------------------------------------
-
+# --- cells: signs, intervals, and what cannot be told from noise ------------------------------------------------------------------
 
 NO_VALUE = "-"
 FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
@@ -310,8 +290,7 @@ def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
 
 def time_cell(value: float | None, noise: float | None) -> Lines:
     """A difference of times as a cell: `within` where it is no larger than the noise floor, which stands below the panel."""
-    found = time_difference_cell(value, noise)
-    return found if noise is None else found[:1]
+    return time_difference_cell(value, noise)[: 2 if noise is None else 1]
 
 
 def time_difference_cell(value: float | None, noise: float | None) -> Lines:

@@ -114,12 +114,10 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
     for phase in ("", "prompt_"):
         timing = None if latency is None else latency.timing(prompt=bool(phase))
         if timing is not None:
+            row |= {f"{phase}latency_ms": timing.run_ms.median, f"{phase}noise_floor_pct": timing.noise_floor_pct}
             # Round by round against the dense model of the same run: both were timed under the same load of the machine.
-            row[f"{phase}latency_ms"] = timing.run_ms.median
-            row[f"{phase}speedup_pct"] = 100 * (1 - timing.ratio.median)
-            row[f"{phase}speedup_pct_low"] = 100 * (1 - timing.ratio.high)
-            row[f"{phase}speedup_pct_high"] = 100 * (1 - timing.ratio.low)
-            row[f"{phase}noise_floor_pct"] = timing.noise_floor_pct
+            for end, ratio in (("", timing.ratio.median), ("_low", timing.ratio.high), ("_high", timing.ratio.low)):
+                row[f"{phase}speedup_pct{end}"] = 100 * (1 - ratio)
     emissions = record.found("emissions", EmissionsResult) if record.execution == "compact" else None
     if emissions is not None:
         row["gco2_per_token"] = emissions.gco2_per_token
@@ -152,14 +150,8 @@ def divergence(record: Record) -> dict[str, float]:
 
 def interval(name: str, paired: PairedInterval) -> dict[str, float]:
     """A difference as six numbers: in perplexity and in percent, each with the ends of its interval."""
-    return {
-        name: paired.difference,
-        f"{name}_low": paired.low,
-        f"{name}_high": paired.high,
-        f"{name}_pct": paired.relative_pct,
-        f"{name}_pct_low": paired.relative_pct_low,
-        f"{name}_pct_high": paired.relative_pct_high,
-    }
+    found = (paired.difference, paired.low, paired.high, paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
+    return dict(zip(_with_interval(name), found, strict=True))
 
 
 def _kv_bytes_saved_pct(record: Record) -> float | None:
@@ -175,45 +167,31 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row an outcome, with the columns `COLUMNS`: what is reported, what was measured (see `against_dense`), and on what."""
     rows = []
     for outcome in outcomes:
-        row: dict[str, Any] = {
-            "panel": outcome.row.panel,
-            "section": outcome.row.section,
-            "key": outcome.row.key,
-            "technique": outcome.row.technique,
-            "status": outcome.reason or MEASURED,
-        }
+        row: dict[str, Any] = {name: getattr(outcome.row, name) for name in ("panel", "section", "key", "technique")}
+        row["status"] = outcome.reason or MEASURED
         if outcome.row.reported is not None:
             row |= {f"reported_{quantity}": value for quantity, value in reported()[outcome.row.reported].values.items()}
         if outcome.record is not None and outcome.dense is not None:
             model, data = outcome.record.model, outcome.record.data
-            row |= {
-                "model": without_folders(model.name),
-                "weights_digest": model.weights_digest[:SHORT],
-                "dtype": model.dtype,
-            }
+            row |= {"model": without_folders(model.name), "weights_digest": model.weights_digest[:SHORT], "dtype": model.dtype}
             row |= {"data": data.name, "token_digest": data.token_digest[:SHORT]}
             row |= against_dense(outcome.record, outcome.dense)
         rows.append(row)
-    _adjust(rows)
-    _pool_noise(rows)
+    for panel in dict.fromkeys(row["panel"] for row in rows):
+        members = [row for row in rows if row["panel"] == panel]
+        _adjust(members)
+        for phase in ("", "prompt_"):
+            pool_noise(members, phase)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _adjust(rows: Sequence[dict[str, Any]]) -> None:
-    """P values against chance, adjusted for how many rows of a panel were tested; a record that stands in several rows is one test."""
-    for panel in dict.fromkeys(row["panel"] for row in rows):
-        tested = {row["record"]: row["versus_null_p"] for row in rows if row["panel"] == panel and "versus_null_p" in row}
-        adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
-        for row in rows:
-            if row["panel"] == panel and row.get("record") in adjusted:
-                row["versus_null_p_adjusted"] = adjusted[row["record"]]
-
-
-def _pool_noise(rows: Sequence[dict[str, Any]]) -> None:
-    """One A/A floor a panel."""
-    for panel in dict.fromkeys(row["panel"] for row in rows):
-        for phase in ("", "prompt_"):
-            pool_noise([row for row in rows if row["panel"] == panel], phase)
+    """P values against chance, adjusted for how many rows of the panel were tested; a record that stands in several rows is one test."""
+    tested = {row["record"]: row["versus_null_p"] for row in rows if "versus_null_p" in row}
+    adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
+    for row in rows:
+        if row.get("record") in adjusted:
+            row["versus_null_p_adjusted"] = adjusted[row["record"]]
 
 
 def noise(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import pandas as pd
 from quicksilver.harness.choices import choices
 from quicksilver.harness.config import TrackerConfig, compose
 from quicksilver.harness.tracker import check_tracker, mirror, start
-from quicksilver.report.site.collection import Collection, NamedRecord, Piece, describe
+from quicksilver.report.site.collection import Collection, Piece, describe
 from quicksilver.report.written import Written, read
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -35,11 +35,17 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
     """
     check_tracker(config)
     site = Collection(Path(results_dir))
+    groups = {fingerprint: f"sweep {name}" for name, members in reversed(sweeps(site).items()) for fingerprint in members}
     for run in site.runs.values():
         if run.record is not None:
-            mirror(
-                run.record, config, site.root, name=name_of(run), group=group_of(site, run), tags=_tags(run), more=_numbers(run)
-            )
+            # Two runs of a sweep never look the same: `NAME [17/200] tau_drift=p40 | model | text | …`.
+            name = " | ".join(filter(None, (run.sweep, run.label, run.differing if run.sweep is None else None)))
+            # Differences to dense, which a record alone does not have.
+            numbers = {
+                key: value for key, value in run.row.items() if isinstance(value, int | float) and not isinstance(value, bool)
+            }
+            tags = [piece.name for piece in run.pieces]
+            mirror(run.record, config, site.root, name=name, group=groups.get(run.fingerprint), tags=tags, more=numbers)
     _publish_pieces(site, config)
     return site
 
@@ -53,52 +59,35 @@ def sweeps(site: Collection) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def group_of(site: Collection, run: NamedRecord) -> str | None:
-    """The W&B group of a record: the sweep that it belongs to, if it is of one."""
-    return next((f"sweep {name}" for name, members in sweeps(site).items() if run.fingerprint in members), None)
-
-
-def name_of(run: NamedRecord) -> str:
-    """`NAME [17/200] tau_drift=p40 | model | text | …`: two runs of a sweep never look the same."""
-    return " | ".join(filter(None, (run.sweep, run.label, run.differing if run.sweep is None else None)))
-
-
-def _tags(run: NamedRecord) -> list[str]:
-    """What names the record."""
-    return [piece.name for piece in run.pieces]
-
-
-def _numbers(run: NamedRecord) -> dict[str, Any]:
-    """Differences to dense, which a record alone does not have."""
-    return {key: value for key, value in run.row.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-
-
 def _publish_pieces(site: Collection, config: TrackerConfig) -> None:
-    written = [piece for piece in site.pieces if piece.written]
-    content = hashlib.sha256()
-    for path in (path for piece in written for path in _files(site, piece)):
-        content.update(path.read_bytes())
+    files = {piece.name: _files(site, piece) for piece in site.pieces if piece.written}
+    content = hashlib.sha256(b"".join(path.read_bytes() for paths in files.values() for path in paths))
     with start(config, site.root, id=content.hexdigest()[:20], name=TABLES_AND_FIGURES, job_type=TABLES_AND_FIGURES) as run:
-        for piece in written:
-            run.log(_shown(site, piece))
-            for path in _files(site, piece):
+        for piece in (piece for piece in site.pieces if piece.written):
+            run.log(_shown(piece, files[piece.name]))
+            for path in files[piece.name]:
                 run.log_artifact(str(path), name=path.name, type=piece.kind)
         if site.claims is not None:
             run.log({"claims": _table(read(site.root / "claims.json"))})
 
 
 def _files(site: Collection, piece: Piece) -> list[Path]:
-    return sorted((site.root / f"{piece.kind}s").glob(f"{piece.name}.*"))
+    """Its own files; what a link leads to was not written here."""
+    folder = site.root / f"{piece.kind}s"
+    names = {f"{piece.name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")} | {
+        *(piece.written.pictures if piece.written else ())
+    }
+    return sorted(path for name in names if (path := folder / name).is_file() and not path.is_symlink())
 
 
-def _shown(site: Collection, piece: Piece) -> dict[str, Any]:
+def _shown(piece: Piece, files: Sequence[Path]) -> dict[str, Any]:
     """A table as a table, a figure as a picture."""
     import wandb
 
     assert piece.written is not None
     if piece.kind == "figure":
-        picture = site.root / "figures" / piece.written.pictures[0]
-        return {piece.name: wandb.Image(str(picture), caption=piece.title)} if picture.is_file() else {}
+        picture = next((path for path in files if path.name == piece.written.pictures[0]), None)
+        return {piece.name: wandb.Image(str(picture), caption=piece.title)} if picture is not None else {}
     return {piece.name: _table(piece.written)} if piece.written.rows else {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -81,25 +82,15 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
         distinct.setdefault(json.dumps(record.config["modules"], sort_keys=True), (record, dense))
     rows = []
     for record, dense in sorted(distinct.values(), key=lambda pair: pair[0].fingerprint):
-        try:
+        with suppress(QuickSilverError):  # too few windows for an interval: its own page says so
             rows.append((record, against_dense(record, dense)))
-        except QuickSilverError:
-            continue  # too few windows for an interval: its own page says so
     if len({(row.get("executed_flops_saved_pct"), row.get("delta_ppl_pct")) for _, row in rows}) < _MIN_RECORDS:
         return None  # one outcome, whatever is set: there is nothing to move through
     options = _options([settings(record) for record, _ in rows])
     first = rows[0][0]
     return {
         "title": title,
-        "where": ", ".join(
-            (
-                " + ".join(first.modules),
-                first.model.name,
-                first.data.name,
-                first.protocol.name,
-                first.execution,
-            )
-        ),
+        "where": ", ".join((" + ".join(first.modules), first.model.name, first.data.name, first.protocol.name, first.execution)),
         "options": [{key: value for key, value in option.items() if key != "places"} for option in options],
         "records": [
             {
@@ -116,12 +107,8 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
 def settings(record: Record) -> dict[str, str]:
     """The options of a record's modules, `halting.tau_drift`, in words."""
     modules: Mapping[str, Mapping[str, Any]] = record.config["modules"]
-    return {
-        f"{module}.{name}": _named(value)
-        for module, entry in modules.items()
-        for name, value in entry.items()
-        if name != "_target_"
-    }
+    options = {module: {name: value for name, value in entry.items() if name != "_target_"} for module, entry in modules.items()}
+    return {f"{module}.{name}": _named(value) for module, entry in options.items() for name, value in entry.items()}
 
 
 def _named(value: Any) -> str:
@@ -152,14 +139,8 @@ def _options(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
         # The member that reads as numbers gives the order; the others follow it.
         name = min(members, key=lambda one: (sum(_order(row.get(one, _NONE))[0] for row in rows), members.index(one)))
         values = sorted({row.get(name, _NONE) for row in rows}, key=_order)
-        also = [
-            {
-                "name": other,
-                "values": [next(row.get(other, _NONE) for row in rows if row.get(name, _NONE) == v) for v in values],
-            }
-            for other in members
-            if other != name
-        ]
+        first = [next(row for row in rows if row.get(name, _NONE) == value) for value in values]
+        also = [{"name": other, "values": [row.get(other, _NONE) for row in first]} for other in members if other != name]
         places = [values.index(row.get(name, _NONE)) for row in rows]
         ordered = all(_order(value)[0] == 0 for value in values)
         options.append({"name": name, "also": also, "values": values, "places": places, "ordered": ordered})
@@ -234,9 +215,7 @@ def cost_chart(sweep: Mapping[str, Any]) -> dict[str, Any]:
         "low": [record["delta_ppl_pct"][1] for record in records],
         "high": [record["delta_ppl_pct"][2] for record in records],
         "setting": [
-            ", ".join(
-                f"{option['name']}={option['values'][at]}" for option, at in zip(sweep["options"], record["at"], strict=True)
-            )
+            ", ".join(f"{one['name']}={one['values'][at]}" for one, at in zip(sweep["options"], record["at"], strict=True))
             for record in records
         ],
     }

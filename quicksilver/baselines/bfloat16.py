@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.module import Transform
+from quicksilver.runtime.module import NumberFormat, Transform
 
 
 @contextmanager
@@ -33,6 +33,10 @@ class BFloat16(Transform):
     dtype that `model.dtype` names. The output head is given its last token as contiguous rows: of a slice, (B, 1, D) with the strides
     of the prompt, torch 2.13 makes a batched product, and copies the head's weights for each sequence. In float32 it does not.
     """
+
+    @property
+    def number_format(self) -> NumberFormat:
+        return "bfloat16"
 
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:

@@ -13,10 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
-from quicksilver.runtime.module import Transform
-from quicksilver.runtime.quantized.integer import INT_MM, kernel_for, multiply
-from quicksilver.runtime.quantized.linear import encode_weight
+from quicksilver.runtime.errors import ConfigError, KernelError
+from quicksilver.runtime.module import NumberFormat, Transform
+from quicksilver.runtime.quantized.integer import where_it_runs
+from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, LinearKernel, weight_of
 
 BACKENDS = ("torch", "torchao")
 
@@ -32,10 +32,13 @@ class Int8Dynamic(Transform):
     a token for inputs and one an output channel for weights; embeddings, norms and output head stay as they are.
 
     Args:
-        backend: `torch`: products by `torch._int_mm`. `torchao`: torchao's own recipe and tensor types, where it is installed.
+        backend: `torch`: products by `torch._int_mm`. Where that is not exact, by what `torch.ao` quantizes dynamically with:
+            fbgemm with inputs of 7 bits (`reduce_range`) on x86, QNNPACK on ARM; inputs have one scale a token all the same.
+            `torchao`: torchao's own recipe and tensor types, where it is installed. `kernel` says which it was.
 
     Raises:
-        ConfigError: an unknown backend; `torchao` without torchao; by `apply`, a device without an exact integer product.
+        ConfigError: an unknown backend; `torchao` without torchao.
+        KernelError: by `apply`, no exact integer product on this machine.
         UnsupportedModelError: weights that are offloaded.
     """
 
@@ -45,23 +48,47 @@ class Int8Dynamic(Transform):
         check_choice("backend", self.backend, BACKENDS)
         if self.backend == "torchao":
             _torchao()
+        self._ran: dict[str, None] = {}
+
+    @property
+    def kernel(self) -> str:
+        return " and ".join(self._ran) or "not run yet"
+
+    @property
+    def number_format(self) -> NumberFormat:
+        return "integer"
 
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:
         replaced: list[tuple[nn.Module, str, nn.Module]] = []
-        make = _IntegerLinear if self.backend == "torch" else _TorchaoLinear
         try:
             for layer in architecture.layers:
                 for parent in list(layer.modules()):
                     for name, child in list(parent.named_children()):
                         if isinstance(child, (nn.Linear, Conv1D)):
-                            quantised = make(child)
+                            quantised = self._quantised(child)
                             replaced.append((parent, name, child))
                             setattr(parent, name, quantised)
             yield
         finally:
             for parent, name, child in reversed(replaced):
                 setattr(parent, name, child)
+
+    def _quantised(self, linear: nn.Module) -> nn.Module:
+        weight = weight_of(linear)
+        offered = DYNAMIC_INT8[:1] if self.backend == "torchao" else DYNAMIC_INT8  # torchao's recipe is on torch._int_mm
+        refusals = []
+        for kernel in offered:
+            refusal = kernel.refusal(weight, 2)
+            if refusal is None:
+                by = f"torchao by {kernel.name}" if self.backend == "torchao" else kernel.name
+                self._ran[f"{by} on {where_it_runs(weight.device.type)}"] = None
+                return _TorchaoLinear(linear) if self.backend == "torchao" else _IntegerLinear(linear, kernel)
+            refusals.append(refusal)
+        raise KernelError(
+            f"int8_dynamic: no exact int8 product here: {'; '.join(refusals)}.",
+            "Measure it on another machine, or see what the widths do to quality with modules=[adaptive_quantization_uniform8].",
+        )
 
 
 class _IntegerLinear(nn.Module):
@@ -70,35 +97,15 @@ class _IntegerLinear(nn.Module):
     `weight` and `bias` stay those of the layer it stands for: a module that projects K/V alone multiplies by slices of them.
     """
 
-    def __init__(self, linear: nn.Module) -> None:
+    def __init__(self, linear: nn.Module, kernel: LinearKernel) -> None:
         super().__init__()
-        weight = _of(linear)
-        if kernel_for(weight.device.type, *weight.shape) != INT_MM:
-            raise ConfigError(
-                f"int8_dynamic: {weight.device.type} has no exact int8 matrix product for weights of {tuple(weight.shape)}. "
-                "Measure it on another machine, or see what the widths do to quality with modules=[adaptive_quantization_uniform8]."
-            )
-        code, self.scale = encode_weight(weight, 8)
-        self.code = code.contiguous().T  # (K, N) with K contiguous
+        self._product = kernel.prepare(linear)
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).to(self.scale.dtype)
-        scale = rows.abs().amax(-1, keepdim=True).div_(127).clamp_(min=torch.finfo(rows.dtype).tiny)
-        code = (rows / scale).round_().to(torch.int8)
-        product = multiply(code, self.code).to(scale.dtype).mul_(scale).mul_(self.scale)
-        if self.bias is not None:
-            product += self.bias  # type: ignore[arg-type]
-        return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
-
-
-def _of(linear: nn.Module) -> torch.Tensor:
-    """The weight of a linear layer as (N, K)."""
-    weight: torch.Tensor = linear.weight.detach()  # type: ignore[operator]
-    if weight.is_meta:
-        raise UnsupportedModelError("The weights of a linear layer are offloaded and cannot be quantised: load the model whole.")
-    return weight.T if isinstance(linear, Conv1D) else weight
+        product = self._product(x.reshape(-1, x.shape[-1]))
+        return product.view(*x.shape[:-1], product.shape[-1])
 
 
 class _TorchaoLinear(nn.Module):
@@ -107,7 +114,7 @@ class _TorchaoLinear(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         quantize_, recipe = _torchao()
-        weight = _of(linear)
+        weight = weight_of(linear)
         shape = {"device": weight.device, "dtype": weight.dtype, "bias": linear.bias is not None}
         self.linear = nn.Linear(weight.shape[1], weight.shape[0], **shape)  # type: ignore[arg-type]
         self.linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)

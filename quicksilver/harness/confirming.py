@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from quicksilver.harness.store import Draft
     from quicksilver.measure.bench import Bench
     from quicksilver.measure.measurement import Measurement
+    from quicksilver.runtime.module import NumberFormat
 
-MOST_NATS = 1e-4  # a scored token, in any window: 0.01% of its perplexity, and far above what rounding in float32 leaves
-MOST_OF_FLOPS = 1e-3  # a token whose signal is at its threshold may fall to either side
+# By number format, ascending: nats a scored token in any window, and share of the work (a token at its threshold may fall to either side).
+BOUNDS: dict[NumberFormat, tuple[float, float]] = {"float32": (1e-4, 1e-3), "bfloat16": (1e-4, 1e-3), "integer": (1e-4, 1e-3)}
 
 
 def of_repository(results_dir: str, fingerprint: str, measurements: Mapping[str, Measurement]) -> Record | None:
@@ -42,8 +43,30 @@ def of_repository(results_dir: str, fingerprint: str, measurements: Mapping[str,
     return record
 
 
+def format_of(bench: Bench) -> NumberFormat:
+    """The coarsest format that a run computes in: its model's, or one of its modules'."""
+    dtype = next(bench.model.parameters()).dtype
+    formats: list[NumberFormat] = [
+        "float32" if dtype.itemsize >= 4 else "bfloat16",
+        *(one.number_format for one in bench.modules),
+    ]
+    return max(formats, key=list(BOUNDS).index)
+
+
 def confirm(record: Record, bench: Bench) -> Confirmed:
     """Score the first batch as the run does, and compare it window by window with the record."""
+    nats, work = compare(record, bench)
+    most_nats, most_work = BOUNDS[format_of(bench)]
+    return Confirmed(
+        windows=min(bench.protocol.batch_size, len(bench.windows.ids)),
+        of=len(record.windows),
+        largest_difference_nats=nats,
+        agrees=nats <= most_nats and work <= most_work,
+    )
+
+
+def compare(record: Record, bench: Bench) -> tuple[float, float]:
+    """How far the first batch is from the record: the largest difference of a window in nats a token, and that of the work as a share."""
     from quicksilver.measure.perplexity import score
 
     count = min(bench.protocol.batch_size, len(bench.windows.ids))
@@ -52,18 +75,13 @@ def confirm(record: Record, bench: Bench) -> Confirmed:
         execution=bench.execution, progress=bench.batches_done, dense=bench.dense.logits if bench.dense and bench.modules else None, decision_layers=bench.decision_layers,
     )  # fmt: skip
     here, there = scores.windows, record.windows.iloc[:count]
-    apart = max(
+    nats = max(
         float(np.abs(here[column].to_numpy(float) / by - there[column].to_numpy(float) / by).max())
         for column, by in (("nll_nats", here["tokens"].to_numpy(float)), ("kl_nats", 1.0))
         if column in here and column in there
     )
-    work, before = (float(frame["executed_flops"].sum()) for frame in (here, there))
-    return Confirmed(
-        windows=count,
-        of=len(record.windows),
-        largest_difference_nats=apart,
-        agrees=apart <= MOST_NATS and abs(work / before - 1) <= MOST_OF_FLOPS,
-    )
+    done, before = (float(frame["executed_flops"].sum()) for frame in (here, there))
+    return nats, abs(done / before - 1)
 
 
 def taken(record: Record, draft: Draft) -> dict[str, Any]:

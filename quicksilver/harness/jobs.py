@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quicksilver.harness.answers import Answer, Answers
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, KernelError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.harness.config import RunConfig
@@ -46,7 +46,10 @@ class Job:
     error: Exception | None = field(default=None, repr=False)
 
     def fail(self, error: Exception) -> None:
-        self.reason, self.error = FAILED, error
+        if isinstance(error, KernelError):  # of this processor, not of the run: the row says so, and the table is whole
+            self.reason, self.error = error.reason, None
+        else:
+            self.reason, self.error = FAILED, error
 
 
 def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: Answers, *, to_run: bool = True) -> Job:

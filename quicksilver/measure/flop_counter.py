@@ -86,6 +86,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten._weight_int8pack_mm: _by_channel,
     torch.ops.onednn.qlinear_pointwise: _packed,
     torch.ops.quantized.linear_dynamic: _packed,
+    torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32: _packed,
     aten.mv: _matrix_vector,  # torch counts matrix-matrix products only
     aten.addmv: _added_matrix_vector,
     aten.dot: _dot,

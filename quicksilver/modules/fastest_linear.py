@@ -12,10 +12,11 @@ from transformers.pytorch_utils import Conv1D
 
 from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import Transform
+from quicksilver.runtime.errors import KernelError
+from quicksilver.runtime.module import NumberFormat, Transform
 from quicksilver.runtime.quantized.choosing import Choices, ChoosesKernels, Kind, choose, linears_of, machine, rows_class
 from quicksilver.runtime.quantized.kernels import KERNELS, Product, weight_of
+from quicksilver.runtime.quantized.proving import instruction_set, processor
 
 AUTO = "auto"
 _MEASURED: dict[tuple[str, tuple[str, ...]], Choices] = {}  # in this process, by machine and kinds of products
@@ -36,13 +37,14 @@ class FastestLinear(Transform, ChoosesKernels):
 
     Args:
         product: `auto`, or the name of a kernel of `runtime.quantized.kernels` for every product that it can compute; others stay as
-            they are.
+            they are. No kernel is timed or used that is wrong on this processor.
 
     Attributes:
         choices: what was measured; None: `auto` measures when it is applied, once in a process.
 
     Raises:
-        ConfigError: an unknown kernel; by `apply`, a kernel that can compute no product of the model here.
+        ConfigError: an unknown kernel.
+        KernelError: by `apply`, a kernel that this machine lacks or computes wrongly.
     """
 
     product: str = "auto"
@@ -59,7 +61,11 @@ class FastestLinear(Transform, ChoosesKernels):
 
     @property
     def kernel(self) -> str:
-        return "; ".join(self._ran) or "not run yet"
+        return f"{'; '.join(self._ran)}; on {processor()} ({instruction_set()})" if self._ran else "not run yet"
+
+    @property
+    def number_format(self) -> NumberFormat:
+        return {"float": "float32", "bfloat16": "bfloat16"}.get(self.product, "integer")  # type: ignore[return-value]
 
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:
@@ -84,12 +90,10 @@ class FastestLinear(Transform, ChoosesKernels):
             choices = self.choices or measured(linears)
             return lambda weight, rows: choices.of(Kind.of(weight, rows))
         named = KERNELS[self.product]
-        if not any(named.fits(weight_of(linear), 1) for linear in linears):
-            device = weight_of(linears[0]).device.type
-            raise ConfigError(
-                f"product={self.product!r} can compute no linear layer of this model on {device}: give product=auto, or one of "
-                f"{', '.join(KERNELS)}."
-            )
+        refusals = [named.refusal(weight_of(linear), 1) for linear in linears]
+        if None not in refusals:
+            offered = [name for name, kernel in KERNELS.items() if kernel.fits(weight_of(linears[0]), 1)]
+            raise KernelError(f"product={self.product!r}: {refusals[0]}.", f"Give product=auto, or one of {', '.join(offered)}.")
         return lambda weight, rows: self.product if named.fits(weight, rows) else "float"
 
 

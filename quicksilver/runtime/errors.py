@@ -11,3 +11,15 @@ class ConfigError(QuickSilverError, ValueError):
 
 class UnsupportedModelError(QuickSilverError):
     """A model family, cache or attention implementation the runtime has no adapter for."""
+
+
+class KernelError(ConfigError):
+    """A kernel that this machine lacks or computes wrongly. A table has the reason in its row, and is whole.
+
+    Attributes:
+        reason: without the remedy.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason} {remedy}".strip())
+        self.reason = reason

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from quicksilver.runtime.translation import KVTranslator
     from quicksilver.runtime.view import CacheView, LayerView
     from quicksilver.runtime.visibility import Span
+
+
+NumberFormat = Literal["float32", "bfloat16", "integer"]  # ascending: what two processors may differ by
 
 
 class RuntimeModule:
@@ -49,6 +52,11 @@ class RuntimeModule:
     def kernel(self) -> str | None:
         """Which kernel computed the matrix products that this module changed, for the record; None: it changed none."""
         return None
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """What its products are rounded to; how far two processors may differ follows from it (docs/identity.md)."""
+        return "float32"
 
     def bind(self, architecture: Architecture) -> None:
         """Called once by `apply`: check the options against the model and resolve fractions of depth. Raises ConfigError."""
@@ -112,6 +120,10 @@ class TokenPolicy(RuntimeModule, ABC):
     @property
     def kernel(self) -> str | None:
         return None if self.precision is None else self.precision.kernel
+
+    @property
+    def number_format(self) -> NumberFormat:
+        return "float32" if self.precision is None else "integer"
 
 
 class MergePolicy(RuntimeModule, ABC):

@@ -469,19 +469,22 @@ def test_where_nothing_is_chosen_there_is_no_null() -> None:
 
 
 @pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
-def test_int8_changes_logits_within_a_bound_and_its_layers_are_integer(family: str) -> None:
+def test_int8_changes_logits_within_a_bound_and_its_layers_multiply_by_the_kernel_it_names(family: str) -> None:
     model = tiny.load(family)
     dense = tiny.forward(model, EVEN, []).logits
     quantised = tiny.forward(model, EVEN, [Int8Dynamic()]).logits
     moved = (quantised - dense).norm() / dense.norm()
     assert 1e-4 < float(moved) < 0.1
-    with torch.no_grad(), apply(model, [Int8Dynamic()]) as run:
-        linears = [m for layer in run.arch.layers for m in layer.modules() if hasattr(m, "weight") and m.weight.ndim == 2]
-        assert linears
-        assert all(m.code.dtype == torch.int8 for m in linears)
+    module = Int8Dynamic()
+    with torch.no_grad(), apply(model, [module]) as run:
         counted = count_by_operator(lambda: model(EVEN.ids))
         integer = 2 * 48 * run.arch.linear_params_per_layer * run.arch.n_layers
-        assert counted["aten._int_mm"] == integer
+        (kernel,) = module.kernel.split(" and ")
+        operator = {"int_mm": "aten._int_mm", "fbgemm_reduced": "quantized.linear_with_input_q_dq_qweight_dq_output_fp32"}.get(
+            kernel.split()[0], "quantized.linear_dynamic"
+        )
+        columns = 1.1 if kernel.startswith("qnnpack") else 1.0  # two more a product, which set its scale
+        assert integer <= counted[operator] <= columns * integer
         assert sum(n for name, n in counted.items() if name in ("aten.mm", "aten.addmm")) == 2 * 48 * tiny.WIDTH * tiny.VOCABULARY
 
 

@@ -48,3 +48,20 @@ def test_an_error_of_every_record_is_that_of_each_row(jobs, monkeypatch):
     monkeypatch.setattr(harness_run, "ensure", fails)
     run_missing(rows, answers)
     assert [(row.record, row.reason, str(row.error)) for row in rows] == [(None, FAILED, "the record is damaged")] * 2
+
+
+@pytest.mark.processor
+def test_a_row_whose_kernel_is_wrong_here_says_why_and_the_table_is_whole(tmp_path, monkeypatch):
+    from quicksilver.runtime.quantized import kernels
+
+    monkeypatch.setattr(kernels, "wrong", lambda name, *_: "overflows" if name.startswith("qlinear") else None)
+    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", "measure=sweep", "dataset.windows=3"]
+    answers = Answers(tmp_path / "results")
+    runs = {"dense": [], "qlinear": ["modules=[fastest_linear]", "modules.fastest_linear.product=qlinear"]}
+    rows = [make_job(name, (*words, *more), (), answers) for name, more in runs.items()]
+    run_missing(rows, answers)
+    assert [row.error for row in rows] == [None, None]
+    assert rows[0].record is not None
+    assert rows[1].record is None
+    assert rows[1].reason.startswith("product='qlinear': qlinear overflows on ")
+    assert "\n" not in rows[1].reason

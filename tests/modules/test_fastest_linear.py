@@ -13,6 +13,7 @@ from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.quantized.choosing import Choices, Kind, linears_of
 from quicksilver.runtime.quantized.kernels import KERNELS, weight_of
 
+pytestmark = pytest.mark.processor
 EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))
 
 
@@ -52,9 +53,9 @@ def test_a_named_kernel_computes_what_it_can_and_is_refused_where_it_can_nothing
     assert not FastestLinear(product="bfloat16").measures
     with pytest.raises(ConfigError, match="product='int9'"):
         FastestLinear(product="int9")
-    monkeypatch.setattr(type(KERNELS["qlinear"]), "fits", lambda *_: False)
+    monkeypatch.setattr(type(KERNELS["qlinear"]), "lacks", lambda *_: "qlinear needs a newer torch")
     with pytest.raises(
-        ConfigError, match=r"product='qlinear' can compute no linear layer of this model on cpu: give product=auto"
+        ConfigError, match=r"product='qlinear': qlinear needs a newer torch\. Give product=auto, or one of float, "
     ):
         tiny.forward(model, EVEN, [FastestLinear(product="qlinear")])
 

@@ -11,7 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.runtime.quantized.choosing import ROWS, Choices, Kind, choose, rows_class
-from quicksilver.runtime.quantized.kernels import KERNELS, LinearKernel, Product, weight_of
+from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS, LinearKernel, Product, weight_of
+
+pytestmark = pytest.mark.processor
+ALL = KERNELS | {kernel.name: kernel for kernel in DYNAMIC_INT8}
 
 
 class Clock:
@@ -30,8 +33,10 @@ class Fake(LinearKernel):
     def __init__(self, name: str, clock: Clock, seconds: Mapping[int, float]) -> None:
         self.name, self.clock, self.seconds = name, clock, seconds
 
-    def fits(self, weight: torch.Tensor, rows: int) -> bool:
-        return rows in self.seconds
+    bound = None
+
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        return None if rows in self.seconds else "not for so many rows"
 
     def prepare(self, linear: nn.Module) -> Product:
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -100,33 +105,37 @@ def test_what_is_chosen_has_a_digest_and_how_long_it_took_has_none() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("conv", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_kernel_is_the_layer_but_for_rounding_and_its_operations_are_counted(
     name: str, conv: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
+    kernel = ALL[name]
     linear = (Conv1D(96, 64) if conv else nn.Linear(64, 96)).to(dtype)
     with torch.no_grad():
         linear.weight.normal_()
         linear.bias.normal_()
-    for rows in (1, 40):
-        if not KERNELS[name].fits(weight_of(linear), rows):
-            continue
+    refusals = {rows: kernel.refusal(weight_of(linear), rows) for rows in (1, 40)}
+    offered = [rows for rows, refusal in refusals.items() if refusal is None]
+    if not offered:
+        pytest.skip(refusals[1])
+    for rows in offered:
         x = torch.randn(rows, 64).to(dtype)
         with torch.no_grad():
-            product = KERNELS[name].prepare(linear)
+            product = kernel.prepare(linear)
             exact, found = linear(x), product(x)
             assert found.dtype == dtype
             error = float((found - exact).float().norm() / exact.float().norm())
             assert error < (0.02 if name != "float" else 1e-9), (name, rows)
             assert (error > 0) == (name != "float")
-            assert count_executed(lambda x=x, product=product: product(x)) == 2 * rows * 64 * 96
+            width = 64 + 2 * (name == "qnnpack")  # and the two columns that set its scale
+            assert count_executed(lambda x=x, product=product: product(x)) == 2 * rows * width * 96
 
 
 def test_a_product_whose_scale_is_that_of_all_rows_is_offered_for_one_row_alone() -> None:
     weight = torch.randn(8, 8)
     assert not KERNELS["fbgemm"].fits(weight, 2)
-    for name, kernel in KERNELS.items():
+    for name, kernel in ALL.items():
         if name == "fbgemm" or not kernel.fits(weight, 16):
             continue
         linear = nn.Linear(8, 8)

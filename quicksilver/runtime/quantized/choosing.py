@@ -1,6 +1,6 @@
 """Which kernel and number format each product of a linear layer gets on this machine: measured, in a few seconds.
 
-A choice is made for each kind of product: rows (in three classes), width, channels and dtype. The layer as it is stands among the
+A kernel that is wrong on this machine is no candidate (proving.py). A choice is made for each kind of product: rows (in three classes), width, channels and dtype. The layer as it is stands among the
 candidates, and another one must be faster than it by a margin.
 """
 
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -23,6 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime.quantized.kernels import KERNELS, LinearKernel, Product, weight_of
+from quicksilver.runtime.quantized.proving import instruction_set, processor
 
 ROWS = (1, 16, 256)  # what is measured; for one row, up to 64, and more
 BUDGET_S = 1.0
@@ -105,16 +104,8 @@ def linears_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def machine() -> str:
-    """What a measurement holds for: processor, torch, threads."""
-    return f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-
-
-def processor() -> str:
-    """What the system calls its processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    """What a measurement holds for: processor and instructions, torch, threads."""
+    return f"{processor()}, {instruction_set()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from quicksilver.runtime.phases import phase
 from quicksilver.runtime.quantized.codes import PIECE, UNTOUCHED, ByWidth, eight_bits, encode, exact_dtype, rows_a_piece, rows_of
 from quicksilver.runtime.quantized.linear import LinearLayer, Part, SimulatedExecutor, encode_weight
+from quicksilver.runtime.quantized.proving import INTEGER, instruction_set, wrong
 
 
 class _IntegerInputs(NamedTuple):
@@ -97,7 +97,7 @@ class IntegerExecutor(SimulatedExecutor):
         code, scale = encode_weight(weight, bits)
         channel_sum = code.sum(1) * scale
         kernel = kernel_for(weight.device.type, *weight.shape)
-        where = f"{kernel} on {weight.device.type}"
+        where = f"{kernel} on {where_it_runs(weight.device.type)}"
         if kernel == FLOAT_PRODUCT:
             code = code.to(scale.dtype)
             if not self._warned:
@@ -133,23 +133,26 @@ def _affine_product(inputs: _IntegerInputs, weight: _IntegerWeight) -> torch.Ten
 
 def kernel_for(device: str, channels: int, width: int) -> str:
     """How codes (R, width) are multiplied with weights (channels, width) on a kind of device."""
-    if device == "cpu" and not torch.backends.mkldnn.is_available():  # a plain loop
-        return FLOAT_PRODUCT
+    return INT_MM if no_int_mm(device, channels, width) is None and int_mm_fault(device) is None else FLOAT_PRODUCT
+
+
+def no_int_mm(device: str, channels: int, width: int) -> str | None:
+    """Why `torch._int_mm` has no fast product of this shape; None: it has."""
+    if device == "cpu" and not torch.backends.mkldnn.is_available():
+        return f"{INT_MM} is a plain loop in a torch that was built without oneDNN"
     if device == "cuda" and (channels % 8 or width % 8):  # cuBLASLt
-        return FLOAT_PRODUCT
-    return INT_MM if _int_mm_is_exact(device) else FLOAT_PRODUCT
+        return f"{INT_MM} on cuda takes multiples of 8, not weights of {(channels, width)}"
+    return None
 
 
-@functools.cache
-def _int_mm_is_exact(device: str) -> bool:
-    """Tried once, at the ends of the range: without VNNI instructions oneDNN adds pairs of products in 16 bits, which overflow,
-    silently."""
-    code = torch.tensor([127, -128], dtype=torch.int8, device=device).repeat(16)[:, None].repeat(1, 64)
-    weight = torch.full((32, 64), 127, dtype=torch.int8, device=device)
-    try:
-        return torch.equal(torch._int_mm(code, weight.T), (code[:, :1].int() * 127 * 64).expand(-1, 32))
-    except (RuntimeError, NotImplementedError):
-        return False
+def where_it_runs(device: str) -> str:
+    """`cpu (AVX512, avx512_vnni)`, for the record."""
+    return f"cpu ({instruction_set()})" if device == "cpu" else device
+
+
+def int_mm_fault(device: str) -> str | None:
+    """What is wrong with `torch._int_mm` here; None: it is exact."""
+    return wrong(INT_MM, device, lambda code, weight: multiply(code, weight.T), INTEGER)
 
 
 def multiply(code: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

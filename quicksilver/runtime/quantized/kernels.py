@@ -8,40 +8,78 @@
 | `qlinear` | the same | the same, unsigned | oneDNN, weights packed for it |
 | `weight_only` | int8, a scale an output channel | as they are | CPU |
 | `fbgemm` | int8, a scale an output channel | unsigned, a scale and an offset a call | fbgemm; one row alone |
+| `fbgemm_reduced` | int8, a scale an output channel | 7 bits (`reduce_range`), a scale a token | fbgemm |
+| `qnnpack` | int8, a scale an output channel | int8, a scale a token | QNNPACK: ARM, and x86 |
 
 fbgemm takes one scale for all rows of a call. With more rows than one the numbers of a token would depend on its batch mates and on later
-tokens, so it is offered for one row only.
+tokens, so it is offered for one row only. The last two are for `int8_dynamic` where `int_mm` is not exact: 7-bit inputs cannot saturate.
+
+Every kernel but `float` is compared with float64 on this machine before it is offered (proving.py).
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime.errors import UnsupportedModelError
-from quicksilver.runtime.quantized.integer import INT_MM, kernel_for, multiply
+from quicksilver.runtime.quantized.integer import multiply, no_int_mm
 from quicksilver.runtime.quantized.linear import encode_weight
+from quicksilver.runtime.quantized.proving import INTEGER, instruction_set, processor, wrong
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # (R, K) -> (R, N), in the dtype of what it is given
 
 
 class LinearKernel(ABC):
-    """One way to apply a linear layer."""
+    """One way to apply a linear layer.
+
+    Attributes:
+        bound: error that the number format leaves at the worst codes; None: it is the layer itself, and nothing is compared.
+        codes: least and greatest code of an input.
+        most_rows: of a call; None: any number.
+    """
 
     name: str
+    bound: float | None = INTEGER
+    codes: tuple[int, int] = (-127, 127)
+    most_rows: int | None = None
+
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        """Why it cannot compute `rows` rows with a weight (N, K) of this dtype, shape and device; None: it can."""
+        return None
+
+    def refusal(self, weight: torch.Tensor, rows: int) -> str | None:
+        """Why it is not offered here: it lacks something, or is wrong on this processor; None: it is offered."""
+        if (lacks := self.lacks(weight, rows)) is not None or self.bound is None:
+            return lacks
+        device, dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")
+
+        def product(code: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+            linear = nn.Linear(codes.shape[1], codes.shape[0], bias=False, device="meta")
+            linear.weight = nn.Parameter(codes.to(weight.dtype), requires_grad=False)
+            return self.prepare(linear)(code.to(weight.dtype))
+
+        bound = self.bound + output_rounding(weight.dtype)
+        fault = wrong(f"{self.name} {dtype}", device, product, bound, self.codes, self.most_rows)
+        return None if fault is None else f"{self.name} {fault} on {processor()} ({instruction_set()})"
 
     def fits(self, weight: torch.Tensor, rows: int) -> bool:
-        """Whether it can compute `rows` rows with a weight (N, K) of this dtype, shape and device."""
-        return True
+        return self.refusal(weight, rows) is None
 
     @abstractmethod
     def prepare(self, linear: nn.Module) -> Product:
         """The product with this layer's weights, coded or packed once."""
+
+
+def output_rounding(dtype: torch.dtype) -> float:
+    """Relative error of a result that is rounded to `dtype`; of float32 `INTEGER` has it already."""
+    return torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0.0
 
 
 def weight_of(linear: nn.Module) -> torch.Tensor:
@@ -58,6 +96,7 @@ def weight_of(linear: nn.Module) -> torch.Tensor:
 
 class _Float(LinearKernel):
     name = "float"
+    bound = None
 
     def prepare(self, linear: nn.Module) -> Product:
         return linear.forward
@@ -65,9 +104,10 @@ class _Float(LinearKernel):
 
 class _BFloat16(LinearKernel):
     name = "bfloat16"
+    bound = 2**-8  # its sums may be rounded once
 
-    def fits(self, weight: torch.Tensor, rows: int) -> bool:
-        return weight.dtype == torch.float32  # in a bfloat16 model it is what `float` is
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        return None if weight.dtype == torch.float32 else f"bfloat16 is for float32 models, and this one is {weight.dtype}"
 
     def prepare(self, linear: nn.Module) -> Product:
         weight = weight_of(linear).bfloat16().contiguous()
@@ -76,9 +116,9 @@ class _BFloat16(LinearKernel):
         return lambda x: nn.functional.linear(x.bfloat16(), weight, half).to(x.dtype)
 
 
-def _coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (R, K) as whole numbers from -127 to 127, still floats, and the scale of each row (R, 1)."""
-    scale = x.abs().amax(-1, keepdim=True).div_(127).clamp_(min=torch.finfo(x.dtype).tiny)
+def _coded(x: torch.Tensor, greatest: int = 127) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (R, K) as whole numbers from -greatest to greatest, still floats, and the scale of each row (R, 1)."""
+    scale = x.abs().amax(-1, keepdim=True).div_(greatest).clamp_(min=torch.finfo(x.dtype).tiny)
     return (x / scale).round_(), scale
 
 
@@ -89,8 +129,8 @@ def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dty
 class _IntMM(LinearKernel):
     name = "int_mm"
 
-    def fits(self, weight: torch.Tensor, rows: int) -> bool:
-        return kernel_for(weight.device.type, *weight.shape) == INT_MM
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        return no_int_mm(weight.device.type, *weight.shape)
 
     def prepare(self, linear: nn.Module) -> Product:
         code, channel_scale = encode_weight(weight_of(linear), 8)
@@ -108,12 +148,11 @@ class _IntMM(LinearKernel):
 class _QLinear(LinearKernel):
     name = "qlinear"
 
-    def fits(self, weight: torch.Tensor, rows: int) -> bool:
-        return (
-            weight.device.type == "cpu"
-            and torch.backends.mkldnn.is_available()
-            and hasattr(torch.ops.onednn, "qlinear_pointwise")
-        )
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        if weight.device.type != "cpu":
+            return f"qlinear runs on the CPU, and the model is on {weight.device.type}"
+        there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
+        return None if there else "qlinear needs oneDNN, which this torch was built without"
 
     def prepare(self, linear: nn.Module) -> Product:
         code, channel_scale = encode_weight(weight_of(linear), 8)
@@ -135,9 +174,11 @@ class _QLinear(LinearKernel):
 
 class _WeightOnly(LinearKernel):
     name = "weight_only"
+    bound = 2**-12  # it adds up 4096 products in float32
 
-    def fits(self, weight: torch.Tensor, rows: int) -> bool:
-        return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        there = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+        return None if there else f"weight_only takes float32 and bfloat16 on the CPU, not {weight.dtype} on {weight.device.type}"
 
     def prepare(self, linear: nn.Module) -> Product:
         weight = weight_of(linear)
@@ -147,28 +188,91 @@ class _WeightOnly(LinearKernel):
         return lambda x: _finished(torch._weight_int8pack_mm(x.contiguous(), code, scales), bias, x.dtype)
 
 
-class _FBGemm(LinearKernel):
-    name = "fbgemm"
+class _Packed(LinearKernel):
+    """What packs weights for an engine of torch's quantised tensors."""
 
-    def fits(self, weight: torch.Tensor, rows: int) -> bool:
-        return rows == 1 and weight.device.type == "cpu" and "x86" in torch.backends.quantized.supported_engines
+    engine: str
+
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        if weight.device.type != "cpu":
+            return f"{self.name} runs on the CPU, and the model is on {weight.device.type}"
+        engines = torch.backends.quantized.supported_engines
+        return (
+            None if self.engine in engines else f"{self.name} needs the engine {self.engine}; this torch has {', '.join(engines)}"
+        )
+
+    def packed(self, weight: torch.Tensor, bias: torch.Tensor | None, padding: int = 0) -> tuple[object, torch.Tensor]:
+        """weight (N, K) int8 by channel, `padding` columns of zeros behind it, packed; the scales of its channels (N,)."""
+        code, scale = encode_weight(weight, 8)
+        code = nn.functional.pad(code, (0, padding)).contiguous()
+        with self.chosen(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates the tensors that these operators still take their weights in
+            zeros = torch.zeros(len(scale), dtype=torch.int64)
+            coded = torch._make_per_channel_quantized_tensor(code, scale.double(), zeros, 0)
+            return torch.ops.quantized.linear_prepack(coded, None if bias is None else bias.detach().float()), scale
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        before = torch.backends.quantized.engine
+        try:
+            torch.backends.quantized.engine = self.engine
+            yield
+        finally:
+            torch.backends.quantized.engine = before
+
+
+class _FBGemm(_Packed):
+    name = "fbgemm"
+    engine = "x86"
+    bound = 2**-8  # one scale a call, from the least to the greatest value: half a step
+    most_rows = 1
+
+    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
+        return super().lacks(weight, rows) if rows == 1 else "fbgemm has one scale a call: it is offered for one row alone"
 
     def prepare(self, linear: nn.Module) -> Product:
-        code, channel_scale = encode_weight(weight_of(linear), 8)
-        zeros = torch.zeros(len(channel_scale), dtype=torch.int64)
-        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
-        engine = torch.backends.quantized.engine
-        try:
-            torch.backends.quantized.engine = "x86"
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch deprecates the tensors that this operator still takes its weights in
-                coded = torch._make_per_channel_quantized_tensor(code.contiguous(), channel_scale.double(), zeros, 0)
-                packed = torch.ops.quantized.linear_prepack(coded, None if bias is None else bias.detach().float())
-        finally:
-            torch.backends.quantized.engine = engine
+        packed, _ = self.packed(weight_of(linear), linear.bias)  # type: ignore[arg-type]
         return lambda x: torch.ops.quantized.linear_dynamic(x.float(), packed).to(x.dtype)
+
+
+class _FBGemmReduced(_Packed):
+    name = "fbgemm_reduced"
+    engine = "x86"
+    codes = (-63, 63)
+
+    def prepare(self, linear: nn.Module) -> Product:
+        packed, _ = self.packed(weight_of(linear), None)
+        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            rows, scale = _coded(x.float(), 63)
+            out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, 64, packed)
+            return _finished(out.mul_(scale), bias, x.dtype)
+
+        return product
+
+
+class _QNNPack(_Packed):
+    name = "qnnpack"
+    engine = "qnnpack"
+
+    def prepare(self, linear: nn.Module) -> Product:
+        # It finds a scale of its own for each call. With the ends of the range in two columns that meet zeros it finds 1 and 128.
+        packed, _ = self.packed(weight_of(linear), None, padding=2)
+        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            rows, scale = _coded(x.float())
+            ends = rows.new_tensor([-128.0, 127.0]).expand(len(rows), 2)
+            with self.chosen():
+                out = torch.ops.quantized.linear_dynamic(torch.cat([rows, ends], 1), packed)
+            return _finished(out.mul_(scale), bias, x.dtype)
+
+        return product
 
 
 KERNELS: dict[str, LinearKernel] = {
     kernel.name: kernel for kernel in (_Float(), _BFloat16(), _IntMM(), _QLinear(), _WeightOnly(), _FBGemm())
 }
+# int8 by tokens and channels, the best first: what PyTorch's own dynamic quantization uses where `int_mm` is not exact.
+DYNAMIC_INT8: tuple[LinearKernel, ...] = (KERNELS["int_mm"], _FBGemmReduced(), _QNNPack())

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.spatial.transform import Rotation
 
 from quicksilver.runtime.errors import ConfigError
 
@@ -25,7 +28,10 @@ _KITTI_FIELDS = 15  # of a label: type, truncated, occluded, alpha, four of the 
 _KITTI_CLASSES = {"Car": "car", "Pedestrian": "pedestrian"}
 _NUSCENES_CLASSES = {"vehicle.car": "car", "human.pedestrian": "pedestrian"}  # beginnings of category names
 _TABLES = ("sample", "sample_data", "calibrated_sensor", "ego_pose", "sample_annotation", "instance", "category", "sensor")
+_sample = itemgetter("sample_token")
 Record = Mapping[str, Any]
+Box = tuple[str, float, float, float, float, float]  # class, x, y, length, width, yaw
+Frame = tuple[str, np.ndarray, list[Box]]  # name, points (P, 3), boxes
 
 
 def read_scenes(folder: Path, grid: Grid, limit: int | None = None) -> list[Scene]:
@@ -37,39 +43,31 @@ def read_scenes(folder: Path, grid: Grid, limit: int | None = None) -> list[Scen
     """
     root = folder / "training" if (folder / "training").is_dir() else folder
     versions = sorted(folder.glob("v1.0-*"))
-    if (root / "velodyne").is_dir():
-        frames = _kitti(root)
-    elif versions:
-        frames = _nuscenes(folder, versions[0])
-    else:
+    if not (root / "velodyne").is_dir() and not versions:
         raise ConfigError(
             f"{folder} is neither a KITTI folder (velodyne/, label_2/, calib/) nor a nuScenes folder (v1.0-*/, samples/): give the folder that has "
             "these."
         )
-    found: list[Scene] = []
-    for name, points, solids, labels in frames:
-        if limit is not None and len(found) == limit:
-            break
-        found.append(_cropped(points, solids, labels, grid, name))
+    frames = _kitti(root) if (root / "velodyne").is_dir() else _nuscenes(folder, versions[0])
+    found = [_cropped(*frame, grid) for frame in islice(frames, limit)]
     if not found:
         raise ConfigError(f"{folder} has no frame with a lidar sweep.")
     return found
 
 
-def _cropped(points: np.ndarray, boxes: np.ndarray, labels: np.ndarray, grid: Grid, name: str) -> Scene:
-    """Points (P, 3) and boxes (K, 5) of one frame, those outside of the grid left out."""
+def _cropped(name: str, points: np.ndarray, given: list[Box], grid: Grid) -> Scene:
+    """One frame, points and boxes outside of the grid left out."""
+    boxes = np.array([box[1:] for box in given], dtype=np.float64).reshape(-1, 5)
+    labels = np.array([CLASSES.index(box[0]) for box in given], dtype=np.int64)
     if not np.isfinite(points).all() or not np.isfinite(boxes).all():
         raise ConfigError(f"{name} has coordinates that are not finite (NaN or infinite): the file is damaged.")
     points = points[grid.pillar_of(points[:, :2]) >= 0]
     held = inside_boxes(points[points[:, 2] > 0.2, :2].astype(np.float64), boxes).sum(0)  # the ground below a box is not of it
     kept = (grid.pillar_of(boxes[:, :2]) >= 0) & (held >= MIN_POINTS)
-    scene = Scene(points.astype(np.float32), boxes[kept].astype(np.float32), labels[kept].astype(np.int64))
-    return scene.check(grid, name)
+    return Scene(points.astype(np.float32), boxes[kept].astype(np.float32), labels[kept]).check(grid, name)
 
 
 # --- KITTI ------------------------------------------------------------------------------------------------------------------------
-
-Frame = tuple[str, np.ndarray, np.ndarray, np.ndarray]
 
 
 def _kitti(root: Path) -> Iterator[Frame]:
@@ -77,8 +75,7 @@ def _kitti(root: Path) -> Iterator[Frame]:
         points = _points(sweep, 4)
         points[:, 2] += KITTI_SENSOR_M
         to_lidar = _lidar_from_camera(root / "calib" / f"{sweep.stem}.txt")
-        boxes, labels = _kitti_labels(root / "label_2" / f"{sweep.stem}.txt", to_lidar)
-        yield f"KITTI frame {sweep.stem}", points, boxes, labels
+        yield f"KITTI frame {sweep.stem}", points, list(_kitti_boxes(root / "label_2" / f"{sweep.stem}.txt", to_lidar))
 
 
 def _points(path: Path, columns: int) -> np.ndarray:
@@ -105,16 +102,12 @@ def _lidar_from_camera(path: Path) -> np.ndarray:
         ) from None
 
 
-def _kitti_labels(path: Path, to_lidar: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    boxes, labels = [], []
+def _kitti_boxes(path: Path, to_lidar: np.ndarray) -> Iterator[Box]:
     for number, line in enumerate(_text(path).splitlines(), 1):
         cells = line.split()
-        if not cells:
-            continue
-        if len(cells) < _KITTI_FIELDS:
+        if cells and len(cells) < _KITTI_FIELDS:
             raise ConfigError(f"{path}, line {number}: {len(cells)} fields where a KITTI label has {_KITTI_FIELDS}.")
-        kind = _KITTI_CLASSES.get(cells[0])
-        if kind is None:
+        if not cells or cells[0] not in _KITTI_CLASSES:
             continue  # DontCare, Cyclist, Tram …
         try:
             _, width, length, x, y, z, rotation = map(float, cells[8:15])
@@ -122,9 +115,7 @@ def _kitti_labels(path: Path, to_lidar: np.ndarray) -> tuple[np.ndarray, np.ndar
             raise ConfigError(f"{path}, line {number}: {error}.") from None
         place = to_lidar @ np.array([x, y, z, 1.0])
         # About the camera's axis down, from its axis to the right: the lidar's axis ahead is a quarter turn on.
-        boxes.append((place[0], place[1], length, width, -rotation - math.pi / 2))
-        labels.append(CLASSES.index(kind))
-    return np.array(boxes, dtype=np.float64).reshape(-1, 5), np.array(labels, dtype=np.int64)
+        yield _KITTI_CLASSES[cells[0]], place[0], place[1], length, width, -rotation - math.pi / 2
 
 
 # --- nuScenes ---------------------------------------------------------------------------------------------------------------------
@@ -132,40 +123,37 @@ def _kitti_labels(path: Path, to_lidar: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _nuscenes(folder: Path, version: Path) -> Iterator[Frame]:
     """In the coordinates of the vehicle: x ahead, y to the left, z from the ground."""
-    rows: dict[str, list[Record]] = {name: _table(version / f"{name}.json") for name in _TABLES}
+    rows = {name: _table(version / f"{name}.json") for name in _TABLES}
     by_token = {name: {row["token"]: row for row in members} for name, members in rows.items()}
+    notes = {sample: list(group) for sample, group in groupby(sorted(rows["sample_annotation"], key=_sample), _sample)}
     lidar = {row["token"] for row in rows["sensor"] if row["channel"] == "LIDAR_TOP"}
-    notes: dict[str, list[Record]] = {}
-    for row in rows["sample_annotation"]:
-        notes.setdefault(row["sample_token"], []).append(row)
-    for sweep in sorted(rows["sample_data"], key=lambda row: (row["timestamp"], row["token"])):
-        sensor = _named(by_token, "calibrated_sensor", sweep["calibrated_sensor_token"])
-        if not sweep["is_key_frame"] or sensor["sensor_token"] not in lidar:
-            continue
-        pose = _named(by_token, "ego_pose", sweep["ego_pose_token"])
-        points = _points(folder / sweep["filename"], 5).astype(np.float64) @ _turn(sensor["rotation"]).T + np.array(
-            sensor["translation"]
-        )
-        boxes, labels = [], []
-        for note in notes.get(sweep["sample_token"], []):
-            category = _named(by_token, "category", _named(by_token, "instance", note["instance_token"])["category_token"])[
-                "name"
-            ]
+
+    def named(table: str, token: str) -> Record:
+        try:
+            return by_token[table][token]
+        except KeyError:
+            raise ConfigError(
+                f"{table}.json has no row {token!r}, which another table names: the tables are not of one release."
+            ) from None
+
+    def boxes(sample: str, pose: Record) -> Iterator[Box]:
+        back = _turn(pose["rotation"]).T
+        for note in notes.get(sample, []):
+            category = named("category", named("instance", note["instance_token"])["category_token"])["name"]
             kind = next((ours for theirs, ours in _NUSCENES_CLASSES.items() if category.startswith(theirs)), None)
             if kind is None:
                 continue
-            back = _turn(pose["rotation"]).T
             place = back @ (np.array(note["translation"]) - np.array(pose["translation"]))
             ahead = back @ _turn(note["rotation"])[:, 0]
             width, length, _ = note["size"]
-            boxes.append((place[0], place[1], length, width, math.atan2(ahead[1], ahead[0])))
-            labels.append(CLASSES.index(kind))
-        yield (
-            f"nuScenes sample {sweep['sample_token']}",
-            points,
-            np.array(boxes, dtype=np.float64).reshape(-1, 5),
-            np.array(labels, dtype=np.int64),
-        )
+            yield kind, place[0], place[1], length, width, math.atan2(ahead[1], ahead[0])
+
+    for sweep in sorted(rows["sample_data"], key=lambda row: (row["timestamp"], row["token"])):
+        sensor = named("calibrated_sensor", sweep["calibrated_sensor_token"])
+        if sweep["is_key_frame"] and sensor["sensor_token"] in lidar:
+            pose, sample = named("ego_pose", sweep["ego_pose_token"]), sweep["sample_token"]
+            points = _points(folder / sweep["filename"], 5).astype(np.float64) @ _turn(sensor["rotation"]).T
+            yield f"nuScenes sample {sample}", points + np.array(sensor["translation"]), list(boxes(sample, pose))
 
 
 def _table(path: Path) -> list[Record]:
@@ -178,23 +166,9 @@ def _table(path: Path) -> list[Record]:
     return content
 
 
-def _named(tables: Mapping[str, Mapping[str, Record]], name: str, token: str) -> Record:
-    try:
-        return tables[name][token]
-    except KeyError:
-        raise ConfigError(
-            f"{name}.json has no row {token!r}, which another table names: the tables are not of one release."
-        ) from None
-
-
 def _turn(quaternion: list[float]) -> np.ndarray:
     """(3, 3) of w, x, y, z."""
-    w, x, y, z = np.array(quaternion, dtype=float) / np.linalg.norm(quaternion)
-    return np.array([
-        [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
-        [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
-        [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
-    ])  # fmt: skip
+    return Rotation.from_quat(quaternion, scalar_first=True).as_matrix()
 
 
 def _text(path: Path) -> str:

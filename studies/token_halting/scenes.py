@@ -70,19 +70,17 @@ class Scene:
     labels: np.ndarray
 
     def check(self, grid: Grid, name: str = "the scene") -> Scene:
+        bounds = f"x from 0 to {grid.extent_m:g} m and y within ±{grid.extent_m / 2:g} m"
         if not np.isfinite(self.points).all() or not np.isfinite(self.boxes).all():
             raise ConfigError(f"{name} has coordinates that are not finite (NaN or infinite): leave these points and boxes out.")
-        if not len(self.points) or not (grid.pillar_of(self.points[:, :2]) >= 0).any():
-            raise ConfigError(
-                f"{name} is empty: none of its {len(self.points)} points lies in the grid, x from 0 to {grid.extent_m:g} m and y within "
-                f"±{grid.extent_m / 2:g} m."
-            )
-        outside = np.flatnonzero(grid.pillar_of(self.boxes[:, :2]) < 0)
+        if not (grid.pillar_of(self.points[:, :2]) >= 0).any():
+            raise ConfigError(f"{name} is empty: none of its {len(self.points)} points lies in the grid, {bounds}.")
+        outside = self.boxes[grid.pillar_of(self.boxes[:, :2]) < 0]
         if len(outside):
-            x, y = self.boxes[outside[0], :2]
+            x, y = outside[0, :2]
             raise ConfigError(
-                f"{name} has {len(outside)} boxes outside the grid, the first at x={x:.1f} m, y={y:.1f} m, where the grid has x from 0 to "
-                f"{grid.extent_m:g} m and y within ±{grid.extent_m / 2:g} m: crop them, or make the grid larger."
+                f"{name} has {len(outside)} boxes outside the grid, the first at x={x:.1f} m, y={y:.1f} m, where the grid has {bounds}: crop them, "
+                "or make the grid larger."
             )
         if (self.boxes[:, 2:4] <= 0).any():
             raise ConfigError(f"{name} has a box without length or width.")
@@ -121,21 +119,21 @@ class SceneMaker:
     def _placed(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Solids (S, 6): x, y, length, width, height, yaw; their class, −1 for clutter; roughness of their surface in metres."""
         wanted: list[tuple[int, tuple[float, ...], float]] = []
+        uniform = rng.uniform
         for _ in range(rng.integers(self.cars[0], self.cars[1] + 1)):
-            wanted.append((0, (rng.uniform(3.7, 4.8), rng.uniform(1.6, 2.0), rng.uniform(1.4, 1.7)), 0.0))
+            wanted.append((0, (uniform(3.7, 4.8), uniform(1.6, 2.0), uniform(1.4, 1.7)), 0.0))
         for _ in range(rng.integers(self.pedestrians[0], self.pedestrians[1] + 1)):
-            wanted.append((1, (rng.uniform(0.6, 0.9), rng.uniform(0.5, 0.8), rng.uniform(1.55, 1.9)), 0.03))
+            wanted.append((1, (uniform(0.6, 0.9), uniform(0.5, 0.8), uniform(1.55, 1.9)), 0.03))
         for _ in range(rng.integers(self.clutter[0], self.clutter[1] + 1)):
             sort = rng.integers(4)
             if sort == 0:  # a hedge, of a car's size
-                wanted.append((-1, (rng.uniform(1.5, 5.5), rng.uniform(0.8, 2.2), rng.uniform(0.9, 1.8)), 0.15))
+                wanted.append((-1, (uniform(1.5, 5.5), uniform(0.8, 2.2), uniform(0.9, 1.8)), 0.15))
             elif sort == 1:  # a wall
-                wanted.append((-1, (rng.uniform(5.0, 10.0), 0.3, rng.uniform(1.5, 3.0)), 0.0))
+                wanted.append((-1, (uniform(5.0, 10.0), 0.3, uniform(1.5, 3.0)), 0.0))
             elif sort == 2:  # a pole or trunk, of a pedestrian's width
-                width = rng.uniform(0.3, 0.7)
-                wanted.append((-1, (width, width, rng.uniform(2.5, 4.0)), 0.03))
+                wanted.append((-1, (width := uniform(0.3, 0.7), width, uniform(2.5, 4.0)), 0.03))
             else:  # a bin, lower than a pedestrian
-                wanted.append((-1, (rng.uniform(0.5, 1.0), rng.uniform(0.5, 0.9), rng.uniform(0.7, 1.2)), 0.0))
+                wanted.append((-1, (uniform(0.5, 1.0), uniform(0.5, 0.9), uniform(0.7, 1.2)), 0.0))
         solids: list[tuple[float, ...]] = []
         kinds, rough = [], []
         extent = self.grid.extent_m

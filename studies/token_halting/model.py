@@ -47,9 +47,8 @@ class EncoderAttention(nn.MultiheadAttention):
         rows = slice(first * self.embed_dim, (first + n) * self.embed_dim)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
         projected = nn.functional.linear(hidden, self.in_proj_weight[rows], bias)
-        return [
-            part.view(*hidden.shape[:-1], self.num_heads, self.head_dim).transpose(1, 2) for part in projected.chunk(n, dim=-1)
-        ]
+        parts = projected.view(*hidden.shape[:-1], n, self.num_heads, self.head_dim).unbind(-3)
+        return [part.transpose(1, 2) for part in parts]
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None, past_key_values: Any = None
@@ -81,21 +80,23 @@ class EncoderLayer(nn.TransformerEncoderLayer):
         return hidden + self.linear2(self.activation(self.linear1(self.norm2(hidden))))
 
 
-class Encoder(PreTrainedModel):
-    """A stack of `EncoderLayer`s."""
-
+class _AsTorchDrawsIt(PreTrainedModel):
     config_class = EncoderConfig
     base_model_prefix = "encoder"
     _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """torch's own initialisation stays."""
+
+
+class Encoder(_AsTorchDrawsIt):
+    """A stack of `EncoderLayer`s."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """torch's own initialisation stays."""
 
     def forward(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None = None) -> BaseModelOutput:
         """inputs_embeds (B, N, D), attention_mask (B, N) of 1 for tokens and 0 for padding -> last_hidden_state (B, N, D), before the
@@ -104,14 +105,11 @@ class Encoder(PreTrainedModel):
         Raises:
             ConfigError: a mask that is no padding mask of these tokens.
         """
-        mask = None
-        if attention_mask is not None:
-            if attention_mask.shape != inputs_embeds.shape[:2]:
-                raise ConfigError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)}; give (B, N) = {tuple(inputs_embeds.shape[:2])}."
-                )
-            mask = attention_mask.bool()[:, None, None, :]
-        hidden = inputs_embeds
+        hidden, mask = inputs_embeds, attention_mask
+        if mask is not None:
+            if mask.shape != hidden.shape[:2]:
+                raise ConfigError(f"attention_mask has shape {tuple(mask.shape)}; give (B, N) = {tuple(hidden.shape[:2])}.")
+            mask = mask.bool()[:, None, None, :]
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask)
         return BaseModelOutput(last_hidden_state=hidden)
@@ -177,15 +175,11 @@ class EncoderArchitecture(Architecture):
         return self._layer(layer).self_attn.heads(self.input_norm(layer)(hidden), 0, 1)[0]
 
 
-class PillarDetector(PreTrainedModel):
+class PillarDetector(_AsTorchDrawsIt):
     """Features of pillars (B, N, F) -> outputs (B, N, C + 6): heat logits by class, then the regressed box (`pillars.N_REGRESSED`).
 
     The head looks at one pillar alone. What a centre must know of its neighbours has to come through the encoder's attention.
     """
-
-    config_class = EncoderConfig
-    base_model_prefix = "encoder"
-    _supports_sdpa = True
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
@@ -200,9 +194,6 @@ class PillarDetector(PreTrainedModel):
                 fused = cast(EncoderLayer, layer).self_attn.in_proj_weight
                 fused[width : 2 * width] = fused[:width]
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """torch's own initialisation stays."""
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from quicksilver.files import write_atomically
@@ -54,10 +55,9 @@ class Recipe:
     imitates: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
-            raise ConfigError(
-                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: all must be positive."
-            )
+        for name in ("steps", "batch_size", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive.")
         if not 0 < self.box_weight <= 1:
             raise ConfigError(f"box_weight={self.box_weight} must lie above 0 and at 1 or below.")
         if not 0 <= self.base_rate <= 1 or (self.tokens is None and not self.base_rate):
@@ -243,15 +243,13 @@ def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: fl
     own = {"params": [] if gates is None else list(gates.parameters()), "scale": GATES_FASTER, "weight_decay": 0.0}
     if not base_rate:
         return [torch.optim.AdamW([own], lr=1.0, weight_decay=0.0, betas=(0.9, 0.98))]
-    named = list(model.named_parameters())
-    hidden = [p for name, p in named if p.ndim == 2 and not name.startswith(("head", "place", "embed.0"))]
-    rest: list[dict[str, Any]] = [{"params": [p for _, p in named if not any(p is one for one in hidden)], "scale": base_rate}]
-    if gates is not None:
-        rest.append(own)
+    parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        parts[p.ndim == 2 and not name.startswith(("head", "place", "embed.0"))].append(p)
+    hidden = {"params": parts[True], "scale": MUON_FASTER * base_rate}
+    rest = [{"params": parts[False], "scale": base_rate}, *([] if gates is None else [own])]
     return [
-        torch.optim.Muon(
-            [{"params": hidden, "scale": MUON_FASTER * base_rate}], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"
-        ),
+        torch.optim.Muon([hidden], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=1.0, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
 

@@ -32,22 +32,22 @@ def study(tmp_path, monkeypatch):
     return tmp_path
 
 
+def save(folder: Path, name: str, rows: list, columns: list[str]) -> None:
+    pd.DataFrame(rows, columns=columns).to_csv(folder / f"{name}.csv", index=False)
+
+
 def write(folder: Path, times: dict[tuple[str, str, float], float] | None = None) -> None:
-    each = pd.DataFrame(
-        [(seed, *row[:3], row[3], 1e9, row[4], 0.5, row[5] + seed / 100, row[5] - 0.1) for seed in (0, 1) for row in ROWS],
-        columns=["seed", *KEYS, "tokens", "executed_flops", "executed_flops_saved_pct", "kept_in_box", "ap", "ap_unrecycled"],
-    )
-    each.to_csv(folder / "evaluations.csv", index=False)
+    each = [(seed, *row[:4], 1e9, row[4], 0.5, row[5] + seed / 100, row[5] - 0.1) for seed in (0, 1) for row in ROWS]
+    columns = ["tokens", "executed_flops", "executed_flops_saved_pct", "kept_in_box", "ap", "ap_unrecycled"]
+    save(folder, "evaluations", each, ["seed", *KEYS, *columns])
     gaps = [
         ("box", "learned", 0.5, against, recycled, 0.1, 0.05, 0.15)
         for against in ("random", "norm", "uniform", "dense control")
         for recycled in (True, False)
     ]
     gaps.append(("wide_gentle", "learned", 0.5, "longer control", True, 0.05, 0.01, 0.09))
-    pd.DataFrame(gaps, columns=[*KEYS, "against", "recycled", "difference", "low", "high"]).to_csv(
-        folder / "differences.csv", index=False
-    )
-    facts = (
+    save(folder, "differences", gaps, [*KEYS, "against", "recycled", "difference", "low", "high"])
+    facts = [
         "pillars",
         "layers",
         "width",
@@ -58,16 +58,15 @@ def write(folder: Path, times: dict[tuple[str, str, float], float] | None = None
         "validation_scenes",
         "target_tokens",
         "torch",
-    )
-    pd.DataFrame({"fact": facts, "value": 1}).to_csv(folder / "about.csv", index=False)
+    ]
+    save(folder, "about", [(fact, 1) for fact in facts], ["fact", "value"])
     if times is not None:
         clock = [
             (*key, clock, ratio + more, saved if key[1] == "learned" else 0.0, 2.0)
             for clock, (more, saved) in WHOLE.items()
             for key, ratio in times.items()
         ]
-        columns = [*KEYS, "clock", "latency_ratio", "flops_saved_pct", "noise_floor_pct"]
-        pd.DataFrame(clock, columns=columns).to_csv(folder / "timing.csv", index=False)
+        save(folder, "timing", clock, [*KEYS, "clock", "latency_ratio", "flops_saved_pct", "noise_floor_pct"])
 
 
 def built(kind: str, number: str):
@@ -86,10 +85,9 @@ def test_the_same_weights_with_nobody_halted_stand_beside_those_that_halt(study)
 def test_time_is_set_against_the_operations_that_were_saved(study):
     write(study, TIMES)
     frame = built("table", "detection").frame.set_index(KEYS)
-    assert frame.loc[("box", "learned", 0.5), "encoder_realized"] == pytest.approx(0.54 / 0.6)
-    assert frame.loc[("box", "learned", 0.5), "whole_realized"] == pytest.approx(
-        0.34 / 0.4
-    )  # its own operations, not the encoder's
+    box = frame.loc[("box", "learned", 0.5)]
+    assert box["encoder_realized"] == pytest.approx(0.54 / 0.6)
+    assert box["whole_realized"] == pytest.approx(0.34 / 0.4)  # its own operations, not the encoder's
     assert frame["encoder_realized"].notna().sum() == 2
     assert "0.90" in built("table", "detection").text(300)
 
@@ -132,15 +130,15 @@ def test_a_share_of_time_is_of_the_part_that_it_stands_beside(study):
         ("dense", "layer 0", 4.0, 10.0, 100.0), ("halted", "layer 0", 1.0, 5.0, 20.0), ("halted", "decide", 0.5, None, None),
         ("dense", "embedding", 0.4, None, None), ("halted", "embedding", 0.4, None, None),
     ]  # fmt: skip
-    columns = ["run", "part", "latency_ms", "tokens", "flops"]
-    pd.DataFrame(parts, columns=columns).to_csv(study / "parts.csv", index=False)
-    sizes = [(width, 64, 1, dense, halted, halted / dense, 50.0) for width, dense, halted in ((8, 10.0, 6.0), (16, 20.0, 9.0))]
-    columns = ["width", "pillars", "scenes_a_pass", "dense_ms", "halted_ms", "latency_ratio", "flops_saved_pct"]
-    pd.DataFrame(sizes, columns=columns).assign(
-        latency_ratio_low=0.4, latency_ratio_high=0.6, noise_floor_pct=1.0, load_average=0.0
-    ).to_csv(study / "sizes.csv", index=False)
+    save(study, "parts", parts, ["run", "part", "latency_ms", "tokens", "flops"])
+    sizes = [
+        (width, 64, 1, dense, halted, halted / dense, 0.4, 0.6, 50.0, 1.0, 0.0)
+        for width, dense, halted in ((8, 10.0, 6.0), (16, 20.0, 9.0))
+    ]
+    ratio = ["latency_ratio", "latency_ratio_low", "latency_ratio_high", "flops_saved_pct", "noise_floor_pct", "load_average"]
+    save(study, "sizes", sizes, ["width", "pillars", "scenes_a_pass", "dense_ms", "halted_ms", *ratio])
     cost = [(seed, "dense", 10, 6.0 + seed, 60.0 + 10 * seed) for seed in (0, 2)]
-    pd.DataFrame(cost, columns=["seed", "what", "count", "seconds_each", "seconds"]).to_csv(study / "cost.csv", index=False)
+    save(study, "cost", cost, ["seed", "what", "count", "seconds_each", "seconds"])
     frame = built("table", "detection_time").frame
     parts = frame[frame["panel"] == "parts"].set_index("what")
     assert parts.loc["the whole encoder", "halted_ms"] == 1.5

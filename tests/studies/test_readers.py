@@ -77,11 +77,13 @@ def nuscenes(folder: Path) -> Path:
         "calibrated_sensor_token": "c",
         "ego_pose_token": "e",
         "filename": "samples/sweep.bin",
-        "timestamp": 1,
     }
     content = {
         "sample": [{"token": "s"}],
-        "sample_data": [sweep | {"is_key_frame": True}, sweep | {"token": "between", "timestamp": 2, "is_key_frame": False}],
+        "sample_data": [
+            sweep | {"timestamp": 1, "is_key_frame": True},
+            sweep | {"token": "between", "timestamp": 2, "is_key_frame": False},
+        ],
         "calibrated_sensor": [
             {"token": "c", "sensor_token": "lidar", "rotation": quaternion(0.0), "translation": above.tolist()}
         ],

@@ -1,27 +1,36 @@
-"""Training the detector: it learns, goes on after a kill as if nothing had been, and stops where a number is none."""
+"""Trainings of the study, what is measured and what is timed: they learn, go on after a kill as if nothing had been, and wait for what they start from."""
 
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
+import tiny_encoder
 import torch
 
 from quicksilver.fitting.gates import HaltingGates
 from quicksilver.modules import StaticDepth
 from quicksilver.runtime import ConfigError, QuickSilverError
+from quicksilver.runtime.run import apply
+from quicksilver.studies.token_halting import runs, timing
 from quicksilver.studies.token_halting.evaluate import ap_difference, evaluate
+from quicksilver.studies.token_halting.frames import accuracy, effects
 from quicksilver.studies.token_halting.model import Shape, detector
 from quicksilver.studies.token_halting.pillars import Batch, batch_of
-from quicksilver.studies.token_halting.runs import Plan, gated, halted_shares, ruled
+from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, Workers, gated, halted_shares, needs, ruled, tasks
 from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
-from quicksilver.studies.token_halting.training import Recipe, imitation_loss, read_checkpoint, train, trained
+from quicksilver.studies.token_halting.training import Recipe, Trained, imitation_loss, read_checkpoint, train, trained
 
 GRID = Grid(side=8)
 SHAPE = Shape(width=16, layers=3, heads=2)
 MAKER = SceneMaker(grid=GRID, cars=(1, 2), pedestrians=(1, 3), clutter=(1, 2), beams=16, azimuths=96)
+
+
+PLAN = Plan(shape=SHAPE, scenes=8, validation=2, steps=1, tuning_steps=1, tokens=0.6, maker=MAKER)
 
 
 def scenes(n: int, first: int = 0) -> Batch:
@@ -75,8 +84,10 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path):
     assert again.processor_s == resumed.processor_s > 0  # of both parts together
 
 
-def test_a_teacher_is_imitated():
-    teacher = train(fresh(), DATA, Recipe(30, batch_size=6)).model
+def test_a_training_learns_and_its_detector_can_teach():
+    learnt = train(fresh(), DATA, Recipe(30, batch_size=6))
+    assert learnt.curve[-1]["loss"] < 0.7 * learnt.curve[0]["loss"]
+    teacher = learnt.model
     shared = {"batch_size": 6, "tokens": 0.9}
 
     def distance(model) -> float:
@@ -94,11 +105,6 @@ def test_a_teacher_needs_one_that_imitates_it(imitates, teaches, halts):
     recipe = Recipe(2, tokens=0.6 if halts else None, imitates=imitates)
     with pytest.raises(ConfigError, match="give gates, teacher and recipe.imitates, or no teacher"):
         train(fresh(), DATA, recipe, gates=gates() if halts else None, teacher=fresh() if teaches else None)
-
-
-def test_it_learns():
-    learnt = train(fresh(), DATA, Recipe(30, batch_size=6))
-    assert learnt.curve[-1]["loss"] < 0.7 * learnt.curve[0]["loss"]
 
 
 def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
@@ -212,3 +218,154 @@ def test_gates_of_a_training_are_a_module():
         for ours, theirs in zip(nobody.matched[recycled, True], dense.matched[recycled, True], strict=True):
             assert all(np.array_equal(a[0], b[0]) for a, b in zip(ours, theirs, strict=True))
     assert everybody.active[:, 1].sum() == 0
+
+
+# --- several processes ---
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+@pytest.mark.parametrize("parts", [PARTS, ("norm", "frozen"), *MORE.values()])
+def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
+    log, lock, running = [], Lock(), []
+
+    def train(_, seed: int, part: str) -> None:
+        with lock:
+            running.append((seed, part))
+            assert len(running) <= processes
+            assert all((seed, need) in log for need in needs(part))
+        with lock:
+            running.remove((seed, part))
+            log.append((seed, part))
+
+    monkeypatch.setattr(runs, "_called", train)
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
+    said: list[str] = []
+    with Workers(Plan(), Path("nowhere"), processes) as pool:
+        pool.train((0, 3), parts, said.append)
+    assert sorted(log) == sorted(tasks((0, 3), parts))
+    assert len(set(log)) == len(log)
+    assert {part for _, part in log} >= set(parts)
+    assert said[-1].endswith(f"({len(log)} of {len(log)})")
+
+
+def test_what_a_part_starts_from_is_trained_though_it_was_not_asked_for():
+    assert tasks((1,), ("frozen", "norm")) == [(1, "dense"), (1, "control"), (1, "frozen"), (1, "box"), (1, "norm")]
+
+
+def test_a_training_that_fails_ends_the_study_and_says_why(monkeypatch):
+    def fails(_, seed: int, part: str) -> None:
+        raise RuntimeError(f"{part} of {seed}")
+
+    monkeypatch.setattr(runs, "_called", fails)
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
+    with pytest.raises(RuntimeError, match="dense of 4"), Workers(Plan(), Path("nowhere"), 2) as pool:
+        pool.train((4,), PARTS, print)
+
+
+# --- the pseudo-gradient ---
+
+
+def test_effects_are_those_of_turning_one_decision_round():
+    given, decisions = tiny_encoder.states(1, 9), torch.ones(1, 9)
+    decisions[0, 4] = 0.0
+
+    def loss() -> torch.Tensor:
+        return tiny_encoder.MODEL(given).square().mean()
+
+    found = effects(tiny_encoder.MODEL, loss, 1, decisions, [2, 4, 7])
+    assert found.kept.tolist() == [True, False, True]
+    # The derivative of the equivalent forward is that of its soft mask; the parts of it are less, and together the whole.
+    np.testing.assert_allclose(found.estimated["both"], found.estimated["finite difference"], rtol=0.05, atol=1e-4)
+    parts = found.estimated["states"] + found.estimated["attention"]
+    assert np.abs(found.estimated["states"] - found.estimated["both"]).max() > 1e-4
+    assert np.isfinite(parts).all()
+    assert np.abs(found.true).min() > 0
+    with pytest.raises(ConfigError, match="no token"):
+        effects(tiny_encoder.MODEL, loss, 1, decisions, [])
+
+
+def test_accuracy_of_estimates_that_are_plain():
+    true = np.array([1.0, -2.0, 3.0, 1e-6])
+    right = accuracy(true, true)
+    assert (right.correlation, right.same_sign, right.relative_error, right.decisions) == (pytest.approx(1), 1, 0, 4)
+    wrong = accuracy(true, -true)
+    assert (wrong.correlation, wrong.same_sign, wrong.relative_error) == (pytest.approx(-1), 0, pytest.approx(2))
+
+
+# --- time ---
+
+
+@pytest.fixture
+def halting():
+    """A detector and gates that halt some tokens and leave some."""
+    learnt = train(fresh(), PLAN.training_data, Recipe(1, batch_size=4, tokens=0.6), gates=gates())
+    with torch.no_grad():
+        learnt.gates.weight.normal_(generator=torch.Generator().manual_seed(0))
+        learnt.gates.bias.fill_(4.0)
+    return learnt
+
+
+def test_each_clock_has_the_operations_of_its_own_part(halting):
+    scenes = PLAN.validation_scenes(2)
+    with (
+        timing.Timed(halting.model, None, scenes, GRID) as dense,
+        timing.Timed(halting.model, gated(halting), scenes, GRID) as ours,
+    ):
+        encoder, whole = ([one.flops(clock) for one in (dense, ours)] for clock in ("encoder", "whole"))
+    with apply(halting.model, []) as run, torch.inference_mode():
+        halting.model(PLAN.validation_data.features[:1])
+    assert encoder[1] < encoder[0]
+    assert whole[0] - encoder[0] == whole[1] - encoder[1]  # what no halting saves
+    assert encoder[0] < run.flops.executed < whole[0]  # the run has the head, and not the embedding
+
+
+def test_parts_are_those_that_ran_and_layers_have_the_tokens_that_were_left(halting, monkeypatch):
+    seed = SeedRuns(PLAN, 0, None)
+    monkeypatch.setattr(seed, "train", lambda name: halting)
+    found = timing.parts(seed, repeats=3, scenes=2).set_index(["run", "part"])
+    assert (found["latency_ms"] > 0).all()
+    assert set(found.loc["halted"].index) - set(found.loc["dense"].index) == {"runtime", "decide", "gather", "scatter"}
+    assert found.loc[("dense", "layer 2"), "tokens"] == GRID.n_pillars
+    tokens = [found.loc[("halted", f"layer {layer}"), "tokens"] for layer in range(3)]
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[2] < tokens[0] == GRID.n_pillars
+    flops = found.loc["halted"]["flops"].dropna()
+    assert flops["layer 2"] < flops["layer 0"]
+
+
+def test_drawn_gates_leave_what_they_shall():
+    model = detector(Shape(32, 4, 2), 0)
+    hidden = torch.randn(3, 200, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        drawn = timing._gates_that_leave(model, hidden)
+        with apply(model, gated(Trained(model, drawn, [], 0))(0)) as run:
+            for one in hidden.split(1):
+                model.encoder(inputs_embeds=one)
+    left = np.mean([[float(p.active(layer).float().mean()) for layer in range(4)] for p in run.trace.passes], axis=0)
+    assert left == pytest.approx([1, *timing.LEFT], abs=0.02)
+
+
+def test_a_row_a_size():
+    found = timing.sizes(((16, 8, 1), (16, 8, 2)), layers=4, repeats=3)
+    assert found["pillars"].tolist() == [64, 64]
+    assert (found["latency_ratio"] > 0).all()
+    assert found["flops_saved_pct"].between(20, 80).all()
+    assert found["tokens"].to_numpy() == pytest.approx((1 + sum(timing.LEFT)) / 4, abs=0.03)
+
+
+def test_the_cost_of_a_study_is_its_steps_times_a_step(tmp_path, monkeypatch):
+    def evaluations(seed):
+        for dial in (0.0, 0.1):
+            yield "control", "dense", dial, seed._measured(seed.train("control"))
+
+    monkeypatch.setattr(timing, "PARTS", ("frozen",))
+    monkeypatch.setattr(SeedRuns, "evaluations", evaluations)
+    plan = dataclasses.replace(PLAN, steps=4, tuning_steps=3, validation=2)
+    seed = SeedRuns(plan, 0, tmp_path)
+    seed.train("control")
+    found = timing.cost(seed, steps=1, scenes=2).set_index("what")
+    assert found["count"].to_dict() == {
+        "scenes": 10, "dense": 4, "control": 3, "frozen": 3, "2 evaluations": 2, "intervals": timing.DRAWS,
+    }  # fmt: skip
+    assert found["seconds"].to_numpy() == pytest.approx((found["count"] * found["seconds_each"]).to_numpy())
+    assert (found["seconds_each"] > 0).all()

@@ -54,10 +54,6 @@ class ConfidenceExit(HaltingPolicy):
         check_count("horizon", self.horizon, 1)
         super().__post_init__()
 
-    @property
-    def chooses_causally(self) -> bool:
-        return True
-
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         if self.measure == "state":
             confidence = F.cosine_similarity(view.before.float(), view.after.float(), dim=-1).clamp(max=1.0)

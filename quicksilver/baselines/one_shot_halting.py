@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -36,16 +37,13 @@ class OneShotHalting(HaltingPolicy):
     missing_kv: MissingKV = "drop"
     protect_first: int = 4
     window: tuple[float, float] = field(default=(0.3, 1.0), init=False)
+    chooses_causally: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_number("halted_share", self.halted_share, 0.0, 1.0)
         check_number("start", self.start, 0.0, 1.0)
         self.window = (self.start, 1.0)
         super().__post_init__()
-
-    @property
-    def chooses_causally(self) -> bool:
-        return False
 
     def acts_at(self, layer: int) -> bool:
         return layer == self.first_layer and self.halted_share > 0

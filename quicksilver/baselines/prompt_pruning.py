@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -41,6 +42,7 @@ class PromptPruning(HaltingPolicy):
     missing_kv: MissingKV = "drop"
     protect_first: int = 4
     window: tuple[float, float] = (0.0, 1.0)
+    chooses_causally: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "kept"):
@@ -58,10 +60,6 @@ class PromptPruning(HaltingPolicy):
             )
         self._attention = AttentionReceived(last_queries=1)
         super().__post_init__()
-
-    @property
-    def chooses_causally(self) -> bool:
-        return False
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)

@@ -61,10 +61,7 @@ _MASK: ContextVar[KeepMask | None] = ContextVar("keep_mask", default=None)  # of
 
 @contextmanager
 def equivalent_forward(
-    model: PreTrainedModel,
-    gate: Gate,
-    derivative: Derivative = "both",
-    translators: Mapping[int, KVTranslator] | None = None,
+    model: PreTrainedModel, gate: Gate, derivative: Derivative = "both", translators: Mapping[int, KVTranslator] | None = None
 ) -> Iterator[KeepMask]:
     """For the length of the context the model's forward is the equivalent one.
 

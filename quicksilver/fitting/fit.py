@@ -35,6 +35,22 @@ RIDGE = 3e-3  # of the mean of the diagonal of XᵀX
 CONTROLS = ("shuffled", "mean")
 
 
+def check_enough(tokens: int, coefficients: int) -> None:
+    """Raises ConfigError where so many tokens do not determine so many coefficients."""
+    least = TOKENS_PER_COEFFICIENT * coefficients
+    if tokens < least:
+        raise ConfigError(
+            f"{tokens} tokens are too few to fit {coefficients} coefficients a column: give at least {least} tokens (ten for each), by more "
+            "windows or more text."
+        )
+
+
+def ridge_solution(xx: torch.Tensor, xy: torch.Tensor, ridge: float) -> torch.Tensor:
+    """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal: (..., R, R), (..., R, C) -> (..., R, C), float64."""
+    penalty = ridge * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(xx.shape[-1], dtype=torch.float64)
+    return torch.cholesky_solve(xy, torch.linalg.cholesky(xx + penalty))
+
+
 @dataclass
 class Sums:
     """What is kept of the text for one source layer: moments of X = [1, LN₀(h_ℓ)] and of Y = K (unrotated) and V of all later layers.
@@ -132,11 +148,7 @@ class NormalEquations:
             ConfigError: too little text to determine the coefficients, or sums that are not finite.
         """
         sums, rows = self.sums[source_layer], 1 + self.arch.width
-        if self.tokens < TOKENS_PER_COEFFICIENT * rows:
-            raise ConfigError(
-                f"{self.tokens} tokens are too few to fit {rows} coefficients a column: give at least {TOKENS_PER_COEFFICIENT * rows} "
-                f"tokens (ten for each), by more windows or more text."
-            )
+        check_enough(self.tokens, rows)
         if not bool(torch.isfinite(sums.xx).all() and torch.isfinite(sums.xy).all()):
             raise ConfigError(f"The states entering layer {source_layer} are not all finite: fit with model.dtype=float32.")
         values = torch.linalg.eigvalsh(sums.xx)
@@ -149,8 +161,7 @@ class NormalEquations:
             weight = torch.zeros_like(sums.xy)
             weight[0] = sums.xy[0] / sums.xx[0, 0]
         else:
-            penalty = ridge * sums.xx.diagonal().mean() * torch.eye(rows, dtype=torch.float64)
-            weight = torch.cholesky_solve(sums.xy, torch.linalg.cholesky(sums.xx + penalty))
+            weight = ridge_solution(sums.xx, sums.xy, ridge)
         shape = self.shape
         weight = weight.view(rows, -1, 2, shape.n_kv_heads, shape.head_dim).float()
         said = provenance | {"ridge": ridge, "tokens": self.tokens, "control": self.control}
@@ -250,10 +261,7 @@ def fit_lens(
         ConfigError: too little text, or states that are not finite.
     """
     arch, rows = architecture, 1 + architecture.width
-    if text.ids.numel() < TOKENS_PER_COEFFICIENT * rows:
-        raise ConfigError(
-            f"{text.ids.numel()} tokens are too few to fit {rows} coefficients a column: give at least {TOKENS_PER_COEFFICIENT * rows}."
-        )
+    check_enough(text.ids.numel(), rows)
     xx = torch.zeros(arch.n_layers - 1, rows, rows, dtype=torch.float64)
     xy = torch.zeros(arch.n_layers - 1, rows, arch.width, dtype=torch.float64)
     states: list[torch.Tensor] = []
@@ -280,8 +288,7 @@ def fit_lens(
             handle.remove()
     if not bool(torch.isfinite(xy).all() and torch.isfinite(xx).all()):
         raise ConfigError("The model's states are not all finite: fit with model.dtype=float32.")
-    penalty = ridge * xx.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(rows, dtype=torch.float64)
-    weight = torch.cholesky_solve(xy, torch.linalg.cholesky(xx + penalty)).float()
+    weight = ridge_solution(xx, xy, ridge).float()
     said = {**text.provenance, "digest": text.digest, "ridge": ridge, "tokens": text.ids.numel()}
     return Lens(weight, model_digest(arch.model), said)
 

@@ -240,12 +240,7 @@ def saved_pct(architecture: Architecture, kept: Sequence[torch.Tensor], predicte
 
 
 def train_gates(
-    architecture: Architecture,
-    ids: torch.Tensor,
-    recipe: GateRecipe,
-    *,
-    checkpoint: Path | None = None,
-    progress: Steps = iter,
+    architecture: Architecture, ids: torch.Tensor, recipe: GateRecipe, *, checkpoint: Path | None = None, progress: Steps = iter
 ) -> TrainedGatesRun:
     """Gates after `recipe`; the model is left as it is.
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quicksilver.fitting.fit import RIDGE, TOKENS_PER_COEFFICIENT, fit_translators
+from quicksilver.fitting.fit import RIDGE, check_enough, fit_translators
 from quicksilver.fitting.text import FitText
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.modules.checks import check_choice, check_count, check_share
@@ -234,11 +234,7 @@ def _exit_heads(
     """Ridge regression of what the layers from each on add to a state: (1 + D, D) float32 by layer."""
     rows = 1 + arch.width
     tokens = windows.shape[0] * max(0, windows.shape[1] - protect_first)
-    if tokens < TOKENS_PER_COEFFICIENT * rows:
-        raise ConfigError(
-            f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {TOKENS_PER_COEFFICIENT * rows} tokens (ten for "
-            "each), by more windows or more text."
-        )
+    check_enough(tokens, rows)
     xx = {layer: torch.zeros(rows, rows, dtype=torch.float64) for layer in layers}
     xy = {layer: torch.zeros(rows, arch.width, dtype=torch.float64) for layer in layers}
     for batch in windows.split(batch_size):

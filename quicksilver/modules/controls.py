@@ -46,10 +46,6 @@ class StaticDepth(HaltingPolicy):
         self.window = (self.depth, 1.0)
         super().__post_init__()
 
-    @property
-    def chooses_causally(self) -> bool:
-        return True
-
     def halted_share_after(self, layer: int) -> float | None:
         return 1.0
 
@@ -72,10 +68,6 @@ class RandomHalting(HaltingPolicy):
         check_number("rate", self.rate, 0.0, 1.0)
         self._random = Random(self.seed)
         super().__post_init__()
-
-    @property
-    def chooses_causally(self) -> bool:
-        return True
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         return eligible & (self._random(view, tokens, eligible) < self.rate)
@@ -104,7 +96,7 @@ class ExponentialDecay(HaltingPolicy):
         super().__post_init__()
 
     @property
-    def chooses_causally(self) -> bool:
+    def chooses_causally(self) -> bool:  # type: ignore[override]
         return not self.even
 
     def bind(self, architecture: Architecture) -> None:
@@ -157,6 +149,7 @@ class WordClassHalting(HaltingPolicy):
     protect_first: int = 1
     protect_last: int | None = 1
     window: tuple[float, float] = field(default=(0.5, 0.5), init=False)
+    chooses_causally: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("halted", self.halted, WORD_CLASSES)
@@ -166,10 +159,6 @@ class WordClassHalting(HaltingPolicy):
                 setattr(self, name, check_token_ids(name, getattr(self, name)))
         self.window = (self.depth, self.depth)
         super().__post_init__()
-
-    @property
-    def chooses_causally(self) -> bool:
-        return False
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)

@@ -610,14 +610,7 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
 
 
 def merge_new_entries(
-    view: CacheView,
-    *,
-    kind: str,
-    share: float,
-    max_group: int | None,
-    protect_first: int,
-    protect_last: int,
-    seed: int,
+    view: CacheView, *, kind: str, share: float, max_group: int | None, protect_first: int, protect_last: int, seed: int
 ) -> torch.Tensor:
     """Merge those entries that came since the last merge whose keys are closest to their neighbour's.
 

@@ -76,6 +76,9 @@ class HaltingPolicy(TokenPolicy):
         resume_layers: halted tokens take part again in that many last layers.
         lookahead: a non-causal policy acts outside prompts too (the paper's variant); every number it touches is marked.
 
+    Class attributes:
+        chooses_causally: whether `choose` reads tokens up to t only, about t.
+
     Raises:
         ConfigError: an option out of range; by `bind`, options that leave no layer to halt at.
     """
@@ -91,6 +94,7 @@ class HaltingPolicy(TokenPolicy):
     resume_layers: int = 0
     lookahead: bool = False
     priority: ClassVar[int] = 10
+    chooses_causally: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.window = check_fractions("window", self.window)
@@ -106,11 +110,6 @@ class HaltingPolicy(TokenPolicy):
         check_choice("missing_kv", self.missing_kv, MISSING_KV)
         if self.protect_last is not None:
             check_count("protect_last", self.protect_last)
-
-    @property
-    @abstractmethod
-    def chooses_causally(self) -> bool:
-        """Whether `choose` reads tokens up to t only, about t."""
 
     @abstractmethod
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
@@ -300,7 +299,7 @@ class Halting(HaltingPolicy, Calibrated):
         return halting_for_saving(model, save, prompt_tokens=prompt_tokens, **options)
 
     @property
-    def chooses_causally(self) -> bool:
+    def chooses_causally(self) -> bool:  # type: ignore[override]
         return self.rule == "threshold"
 
     def calibration_signals(self) -> list[Signal]:

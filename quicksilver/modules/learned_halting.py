@@ -119,7 +119,7 @@ class LearnedHalting(HaltingPolicy):
         super().__post_init__()
 
     @property
-    def chooses_causally(self) -> bool:
+    def chooses_causally(self) -> bool:  # type: ignore[override]
         if self._gates is not None:
             return self._gates.place is None
         # Before there is a model: what any gates of that name would do.

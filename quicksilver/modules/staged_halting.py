@@ -317,7 +317,7 @@ class StagedHalting(HaltingPolicy, Calibrated):
         )
 
     @property
-    def chooses_causally(self) -> bool:
+    def chooses_causally(self) -> bool:  # type: ignore[override]
         return all(stage.causal for stage in self._stages)
 
     @property

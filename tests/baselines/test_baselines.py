@@ -1,4 +1,4 @@
-"""The peers: each has the property that defines it, all keep the invariants of the runtime, and none leaves anything behind."""
+"""The peers, and the mechanisms beside them: each has the property that defines it, all keep the invariants of the runtime, and none leaves anything behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,17 @@ from quicksilver.baselines.token_merging import TokenMerging, match
 from quicksilver.measure.flop_counter import count_by_operator, count_executed
 from quicksilver.measure.null import by_chance
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
-from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion, shuffled
+from quicksilver.modules import (
+    AdaptiveQuantization,
+    ExponentialDecay,
+    Halting,
+    KVSkipping,
+    RandomHalting,
+    Replay,
+    StagedHalting,
+    TokenFusion,
+    shuffled,
+)
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, Transform, UnsupportedModelError, apply
 from quicksilver.runtime.cache import CacheLayer
 
@@ -43,6 +53,9 @@ CAUSAL: dict[str, Callable[[], RuntimeModule]] = {
     "confidence_softmax": lambda: ConfidenceExit(measure="softmax", threshold=0.05, temperature=2.0, horizon=20),
     "sliding_window": lambda: SlidingWindow(window=5),
     "sink_attention": lambda: SinkAttention(window=6, sinks=2),
+    "halting": lambda: Halting(tau_drift=0.9, tau_entropy=None, resume_layers=1),
+    "random_halting": lambda: RandomHalting(rate=0.3, window=(0.0, 1.0), resume_layers=0),
+    "uneven_decay": lambda: ExponentialDecay(even=False, alpha=0.3),
 }
 IN_PROMPTS: dict[str, Callable[[], RuntimeModule]] = {
     "token_merging": lambda: TokenMerging(r=0.1),
@@ -50,6 +63,10 @@ IN_PROMPTS: dict[str, Callable[[], RuntimeModule]] = {
     "prompt_pruning": lambda: PromptPruning(),
     "one_shot_halting": lambda: OneShotHalting(protect_first=1),
     "heavy_hitter": lambda: HeavyHitter(heavy=3, recent=4),
+    "halting_by_position": lambda: Halting(rule="capacity", signal="position", missing_kv="drop", resume_layers=0),
+    "halting_by_attention": lambda: Halting(rule="capacity", signal="attention", resume_layers=1),
+    "staged_halting": lambda: StagedHalting(protect_first=1),
+    "token_fusion": lambda: TokenFusion(rule="capacity", protect_first=1),
 }
 PEERS = CAUSAL | IN_PROMPTS
 TRANSFORMS: dict[str, Callable[[], Transform]] = {

@@ -57,10 +57,7 @@ def test_on_other_text_it_is_nearer_to_the_model_than_the_raw_lens(arch) -> None
         for layer in range(arch.n_layers - 1):
             raw, fitted = (
                 logits.log_softmax(-1)
-                for logits in (
-                    arch.logits(states[layer]),
-                    arch.output_head(made.head_input(arch, layer, states[layer])),
-                )
+                for logits in (arch.logits(states[layer]), arch.output_head(made.head_input(arch, layer, states[layer])))
             )
             kl = [(own.exp() * (own - one)).sum(-1).mean() for one in (raw, fitted)]
             assert kl[1] < kl[0]

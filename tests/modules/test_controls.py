@@ -23,7 +23,7 @@ from quicksilver.modules import (
     perfect_exit,
     shuffled,
 )  # fmt: skip
-from quicksilver.runtime import MISSING_KV, ConfigError, LayerView, PassTrace, RuntimeModule, TokenPolicy, TokenState, Trace
+from quicksilver.runtime import MISSING_KV, ConfigError, PassTrace, RuntimeModule, Trace
 
 FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
 
@@ -40,19 +40,6 @@ def test_random_halting_halts_at_its_rate(rate: float, seed: int) -> None:
     for layer in range(4):
         expected = 2000 * (1 - (1 - rate) ** (layer + 1))
         assert abs(int(one.halted(layer).sum()) - expected) <= 5 * math.sqrt(2000) / 2
-
-
-@given(tiny.batches(low=2), st.data())
-def test_random_halting_is_the_same_in_prefill_decoding_and_any_batch(batch: tiny.Batch, data: st.DataObject) -> None:
-    halting = RandomHalting(rate=0.3, seed=5, window=(0, 1), resume_layers=0)
-    assert halting.causal
-    whole = tiny.decisions(batch, tiny.forward(tiny.load("llama"), batch, [halting]).trace)
-    chunks = data.draw(tiny.chunkings(batch.width))
-    chunked = tiny.forward(tiny.load("llama"), batch, [halting], chunks=chunks)
-    tiny.assert_same_decisions(whole, tiny.decisions(batch, chunked.trace))
-    for i in range(len(batch.rows)):
-        alone = tiny.forward(tiny.load("llama"), batch.alone(i), [halting])
-        tiny.assert_same_decisions(whole[i : i + 1], tiny.decisions(batch.alone(i), alone.trace))
 
 
 @given(st.floats(0, 0.94), st.integers(2, 40))
@@ -109,34 +96,6 @@ def test_replaying_a_trace_gives_the_run_again(
     again = tiny.forward(tiny.load(family), batch, [Replay(run.trace, like=modules)], chunks=chunks, execution=execution)
     tiny.assert_same_decisions(tiny.decisions(batch, run.trace), tiny.decisions(batch, again.trace))
     tiny.assert_close(batch.real(run.logits), batch.real(again.logits), atol=2e-5)
-
-
-class MergePairs(TokenPolicy):
-    """After layer 1, slots 2 and 3 become one."""
-
-    priority = 30
-    proportional_attention = True  # type: ignore[assignment]
-
-    def acts_at(self, layer: int) -> bool:
-        return layer == 1
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        columns = torch.arange(view.slots.shape[1]).expand_as(view.slots)
-        target = (view.slots == 3).long().argmax(1, keepdim=True)
-        both = (tokens.active & (view.slots == 2)).any(1, keepdim=True) & (tokens.active & (view.slots == 3)).any(1, keepdim=True)
-        tokens.fuse(torch.where((view.slots == 2) & both, target, columns))
-
-
-def test_a_replay_repeats_fusion_too() -> None:
-    batch = tiny.Batch((tuple(range(1, 13)), tuple(range(20, 28))))
-    modules = [RandomHalting(rate=0.2, window=(0, 1), missing_kv="drop", resume_layers=0), MergePairs()]
-    run = tiny.forward(tiny.load("gpt2"), batch, modules)
-    assert any(p.fusions for p in run.trace.passes)
-    again = tiny.forward(tiny.load("gpt2"), batch, [Replay(run.trace, like=modules)])
-    tiny.assert_close(batch.real(run.logits), batch.real(again.logits))
-    assert torch.equal(run.trace.passes[0].fused_layer, again.trace.passes[0].fused_layer)
-    null = tiny.forward(tiny.load("gpt2"), batch, [Replay(shuffled(run.trace, 0), like=modules)])
-    assert null.trace.active_counts().tolist() == run.trace.active_counts().tolist()
 
 
 def test_a_replay_goes_through_a_file_and_can_start_in_the_middle(tmp_path: Path) -> None:

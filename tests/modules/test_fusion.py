@@ -339,10 +339,10 @@ def test_tokens_of_diverging_contexts_stay_apart() -> None:
 def fusions() -> st.SearchStrategy[TokenFusion]:
     return st.builds(
         TokenFusion,
-        rule=st.just("capacity"),
+        rule=st.sampled_from(["capacity", "threshold"]),
         criterion=st.sampled_from(["l2", "cosine", "attention", "random"]),
         attention_queries=st.sampled_from([3, None]),
-        tau_fuse=st.none() | st.just(0.5),
+        tau_fuse=st.just(0.5),
         fused_share=st.sampled_from([0.2, 0.5]),
         start=st.sampled_from([0.2, 0.4]),
         every=st.sampled_from([0, 1]),

@@ -83,27 +83,6 @@ def test_capacity_halts_the_lowest_scores() -> None:
     assert one.halted(0)[0].tolist() == [False, True, False, True, True, True, False, False]
 
 
-@given(ROWS, st.integers(0, 3), st.sampled_from(["drift", "random", "position"]), st.integers(0, 99))
-def test_a_row_halts_the_same_alone_and_padded(lengths: list[int], extra: int, signal: str, seed: int) -> None:
-    """From the row's own number of tokens: neither batch mates nor padding count."""
-    ids = ids_like(lengths, extra, seed)
-    torch.manual_seed(seed)
-    states = torch.randn(LAYERS + 1, *ids.shape, 8)
-
-    def run(one: Pass, rows: slice, columns: slice) -> Pass:
-        halting = Halting(signal=signal, halted_share=0.7, protect_last=0, rule="capacity", resume_layers=0)
-        halting.bind(architecture())
-        for layer in range(LAYERS - 1):
-            if halting.acts_at(layer):
-                halting.decide(*one.look(layer, states[layer, rows, columns], states[layer + 1, rows, columns]))
-        return one
-
-    together = run(Pass(lengths, extra=extra, ids=ids), slice(None), slice(None)).state.halt_layer
-    for row, n in enumerate(lengths):
-        alone = run(Pass([n], ids=ids[row : row + 1, -n:]), slice(row, row + 1), slice(ids.shape[1] - n, None)).state.halt_layer
-        assert torch.equal(alone[0], together[row, -n:])
-
-
 def test_layers_that_are_not_asked_are_made_up_for() -> None:
     """`decision_layers`: the next layer that is asked halts what the schedule has reached by then."""
     everywhere, sometimes = Pass([10]), Pass([10])

@@ -86,10 +86,7 @@ def test_a_threshold_is_a_dial_between_nobody_and_everybody():
 @torch.no_grad()
 def test_gates_that_halt_nobody_are_dense_inference_bit_for_bit(rows, resume):
     plain = ENCODER(states(rows, 20))
-    for changed in (
-        {"threshold": 0.0},
-        {"gates": gates(bias=50.0).trained(tiny.Run(ENCODER, [], "compact", None).arch)},
-    ):
+    for changed in ({"threshold": 0.0}, {"gates": gates(bias=50.0).trained(tiny.Run(ENCODER, [], "compact", None).arch)}):
         policy = LearnedHalting(
             **({"gates": trained(ENCODER), "resume_layers": resume} | changed), protect_first=0, protect_last=None
         )

@@ -23,16 +23,7 @@ from transformers import PreTrainedModel
 
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed
-from quicksilver.modules import (
-    AdaptiveQuantization,
-    Halting,
-    KVSkipping,
-    RandomHalting,
-    Replay,
-    TokenFusion,
-    calibrate,
-    shuffled,
-)
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion, calibrate, shuffled
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
 from quicksilver.runtime.quantized.codes import quantize_dequantize
 from quicksilver.runtime.quantized.integer import kernel_for

@@ -64,31 +64,6 @@ def test_each_stage_halts_exactly_its_tokens(lengths: list[int], extra: int, giv
             assert (one.state.halted_kv[row][now] == MISSING_KV.index(stage["missing_kv"])).all()
 
 
-@given(ROWS, st.integers(0, 3), stages(), st.integers(0, 99))
-def test_a_row_halts_the_same_alone_and_padded(
-    lengths: list[int], extra: int, given_stages: list[dict[str, Any]], seed: int
-) -> None:
-    """From the row's own number of tokens: neither batch mates nor padding count."""
-    ids = ids_like(lengths, extra, seed)
-    torch.manual_seed(seed)
-    states, attention = torch.randn(LAYERS + 1, *ids.shape, 8), torch.rand(LAYERS, *ids.shape)
-
-    def run(one: Pass, rows: slice, columns: slice) -> Pass:
-        halting = StagedHalting(stages=given_stages, protect_first=0, protect_last=None, missing_kv="project")
-        halting.bind(architecture())
-        for layer in range(LAYERS - 1):
-            if halting.acts_at(layer):
-                seen = {"attention": attention[layer, rows, columns]}
-                halting.decide(*one.look(layer, states[layer, rows, columns], states[layer + 1, rows, columns], **seen))
-        return one
-
-    together = run(Pass(lengths, extra=extra, ids=ids), slice(None), slice(None)).state
-    for row, n in enumerate(lengths):
-        alone = run(Pass([n], ids=ids[row : row + 1, -n:]), slice(row, row + 1), slice(ids.shape[1] - n, None)).state
-        assert torch.equal(alone.halt_layer[0], together.halt_layer[row, -n:])
-        assert torch.equal(alone.halted_kv[0], together.halted_kv[row, -n:])
-
-
 def test_the_oldest_tokens_are_dropped_and_nearly_all_others_stop_later() -> None:
     one = Pass([20])
     halting = StagedHalting(

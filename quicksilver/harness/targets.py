@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,10 +90,14 @@ def source_of(module: str) -> Path | None:
     where: list[str] | None = None
     origin = None
     for depth, _ in enumerate(parts := module.split("."), 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), where)
+        try:  # an editable install has a finder of its own for the package, and PathFinder does not ask it
+            spec = find_spec(parts[0]) if depth == 1 else PathFinder.find_spec(".".join(parts[:depth]), where)
+        except ValueError:  # __main__, which has no spec
+            return None
         if spec is None:
             return None
-        origin, where = spec.origin, None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+        origin = spec.origin if spec.has_location else None  # a frozen module has no file
+        where = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
     return Path(origin) if origin is not None else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import tomllib
 from pathlib import Path
 
@@ -293,6 +294,15 @@ def test_an_installed_package_finds_its_configs_inside_itself(tmp_path, monkeypa
     (inside / "conf" / "run.yaml").unlink()
     with pytest.raises(ConfigError, match="install quicksilver again"):
         config_dir()
+
+
+def test_defaults_are_filled_in_where_no_folder_of_the_path_has_the_package(tmp_path, monkeypatch):
+    """As with an editable install and a command that was typed in another folder."""
+    expected = module_entry("halting")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not (Path(place) / "quicksilver").is_dir()])
+    assert module_entry("halting") == expected
+    assert len(expected[1]) > 10
 
 
 def test_hydra_reaches_no_floor_below_the_harness():

@@ -47,7 +47,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,30 +109,13 @@ def show(title: str, rows: Any) -> None:
 # -- runtime ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One row of the runtime's table; `noise_floor` None: not a time."""
-
-    section: str
-    dtype: str
-    what: str
-    value: float
-    low: float
-    high: float
-    unit: str
-    target: str
-    reached: bool
-    noise_floor: float | None
-    details: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass
 class Bench:
     """A model of random weights, its input, and what was found with them."""
 
     options: Options
     dtype: torch.dtype
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
 
     def model(self, layers: int) -> PreTrainedModel:
         o = self.options
@@ -158,12 +141,11 @@ class Bench:
         if times is not None:
             details["samples_ms"] = {name: samples.ms for name, samples in times.items()}
             details["control_ms"], details["load_average"] = times.control_ms, [times.load_before, times.load_after]
-        self.findings.append(
-            Finding(
-                section, str(self.dtype).removeprefix("torch."), what, ratio.median, ratio.low, ratio.high, unit,
-                f"{target[0]} {target[1]:g}", reached, None if times is None else times.noise_floor, details,
-            )
-        )  # fmt: skip
+        self.findings.append({
+            "section": section, "dtype": str(self.dtype).removeprefix("torch."), "what": what, "value": ratio.median, "low": ratio.low,
+            "high": ratio.high, "unit": unit, "target": f"{target[0]} {target[1]:g}", "reached": reached,
+            "noise_floor": None if times is None else times.noise_floor, "details": details,  # None: not a time
+        })  # fmt: skip
 
     def slower(self, section: str, what: str, times: Alternation, name: str, most: float, **details: Any) -> None:
         """How much slower than the plain model, in percent."""
@@ -379,15 +361,15 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 def runtime(o: Options) -> int:
     around = environment(o.device) | {"load_average_before": say_if_busy()}
-    findings: list[Finding] = []
+    findings: list[dict[str, Any]] = []
     for name in o.only:
         for dtype in o.dtypes:
             bench = Bench(o, getattr(torch, dtype))
             SECTIONS[name](bench)
             findings += bench.findings
     shape = f"{o.batch} × {o.sequence}, d = {o.width}, {o.heads} heads, {o.repeats} rounds"
-    show(f"Runtime benchmark: {shape}", _runtime_rows(map(asdict, findings)))
-    save(o.output, {"environment": around, "options": o, "findings": [asdict(one) for one in findings]})
+    show(f"Runtime benchmark: {shape}", _runtime_rows(findings))
+    save(o.output, {"environment": around, "options": o, "findings": findings})
     return 0
 
 
@@ -590,18 +572,12 @@ def quantization(o: Options) -> int:
 
 def mechanisms(phase: str, rates: Sequence[float], layers: int) -> dict[str, RuntimeModule]:
     """What is timed against dense inference, by name; `halting` with each of its rates."""
-    once: dict[str, Any] = {
-        "rule": "capacity",
-        "signal": "random",
-        "schedule": "one_shot",
-        "window": (0.0, 1 / layers),
-        "missing_kv": "drop",
-    }
+    once: dict[str, Any] = {"rule": "capacity", "signal": "random", "schedule": "one_shot", "missing_kv": "drop"}
 
     def halting(rate: float) -> RuntimeModule:
         if phase == "decode":
             return StaticDepth(depth=1 - rate, missing_kv="drop")
-        return Halting(halted_share=rate, resume_layers=0, **once)
+        return Halting(halted_share=rate, window=(0.0, 1 / layers), resume_layers=0, **once)
 
     return {f"halting {rate:.0%}": halting(rate) for rate in rates} | {
         "kv skipping 50%": KVSkipping(criterion="attention", skipped_share=0.5, min_depth=0.0),

@@ -10,7 +10,10 @@ from pathlib import Path
 import fakes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.comparison import against_dense, frame, noise
 from quicksilver.report.table import amount, interval_cell, signed, speedup_cell, versus_null_cell
@@ -133,3 +136,12 @@ def test_intervals_keep_the_digits_that_tell_something():
 def test_signs_and_amounts():
     assert [signed(1.25, 1), signed(-0.04, 1), signed(0.0, 2), signed(None)] == ["+1.2", "0.0", "0.00", "-"]
     assert [amount(x) for x in (5, 1000, 211e6, 2.06e12, 999.6e9)] == ["5", "1k", "211M", "2.06T", "1T"]
+
+
+@given(floors=st.lists(st.floats(0.1, 50), min_size=1, max_size=6))
+def test_no_run_is_judged_by_less_than_its_own_floor_or_the_pooled_one(floors) -> None:
+    rows = [{"record": str(number), comparison.FLOOR: floor} for number, floor in enumerate(floors)]
+    comparison.pool_noise([*rows, *(dict(row) for row in rows)])  # a record in two rows counts once
+    (pooled,) = {row[comparison.POOLED] for row in rows}
+    assert pooled == pytest.approx(math.sqrt(sum(floor**2 for floor in floors) / len(floors)))
+    assert [row[comparison.FLOOR] for row in rows] == [max(floor, pooled) for floor in floors]

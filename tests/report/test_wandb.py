@@ -200,9 +200,3 @@ def test_who_is_not_logged_in_is_told_what_is_missing(results, tmp_path, monkeyp
         wandb_report.main(["--results", str(results)])
     said = capsys.readouterr()
     assert "secret" not in said.out + said.err
-
-
-def test_the_list_asks_nobody(results, capsys):
-    assert wandb_report.main(["--results", str(results), "--list"]) == 0
-    assert "Quality against work" in capsys.readouterr().out
-    assert wandb_report.main(["--results", str(results / "nowhere"), "--list"]) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import fakes
@@ -15,9 +14,8 @@ from quicksilver.cli.commands import reproduce
 from quicksilver.harness.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, Row, find
 from quicksilver.report.claims.contradictions import contradictions
-from quicksilver.report.claims.ledger import CONTRADICTIONS, AnsweredBy, Source, frame, ledger
+from quicksilver.report.claims.ledger import CONTRADICTIONS, STATEMENT, AnsweredBy, Source, Statement, frame, ledger
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.reproduction import make_command
 from quicksilver.runtime.errors import ConfigError
 
 COMMAND = "make reproduce-table TABLE=11"
@@ -265,17 +263,38 @@ def test_it_is_readable_in_a_terminal(table):
     assert "reproduced" in line
 
 
-def test_the_same_records_give_the_same_bytes(table, tmp_path):
-    again = ledger([source(tmp_path, saved=0.25, faster=0.2, per_token=0.003)])
-    assert again.markdown() == table.markdown()
-    assert again.csv() == table.csv()
+@pytest.mark.parametrize(
+    ("ends", "fails", "verdict"),
+    [
+        ((0.01, 0.2), False, "reproduced"),
+        ((-0.01, 0.2), False, "undecided"),
+        ((-0.2, -0.01), False, "not reproduced"),
+        ((0.01, 0.2), True, "not reproduced"),
+        (None, False, "not measured"),
+    ],
+)
+def test_a_verdict_is_where_the_interval_lies(ends, fails, verdict):
+    estimate = None if ends is None else Estimate(sum(ends) / 2, *ends)
+    assert Statement("a.b", "a paper", "words", "this minus that", estimate, "why", fails).verdict == verdict
 
 
-def test_the_csv_reads_back(table, tmp_path):
-    (tmp_path / "claims.csv").write_text(table.csv())
-    back = pd.read_csv(tmp_path / "claims.csv", keep_default_na=False)
-    assert list(back["claim"]) == list(table.frame["claim"])
-    assert list(back["verdict"]) == list(table.frame["verdict"])
+def test_the_ledger_has_the_statements_with_the_numbers_of_the_study():
+    artefact = find("table", "token_halting_claims")
+    table = ledger([Source(artefact, [], "make it")])
+    found = table.frame[table.frame["kind"] == STATEMENT].set_index("claim")
+    assert set(found["panel"]) == {"arXiv 2303.05078 (Ye et al., token halting)"}
+    judged = found[found["measured"].notna()]
+    assert len(judged) >= 5
+    for one in judged.itertuples():
+        expected = "reproduced" if one.measured_low > 0 else "not reproduced" if one.measured_high < 0 else "undecided"
+        assert one.verdict == expected or (one.verdict == "not reproduced" and "time" in one.why)
+        assert one.measured_low <= one.measured <= one.measured_high
+    # The table says the same.
+    printed = artefact.build([], artefact.name).frame
+    assert printed["verdict"].tolist() == found["verdict"].tolist()
+    claims = table.frame[table.frame["kind"] == "claim"]
+    assert f"{claims['claim'].nunique()} numbers in {len(claims)} rows" in table.title
+    assert "token_halting.input_dependent" not in set(claims["claim"])
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------
@@ -330,10 +349,3 @@ def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
     assert fakes.fingerprint("halting all") in capsys.readouterr().err
     found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
     assert set(found[found["claim"] == "table11.isolated.quantization.delta_ppl"]["verdict"]) == {"not reproduced"}
-
-
-def test_another_model_has_a_ledger_of_its_own():
-    assert dataclasses.is_dataclass(find("table", "11"))
-    assert make_command(find("table", "11"), ["model=gpt2-large", "dataset=c4", "measure.latency.repeats=9"]) == (
-        "make reproduce-table TABLE=11 MODEL=gpt2-large DATASET=c4 ARGS=measure.latency.repeats=9"
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -233,29 +232,11 @@ _WORD = re.compile(r"\s*\S+|\s+\Z")
 Piece = tuple[str, bool]  # text, and whether the other side has something else there
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One prompt and both continuations.
+def generated_texts(record: Record) -> dict[str, list[dict[str, Any]]]:
+    """Prompts with both continuations by way of decoding; nothing of a record that generated no text.
 
-    Attributes:
-        prompt: the end of it, `cut` saying whether there is more before.
-        run, dense: the continuations in pieces.
-        same_tokens: tokens before the first that differs; agreement: share of places with the same token, 0 to 1.
-    """
-
-    number: int
-    prompt: str
-    cut: bool
-    run: tuple[Piece, ...]
-    dense: tuple[Piece, ...]
-    same_tokens: int
-    agreement: float
-    nats: float
-    dense_nats: float
-
-
-def generated_texts(record: Record) -> dict[str, list[Sample]]:
-    """Samples by way of decoding; nothing of a record that generated no text.
+    Each has `prompt` (its number), `text` (the end of it, `cut` saying whether there is more before), `run` and `dense` (the continuations in
+    pieces), `same_tokens` (before the first that differs), `agreement` (share of places with the same token, 0 to 1), `nats` and `dense_nats`.
 
     Raises:
         ConfigError: the file is damaged.
@@ -269,13 +250,14 @@ def generated_texts(record: Record) -> dict[str, list[Sample]]:
         raise ConfigError(f"{TEXTS} of {record.path} cannot be read: {error}.") from error
 
 
-def _sample(row: pd.Series) -> Sample:
+def _sample(row: pd.Series) -> dict[str, Any]:
     words = _WORD.findall(row["prompt_text"])
     run, dense = marked(row["text"], row["dense_text"])
-    return Sample(
-        int(row["prompt"]), "".join(words[-_END_OF_PROMPT:]).lstrip(), len(words) > _END_OF_PROMPT, run, dense,
-        int(row["same_tokens"]), float(row["agreement"]), float(row["nats"]), float(row["dense_nats"]),
-    )  # fmt: skip
+    return {
+        **{name: int(row[name]) for name in ("prompt", "same_tokens")},
+        **{name: float(row[name]) for name in ("agreement", "nats", "dense_nats")},
+        **{"text": "".join(words[-_END_OF_PROMPT:]).lstrip(), "cut": len(words) > _END_OF_PROMPT, "run": run, "dense": dense},
+    }
 
 
 def marked(one: str, two: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +286,22 @@ def test_what_a_page_shows_cannot_end_its_script(made, site, records):
     environment = Site(Collection(made))._environment
     assert "<" not in environment.filters["json"](hostile)
     assert json.loads(environment.filters["json"](hostile)) == hostile
+
+
+def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():
+    scripts = {
+        path.name: path.read_text() for path in (files("quicksilver.report.site") / "templates").iterdir() if path.suffix == ".js"
+    }
+    for name, script in scripts.items():
+        assert not re.search(r"insertAdjacentHTML|outerHTML|document\.write", script), name
+        for value in re.findall(r"innerHTML\s*=\s*(.*)", script):
+            assert all(one.endswith("html") for one in re.findall(r"(\w*)`<", value)), value
+            assert "html`" in value, value
+    if shutil.which("node") is not None:
+        tag = scripts["site.js"][: scripts["site.js"].index("const colour")]
+        program = tag + "console.log(String(html`<b title=\"${'\"<'}\">${['<i>', html`<u>${'&'}</u>`]}</b>`))"
+        said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        assert said == '<b title="&#34;&#60;">&#60;i&#62;<u>&#38;</u></b>'
 
 
 # --- what is missing --------------------------------------------------------------------------------------------------------------

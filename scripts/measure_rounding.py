@@ -31,7 +31,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "rounding.csv")
     output = parser.parse_args().output
-    here, found, place = processor_key("cpu"), {}, Workplace()
+    here, place = processor_key("cpu"), Workplace()
+    found: dict[str, tuple[str, str, float, float]] = {}
     for table in TABLES:
         artefact = find("table", table)
         for job in jobs_of(artefact, ["results_dir=results"], Answers("results")):
@@ -49,15 +50,18 @@ def main() -> int:
             except QuickSilverError as error:  # a text or a kernel that is not here
                 print(f"{job.name}: {error}", file=sys.stderr)
                 continue
-            found[record.fingerprint] = {
-                "processor": here, "format": confirming.format_of(bench), "table": table, "row": job.name, "nats": float(f"{apart:.2g}"),
-                "work": float(f"{work:.2g}"), "kernels": "; ".join(one.kernel for one in bench.modules if one.kernel),
-            }  # fmt: skip
-            print(*found[record.fingerprint].values(), sep=" | ", flush=True)
-    before = pd.read_csv(output) if output.is_file() else pd.DataFrame()
-    if len(before):
-        before = before[before["processor"] != here]
-    pd.concat([before, pd.DataFrame(found.values())]).to_csv(output, index=False)
+            kernels = "; ".join(one.kernel.partition(" (")[0] for one in bench.modules if one.kernel)
+            found[record.fingerprint] = (confirming.format_of(bench), kernels, apart, work)
+            print(job.name, *found[record.fingerprint], flush=True)
+    frame = pd.DataFrame(found.values(), columns=["format", "kernels", "nats", "work"])
+    summary = frame.groupby(["format", "kernels"], as_index=False).agg(
+        records=("nats", "size"), nats=("nats", "max"), work=("work", "max")
+    )
+    summary.insert(0, "processor", here)
+    if output.is_file():
+        before = pd.read_csv(output, keep_default_na=False)
+        summary = pd.concat([before[before["processor"] != here], summary])
+    summary.to_csv(output, index=False, float_format="%.2g")
     return 0
 
 

@@ -140,12 +140,14 @@ class Confirmed:
         windows, of: how many were scored again, of how many.
         largest_difference_nats: of any of these windows, in nats a scored token: of its likelihood or its KL to dense.
         agrees: what no clock reads is the repository's. False: all of it was measured here.
+        number_format: the coarsest that the run computes in: it says how far two processors may differ. None: an older record.
     """
 
     windows: int
     of: int
     largest_difference_nats: float
     agrees: bool
+    number_format: str | None = None
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,17 @@ def confirmation(records: Sequence[Record]) -> str | None:
     apart = max(one.largest_difference_nats for one in found)
     windows = " / ".join(dict.fromkeys(f"{one.windows} of {one.of}" for one in found))
     taken = sum(one.agrees for one in found)
+    formats = ", ".join(dict.fromkeys(one.number_format or "float32" for one in found if one.agrees))
     if all(record.is_kept for record in records):
         return f"{taken} runs were timed again after they were made, when {windows} windows came out alike (at most {apart:.1g} nats a token apart)."
     said = f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
     if taken < len(found):
-        said += f" {len(found) - taken} differ by more than rounding and were measured here as a whole."
-    return said + (f" Of {taken} only times and energy are of this machine; records=own measures all of it." if taken else "")
+        said += f" {len(found) - taken} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
+    return said + (
+        f" {taken} are confirmed within their number format ({formats}): of them only times and energy are of this machine; records=own measures all of it."
+        if taken
+        else ""
+    )
 
 
 def timing_warnings(records: Sequence[Record]) -> list[str]:

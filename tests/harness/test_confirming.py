@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 
 import pytest
 from harness_world import make_world
@@ -75,6 +77,46 @@ def test_what_comes_out_otherwise_is_measured_as_a_whole(clone) -> None:
     assert found.quality.ppl == pytest.approx(true)
     assert "measured here as a whole" in confirmation([found])
     assert (found.path / "trace.safetensors").exists()
+
+
+@pytest.mark.processor
+def test_what_a_number_format_leaves_is_confirmed_and_another_kernel_is_measured(tmp_path, capsys) -> None:
+    words = [*make_world(tmp_path), *TIMED, "dataset.windows=4", "modules=[int8_dynamic]"]
+    made, clone = tmp_path / "made", tmp_path / "clone"
+    (record,) = ensure([compose([*words, f"results_dir={made}"])])
+    keep(Store(made), {record.fingerprint: set()})
+    clone.mkdir()
+    (made / KEPT).rename(clone / KEPT)
+    kept = load_record(clone / KEPT / record.fingerprint)
+    mine = [*words, f"results_dir={clone}", "records=checked"]
+
+    def moved(nats: float, kernel: str | None):
+        def edit(frame, content) -> None:
+            frame["nll_nats"] += nats * frame["tokens"]
+            content["nll_nats"] = float(frame["nll_nats"].sum())
+            content["ppl"] = content["ppl"] * math.exp(nats)
+            content["kernels"] = {"int8_dynamic": kernel or content["kernels"]["int8_dynamic"]}
+
+        return edit
+
+    change(kept, moved(0.02, None))
+    (found,) = ensure([compose(mine)])
+    assert (found.confirmed.agrees, found.confirmed.number_format) == (True, "integer")
+    assert "1 are confirmed within their number format (integer)" in confirmation([found])
+    shutil.rmtree(clone / "runs")
+    capsys.readouterr()
+    change(kept, moved(-0.02, "saturating on cpu"))
+    (found,) = ensure([compose(mine)])
+    assert not found.confirmed.agrees
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "saturating" in line]
+    assert said.startswith(
+        f"{kept.fingerprint}: the repository's record was made by saturating, which is not exact or not here, and this"
+    )
+    assert "measured here as a whole. records=any" in said
+    shutil.rmtree(clone / "runs")
+    change(kept, moved(0.5, found.kernels["int8_dynamic"]))
+    (found,) = ensure([compose(mine)])
+    assert not found.confirmed.agrees
 
 
 def test_work_that_differs_does_not_agree_either(clone) -> None:

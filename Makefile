@@ -14,7 +14,7 @@ DATASET ?=
 ARGS ?=
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
-.PHONY: help demo reproduce reproduce-table reproduce-figure claims report readme test test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu dist environment clean
+.PHONY: help demo reproduce reproduce-table reproduce-figure claims report readme test test-processors test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu dist environment clean
 
 help: ## this list
 	@echo 'QuickSilver. Targets (the first one that needs it makes $(VENV) from requirements.lock):'
@@ -46,6 +46,9 @@ readme: $(STAMP) ## put the written tables and figures into README.md
 # pytest rewrites the asserts of every test file and keeps the result, unless bytecode is forbidden: seconds of each start.
 test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --dist worksteal $(ARGS)
+
+test-processors: $(STAMP) ## the tests marked `processor`, as if on four other processors (ARGS for pytest)
+	PYTHONDONTWRITEBYTECODE= scripts/processors.sh $(PY) -m pytest -n auto -m 'processor and not slow' $(ARGS)
 
 test-all: $(STAMP) ## all tests (ARGS for pytest)
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --dist worksteal -m 'slow or not slow' $(ARGS)

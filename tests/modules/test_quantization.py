@@ -500,7 +500,7 @@ def test_which_kernel_ran_can_be_read() -> None:
     module = AdaptiveQuantization(bits=8, execution="int8")
     assert module.kernel == "not run yet"
     tiny.forward(tiny.load("gpt2"), BATCH, [module])
-    assert module.kernel in ("torch._int_mm on cpu", "float products of the codes on cpu")
+    assert module.kernel.partition(" (")[0] in ("torch._int_mm on cpu", "float products of the codes on cpu")
     assert AdaptiveQuantization().kernel == "float products of dequantised values"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -84,17 +86,40 @@ def test_clean_leaves_results_alone():
     assert not [line for line in removals if "results" in line]
 
 
+def test_the_workflow_calls_targets_that_are_there():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))["jobs"]
+    lines = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"]) + (ROOT / ".ci/run").read_text()
+    named = set(re.findall(r"\bmake ([a-z-]+)", lines))
+    assert named >= {"test", "test-processors", "lint", "docs", "dist", "reproduce-table"}
+    assert named <= set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    matrix = jobs["test"]["strategy"]["matrix"]
+    versions = {line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if "Python :: 3." in line}
+    assert set(matrix["python"]) == versions
+
+
 # --- what is installed -----------------------------------------------------------------------------------------------------
 
 
 def test_the_lock_pins_exact_versions_and_names_no_host_and_no_path():
     of_both = []
     for lock in (LOCK, DOCS_LOCK):
-        assert [line for line in lock if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)] == []
+        assert [
+            line for line in lock if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+(; sys_platform == 'darwin')?", line)
+        ] == []
         names = [canonicalize_name(line.split("==")[0]) for line in lock]
         assert names == sorted(set(names))
         of_both += names
     assert len(of_both) == len(set(of_both))
+
+
+def pinned(lock: list[str], machine: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name to version of what `lock` installs on `machine` (this one)."""
+    wanted = [Requirement(line) for line in lock]
+    return {
+        canonicalize_name(one.name): str(one.specifier).removeprefix("==")
+        for one in wanted
+        if one.marker is None or one.marker.evaluate(dict(machine or {}))
+    }
 
 
 def requirements() -> list[str]:
@@ -110,10 +135,54 @@ def requirements() -> list[str]:
 
 @pytest.mark.parametrize(("lines", "lock"), [(requirements(), LOCK), (EXTRAS["docs"], DOCS_LOCK)], ids=["requirements", "docs"])
 def test_what_is_locked_lies_in_the_declared_ranges(lines, lock):
-    locked = {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in lock}
+    locked = pinned(lock)
     wanted = [Requirement(line) for line in lines]
     outside = [str(one) for one in wanted if not one.specifier.contains(locked.get(canonicalize_name(one.name), "missing"))]
     assert outside == []
+
+
+MACHINES = {
+    f"{system}-{machine}-{python}": {
+        "sys_platform": system,
+        "platform_system": {"linux": "Linux", "darwin": "Darwin"}[system],
+        "os_name": "posix",
+        "platform_machine": machine,
+        "platform_python_implementation": "CPython",
+        "implementation_name": "cpython",
+        "python_version": python,
+        "python_full_version": f"{python}.5",
+    }
+    for system, machine in (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
+    for python in ("3.11", "3.12", "3.13")
+}
+GPU = re.compile(r"nvidia-(?!ml-py)|cuda-|triton$")  # torch pins those of its CUDA build
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_the_lock_is_whole_on_other_machines(machine):
+    """What the packages installed here say they need there, by evaluating their markers, is in the lock, in a version they accept."""
+    locked = pinned(LOCK, machine)
+    ask = [(Requirement(line), "pyproject.toml") for line in requirements()]
+    seen: set[tuple[str, str]] = set()
+    while ask:
+        wanted, of = ask.pop()
+        name = canonicalize_name(wanted.name)
+        for extra in wanted.extras or {""}:
+            if (name, extra) in seen or GPU.match(name):
+                continue
+            seen.add((name, extra))
+            assert name in locked, f"{of} needs {wanted}, which requirements.lock does not pin"
+            assert wanted.specifier.contains(locked[name], prereleases=True), f"{of} needs {wanted}, locked is {locked[name]}"
+            try:
+                needs = importlib.metadata.requires(name) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue  # of another machine alone
+            ask += [
+                (one, name)
+                for one in map(Requirement, needs)
+                if one.marker is None or any(one.marker.evaluate({**machine, "extra": which}) for which in ("", extra))
+            ]
+    assert set(locked) - {name for name, _ in seen} == set()  # and nothing is pinned that nobody asks for
 
 
 def test_every_package_and_every_data_file_is_shipped():

@@ -1,0 +1,182 @@
+"""Print what this machine has, and what each missing thing costs: put it into a bug report.
+
+quicksilver doctor
+quicksilver doctor data.root=/folder results_dir=/folder
+
+Nothing is downloaded. The integer kernels are compared with float64, which takes a second the first time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from quicksilver import __version__
+from quicksilver.runtime.errors import ConfigError
+
+# What `requirements.lock` pins: the results and the whole suite were made with these. The runtime alone also ran on the older pair.
+RUN_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
+RUNTIME_RAN_WITH = {"torch": "2.11", "transformers": "5.17"}
+# Extra of the package -> what does not work without it.
+COSTS = {
+    "sweep": "hydra/launcher=joblib",
+    "slurm": "hydra/launcher=submitit_slurm and submitit_local",
+    "ray": "hydra/launcher=ray",
+    "optuna": "hydra/sweeper=optuna",
+    "tasks": "evaluate= of a task",
+    "lm-eval": "quicksilver lm_eval",
+    "tracking": "tracker=wandb",
+    "plots": "figures",
+    "report": "quicksilver report",
+    "linguistics": "tagging a text by perceptron (tables 2, 8, 9, 12 and 13)",
+    "peers": "torchao rows of the quantization benchmark",
+}
+_GB = 1e9
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the findings; returns the exit code.
+
+    Raises:
+        ConfigError: a word that is neither data.root= nor results_dir=.
+    """
+    given = dict(word.partition("=")[::2] for word in words)
+    if unknown := given.keys() - {"data.root", "results_dir"}:
+        raise ConfigError(f"{min(unknown)}: quicksilver doctor takes data.root=/folder, results_dir=/folder, or nothing.")
+    root = given.get("data.root") or os.environ.get("QUICKSILVER_DATA")
+    results = Path(given.get("results_dir") or os.environ.get("QUICKSILVER_RESULTS") or "results").expanduser()
+    for topic, lines in (
+        ("versions", _versions()),
+        ("machine", _machine()),
+        ("kernels", _kernels()),
+        ("disk", _disk(results)),
+        ("data", _data(Path(root).expanduser() if root else None)),
+        ("packages", _packages()),
+    ):
+        for number, line in enumerate(lines):
+            print(f"{topic if number == 0 else '':<10}{line}")
+    return 0
+
+
+def _versions() -> Iterator[str]:
+    yield f"quicksilver {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    for name, version in RUN_WITH.items():
+        found = importlib.metadata.version(name)
+        same = found.partition("+")[0] == version
+        yield f"{name} {found}" + ("" if same else f": the results were made with {version}; `make environment` installs it")
+    older = ", ".join(f"{name} {version}" for name, version in RUNTIME_RAN_WITH.items())
+    yield f"quicksilver.runtime alone also ran with {older}"
+
+
+def _machine() -> Iterator[str]:
+    import psutil
+    import torch
+
+    from quicksilver.runtime.quantized.proving import instruction_set, processor
+
+    memory = psutil.virtual_memory()
+    yield f"{processor()} ({platform.machine()}), {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    yield f"instructions: {instruction_set()}"
+    yield f"memory: {memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB available"
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield "GPU: " + (
+        ", ".join(devices) or "none that torch can use. Every time is that of the CPU; gpt2-large takes hours a table"
+    )
+
+
+def _kernels() -> Iterator[str]:
+    import torch
+
+    from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS
+
+    weight = torch.zeros(64, 64)
+    for kernel in dict.fromkeys([*KERNELS.values(), *DYNAMIC_INT8]):
+        if kernel.bound is None:
+            continue  # the layer itself
+        refused = kernel.refusal(weight, 1)
+        yield f"{kernel.name}: " + ("agrees with float64 within its format" if refused is None else f"not offered: {refused}")
+
+
+def _disk(results: Path) -> Iterator[str]:
+    from huggingface_hub import constants
+
+    from quicksilver.runtime.quantized.proving import cache_file
+
+    for what, folder in (
+        ("results", results.resolve()),
+        ("hub cache", Path(constants.HF_HUB_CACHE)),
+        ("kernel cache", cache_file().parent),
+    ):
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        writable = "" if os.access(there, os.W_OK) else ", NOT writable: give another folder"
+        yield f"{what}: {folder}, {shutil.disk_usage(there).free / _GB:.1f} GB free{writable}"
+
+
+def _data(root: Path | None) -> Iterator[str]:
+    import yaml
+
+    from quicksilver.data.spec import MADE_HERE
+    from quicksilver.harness.choices import choices, config_dir
+
+    def read(name: str) -> dict[str, Any]:
+        return yaml.safe_load((config_dir() / "dataset" / f"{name}.yaml").read_text(encoding="utf-8"))
+
+    if root is None:
+        yield "data.root is not set: texts come from the hub, or from the package (data.root=/folder, or QUICKSILVER_DATA)"
+    elif not root.is_dir():
+        yield f"data.root={root} is no folder: give another one"
+    else:
+        yield f"data.root: {root}"
+    places: dict[str, list[str]] = {"at hand": [], "from the hub": [], "needs a file": []}
+    for name in choices("dataset"):
+        content = read(name)
+        for parent in {*content.get("defaults", ())} - {"_self_"}:
+            content = read(parent) | content
+        files = list(_files(content))
+        local = root is not None and len(files) > 0 and all((root / file).exists() for file in files)
+        if local or content["reader"] in MADE_HERE:
+            places["at hand"].append(name)
+        else:
+            places["from the hub" if (content.get("hub") or {}).get("id") else "needs a file"].append(name)
+    for place, names in places.items():
+        if names:
+            yield f"{place}: {', '.join(names)}"
+
+
+def _files(content: dict[str, Any]) -> Iterator[str]:
+    """Every file that a dataset's yaml names."""
+    for key, value in content.items():
+        if key == "files":
+            yield from (value if isinstance(value, list) else [file for file in value.values() if file])
+        elif isinstance(value, dict):
+            yield from _files(value)
+
+
+def _packages() -> Iterator[str]:
+    from packaging.requirements import Requirement
+
+    missing: dict[str, list[str]] = {}
+    for line in importlib.metadata.requires("quicksilver") or ():
+        requirement = Requirement(line)
+        named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
+        if named is not None and named[1] in COSTS and not _installed(requirement.name):
+            missing.setdefault(named[1], []).append(requirement.name)
+    if not missing:
+        yield "all optional packages are installed"
+    for extra, names in missing.items():
+        yield f"missing {', '.join(names)}: no {COSTS[extra]}. {sys.executable} -m pip install 'quicksilver[{extra}]'"
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

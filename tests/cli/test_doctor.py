@@ -1,0 +1,83 @@
+"""`quicksilver doctor`: what it prints is true of this machine, and a missing thing comes with its cost."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from quicksilver.cli.commands import doctor
+from quicksilver.runtime.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def topics(printed: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in printed.splitlines():
+        if topic := line[:10].strip():
+            found[topic] = []
+        found[topic or list(found)[-1]].append(line[10:])
+    return found
+
+
+def test_it_prints_processor_kernels_versions_disk_data_and_packages(capsys, tmp_path):
+    assert doctor.main([f"results_dir={tmp_path}"]) == 0
+    printed = topics(capsys.readouterr().out)
+    assert list(printed) == ["versions", "machine", "kernels", "disk", "data", "packages"]
+    assert any(line.startswith(f"torch {torch.__version__}") for line in printed["versions"])
+    assert platform.machine() in printed["machine"][0]
+    assert {line.partition(":")[0] for line in printed["kernels"]} >= {"bfloat16", "int_mm", "qlinear", "qnnpack"}
+    assert all("agrees with float64" in line or "not offered: " in line for line in printed["kernels"])
+    assert printed["disk"][0].startswith(f"results: {tmp_path}")
+
+
+def test_texts_that_a_folder_has_are_at_hand(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
+    doctor.main([])
+    assert "books" in next(line for line in topics(capsys.readouterr().out)["data"] if line.startswith("needs a file"))
+    (tmp_path / "books").mkdir()
+    for part in ("test", "valid"):
+        (tmp_path / "books" / f"books_{part}.txt").write_text("text")
+    doctor.main([f"data.root={tmp_path}"])
+    assert "books" in next(line for line in topics(capsys.readouterr().out)["data"] if line.startswith("at hand"))
+
+
+def test_a_missing_package_comes_with_its_cost(capsys, monkeypatch):
+    there = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "wandb":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    doctor.main([])
+    line = next(line for line in topics(capsys.readouterr().out)["packages"] if "wandb" in line)
+    assert "no tracker=wandb" in line
+    assert "quicksilver[tracking]" in line
+
+
+def test_another_torch_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(doctor.RUN_WITH, "torch", "1.0.0")
+    doctor.main([])
+    assert "the results were made with 1.0.0" in capsys.readouterr().out
+
+
+def test_the_versions_it_names_are_those_of_the_lock():
+    locked = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    assert {f"{name}=={version}" for name, version in doctor.RUN_WITH.items()} <= {line.split(" ")[0] for line in locked}
+
+
+@pytest.mark.parametrize("word", ["foo=1", "--verbose"])
+def test_a_word_it_does_not_take_is_refused(word):
+    with pytest.raises(ConfigError, match=r"takes data\.root=/folder"):
+        doctor.main([word])
+
+
+def test_a_data_root_that_is_no_folder_is_said(capsys, tmp_path):
+    doctor.main([f"data.root={tmp_path / 'none'}"])
+    assert "is no folder: give another one" in capsys.readouterr().out

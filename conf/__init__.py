@@ -1,1 +1,1 @@
-"""The configuration, shipped with the package as `quicksilver.conf` (see `quicksilver.harness.config.config_dir`)."""
+"""The configuration, shipped with the package as `quicksilver.conf` (see `quicksilver.runs.config.config_dir`)."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from quicksilver.cli.door import main
+from quicksilver.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

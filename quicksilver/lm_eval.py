@@ -21,13 +21,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from quicksilver.harness.choices import choices
-from quicksilver.harness.config import RunConfig, compose
-from quicksilver.harness.explain import suggest
-from quicksilver.harness.run import calibrated_modules
-from quicksilver.harness.store import Store
-from quicksilver.harness.workplace import Workplace
 from quicksilver.measure.perplexity import Protocol, check_allowed
+from quicksilver.records.store import Store
+from quicksilver.runs.choices import choices
+from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.explain import suggest
+from quicksilver.runs.run import calibrated_modules
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops
 from quicksilver.runtime.run import Execution, Run, apply
@@ -92,7 +92,7 @@ class QuickSilverLM(HFLM):
         if not str(batch_size or 1).isdecimal() or int(batch_size or 1) < 1:
             raise ConfigError(f"batch_size={batch_size}: give a number of contexts; it is not searched for.")
         config = compose([*_model(pretrained, device, dtype), *_modules(modules), *_overrides(options)])
-        place = Workplace()
+        place = RunContext()
         self.modules, _ = calibrated_modules(config, place, Store(config.results_dir))
         self.execution = cast("Execution", config.execution)
         self.decision_layers = config.decision_layers
@@ -156,7 +156,7 @@ class QuickSilverLM(HFLM):
         return apply(self.model, self.modules, execution=self.execution if self.modules else "compact", decision_layers=layers)
 
     def _after_prompts(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answers by the number of their request."""
+        """RecordIndex by the number of their request."""
         prompts = self._prompts(requests)
         if not self.modules:
             # Dense inference knows no prompts. One that is asked for a single continuation of several tokens goes through in one pass with it.
@@ -189,7 +189,7 @@ class QuickSilverLM(HFLM):
         return sorted((Prompt(ids, tuple(which)) for ids, which in asked.items()), key=lambda one: (-len(one.ids), one.ids))
 
     def _answers(self, batch: Sequence[Prompt]) -> Iterator[tuple[int, Answer]]:
-        """Answers to all requests of a few prompts, which are computed together, padded on the left."""
+        """RecordIndex to all requests of a few prompts, which are computed together, padded on the left."""
         longest = max(len(one.ids) for one in batch)
         pads = [longest - len(one.ids) for one in batch]
         ids = torch.tensor(
@@ -240,7 +240,7 @@ class QuickSilverLM(HFLM):
     # -- whole texts -------------------------------------------------------------------------------------------------------------
 
     def _windows(self, requests: Sequence[Request], numbers: Sequence[int]) -> Iterator[tuple[int, Answer]]:
-        """Answers to those requests, each scored in one pass over context and continuation, the long ones first.
+        """RecordIndex to those requests, each scored in one pass over context and continuation, the long ones first.
 
         With modules those of one length go together, and nothing is padding. Without, padding on the right comes after all that is scored.
         """

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quicksilver.data.spec import TaskConfig
 from quicksilver.data.tasks import Example, read_task
-from quicksilver.harness.config import compose
+from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,7 +1,7 @@
 """How far two processors are apart in each number format: the first batch of each committed record, scored again on this one.
 
 `python scripts/measure_rounding.py` adds this processor, as its environment variables limit it, to docs/rounding.csv. The bounds of
-quicksilver/harness/confirming.py are derived from that file (docs/identity.md).
+quicksilver/runs/confirming.py are derived from that file (docs/identity.md).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from quicksilver.harness import confirming
-from quicksilver.harness.answers import Answers
-from quicksilver.harness.config import compose
-from quicksilver.harness.parts import build_measurements
-from quicksilver.harness.run import _bench, _threads, plan, store_of
-from quicksilver.harness.workplace import Workplace
 from quicksilver.report.artefacts import find
 from quicksilver.report.reproduction import jobs_of
+from quicksilver.runs import confirming
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.parts import build_measurements
+from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.run import _bench, _threads, plan, store_of
 from quicksilver.runtime.errors import QuickSilverError
 from quicksilver.runtime.quantized.proving import processor_key
 
@@ -31,11 +31,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "rounding.csv")
     output = parser.parse_args().output
-    here, place = processor_key("cpu"), Workplace()
+    here, place = processor_key("cpu"), RunContext()
     found: dict[str, tuple[str, str, float, float]] = {}
     for table in TABLES:
         artefact = find("table", table)
-        for job in jobs_of(artefact, ["results_dir=results"], Answers("results")):
+        for job in jobs_of(artefact, ["results_dir=results"], RecordIndex("results")):
             if job.config is None and job.record is None:
                 continue
             config = job.config or compose(job.overrides)

@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from quicksilver.harness.estimate import SHAPES
+from quicksilver.runs.estimate import SHAPES
 from quicksilver.runtime.errors import ConfigError
 
 

@@ -13,11 +13,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.workplace import Workplace
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules.calibration import calibrate
 from quicksilver.modules.thresholds import SHIPPED_CALIBRATIONS, Calibration
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
 
 
 def rounded(calibration: Calibration) -> Calibration:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     for name in arguments or sorted(folder.name for folder in EMBEDDED.glob("*/")):
         config = compose([f"model={name}", "dataset=python-docs"])
-        place = Workplace()
+        place = RunContext()
         text, windows, model = (
             place.text(config, "calibration"),
             place.windows(config, "calibration").ids,

@@ -120,8 +120,8 @@ def detection(options: argparse.Namespace) -> None:
 def language(options: argparse.Namespace) -> None:
     from quicksilver.cli.commands.fit import calibration_half
     from quicksilver.fitting.gates import GateRecipe, card, choose, train_gates
-    from quicksilver.harness.config import compose
-    from quicksilver.harness.workplace import Workplace
+    from quicksilver.runs.config import compose
+    from quicksilver.runs.context import RunContext
     from quicksilver.runtime.architecture import architecture_of
 
     recipe = GateRecipe(
@@ -129,7 +129,7 @@ def language(options: argparse.Namespace) -> None:
         batch_size=options.batch_size, learning_rate=options.learning_rate, start_from=options.start_from, seed=options.seed,
     )  # fmt: skip
     config = compose([f"model={options.model}", *([f"data.root={options.data}"] if options.data else [])])
-    loaded = Workplace().model(config)
+    loaded = RunContext().model(config)
     arch = architecture_of(loaded.model)
     fit, other = (calibration_half(config, options.text, loaded.tokenizer, half, options.windows) for half in ("fit", "choose"))
     folder = options.output or ROOT / "results" / "gates" / options.model

@@ -282,7 +282,7 @@ def _records(results: Path) -> dict[str, tuple[float, int]]:
 
 
 def _counts(results: Path) -> dict[str, int]:
-    from quicksilver.harness.sweep import Sweep
+    from quicksilver.runs.sweep import Sweep
     from quicksilver.runtime.errors import ConfigError
 
     try:
@@ -299,7 +299,7 @@ def _done_on_page(results: Path) -> int:
 
 def _makers(results: Path) -> list[int]:
     """Processes that make a run now."""
-    from quicksilver.harness.store import Store
+    from quicksilver.records.store import Store
 
     return [who.pid for who in Store(results).in_the_making().values()]
 

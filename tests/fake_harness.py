@@ -8,11 +8,11 @@ from pathlib import Path
 import fakes
 import pytest
 
-import quicksilver.harness.config as harness_config
-import quicksilver.harness.run as harness_run
-from quicksilver.harness.config import RunConfig
-from quicksilver.harness.run import Planned
-from quicksilver.harness.store import Store
+import quicksilver.runs.config as harness_config
+import quicksilver.runs.run as harness_run
+from quicksilver.records.store import Store
+from quicksilver.runs.config import RunConfig
+from quicksilver.runs.run import Planned
 from quicksilver.runtime.errors import QuickSilverError
 
 
@@ -31,7 +31,7 @@ class Harness:
         )
         return f"{'+'.join(config.modules) or 'dense'}{signal} {config.protocol.name}"
 
-    def plan(self, configs, workplace=None):
+    def plan(self, configs, context=None):
         steps = {}
         for config in configs:
             dense = self.name(config.dense())
@@ -43,7 +43,7 @@ class Harness:
         self.names = {step.fingerprint: name for name, step in steps.items()}
         return list(steps.values())
 
-    def ensure(self, configs, *, progress=None, workplace=None):
+    def ensure(self, configs, *, progress=None, context=None):
         missing = [step for step in self.plan(configs) if not step.done]
         for number, step in enumerate(missing):
             name = self.names[step.fingerprint]

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from quicksilver.experiments.tasks import scores
-from quicksilver.harness.record import Record
 from quicksilver.measure.task import EXAMPLES, TaskResult
+from quicksilver.records.record import Record
 
 COUNT = 200
 GOLD = np.arange(COUNT) % 2

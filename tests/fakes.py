@@ -10,17 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from quicksilver.harness import stats
-from quicksilver.harness.description import DataEntry, DenseTotals, EnvironmentEntry, ModelEntry, PackageEntry, ProtocolEntry
-from quicksilver.harness.identity import Identity
-from quicksilver.harness.record import SCHEMA_VERSION, WINDOWS, Record
-from quicksilver.harness.store import Store
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import Quartiles, Result, Spread
 from quicksilver.measure.null import NullResult
 from quicksilver.measure.quality import QualityResult
 from quicksilver.measure.typed import encoded
+from quicksilver.records import stats
+from quicksilver.records.description import DataEntry, DenseTotals, EnvironmentEntry, ModelEntry, PackageEntry, ProtocolEntry
+from quicksilver.records.identity import Identity
+from quicksilver.records.record import SCHEMA_VERSION, WINDOWS, Record
+from quicksilver.records.store import Store
 
 WINDOW_COUNT = 16
 DENSE_FLOPS = 2_000_000_000_000

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from quicksilver.harness.stats import bootstrap, paired_records
+from quicksilver.records.stats import bootstrap, paired_records
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import Estimate, reported

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.stats import Interval, bootstrap
+from quicksilver.records.stats import Interval, bootstrap
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import Panel, Table

@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
 from quicksilver.measure.components import KERNELS, ComponentsResult
 from quicksilver.measure.energy import EnergyResult
+from quicksilver.records.record import Record
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import NO_VALUE, Lines, number, signed, time_cell

@@ -13,9 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
-from quicksilver.harness.stats import bootstrap
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS, GenerationResult
+from quicksilver.records.record import Record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.comparison import MEASURED

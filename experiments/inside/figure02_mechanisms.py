@@ -13,8 +13,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from quicksilver.harness.record import Record
-from quicksilver.harness.stats import bootstrap
+from quicksilver.records.record import Record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate

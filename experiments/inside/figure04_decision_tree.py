@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from quicksilver.harness.record import TRACE, Record
+from quicksilver.records.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate

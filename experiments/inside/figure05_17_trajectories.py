@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.axes import Axes
 
-from quicksilver.harness.record import Record
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from quicksilver.harness.record import Record
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import MARKERS, PALETTE, Figure, panels, style
 

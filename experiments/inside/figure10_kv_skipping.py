@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from quicksilver.harness.record import TRACE, Record
+from quicksilver.records.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import PALETTE, Figure, panels, style
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 
-from quicksilver.harness.record import Record
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
 

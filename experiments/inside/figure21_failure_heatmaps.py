@@ -15,7 +15,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 from scipy.stats import spearmanr
 
-from quicksilver.harness.record import Record
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DIVERGING, PALETTE, SEQUENTIAL, Figure, panels, style
 

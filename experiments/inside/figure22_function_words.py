@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.patches import Patch
 
 from quicksilver.data.annotation.function_words import CLASSES, word_classes
-from quicksilver.harness.record import Record
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, HATCHES, PALETTE, Figure, panels, style
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from quicksilver.harness.record import TRACE, Record
+from quicksilver.records.record import TRACE, Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import AnsweredBy

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from quicksilver.harness.record import SIGNALS, Record
-from quicksilver.harness.stats import paired_records
+from quicksilver.records.record import SIGNALS, Record
+from quicksilver.records.stats import paired_records
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.provenance import notes
 from quicksilver.report.table import signed

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table

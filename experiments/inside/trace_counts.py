@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from quicksilver.harness.record import Record
-from quicksilver.harness.stats import bootstrap
+from quicksilver.records.record import Record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import PassTrace, Trace

@@ -141,7 +141,7 @@ def _collapse(outcomes: Mapping[str, Outcome]) -> Estimate | None:
 def _decay(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """What halted tokens get over what others get at the same place: mean of the layers after they halted, over that of the layer by which they
     had; bootstrap over windows."""
-    from quicksilver.harness.stats import bootstrap
+    from quicksilver.records.stats import bootstrap
 
     record = outcomes[runs.MAIN].record
     found = record.measured("word_signals", WordSignalsResult).attention if record is not None else None

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quicksilver.harness.record import TRACE, Record
 from quicksilver.measure.word_classes import WORDS
+from quicksilver.records.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.runtime.errors import ConfigError
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
 from quicksilver.measure.word_classes import WORDS, WordClassesResult
+from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy

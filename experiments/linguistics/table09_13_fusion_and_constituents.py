@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
 from quicksilver.measure.constituents import PAIRS, ConstituentsResult, Fused
+from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy

@@ -23,8 +23,8 @@ def techniques() -> pd.DataFrame:
     Columns: `module` (the yaml of that class alone, or the first of several), `class`, `source` (arXiv numbers of its docstring),
     `verbs`, `weights`, `acts`, `excludes` (other modules that it does not go with), as text.
     """
-    from quicksilver.harness.choices import choices
-    from quicksilver.harness.parts import build_modules, module_entry
+    from quicksilver.runs.choices import choices
+    from quicksilver.runs.parts import build_modules, module_entry
 
     built: dict[type, tuple[str, Any]] = {}
     for name in choices("modules"):
@@ -96,6 +96,6 @@ def _calls(cls: type) -> frozenset[str]:
 
 def settings(module: str) -> Mapping[str, Any]:
     """The options of `modules=[module]`, resolved."""
-    from quicksilver.harness.parts import module_entry
+    from quicksilver.runs.parts import module_entry
 
     return module_entry(module)[1]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
 from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.measure.latency import LatencyResult, Timing
+from quicksilver.records.record import Record
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.reported import reported
@@ -80,7 +80,7 @@ _DECODING = ("measure.deployment.enabled=true", "measure.deployment.new_tokens=3
 
 def rows() -> list[Row]:
     """Dense, the peers, ours."""
-    from quicksilver.harness.choices import choices
+    from quicksilver.runs.choices import choices
 
     found = [Row(PANEL, DENSE, "dense", "Dense float32", (*_ALWAYS, "modules=[]"))]
     for key, (section, technique, dial) in PEERS.items():

@@ -38,7 +38,7 @@ def rows() -> list[Row]:
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """One row an aspect."""
-    from quicksilver.harness.parts import build_modules
+    from quicksilver.runs.parts import build_modules
 
     options = {module: attributes.settings(module) for module in ("halting", "token_fusion")}
     built = {module: build_modules({module: entry})[0] for module, entry in options.items()}

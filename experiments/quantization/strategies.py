@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
+from quicksilver.records.record import Record
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy, saved_pct

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quicksilver.harness.record import TRACE
+from quicksilver.records.record import TRACE
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.table import Table
 

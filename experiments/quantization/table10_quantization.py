@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quicksilver.harness.record import TRACE
+from quicksilver.records.record import TRACE
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from quicksilver.harness.record import Record
-from quicksilver.harness.stats import Interval, bootstrap, mean
 from quicksilver.models.loading import EMBEDDED
+from quicksilver.records.record import Record
+from quicksilver.records.stats import Interval, bootstrap, mean
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.runtime.errors import ConfigError

@@ -1,6 +1,6 @@
 """Table frontier: which tokens may leave a prompt, how much of its work that saves, and what it costs the tokens after it.
 
-Answers the abstract's "39.6% fewer FLOPs with near-zero perplexity loss (≤ 0.2)", which is +1.1% of its perplexity: which technique comes
+RecordIndex the abstract's "39.6% fewer FLOPs with near-zero perplexity loss (≤ 0.2)", which is +1.1% of its perplexity: which technique comes
 nearest at that budget, and where the frontier lies.
 """
 

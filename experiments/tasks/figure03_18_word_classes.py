@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from quicksilver.harness.record import Record
 from quicksilver.measure.task import TaskResult
+from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers

@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from quicksilver.data.scores import metric
-from quicksilver.harness.record import Record, load_record
-from quicksilver.harness.stats import bootstrap
 from quicksilver.measure.task import EXAMPLES, TaskResult
+from quicksilver.records.record import Record, load_record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.comparison import MEASURED

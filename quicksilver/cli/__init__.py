@@ -1,1 +1,1 @@
-"""The command line: `quicksilver COMMAND key=value …`. `door` finds a command by its name; each is one file of `commands/`."""
+"""The command line: `quicksilver COMMAND key=value …`. `main` finds a command by its name; each is one file of `commands/`."""

@@ -44,7 +44,7 @@ def split(words: Sequence[str], options: type[Options], command: str) -> tuple[O
     return _typed(options, given, own), overrides
 
 
-def taken(words: Sequence[str], options: type[Options]) -> tuple[Options, list[str]]:
+def split_own(words: Sequence[str], options: type[Options]) -> tuple[Options, list[str]]:
     """The command's own keys out of words that may be options of Hydra's as well: `limit=3`, `--limit=3`, `--limit 3`; and what is left.
 
     Raises:
@@ -80,8 +80,8 @@ def check_overrides(words: Sequence[str], command: str) -> list[str]:
 
 def run_keys() -> list[str]:
     """The first parts of the keys that a run has."""
-    from quicksilver.harness.choices import GROUPS
-    from quicksilver.harness.config import RunConfig
+    from quicksilver.runs.choices import GROUPS
+    from quicksilver.runs.config import RunConfig
 
     return list(dict.fromkeys([*GROUPS, *(field.name for field in dataclasses.fields(RunConfig)), "hydra"]))
 

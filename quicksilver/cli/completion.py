@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from quicksilver.cli.door import commands, load
+from quicksilver.cli.main import commands, load
 
 # What follows a command before its keys.
 _FOLLOWING = {
@@ -60,13 +60,13 @@ def _of_run(overrides: Sequence[str], word: str) -> list[str]:
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
     from omegaconf.errors import OmegaConfBaseException
 
-    import quicksilver.harness.defaults  # noqa: F401  (Hydra reads module options through it)
-    from quicksilver.harness.choices import config_dir
+    import quicksilver.runs.defaults  # noqa: F401  (Hydra reads module options through it)
+    from quicksilver.runs.choices import config_dir
 
     key, equals, value = word.partition("=")
     if key == "modules" and equals:
         # A list: its last name is completed, which Hydra does not.
-        from quicksilver.harness.choices import choices
+        from quicksilver.runs.choices import choices
 
         chosen = value.lstrip("[").split(",")[:-1]
         return [f"modules=[{','.join([*chosen, name])}" for name in choices("modules") if name not in chosen]

@@ -10,17 +10,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from quicksilver.cli.door import say
+from quicksilver.cli.main import say
+from quicksilver.cli.progress import show_fault, width
 from quicksilver.cli.sweep_options import SweepOptions
-from quicksilver.cli.talk import show_fault, width
-from quicksilver.harness import study as studies
-from quicksilver.harness.config import RunConfig, compose
-from quicksilver.harness.run import ensure, plan
-from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name
-from quicksilver.harness.terminal import summary
-from quicksilver.harness.tracker import check_tracker
-from quicksilver.harness.workplace import Workplace
 from quicksilver.report.sweep_status import Board
+from quicksilver.runs import optuna_sweep as studies
+from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.run import ensure, plan
+from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name
+from quicksilver.runs.terminal import summary
+from quicksilver.runs.tracker import check_tracker
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _FAILURES = 5  # of one start: what they have in common is worth a look
@@ -41,7 +41,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         raise ConfigError("hydra/sweeper=optuna draws one run after the other: leave hydra/launcher and workers out.")
     words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
     space = studies.space_of(words, config.params)
-    place = Workplace()
+    place = RunContext()
     low = {key: getattr(one, "low", None) for key, one in space.drawn.items()}
     least = {key: value if value is not None else space.drawn[key].choices[0] for key, value in low.items()}
     first = compose(space.words(least)[0], extra_dirs)
@@ -51,7 +51,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         return _say_plan(first, config)
     manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
     sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
-    with sweep.headed():
+    with sweep.driver_lock():
         sweep.go_on(space.fixed)
         sweep.forget_failures()
         study = studies.open_study(sweep.folder, asked.name, config)
@@ -67,7 +67,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
                 composed = compose(run.overrides, extra_dirs)
                 run = dataclasses.replace(run, fingerprint=plan([composed], place)[-1].fingerprint)
                 sweep.add(run)
-                (record,) = ensure([composed], workplace=place, labels={str(run.fingerprint): label})
+                (record,) = ensure([composed], context=place, labels={str(run.fingerprint): label})
                 values = studies.values_of(record, config.objectives)
             except Exception as error:
                 failed += 1
@@ -86,7 +86,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
 
 
 def _say_plan(first: RunConfig, config: studies.StudyConfig) -> int:
-    from quicksilver.harness.estimate import estimates, table
+    from quicksilver.runs.estimate import estimates, table
 
     print(table(estimates([first])))
     print(

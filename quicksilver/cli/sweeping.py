@@ -1,7 +1,7 @@
 """`quicksilver run -m`: the runs of a sweep in one process, or handed to a launcher's workers.
 
 Hydra's own multirun composes every run twice, starts from nothing for each, and knows no sweep once it is over. Here the words of the command
-line and of conf/ mean the same, and a sweep has a manifest in the results folder (harness/sweep.py).
+line and of conf/ mean the same, and a sweep has a manifest in the results folder (runs/sweep.py).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from quicksilver.cli.door import say
+from quicksilver.cli.main import say
+from quicksilver.cli.progress import show_fault, width
 from quicksilver.cli.sweep_options import SweepOptions
-from quicksilver.cli.talk import show_fault, width
-from quicksilver.harness import lease
-from quicksilver.harness.composing import check_words, hydra_started
-from quicksilver.harness.config import RunConfig, compose
-from quicksilver.harness.explain import explain
-from quicksilver.harness.hydra_section import check_hydra
-from quicksilver.harness.launchers import SERIAL, check_launcher, launch, launcher_name
-from quicksilver.harness.run import Progress, ensure, is_done, plan
-from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
-from quicksilver.harness.terminal import progress_bar, summary
-from quicksilver.harness.tracker import check_tracker
-from quicksilver.harness.workplace import Workplace
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
+from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board, duration
+from quicksilver.runs.composing import check_words, hydra_started
+from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.explain import explain
+from quicksilver.runs.hydra_section import check_hydra
+from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
+from quicksilver.runs.run import Progress, ensure, is_done, plan
+from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
+from quicksilver.runs.terminal import progress_bar, summary
+from quicksilver.runs.tracker import check_tracker
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 
@@ -53,7 +53,7 @@ class Composed:
     runs: list[SweepRun]
     configs: dict[int, RunConfig]
     errors: dict[int, QuickSilverError]
-    place: Workplace
+    place: RunContext
 
 
 def is_sweep(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> bool:
@@ -85,7 +85,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             return optimise(overrides, settings, extra_dirs, asked)
         if asked.plan:
             return say_plan(overrides, settings, extra_dirs)
-        with uncollected():
+        with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs)
         first = next(iter(composed.configs.values()))
         if parallel.processes() > 1:
@@ -103,7 +103,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         )
         workers = check_launcher(settings, composed.configs.values(), Path(first.results_dir), asked.workers)
         sweep = Sweep(first.results_dir, dataclasses.replace(manifest, workers=workers))
-        with sweep.headed():
+        with sweep.driver_lock():
             sweep.create()
             sweep.forget_failures()
             for number, error in composed.errors.items():
@@ -135,13 +135,13 @@ def _follow(composed: Composed) -> int:
     """What the other processes of torchrun do: the runs that the first one says, in its order, until it says 0. Returns the exit code."""
     if all(is_done(config, composed.place) for config in composed.configs.values()):
         return 0
-    while number := parallel.told_by_first(0):
-        ensure([composed.configs[number]], workplace=composed.place)
+    while number := parallel.broadcast_from_rank0(0):
+        ensure([composed.configs[number]], context=composed.place)
     return 0
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Within, Python looks for no garbage: importing torch and transformers makes half a million objects that all stay, and looking through them
     again and again takes a seventh of the time."""
     before = gc.isenabled()
@@ -159,7 +159,7 @@ def say_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     Raises:
         ConfigError: a run that cannot be composed, or whose model or text is not known.
     """
-    from quicksilver.harness.estimate import estimates, table
+    from quicksilver.runs.estimate import estimates, table
 
     print(table(estimates([compose(words, extra_dirs) for words, _ in runs_of(overrides, settings, extra_dirs)])))
     return 0
@@ -203,7 +203,7 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
         ConfigError: not one of them can be run; the first says why.
     """
     swept = runs_of(overrides, settings, extra_dirs)
-    place = Workplace()
+    place = RunContext()
     configs: dict[int, RunConfig] = {}
     errors: dict[int, QuickSilverError] = {}
     for number, (words_of_run, _) in enumerate(swept, start=1):
@@ -307,18 +307,18 @@ class Worker:
             config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
             return dataclasses.replace(config, results_dir=self.results_dir)
 
-        place = Workplace()
+        place = RunContext()
         self._load(sweep, config_of, place)
         work_through(sweep, config_of, place, self.wanted, Board(sweep), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
 
-    def _load(self, sweep: Sweep, config_of: Callable[[int], RunConfig], place: Workplace) -> None:
+    def _load(self, sweep: Sweep, config_of: Callable[[int], RunConfig], place: RunContext) -> None:
         """Load the model of the first open run before one is claimed: workers that start at once would wait for the dense run of one of them, and
         load theirs only then."""
         first = next((run.number for run in sweep.manifest.runs if run.number in self.wanted and is_open(sweep, run)), None)
         if first is None:
             return
-        with suppress(QuickSilverError), uncollected():  # what is wrong, the run says
+        with suppress(QuickSilverError), gc_disabled():  # what is wrong, the run says
             config = config_of(first)
             if config.model.parallel is None:
                 plan([config], place)
@@ -351,7 +351,7 @@ def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
 def work_through(
     sweep: Sweep,
     config_of: Callable[[int], RunConfig],
-    place: Workplace,
+    place: RunContext,
     wanted: Sequence[int],
     board: Board,
     *,
@@ -388,10 +388,10 @@ def work_through(
 
             config = config_of(run.number)
             if together:
-                parallel.told_by_first(run.number)
+                parallel.broadcast_from_rank0(run.number)
             names = {} if run.fingerprint is None else {run.fingerprint: label}
             try:
-                (record,) = ensure([config], progress=progress, workplace=place, labels=names)
+                (record,) = ensure([config], progress=progress, context=place, labels=names)
             except QuickSilverError as error:
                 if not together:  # else it is what the command ends with
                     say(f"{label}: {error}")
@@ -402,10 +402,10 @@ def work_through(
 
         try:
             work(
-                sweep, make, only=set(wanted), changed=board.changed, on_fault=show_fault, napped=board.catch_up, go_on=not together
+                sweep, make, only=set(wanted), changed=board.changed, on_fault=show_fault, on_poll=board.catch_up, go_on=not together
             )  # fmt: skip
             if together:
-                parallel.told_by_first(0)
+                parallel.broadcast_from_rank0(0)
         finally:
             board.write()
 

@@ -161,5 +161,5 @@ def _means(values: np.ndarray, clusters: np.ndarray) -> Means:
 def _save(arrays: dict[str, torch.Tensor], path: object) -> None:
     from safetensors.torch import save_file
 
-    # Half precision: three digits of each, and small enough to be kept with the repository (harness/keeping.py).
+    # Half precision: three digits of each, and small enough to be kept with the repository (records/keeping.py).
     save_file({name: value.half().contiguous() for name, value in arrays.items()}, str(path))

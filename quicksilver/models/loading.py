@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quicksilver.models import room
+from quicksilver.models import memory_check
 from quicksilver.models.hub import require_hub
 from quicksilver.models.parallel import cut
 from quicksilver.models.spec import ModelConfig
@@ -364,16 +364,16 @@ def check_fits(config: ModelConfig, folder: Path) -> None:
     if config.parallel:
         cut(folder)
     elif config.device_map == "cpu":
-        room.check_memory(_needed_bytes(config, folder), config.name)
+        memory_check.check_memory(_needed_bytes(config, folder), config.name)
     elif config.device_map == "auto":
-        room.check_room(_needed_bytes(config, folder), config.name, folder)
+        memory_check.check_room(_needed_bytes(config, folder), config.name, folder)
 
 
 def _needed_bytes(config: ModelConfig, folder: Path) -> int:
     import torch
 
     try:
-        return room.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
+        return memory_check.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
     except Exception:
         return 0  # damaged files: loading says what is wrong with them
 
@@ -389,14 +389,14 @@ def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
     needed = _needed_bytes(config, folder)
     if config.device_map != "auto":
         if config.device_map == "cpu":
-            room.check_memory(needed, config.name)
+            memory_check.check_memory(needed, config.name)
         return {"device_map": config.device_map}
-    room.check_room(needed, config.name, folder)
+    memory_check.check_room(needed, config.name, folder)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # What accelerate would answer, without its hooks on every layer.
     if gpus == 1 and needed <= _USED_SHARE * torch.cuda.get_device_properties(0).total_memory:
         return {"device_map": "cuda:0"}
-    free = int(_USED_SHARE * room.free_memory_bytes())
+    free = int(_USED_SHARE * memory_check.free_memory_bytes())
     if gpus == 0 and needed <= free:
         return {"device_map": "cpu"}
     limits = {device: int(_USED_SHARE * torch.cuda.mem_get_info(device)[0]) for device in range(gpus)}

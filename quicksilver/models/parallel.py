@@ -63,7 +63,7 @@ def cut(folder: Path) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=processes(), tp_plan="auto")}
 
 
-def told_by_first(answer: int) -> int:
+def broadcast_from_rank0(answer: int) -> int:
     """What the first process answers (a number, a yes or a no), in all of them, once a model is cut: each waits for it."""
     import torch
     from torch import distributed

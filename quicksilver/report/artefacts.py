@@ -19,7 +19,7 @@ from quicksilver.report.written import without_folders
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither
-    from quicksilver.harness.record import Record
+    from quicksilver.records.record import Record
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
 
@@ -147,7 +147,7 @@ class Artefact:
     @property
     def reads(self) -> tuple[str, ...]:
         """What it, or a page about its runs, is made of beside record.json and windows.parquet (`READS` in the file): names of the record's files,
-        or `FILE:PATTERN` for the columns or arrays of such names. The repository keeps that much of its records (harness/keeping.py)."""
+        or `FILE:PATTERN` for the columns or arrays of such names. The repository keeps that much of its records (records/keeping.py)."""
         return tuple(getattr(self.experiment, "READS", ()))
 
     @cached_property

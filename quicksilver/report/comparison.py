@@ -17,12 +17,12 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
-from quicksilver.harness.stats import PairedInterval, bootstrap, check_pairs, false_discovery, mean, paired_records, sign_flip_p
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.null import NullResult
+from quicksilver.records.record import Record
+from quicksilver.records.stats import PairedInterval, bootstrap, check_pairs, false_discovery, mean, paired_records, sign_flip_p
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT

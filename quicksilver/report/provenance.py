@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quicksilver.harness.record import Record
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.written import without_folders
 

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quicksilver.files import write_files
-from quicksilver.harness.answers import Answer, Answers
-from quicksilver.harness.jobs import Job, make_job
-from quicksilver.harness.store import KEPT
+from quicksilver.records.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
 from quicksilver.report.written import Written, markdown, read
+from quicksilver.runs.jobs import Job, make_job
+from quicksilver.runs.record_index import Answer, RecordIndex
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
-    from quicksilver.harness.config import RunConfig
-    from quicksilver.harness.store import Store
-    from quicksilver.harness.workplace import Workplace
+    from quicksilver.records.store import Store
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
+    from quicksilver.runs.config import RunConfig
+    from quicksilver.runs.context import RunContext
 
 UNUSABLE = "its record cannot be used"  # what is wrong with it is said beside the table
 # Where something is or goes does not change what is measured: no other name for the table.
@@ -46,7 +46,7 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: overrides that no artefact takes.
     """
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     for override in overrides:
         key = override.lstrip("+~").split("=")[0]
@@ -56,7 +56,7 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
                 f"To vary them: quicksilver run {shlex.quote(override)} …"
             )
     base = compose(list(overrides))
-    from quicksilver.harness.stats import MIN_WINDOWS
+    from quicksilver.records.stats import MIN_WINDOWS
 
     if base.dataset.windows is not None and base.dataset.windows < MIN_WINDOWS:
         raise ConfigError(f"dataset.windows={base.dataset.windows}: intervals need at least {MIN_WINDOWS} windows.")
@@ -70,13 +70,13 @@ def all_kept(outcomes: Sequence[Outcome], store: Store) -> bool:
 
 def _says_less(written: Path, outcomes: Sequence[Outcome], store: Store) -> bool:
     """Whether the written version has rows from records that the repository keeps and these outcomes lack: text that is not here, say."""
-    from quicksilver.harness import archive
+    from quicksilver.records import archive
 
     here = {record.fingerprint for one in outcomes for record in one.records}
     return written.is_file() and not here.issuperset(set(read(written).records).intersection(archive.names(store.root / KEPT)))
 
 
-def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, to_run: bool = True) -> list[Job]:
+def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> list[Job]:
     """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
     rows = artefact.experiment.rows()
     return [make_job(f"{row.panel} {row.key}", row.words(overrides), row.needs, answers, to_run=to_run) for row in rows]
@@ -84,10 +84,10 @@ def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: Answers, *, t
 
 def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str], *, svg: bool = False) -> Made:
     """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
-    from quicksilver.harness.run import store_of
     from quicksilver.report.comparison import committed, distance
     from quicksilver.report.provenance import confirmation
     from quicksilver.report.table import Table
+    from quicksilver.runs.run import store_of
 
     store = store_of(base)
     outcomes = [_sound(row, job, store) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
@@ -101,16 +101,18 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     return Made(product, confirmation(here) or distance(product.frame, reference, f"{name}.csv"), written)
 
 
-def recorded(artefact: Artefact, jobs: Sequence[Job], store: Store, place: Workplace | None, answers: Answers) -> list[Outcome]:
+def recorded(
+    artefact: Artefact, jobs: Sequence[Job], store: Store, place: RunContext | None, answers: RecordIndex
+) -> list[Outcome]:
     """The outcomes of the artefact as far as they are on disk; nothing is run. A record that is damaged makes its job fail. What was looked
     up goes into `answers`."""
     return [_recorded(row, job, store, place, answers) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
 
 
-def _recorded(row: Row, job: Job, store: Store, place: Workplace | None, answers: Answers) -> Outcome:
+def _recorded(row: Row, job: Job, store: Store, place: RunContext | None, answers: RecordIndex) -> Outcome:
     try:
         if job.config is not None:
-            from quicksilver.harness.run import plan
+            from quicksilver.runs.run import plan
 
             fingerprint = plan([job.config], place)[-1].fingerprint
             job.record = store.get(fingerprint)
@@ -126,7 +128,7 @@ def _sound(row: Row, job: Job, store: Store) -> Outcome:
     """The row with its record; a record that cannot be read to its end costs this row and no other."""
     if job.record is None:
         return Outcome(row, reason=job.reason)
-    from quicksilver.harness.record import check_files
+    from quicksilver.records.record import check_files
     from quicksilver.report.comparison import check_against_dense
 
     try:
@@ -145,7 +147,7 @@ def _sound(row: Row, job: Job, store: Store) -> Outcome:
 def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
     """`table11` for the embedded default; model and dataset in the name of others, and a digest where more was changed than in a variant that the
     repository has."""
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     given = [override for override in overrides if override.split("=")[0] not in _NEUTRAL]
     if (variant := selected_by(given)) is not None:

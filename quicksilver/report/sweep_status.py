@@ -10,11 +10,11 @@ from typing import Any
 import jinja2
 
 from quicksilver.files import write_atomically
-from quicksilver.harness import lease
-from quicksilver.harness.record import Record, load_record
-from quicksilver.harness.stats import MIN_WINDOWS, paired_perplexity
-from quicksilver.harness.sweep import PAGE, RunState, Sweep, time_left_s
+from quicksilver.records import lease
+from quicksilver.records.record import Record, load_record
+from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
 from quicksilver.report.table import NO_VALUE, signed
+from quicksilver.runs.sweep import PAGE, RunState, Sweep, time_left_s
 from quicksilver.runtime.errors import ConfigError
 
 STATES = ("done", "running", "failed", "waiting")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record
-from quicksilver.harness.stats import paired_records
+from quicksilver.records.record import Record
+from quicksilver.records.stats import paired_records
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -25,8 +25,8 @@ from quicksilver.report.comparison import interval
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, interval_cell, number, signed, versus_null_cell
 
 if TYPE_CHECKING:
-    from quicksilver.harness.budget import Fit
     from quicksilver.report.figure import Figure
+    from quicksilver.runs.dials import Fit
 
 
 # column of the frame -> heading in a table, label of an axis
@@ -76,7 +76,7 @@ class Sweep:
 
     def rows(self) -> list[Row]:
         """The jobs of the sweep in Hydra's order, then what stands beside it."""
-        from quicksilver.harness.config import sweep_jobs
+        from quicksilver.runs.config import sweep_jobs
 
         rows = []
         for experiment, *overrides in sweep_jobs(self.experiment):
@@ -365,7 +365,7 @@ def _kept(one: BudgetReport, outcome: Outcome) -> str:
     assert outcome.dense is not None
     budget = one.found.budget
     if budget.kind == "cost":
-        from quicksilver.harness.stats import paired_records
+        from quicksilver.records.stats import paired_records
 
         paired = paired_records(outcome.record, outcome.dense)
         if paired.relative_pct_low <= budget.pct < paired.relative_pct_high:

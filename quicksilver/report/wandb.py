@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.harness.choices import choices
-from quicksilver.harness.config import TrackerConfig, compose
-from quicksilver.harness.tracker import check_tracker, mirror, start
 from quicksilver.report.site.collection import Collection, Piece, describe
 from quicksilver.report.written import Written, read
+from quicksilver.runs.choices import choices
+from quicksilver.runs.config import TrackerConfig, compose
+from quicksilver.runs.tracker import check_tracker, mirror, start
 from quicksilver.runtime.errors import QuickSilverError
 
 TABLES_AND_FIGURES = "tables and figures"  # name and kind of the one run that is no record

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from harness_world import make_world
 
-from quicksilver.cli import door
-from quicksilver.harness import budget as budgets
-from quicksilver.harness.budget import Dial, dials
+from quicksilver.cli import main as console
+from quicksilver.runs import dials as budgets
+from quicksilver.runs.dials import Dial, dials
 
 SHARE = Dial("share", ("modules=[halting_attention]", "protocol=continuation"), ("modules.halting.halted_share",), 0.05, 0.9)
 
@@ -16,7 +16,7 @@ def test_it_sets_freezes_and_reports(tmp_path, capsys, monkeypatch):
     results = tmp_path / "results"
     asked = ["save=[20,94]", "of=prompt_nominal", "halvings=2", "transfer=file", *make_world(tmp_path), "protocol.batch_size=5"]
     assert (
-        door.main(["budget", *asked, f"results_dir={results}"]) == 1
+        console.main(["budget", *asked, f"results_dir={results}"]) == 1
     )  # the second cannot be met; the first is reported all the same
     out, err = capsys.readouterr()
     assert "cannot save 94% of prompt nominal FLOPs" in err
@@ -31,7 +31,7 @@ def test_it_sets_freezes_and_reports(tmp_path, capsys, monkeypatch):
 
 
 def test_asked_for_nothing_it_lists_the_dials(capsys):
-    assert door.main(["budget"]) == 2
+    assert console.main(["budget"]) == 2
     out, err = capsys.readouterr()
     assert [name for name in dials() if name not in out] == []
     assert "save=30" in err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from quicksilver.cli import door
+from quicksilver.cli import main as console
 from quicksilver.modules.calibration import SIGNALS, Calibration
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime.architecture import architecture_of
@@ -18,7 +18,7 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.Captur
     text.write_text("Once upon a time there was a small dog. It had a red ball and it liked to play all day. " * 20)
     words = ["calibrate", "model=stories260k", f"data.root={data_root}", f"text={text}", "dataset.calibration_windows=3"]
     words += ["protocol.window_tokens=64", f"output={tmp_path / 'out'}", f"results_dir={tmp_path / 'results'}", "kv=true"]
-    assert door.main(words) == 0
+    assert console.main(words) == 0
     printed = capsys.readouterr().out
     assert "measured: 3 windows of 64 tokens" in printed
     path = printed.splitlines()[-1].removeprefix("calibration=")
@@ -29,7 +29,7 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.Captur
     Halting(tau_drift="p25", tau_entropy="p25", calibration=path, resume_layers=0).bind(architecture_of(model))
     row = next(line for line in printed.splitlines() if line.split()[0] == "1")
     assert float(row.split()[1]) == pytest.approx(calibration.thresholds("drift-relative", 25)[1], abs=1e-4)
-    assert door.main(words) == 0
+    assert console.main(words) == 0
     again = capsys.readouterr().out
     assert "found: 3 windows" in again
     assert again.splitlines()[-1] == f"calibration={path}"
@@ -50,7 +50,7 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.Captur
 def test_what_cannot_be_had_is_refused_with_the_choices(
     words: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert door.main(["calibrate", f"results_dir={tmp_path}", *words]) == 2
+    assert console.main(["calibrate", f"results_dir={tmp_path}", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from quicksilver.cli import door
+from quicksilver.cli import main as console
 from quicksilver.cli.completion import candidates
-from quicksilver.harness.choices import choices
+from quicksilver.runs.choices import choices
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_may_end_a_line(line, found):
 
 
 def test_every_command_completes_its_own_keys():
-    assert set(candidates("quicksilver ")) == set(door.commands())
+    assert set(candidates("quicksilver ")) == set(console.commands())
     assert {"save=", "dial=", "model=", "dataset="} <= set(candidates("quicksilver budget save=30 "))
 
 
@@ -57,7 +57,7 @@ COMP_LINE="quicksilver budg"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null
 
 
 def test_another_shell_is_refused(capsys):
-    assert door.main(["completion", "fish"]) == 2
+    assert console.main(["completion", "fish"]) == 2
     assert "bash, or zsh" in capsys.readouterr().err
-    assert door.main(["completion", "zsh"]) == 0
+    assert console.main(["completion", "zsh"]) == 0
     assert "compdef" in capsys.readouterr().out

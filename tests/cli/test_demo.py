@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from thinning import first
 
-from quicksilver.cli import door
+from quicksilver.cli import main as console
 from quicksilver.cli.commands import demo
 
 
@@ -22,7 +22,7 @@ def numbers(line: str) -> list[float]:
     [("0.4", 34, "are predicted for the layers they miss."), ("0.3", 28, "the least attention are dropped.")],
 )
 def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least, said, capsys, tmp_path):
-    assert door.main(["demo", "new_tokens=2", f"save={save}", f"svg={tmp_path / 'demo.svg'}"]) == 0
+    assert console.main(["demo", "new_tokens=2", f"save={save}", f"svg={tmp_path / 'demo.svg'}"]) == 0
     out = capsys.readouterr().out
     assert said in out
     picture = (tmp_path / "demo.svg").read_text()
@@ -45,12 +45,12 @@ def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least
 def test_a_terminal_gets_colours_unless_it_asks_for_none(asked, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", asked) if asked else monkeypatch.delenv("NO_COLOR", raising=False)
-    assert door.main(["demo", "new_tokens=1", "save=0.2"]) == 0
+    assert console.main(["demo", "new_tokens=1", "save=0.2"]) == 0
     assert ("\033[38;5;" in capsys.readouterr().out) == (asked is None)
 
 
 def test_the_picture_in_the_readme_has_the_numbers_that_it_prints(capsys):
-    assert door.main(["demo", "new_tokens=1"]) == 0
+    assert console.main(["demo", "new_tokens=1"]) == 0
     picture = (Path(__file__).parents[2] / "docs/assets/demo.svg").read_text(encoding="utf-8")
     picture = picture.replace("&#160;", " ").replace("&#x27;", "'")
     wanted = ("prompt's", "all FLOPs", "KV", "perplexity")
@@ -86,7 +86,7 @@ def test_lines_end_between_words():
     ],
 )
 def test_what_cannot_be_shown_is_one_line(words, said, capsys):
-    assert door.main(["demo", *words]) == 2
+    assert console.main(["demo", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert said in captured.err

@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 from harness_world import make_world
 
-from quicksilver.harness.record import Record, load_record, record_frame
 from quicksilver.measure.task import EXAMPLES
+from quicksilver.records.record import Record, load_record, record_frame
 
 TASKS = ("sst2", "rte")
 

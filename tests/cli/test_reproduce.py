@@ -12,17 +12,18 @@ from fake_harness import Harness
 from repository import git
 from thinning import first
 
-import quicksilver.harness.config as harness_config
-import quicksilver.harness.run as harness_run
 import quicksilver.report.artefacts as report_artefacts
-from quicksilver.cli import door
-from quicksilver.harness import answers, archive
-from quicksilver.harness.jobs import FAILED, REFUSED
-from quicksilver.harness.store import Store
+import quicksilver.runs.config as harness_config
+import quicksilver.runs.run as harness_run
+from quicksilver.cli import main as console
+from quicksilver.records import archive
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.comparison import Committed, committed, distance
 from quicksilver.report.reproduction import UNUSABLE, fill_readme
 from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, Written
+from quicksilver.runs import record_index as answers
+from quicksilver.runs.jobs import FAILED, REFUSED
 from quicksilver.runtime.errors import ConfigError
 
 ASKED_ABOUT = {
@@ -46,7 +47,7 @@ def fewer_rows(monkeypatch):
 
 
 def table11(harness: Harness, *overrides: str) -> int:
-    return door.main(["reproduce", "table", "11", f"results_dir={harness.results}", *overrides])
+    return console.main(["reproduce", "table", "11", f"results_dir={harness.results}", *overrides])
 
 
 def frame(harness: Harness, name: str = "table11") -> pd.DataFrame:
@@ -54,7 +55,7 @@ def frame(harness: Harness, name: str = "table11") -> pd.DataFrame:
 
 
 def test_the_list_names_what_there_is(capsys):
-    assert door.main(["list"]) == 0
+    assert console.main(["list"]) == 0
     assert "table 11: the combined ablation" in capsys.readouterr().out
 
 
@@ -133,7 +134,7 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path):
     ],
 )
 def test_a_request_that_makes_no_sense_is_answered_with_what_would(words, said, capsys):
-    assert door.main(["reproduce", *words]) == 2
+    assert console.main(["reproduce", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [part for part in said if part not in captured.err] == []
@@ -197,7 +198,7 @@ def test_when_everything_fails_there_is_no_table(harness, capsys):
 
 
 def test_a_model_that_cannot_be_had_is_one_message(harness, monkeypatch, capsys):
-    def refuse(configs, workplace=None):
+    def refuse(configs, context=None):
         raise ConfigError("gpt2-large: the hub cannot be reached. Without a network: model=reference-gpt2.")
 
     monkeypatch.setattr(harness_run, "plan", refuse)
@@ -206,7 +207,7 @@ def test_a_model_that_cannot_be_had_is_one_message(harness, monkeypatch, capsys)
 
 
 def test_an_interruption_says_how_to_go_on(harness, monkeypatch, capsys):
-    def interrupted(configs, *, progress=None, workplace=None):
+    def interrupted(configs, *, progress=None, context=None):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(harness_run, "ensure", interrupted)
@@ -393,7 +394,7 @@ def files(harness: Harness) -> dict[str, bytes]:
 
 
 def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, capsys):
-    assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
+    assert console.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
     said = capsys.readouterr()
     assert set(files(harness)) == {f"table01.{s}" for s in ("md", "csv", "tex", "json")} | {
         f"figure04.{s}" for s in ("png", "csv", "json")
@@ -409,7 +410,7 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
     before = files(harness)
     harness.made.clear()
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("adaptive_quantization all")))
-    assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
+    assert console.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
     said = capsys.readouterr()
     assert harness.made == ["kv_skipping all"]  # the rest has its records
     assert "ZeroDivisionError" in said.err
@@ -419,30 +420,30 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
 
     harness.broken = set()
     (experiments / "table09_broken.py").unlink()
-    assert door.main(["reproduce", "all", f"results_dir={harness.results}"]) == 0
+    assert console.main(["reproduce", "all", f"results_dir={harness.results}"]) == 0
     assert files(harness) == before
     assert "2 of 2" in capsys.readouterr().out
 
 
 def test_all_of_a_model_that_cannot_be_had_is_one_message(harness, experiments, monkeypatch, capsys):
-    def refuse(configs, workplace=None):
+    def refuse(configs, context=None):
         raise ConfigError("gpt2-large: the hub cannot be reached.")
 
     monkeypatch.setattr(harness_run, "plan", refuse)
-    assert door.main(["reproduce", "all", "model=gpt2-large"]) == 2
+    assert console.main(["reproduce", "all", "model=gpt2-large"]) == 2
     assert capsys.readouterr().err.count("cannot be reached") == 1
 
 
 def test_what_is_there_is_found_without_composing_or_planning(harness, experiments, monkeypatch, capsys):
     (experiments / "table09_broken.py").unlink()
     words = ["all", f"results_dir={harness.results}"]
-    assert door.main(["reproduce", *words]) == 0
+    assert console.main(["reproduce", *words]) == 0
     before = files(harness)
     composed: list[tuple[str, ...]] = []
     compose = harness_config.compose
     monkeypatch.setattr(harness_config, "compose", lambda overrides=(): composed.append(tuple(overrides)) or compose(overrides))
     monkeypatch.setattr(harness_run, "plan", None)
-    assert door.main(["reproduce", *words]) == 0
+    assert console.main(["reproduce", *words]) == 0
     assert files(harness) == before
     assert not any("modules" in word for line in composed for word in line)  # no row's
 
@@ -453,7 +454,7 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
     monkeypatch.setattr(harness_run, "ensure", harness.ensure)
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("dense all")))
     harness.made.clear()
-    assert door.main(["reproduce", *words]) == 0
+    assert console.main(["reproduce", *words]) == 0
     assert harness.made == ["dense all"]  # a record without its dense one is no answer
     capsys.readouterr()
 
@@ -464,7 +465,7 @@ def test_all_says_what_would_run_and_runs_nothing(harness, experiments, monkeypa
     (experiments / "table09_broken.py").unlink()
     asked = []
     monkeypatch.setattr(command, "_say_estimates", lambda configs: asked.append([config.label for config in configs]))
-    assert door.main(["reproduce", "all", "plan=true", f"results_dir={harness.results}"]) == 0
+    assert console.main(["reproduce", "all", "plan=true", f"results_dir={harness.results}"]) == 0
     assert len(asked[0]) >= 2
     assert harness.made == []
     assert files(harness) == {}
@@ -474,30 +475,30 @@ def test_all_says_what_would_run_and_runs_nothing(harness, experiments, monkeypa
 def test_a_default_that_is_typed_finds_what_is_remembered(harness, experiments, monkeypatch, capsys):
     (experiments / "table09_broken.py").unlink()
     words = ["all", f"results_dir={harness.results}"]
-    assert door.main(["reproduce", *words]) == 0
+    assert console.main(["reproduce", *words]) == 0
     monkeypatch.setattr(harness_run, "plan", None)
-    assert door.main(["reproduce", *words, "records=any"]) == 0
+    assert console.main(["reproduce", *words, "records=any"]) == 0
     capsys.readouterr()
 
 
 def test_a_changed_file_makes_everything_forgotten(harness, experiments, monkeypatch, capsys):
     (experiments / "table09_broken.py").unlink()
     words = ["all", f"results_dir={harness.results}"]
-    assert door.main(["reproduce", *words]) == 0
+    assert console.main(["reproduce", *words]) == 0
     monkeypatch.setattr(answers, "_stamp", lambda: "another")
     monkeypatch.setattr(harness_run, "plan", None)
     with pytest.raises(TypeError):
-        door.main(["reproduce", *words])
+        console.main(["reproduce", *words])
     capsys.readouterr()
 
 
 def test_a_figure_is_made_like_a_table(harness, experiments, capsys):
-    assert door.main(["reproduce", "figure", "4", f"results_dir={harness.results}"]) == 0
+    assert console.main(["reproduce", "figure", "4", f"results_dir={harness.results}"]) == 0
     said = capsys.readouterr().out
     assert "Drawn: 2 rows of key, ppl." in said
     assert str(harness.results / "figures" / "figure04.png") in said
     assert ".svg" not in said
-    assert door.main(["reproduce", "figure", "4", "svg=true", f"results_dir={harness.results}"]) == 0
+    assert console.main(["reproduce", "figure", "4", "svg=true", f"results_dir={harness.results}"]) == 0
     assert str(harness.results / "figures" / "figure04.svg") in capsys.readouterr().out
 
 

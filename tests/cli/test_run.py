@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from harness_world import make_world
 
-from quicksilver.cli import door
-from quicksilver.harness.config import compose, sweep_jobs
-from quicksilver.harness.record import load_record, record_frame
-from quicksilver.harness.run import is_done
+from quicksilver.cli import main as console
+from quicksilver.records.record import load_record, record_frame
+from quicksilver.runs.config import compose, sweep_jobs
+from quicksilver.runs.run import is_done
 
 CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
 
@@ -27,7 +27,7 @@ def words(world, tmp_path) -> list[str]:
 
 
 def run(*words: str) -> int:
-    return door.main(["run", *words])
+    return console.main(["run", *words])
 
 
 def test_one_run_prints_what_its_record_says(words, capsys):
@@ -116,7 +116,7 @@ def test_a_run_that_has_its_record_says_so_and_runs_nothing(words, capsys, monke
     def nothing_runs(*_args, **_options):
         raise AssertionError("a run that has its record was repeated")
 
-    monkeypatch.setattr("quicksilver.harness.run._run", nothing_runs)
+    monkeypatch.setattr("quicksilver.runs.run._run", nothing_runs)
     assert run(*words) == 0
     again = capsys.readouterr()
     assert again.out == first.out

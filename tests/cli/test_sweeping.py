@@ -12,16 +12,17 @@ import pytest
 from harness_world import make_world
 from thinning import first
 
-import quicksilver.harness.run as harness_run
-from quicksilver.cli import door, sweeping
-from quicksilver.harness import lease
-from quicksilver.harness.config import compose
-from quicksilver.harness.record import record_frame
-from quicksilver.harness.sweep import Manifest, Sweep, SweepRun, labels, work
-from quicksilver.harness.workplace import Workplace
+import quicksilver.runs.run as harness_run
+from quicksilver.cli import main as console
+from quicksilver.cli import sweeping
 from quicksilver.models import loading
+from quicksilver.records import lease
+from quicksilver.records.record import record_frame
 from quicksilver.report import sweep_status
 from quicksilver.report.sweep_status import Board
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, labels, work
 from quicksilver.runtime.errors import QuickSilverError
 
 DEPTHS = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5,0.8", "measure=sweep"]
@@ -43,7 +44,7 @@ def words(world, results) -> list[str]:
 
 
 def sweep(*words: str) -> int:
-    return door.main(["run", "-m", *words])
+    return console.main(["run", "-m", *words])
 
 
 def states(results: Path, name: str = "depths") -> list[str]:
@@ -56,7 +57,7 @@ def made(world, tmp_path_factory):
     results = tmp_path_factory.mktemp("made") / "results"
     loads, load = [], loading.load
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quicksilver.harness.workplace.load", lambda *args: loads.append(1) or load(*args))
+        patch.setattr("quicksilver.runs.context.load", lambda *args: loads.append(1) or load(*args))
         assert sweep(*world, "dataset.windows=3", f"results_dir={results}", "name=depths", *DEPTHS) == 0
     return results, len(loads)
 
@@ -121,7 +122,7 @@ def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words
 
 def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
     results, _ = made
-    assert door.main(["sweep", "status", "depths", f"results_dir={results}"]) == 0
+    assert console.main(["sweep", "status", "depths", f"results_dir={results}"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("depths: 3 of 3 done\n")
     page = (results / "sweeps" / "depths" / "index.html").read_text()
@@ -132,7 +133,7 @@ def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
     assert page.count('data-state="done"') == 3
     assert "http-equiv" not in page  # there is nothing to wait for
     assert not re.search(r'(?:src|href)="(?!#)', page)  # it loads nothing
-    assert door.main(["sweep", "list", f"results_dir={results}"]) == 0
+    assert console.main(["sweep", "list", f"results_dir={results}"]) == 0
     assert capsys.readouterr().out == "depths: 3 of 3 done\n"
 
 
@@ -168,7 +169,7 @@ def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(wo
     depths, made = Sweep.load(results, "depths"), []
     begun, taken = depths.take_first(depths.manifest.runs[1:])
     assert depths.take_first([begun]) == (None, None)
-    work(depths, lambda run: made.append(run.number), only={1, 2, 3}, napped=taken.release, nap_s=0)
+    work(depths, lambda run: made.append(run.number), only={1, 2, 3}, on_poll=taken.release, nap_s=0)
     assert made == [3, 2]
     assert not list((depths.folder / "taken").iterdir())
 
@@ -187,7 +188,7 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monke
     assert states(results) == ["done", "failed", "done"]
     assert "[2/3] depth=0.5: the logits are not finite" in err
     assert "the logits are not finite" in out
-    assert door.main(["sweep", "status", "depths", f"results_dir={results}"]) == 1
+    assert console.main(["sweep", "status", "depths", f"results_dir={results}"]) == 1
     assert "2 of 3 done, 1 failed" in capsys.readouterr().out
     monkeypatch.setattr(harness_run, "_run", run)
     assert sweep(*words, *DEPTHS, "name=depths") == 0
@@ -297,28 +298,28 @@ def test_a_list_of_datasets_may_have_one_s_own(words, tmp_path, capsys, way):
 
 
 def test_keys_of_a_sweep_are_refused_for_a_single_run(words, capsys):
-    assert door.main(["run", *words, "limit=3"]) == 2
+    assert console.main(["run", *words, "limit=3"]) == 2
     assert "keys of a sweep" in capsys.readouterr().err
 
 
 def test_a_sweep_that_is_not_there_is_named_with_those_that_are(made, capsys):
     results, _ = made
-    assert door.main(["sweep", "status", "depth", f"results_dir={results}"]) == 2
+    assert console.main(["sweep", "status", "depth", f"results_dir={results}"]) == 2
     assert "There is no sweep depth" in (said := capsys.readouterr().err)
     assert "There are: depths." in said
     (results / "sweeps" / "torn").mkdir()
     (results / "sweeps" / "torn" / "manifest.json").write_text('{"schema_version": 1, "name"')
-    assert door.main(["sweep", "status", "torn", f"results_dir={results}"]) == 2
+    assert console.main(["sweep", "status", "torn", f"results_dir={results}"]) == 2
     assert "is damaged" in capsys.readouterr().err
     (results / "sweeps" / "torn" / "manifest.json").unlink()
     (results / "sweeps" / "torn").rmdir()
 
 
 def test_the_memory_of_a_process_does_not_hold_what_is_done(words, results):
-    """What a workplace keeps grows with models and texts, not with runs."""
-    place = Workplace()
+    """What a run context keeps grows with models and texts, not with runs."""
+    place = RunContext()
     for seed in range(5):
-        harness_run.ensure([compose([*words, "measure=sweep", "modules=[static_depth]", f"seed={seed}"])], workplace=place)
+        harness_run.ensure([compose([*words, "measure=sweep", "modules=[static_depth]", f"seed={seed}"])], context=place)
     assert len(place._texts) == len(place._files) == len(place._windows) == 1
     assert all(len(json.dumps(identity.to_json())) < 20_000 for identity in place._identities.values())
 
@@ -348,7 +349,7 @@ def test_a_page_that_waited_for_its_write_does_not_put_off_the_next(words, resul
 
 
 def test_a_model_larger_than_the_machine_is_refused_before_the_sweep_is_there(words, results, monkeypatch, capsys):
-    monkeypatch.setattr(loading.room, "host_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(loading.memory_check, "host_memory_bytes", lambda: 1000)
     assert sweep(*words, *DEPTHS, "name=depths") == 2
     said = capsys.readouterr().err
     assert "of memory. model.device_map=auto leaves on disk what does not fit" in said

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from quicksilver.data.far_context import far_context
-from quicksilver.harness.config import compose
+from quicksilver.runs.config import compose
 
 
 @pytest.mark.parametrize("kind", ["copy", "recall"])

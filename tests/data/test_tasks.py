@@ -12,8 +12,8 @@ from thinning import first
 
 from quicksilver.data.spec import DatasetConfig, SplitConfig, TaskConfig
 from quicksilver.data.tasks import read_task, text_of
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import Workplace
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import RunContext
 from quicksilver.runtime.errors import ConfigError
 
 LABELS = {" bad": ["0", "negative"], " good": ["1", "positive"]}
@@ -147,7 +147,7 @@ def test_rows_of_the_hub_are_kept(tmp_path, monkeypatch):
 
 def test_labels_are_part_of_the_identity_and_places_are_not(data_root):
     words = ["dataset=rte", "measure=task", f"data.root={data_root}"]
-    place = Workplace()
+    place = RunContext()
     whole = place.fingerprint(compose(words))
     assert place.fingerprint(compose([*words, "dataset.task.examples=5"])) != whole
     assert place.fingerprint(compose([*words, "dataset.task.train.end_row=9"])) == whole

@@ -16,7 +16,7 @@ from quicksilver.data.python_docs import python_docs
 from quicksilver.data.spec import DatasetConfig, FilesConfig, HubDatasetConfig
 from quicksilver.data.text import read_text
 from quicksilver.data.windows import encode
-from quicksilver.harness.config import compose
+from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from quicksilver.experiments.sweeps import fair_trial, table_fair_trial
-from quicksilver.harness.config import compose
-from quicksilver.harness.parts import build_modules
+from quicksilver.runs.config import compose
+from quicksilver.runs.parts import build_modules
 
 
 def test_every_setting_composes_and_no_two_are_the_same_run() -> None:

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from quicksilver.experiments.sweeps import figure_ladder, ladder
 from quicksilver.fitting.schedules import saved_pct
-from quicksilver.harness.config import compose
-from quicksilver.harness.parts import build_modules
 from quicksilver.modules import Halting
 from quicksilver.modules.staged_halting import Schedule
 from quicksilver.report.artefacts import Outcome
+from quicksilver.runs.config import compose
+from quicksilver.runs.parts import build_modules
 from quicksilver.runtime import ConfigError, apply, architecture_of
 
 CONFIGS = {

@@ -11,12 +11,12 @@ import torch
 
 from quicksilver.fitting.fit import fit_lens
 from quicksilver.fitting.text import FitText
-from quicksilver.harness.config import compose
-from quicksilver.harness.workplace import Workplace
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import Halting, signals
 from quicksilver.modules.calibration import calibrate
 from quicksilver.modules.lens import Lens, files_behind, lens_for
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
 from quicksilver.runtime import ConfigError, apply, architecture_of
 
 
@@ -121,7 +121,7 @@ def test_the_models_own_file_is_part_of_what_a_run_is_of_only_where_it_is_read(t
 
 
 def test_a_measurement_that_reads_the_lens_is_of_it_too() -> None:
-    place = Workplace()
+    place = RunContext()
     found = [place.identity(compose(["protocol=all", *words])).digests for words in (["measure=lenses"], ["measure=quick"])]
     own = EMBEDDED / "reference-gpt2" / "tuned_lens" / "lens.safetensors"
     assert found[0]["tuned_lens.lenses.lens.safetensors"] == hashlib.sha256(own.read_bytes()).hexdigest()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from harness_world import make_world
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
 from quicksilver.measure import meters
 from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.energy import BELOW, _per_token
 from quicksilver.measure.meters import CodeCarbonMeter, energy, meter_of
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime import ConfigError
 
 

@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import load
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
 from quicksilver.measure.generation import (
     TEXTS,
     GenerationResult,
@@ -25,6 +23,8 @@ from quicksilver.measure.generation import (
     gumbel_noise,
 )
 from quicksilver.modules import StaticDepth
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime import apply
 from quicksilver.runtime.errors import ConfigError
 

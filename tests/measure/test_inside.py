@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from harness_world import LAYERS, PROMPT, WINDOW, make_world
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.record import SIGNALS, load_record
-from quicksilver.harness.run import ensure
 from quicksilver.measure.inside import look_inside
 from quicksilver.measure.signals import token_texts
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
+from quicksilver.records.record import SIGNALS, load_record
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 IDS = torch.tensor([5, 9, 33, 2, 7, 7, 41, 18, 3, 12])

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Batch, Hashed, load
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.record import load_record
-from quicksilver.harness.run import ensure
 from quicksilver.measure import Alternation, LatencySamples, alternate, memory, peak_memory
 from quicksilver.measure import latency as stopwatch
 from quicksilver.measure.memory import MemoryResult, paper_kv_delta_bytes, peak_tensor_bytes
+from quicksilver.records.record import load_record
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime import ConfigError, QuickSilverError, apply
 
 MIB = 1 << 20

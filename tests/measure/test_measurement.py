@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from harness_world import make_world
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
-from quicksilver.harness.workplace import Workplace
 from quicksilver.measure import Bench, Measurement, Result, Setting
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -104,7 +104,7 @@ def test_one_file_and_one_yaml_are_all_it_takes(words: list[str]) -> None:
 
 def test_its_options_are_part_of_the_identity_only_while_it_is_on(words: list[str]) -> None:
     def fingerprint(*more: str) -> str:
-        return Workplace().fingerprint(compose([*words, *more]))
+        return RunContext().fingerprint(compose([*words, *more]))
 
     on = fingerprint()
     assert fingerprint("measure.longest.first=2") != on
@@ -113,8 +113,8 @@ def test_its_options_are_part_of_the_identity_only_while_it_is_on(words: list[st
     assert off != on
     assert fingerprint("+measure.longest.enabled=false", "measure.longest.first=2") == off
     plain = [word for word in words if word != "measure=longest"]
-    assert Workplace().fingerprint(compose([*plain, "measure=quick"])) == off
-    assert set(Workplace().identity(compose(words)).sources) == {__name__}
+    assert RunContext().fingerprint(compose([*plain, "measure=quick"])) == off
+    assert set(RunContext().identity(compose(words)).sources) == {__name__}
 
 
 MISTAKES = {
@@ -134,5 +134,5 @@ def test_its_options_are_checked_before_anything_runs(words: list[str], mistake:
 def test_reading_a_record_s_sections_needs_no_torch() -> None:
     names = ["audit", "components", "deployment", "energy", "flops", "latency", "memory", "null", "quality", "signals", "task"]
     imports = "; ".join(f"import quicksilver.measure.{name}" for name in names)
-    program = f"import sys; {imports}; import quicksilver.harness.record; sys.exit('torch' in sys.modules)"
+    program = f"import sys; {imports}; import quicksilver.records.record; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

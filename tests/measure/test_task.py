@@ -11,9 +11,9 @@ import torch
 from harness_world import make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
 from quicksilver.measure.task import EXAMPLES, TaskResult, batches, encode
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 ROWS = [{"text": "abc " * (2 + i % 5), "label": i % 2, "a": " left", "b": "rig"} for i in range(24)]

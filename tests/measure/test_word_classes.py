@@ -9,13 +9,13 @@ import torch
 from harness_world import make_treebank, make_world
 from safetensors.numpy import load_file
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.record import Record
-from quicksilver.harness.run import ensure
-from quicksilver.harness.workplace import Workplace
 from quicksilver.measure.constituents import ConstituentsResult, inside
 from quicksilver.measure.word_classes import WordClassesResult
 from quicksilver.measure.word_signals import WordSignalsResult
+from quicksilver.records.record import Record
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.run import ensure
 from quicksilver.runtime import Trace
 from quicksilver.runtime.errors import ConfigError
 
@@ -83,9 +83,9 @@ def test_rates_are_those_of_the_trace(halted: Record):
 
 def test_a_class_is_that_of_the_tokens_own_word(halted: Record, words: list[str]):
     config = compose([*words, "modules=[]"])
-    windows = Workplace().windows(config, "test")
+    windows = RunContext().windows(config, "test")
     tokens = pd.read_parquet(halted.path / "words.parquet")
-    vocabulary = Workplace().model(config).tokenizer.convert_ids_to_tokens(range(257))
+    vocabulary = RunContext().model(config).tokenizer.convert_ids_to_tokens(range(257))
     spelled = tokens.groupby(["window", "word"]).agg(ids=("token_id", list), kind=("class", "first"), pieces=("pieces", "first"))
     whole = spelled[spelled["ids"].map(len) == spelled["pieces"]]
     kinds = {"the": "determiner", "a": "determiner", "in": "preposition", "dog": "content", "saw": "content", ".": "other"}
@@ -152,10 +152,10 @@ def test_a_long_sentence_is_skipped_and_counted(words: list[str]):
 def test_annotation_is_part_of_what_a_record_is_of(words: list[str], tmp_path):
     bank = make_treebank(tmp_path / "bank")
     config = [*words, "modules=[]", f"dataset.files.test={bank}"]
-    before = Workplace().identity(compose(config))
+    before = RunContext().identity(compose(config))
     file = bank / "dep" / "two.conllu"
     file.write_text(file.read_text().replace("\tVBD\t", "\tVBN\t"))
-    after = Workplace().identity(compose(config))
+    after = RunContext().identity(compose(config))
     assert before.digests["text"] == after.digests["text"]
     assert before.fingerprint != after.fingerprint
 

@@ -10,9 +10,9 @@ import torch
 from harness_world import make_model, make_text
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
 from quicksilver.measure.task import EXAMPLES, TaskResult
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 ROWS = [{"text": "abc " * (2 + i % 5) + "xyz"[i % 3], "label": i % 3} for i in range(12)]

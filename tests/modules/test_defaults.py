@@ -7,11 +7,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import quicksilver
-from quicksilver.harness.choices import choices, config_dir
-from quicksilver.harness.config import compose
-from quicksilver.harness.identity import canonical
-from quicksilver.harness.parts import build_modules, module_class, module_entry
 from quicksilver.modules import PRESETS, Halting
+from quicksilver.records.identity import canonical
+from quicksilver.runs.choices import choices, config_dir
+from quicksilver.runs.config import compose
+from quicksilver.runs.parts import build_modules, module_class, module_entry
 from quicksilver.runtime import ConfigError
 
 DERIVED = ("full_mask", "forced_mask", "keep_mask", "protected_mask", "exempt_mask")  # tensors, which no yaml holds

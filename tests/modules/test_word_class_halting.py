@@ -8,10 +8,10 @@ import torch
 from harness_world import make_world
 
 from quicksilver.data.annotation.function_words import TOKEN_SETS, word_classes
-from quicksilver.harness.config import compose
-from quicksilver.harness.parts import build_modules
-from quicksilver.harness.workplace import Workplace
 from quicksilver.modules import WordClassHalting
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.parts import build_modules
 from quicksilver.runtime import ConfigError, apply
 
 # A vocabulary: ids 1 to 8 of the tiny model.
@@ -79,7 +79,7 @@ def test_the_sets_are_named_in_the_config(tmp_path) -> None:
         "protocol=continuation",
     ]
     config = compose(world)
-    tokenizer = Workplace().model(config).tokenizer
+    tokenizer = RunContext().model(config).tokenizer
     (module,) = build_modules(config.modules, tokenizer)
     assert [tokenizer.decode([one]) for one in sorted(module.function_ids)] == ["A", "I", "a", "i"]  # a token a byte
     assert not set(module.letter_ids) & set(tokenizer(" .,;!")["input_ids"])

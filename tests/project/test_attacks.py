@@ -22,13 +22,13 @@ from harness_world import make_world
 from safetensors.torch import load_file, save_file
 from thinning import first
 
-from quicksilver.cli import door
+from quicksilver.cli import main as console
 from quicksilver.files import write_files
-from quicksilver.harness.answers import Answers
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
-from quicksilver.harness.store import Store
 from quicksilver.modules.thresholds import Calibration
+from quicksilver.records.store import Store
+from quicksilver.runs.config import compose
+from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import QuickSilverError
 
 HALTING = [
@@ -56,7 +56,7 @@ def refused(world, tmp_path, capsys) -> Callable[..., str]:
     def ask(*words: str, code: int = 2) -> str:
         results = [] if any(word.startswith("results_dir=") for word in words) else [f"results_dir={tmp_path / 'results'}"]
         capsys.readouterr()
-        assert door.main(["run", *world, *results, *words]) == code
+        assert console.main(["run", *world, *results, *words]) == code
         captured = capsys.readouterr()
         assert captured.out == ""
         lines = [line for line in captured.err.splitlines() if not PROGRESS.match(line)]
@@ -171,7 +171,7 @@ TARGETS = {
     "this.c": "is not imported",  # importing it prints a poem
     "builtins.dict": "is not imported",
     "pathlib.Path": "is not imported",
-    "quicksilver.harness.store.Store": "no subclass of quicksilver.runtime.module.RuntimeModule",
+    "quicksilver.records.store.Store": "no subclass of quicksilver.runtime.module.RuntimeModule",
     "quicksilver.runtime.module.RuntimeModule": "is abstract",
     "quicksilver.modules": "is no",
     "Halting": "is no name of a class",
@@ -430,7 +430,7 @@ def test_a_results_folder_that_cannot_be_one(place, says, refused, tmp_path):
 def finished(world, tmp_path_factory) -> Path:
     """A results folder with a dense record."""
     results = tmp_path_factory.mktemp("finished") / "results"
-    assert door.main(["run", *world, f"results_dir={results}"]) == 0
+    assert console.main(["run", *world, f"results_dir={results}"]) == 0
     return results
 
 
@@ -442,14 +442,14 @@ def test_a_damaged_cache_is_no_cache(content, finished, world):
     (record,) = ensure([compose([*world, f"results_dir={finished}"])])
     assert record.quality.ppl > 1
     assert sorted((finished / "runs").glob("[!.]*")) == before  # it was found, not made again
-    assert Answers(finished).get(["model=gpt2"]) is None
+    assert RecordIndex(finished).get(["model=gpt2"]) is None
 
 
 def test_answers_of_a_wrong_type_are_no_answers(finished):
-    stamp = Answers(finished)._stamp
+    stamp = RecordIndex(finished)._stamp
     for answers in (3, [], {"a": 3}, {"a": {"fingerprint": 3}}):
         (finished / "cache" / "answers.json").write_text(json.dumps({"stamp": stamp, "answers": answers}))
-        assert Answers(finished)._known == {}
+        assert RecordIndex(finished)._known == {}
 
 
 def test_a_digest_in_the_cache_that_is_no_digest_is_not_believed(finished, world):
@@ -465,7 +465,7 @@ def test_a_finished_run_in_a_folder_that_is_only_to_be_read_is_shown(finished, w
     (finished / "cache" / "digests.json").unlink(missing_ok=True)
     capsys.readouterr()
     read_only(monkeypatch, finished)
-    assert door.main(["run", *world, f"results_dir={finished}"]) == 0
+    assert console.main(["run", *world, f"results_dir={finished}"]) == 0
     assert "perplexity" in capsys.readouterr().out
 
 
@@ -528,7 +528,7 @@ def test_a_store_is_made_of_a_folder_only(tmp_path):
     ("kind", "number", "other"), [("table", "22", "There is a figure 22."), ("table", "15", "There is a figure 8/15.")]
 )
 def test_an_artefact_that_is_not_there_names_those_of_its_kind(kind, number, other, capsys):
-    assert door.main(["reproduce", kind, number]) == 2
+    assert console.main(["reproduce", kind, number]) == 2
     said = capsys.readouterr().err.strip()
     assert f"There is no {kind} {number}" in said
     assert other in said

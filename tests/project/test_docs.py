@@ -32,7 +32,9 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_the_pages_of_the_api_name_packages_that_say_what_they_are():
     named = [name for page in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
-    assert {f"quicksilver.{name}" for name in ("runtime", "modules", "baselines", "measure", "harness", "report")} <= set(named)
+    assert {f"quicksilver.{name}" for name in ("runtime", "modules", "baselines", "measure", "records", "runs", "report")} <= set(
+        named
+    )
     assert [name for name in named if not importlib.import_module(name).__doc__] == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quicksilver.harness.choices import choices
+from quicksilver.runs.choices import choices
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("quicksilver", "experiments", "scripts", "studies")
@@ -39,9 +39,9 @@ STRINGS = list(strings())
 
 def commands() -> set[str]:
     """The words that may follow `quicksilver`."""
-    from quicksilver.cli import door
+    from quicksilver.cli import main as console
 
-    return set(door.commands())
+    return set(console.commands())
 
 
 def found(pattern: re.Pattern[str], *, group: bool = False) -> Iterator[tuple[str, str]]:

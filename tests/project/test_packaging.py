@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import quicksilver
-from quicksilver.harness.choices import GROUPS, choices
-from quicksilver.harness.config import compose
+from quicksilver.runs.choices import GROUPS, choices
+from quicksilver.runs.config import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -355,7 +355,7 @@ def test_the_documented_module_is_one(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     entry = yaml.safe_load(described)
     assert described.startswith("# @package modules.quiet_tokens\n")
-    from quicksilver.harness.parts import build_modules
+    from quicksilver.runs.parts import build_modules
 
     (module,) = build_modules({"quiet_tokens": entry | {"share": 0.6}})
     model, ids = tiny.build("llama"), torch.randint(1, tiny.VOCABULARY, (2, 16))

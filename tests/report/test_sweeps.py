@@ -19,15 +19,15 @@ from thinning import first
 
 from quicksilver.experiments.ablation import factorial
 from quicksilver.experiments.quantization import strategies, threshold_grid
-from quicksilver.harness import config as harness_config
-from quicksilver.harness.config import RunConfig
-from quicksilver.harness.parts import build_modules
-from quicksilver.harness.store import Store
+from quicksilver.records.store import Store
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import Source
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.figure import Figure
+from quicksilver.runs import config as harness_config
+from quicksilver.runs.config import RunConfig
+from quicksilver.runs.parts import build_modules
 
 TABLES = ("calibrations", "options", "quantization_grid", "factorial")
 FIGURES = ("factorial", "sweeps", "quantization_grid")

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from quicksilver.harness.config import compose
-from quicksilver.harness.jobs import REFUSED, Job
 from quicksilver.report.artefacts import find
 from quicksilver.report.reproduction import (
     LOCAL_SUFFIX,
@@ -23,6 +21,8 @@ from quicksilver.report.reproduction import (
     variants_page,
     why_not,
 )
+from quicksilver.runs.config import compose
+from quicksilver.runs.jobs import REFUSED, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 

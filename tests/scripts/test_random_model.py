@@ -9,9 +9,9 @@ import pytest
 import random_model
 import tiny
 
-from quicksilver.harness import estimate
-from quicksilver.harness.config import compose
-from quicksilver.harness.record import record_frame
+from quicksilver.records.record import record_frame
+from quicksilver.runs import estimate
+from quicksilver.runs.config import compose
 
 
 def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys):

@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import split
-from quicksilver.cli.door import say
-from quicksilver.cli.talk import width
+from quicksilver.cli.main import say
+from quicksilver.cli.progress import width
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quicksilver.harness.budget import Fit
-    from quicksilver.harness.config import RunConfig
-    from quicksilver.harness.record import Record
-    from quicksilver.harness.workplace import Workplace
+    from quicksilver.records.record import Record
+    from quicksilver.runs.config import RunConfig
+    from quicksilver.runs.context import RunContext
+    from quicksilver.runs.dials import Fit
 
 
 @dataclass
@@ -60,13 +60,13 @@ def main(words: Sequence[str]) -> int:
     if not asked.save and not asked.cost:
         print(_dials())
         raise ConfigError("Say what to hold: quicksilver budget save=30, or cost=1 (make budget ARGS='save=30').")
-    from quicksilver.harness import budget as budgets
-    from quicksilver.harness.config import compose
-    from quicksilver.harness.terminal import progress_bar
-    from quicksilver.harness.workplace import Workplace
     from quicksilver.report.sweeps import BudgetReport, budget_table
+    from quicksilver.runs import dials as budgets
+    from quicksilver.runs.config import compose
+    from quicksilver.runs.context import RunContext
+    from quicksilver.runs.terminal import progress_bar
 
-    dial, workplace = budgets.load_dial(asked.dial), Workplace()
+    dial, context = budgets.load_dial(asked.dial), RunContext()
     wanted = [budgets.Budget("save", pct, asked.of) for pct in asked.save]
     wanted += [budgets.Budget("cost", pct, sure=asked.sure) for pct in asked.cost]
     results = Path(compose(overrides).results_dir)
@@ -75,14 +75,14 @@ def main(words: Sequence[str]) -> int:
     for budget in wanted:
         try:
             with progress_bar() as progress:
-                found = budgets.fit(budget, dial, overrides, halvings=asked.halvings, workplace=workplace, progress=progress)
+                found = budgets.fit(budget, dial, overrides, halvings=asked.halvings, context=context, progress=progress)
         except ConfigError as error:
             if len(wanted) == 1:
                 raise
             refused.append(str(error))
             continue
-        yaml = budgets.freeze(found, results / "budget", workplace=workplace)
-        reports.append(BudgetReport(found, _later(found, yaml, asked.transfer, overrides, workplace)))
+        yaml = budgets.freeze(found, results / "budget", context=context)
+        reports.append(BudgetReport(found, _later(found, yaml, asked.transfer, overrides, context)))
         protocol = f"protocol={found.config.protocol.name}"
         print(f"To {budget}: {dial.keys[0]}={dial.text(found.chosen.value)}, written to {yaml}. To use it:")
         print(f"  quicksilver run --config-dir {results / 'budget'} modules=[{yaml.stem}] {protocol}\n")
@@ -97,8 +97,8 @@ def main(words: Sequence[str]) -> int:
 
 def _dials() -> str:
     """One line a dial: its name, and what the first line of its file says."""
-    from quicksilver.harness.budget import dials
-    from quicksilver.harness.choices import config_dir
+    from quicksilver.runs.choices import config_dir
+    from quicksilver.runs.dials import dials
 
     lines = []
     for name in dials():
@@ -108,14 +108,14 @@ def _dials() -> str:
 
 
 def _later(
-    found: Fit, yaml: Path, transfer: Sequence[str], overrides: Sequence[str], workplace: Workplace
+    found: Fit, yaml: Path, transfer: Sequence[str], overrides: Sequence[str], context: RunContext
 ) -> dict[str, tuple[Record, Record]]:
     """The frozen dial on the test part, and on other texts."""
-    from quicksilver.harness.budget import frozen_overrides
-    from quicksilver.harness.config import compose
-    from quicksilver.harness.run import ensure
-    from quicksilver.harness.store import Store
-    from quicksilver.harness.terminal import progress_bar
+    from quicksilver.records.store import Store
+    from quicksilver.runs.config import compose
+    from quicksilver.runs.dials import frozen_overrides
+    from quicksilver.runs.run import ensure
+    from quicksilver.runs.terminal import progress_bar
 
     frozen = frozen_overrides(found, yaml)
     texts: dict[str, list[str]] = {"test": [], **{name: [f"dataset={name}"] for name in transfer}}
@@ -123,14 +123,14 @@ def _later(
     for name, more in texts.items():
         config = compose(["measure=quick", *overrides, *more, *frozen])
         with progress_bar() as progress:
-            (record,) = ensure([config], progress=progress, workplace=workplace)
+            (record,) = ensure([config], progress=progress, context=context)
         later[name] = (record, Store(config.results_dir).dense_of(record))
     return later
 
 
 def _name(dial: str, config: RunConfig) -> str:
     """`budget-halting_attention` for the embedded default, model and text in the name of others."""
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     default = compose([])
     other = (config.model.name, config.dataset.name) != (default.model.name, default.dataset.name)

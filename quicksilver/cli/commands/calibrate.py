@@ -26,7 +26,7 @@ from quicksilver.cli.arguments import split
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quicksilver.harness.config import RunConfig
+    from quicksilver.runs.config import RunConfig
 
 
 @dataclass
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
         ConfigError: a model, text or value that cannot be had.
     """
     options, overrides = split(words, Options, "calibrate")
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     config = compose(overrides)
     if config.modules:
@@ -73,13 +73,13 @@ def calibrate(config: RunConfig, options: Options) -> Path:
     """The file with the calibration of the config's model and calibration text, made if need be."""
     from tqdm import tqdm
 
-    from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
     from quicksilver.modules.signals import AttentionReceived
+    from quicksilver.runs.context import RunContext
 
-    workplace = Workplace()
-    text, windows = workplace.text(config, "calibration"), workplace.windows(config, "calibration").ids
-    loaded = workplace.model(config)
+    context = RunContext()
+    text, windows = context.text(config, "calibration"), context.windows(config, "calibration").ids
+    loaded = context.model(config)
     signals = [*SIGNALS, AttentionReceived(options.last_queries, "max")] if options.kv else list(SIGNALS)
     folder = Path(options.output or Path(config.results_dir) / "calibration")
     path = calibration_path(folder, loaded.model, windows, signals)

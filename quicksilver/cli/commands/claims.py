@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import check_overrides
 from quicksilver.cli.commands.reproduce import collected, jobs_of_all
-from quicksilver.cli.talk import counted, explain, width
-from quicksilver.harness.answers import Answers
-from quicksilver.harness.jobs import workplace
+from quicksilver.cli.progress import counted, explain, width
 from quicksilver.report.artefacts import artefacts
 from quicksilver.report.reproduction import LOCAL_SUFFIX, all_kept, base_config, make_command, name_of, recorded
 from quicksilver.report.written import read
+from quicksilver.runs.jobs import run_context
+from quicksilver.runs.record_index import RecordIndex
 
 if TYPE_CHECKING:
-    from quicksilver.harness.store import Store
+    from quicksilver.records.store import Store
 
 
 def main(words: Sequence[str]) -> int:
@@ -33,16 +33,16 @@ def main(words: Sequence[str]) -> int:
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
     from quicksilver.files import write_files
-    from quicksilver.harness.run import store_of
     from quicksilver.report.claims.ledger import Source, ledger
+    from quicksilver.runs.run import store_of
 
     overrides = check_overrides(words, "claims")
     base = base_config(overrides)
-    answers = Answers(base.results_dir, base.records)
+    answers = RecordIndex(base.results_dir, base.records)
     store, sources, failed = store_of(base), [], []
     with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
         work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read)
-        place = workplace(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+        place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
         for artefact, jobs in work.items():
             with collected(troubles, artefact):
                 outcomes = recorded(artefact, jobs, store, place, answers)

@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         )
     if options.new_tokens < 1:
         raise ConfigError(f"new_tokens={options.new_tokens} is out of range: at least 1.")
-    from quicksilver.harness.choices import choices
+    from quicksilver.runs.choices import choices
 
     embedded = [name for name in choices("model") if name.startswith("reference-")]
     if options.model not in embedded:

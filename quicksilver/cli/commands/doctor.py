@@ -123,7 +123,7 @@ def _data(root: Path | None) -> Iterator[str]:
     import yaml
 
     from quicksilver.data.spec import MADE_HERE
-    from quicksilver.harness.choices import choices, config_dir
+    from quicksilver.runs.choices import choices, config_dir
 
     def read(name: str) -> dict[str, Any]:
         return yaml.safe_load((config_dir() / "dataset" / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -35,9 +35,9 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.fitting.text import FitText, Half
-    from quicksilver.harness.config import RunConfig
     from quicksilver.modules.staged_halting import Schedule
     from quicksilver.modules.translators import Translator
+    from quicksilver.runs.config import RunConfig
     from quicksilver.runtime.architecture import Architecture
 
 STORED = ("float32", "float16", "bfloat16")
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"dtype={options.dtype} is not one of {', '.join(STORED)}.")
     if options.windows < 1:
         raise ConfigError(f"windows={options.windows} must be at least 1.")
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     for path in fit(compose(overrides), options):
         print(f"translator={path} ({path.stat().st_size / 1e6:.2f} MB)")
@@ -86,10 +86,10 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
     from tqdm import tqdm
 
     from quicksilver.fitting.fit import fit_translators, priced
-    from quicksilver.harness.workplace import Workplace
+    from quicksilver.runs.context import RunContext
     from quicksilver.runtime.architecture import architecture_of
 
-    loaded = Workplace().model(config)
+    loaded = RunContext().model(config)
     arch = architecture_of(loaded.model)
     text = calibration_half(config, options.text, loaded.tokenizer, "fit", options.windows)
     for name, said in text.provenance["texts"].items():
@@ -146,7 +146,7 @@ def _distilled(arch: Architecture, translator: Translator, text: FitText, steps:
 def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: object, half: Half, windows: int | None) -> FitText:
     """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too."""
     from quicksilver.fitting.text import fit_text
-    from quicksilver.harness.choices import choices
+    from quicksilver.runs.choices import choices
 
     texts = {name: _part(config, name, "calibration") for name in datasets}
     evaluation = {}
@@ -160,7 +160,7 @@ def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: obje
 
 def _part(config: RunConfig, name: str, part: str):  # type: ignore[no-untyped-def]
     from quicksilver.data.text import read_text
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     root = Path(config.data.root) if config.data.root else None
     dataset = compose([f"dataset={name}"]).dataset

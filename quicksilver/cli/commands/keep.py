@@ -30,12 +30,12 @@ def main(words: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0]}: keep takes results_dir=FOLDER and no other key.")
     from quicksilver.files import write_files
-    from quicksilver.harness.answers import INDEX, Answers
-    from quicksilver.harness.keeping import keep
-    from quicksilver.harness.store import KEPT, Store
+    from quicksilver.records.keeping import commit_records
+    from quicksilver.records.store import KEPT, Store
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import LOCAL_SUFFIX
     from quicksilver.report.written import read
+    from quicksilver.runs.record_index import INDEX, RecordIndex
 
     root = Path(options.results_dir)
     written = {path.stem: path for kind in ("tables", "figures") for path in sorted(root.glob(f"{kind}/*.json"))}
@@ -51,8 +51,8 @@ def main(words: Sequence[str]) -> int:
         for fingerprint in read(path).records:
             wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(LOCAL_SUFFIX).split("-")[0], ()))
     pictures = {name: read(written[name]).pictures for name in mine}
-    kept = keep(Store(root), wanted)
-    index = Answers(root).index()
+    kept = commit_records(Store(root), wanted)
+    index = RecordIndex(root).index()
     write_files((root / INDEX).parent, {(root / INDEX).name: (json.dumps(index, indent=1) + "\n").encode()})
     for name in mine:
         for file in (*(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")), *pictures[name]):

@@ -31,8 +31,8 @@ def main(words: Sequence[str]) -> int:
     folder = Path(options.results_dir)
     if not (folder / "runs").is_dir():
         raise ConfigError(f"results_dir={folder}: there are no records in it (no folder runs).")
-    from quicksilver.harness import golden
-    from quicksilver.harness.rekey import rekey
+    from quicksilver.runs import golden
+    from quicksilver.runs.rekey import rekey
 
     print("Comparing the golden run …", flush=True)
     golden.compare(golden.load(), dict(golden.run()))

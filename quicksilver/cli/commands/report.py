@@ -22,7 +22,7 @@ def main(words: Sequence[str]) -> int:
         ConfigError: nothing was written yet, or a library is not installed.
     """
     overrides = check_overrides(words, "report")
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     results_dir = compose(overrides).results_dir
     try:

@@ -25,19 +25,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quicksilver.cli.arguments import check_overrides, taken
-from quicksilver.cli.talk import counted, explain, show_fault, watched, width
-from quicksilver.harness import side_by_side
-from quicksilver.harness.answers import Answers
-from quicksilver.harness.jobs import run_missing
-from quicksilver.harness.record import TRACE
+from quicksilver.cli.arguments import check_overrides, split_own
+from quicksilver.cli.progress import counted, explain, show_fault, watched, width
+from quicksilver.records.record import TRACE
 from quicksilver.report.artefacts import Artefact, artefacts, find
 from quicksilver.report.reproduction import base_config, build, command_of, jobs_of
+from quicksilver.runs import side_by_side
+from quicksilver.runs.jobs import run_missing
+from quicksilver.runs.record_index import RecordIndex
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
-    from quicksilver.harness.config import RunConfig
-    from quicksilver.harness.jobs import Job
+    from quicksilver.runs.config import RunConfig
+    from quicksilver.runs.jobs import Job
 
 KINDS = ("table", "figure")
 LONG = ("gpt2-large", "llama2-7b")  # models whose tables take so long that it is said before
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     """Remake one artefact, or all; returns the exit code."""
     what, *rest = words or [""]
     if what == "all":
-        options, others = taken(rest, Options)
+        options, others = split_own(rest, Options)
         if options.svg:
             raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
         overrides = check_overrides(others, "reproduce all")
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     if not rest or "=" in rest[0]:
         raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
     artefact = find(what, rest[0])
-    options, others = taken(rest[1:], Options)
+    options, others = split_own(rest[1:], Options)
     overrides = check_overrides(others, f"reproduce {what} {rest[0]}")
     if not any(override.split("=")[0] == "records" for override in overrides):
         # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
@@ -88,7 +88,7 @@ def reproduce(
         QuickSilverError: the model or the text cannot be had.
     """
     base = base_config(overrides)
-    answers = Answers(base.results_dir, base.records)
+    answers = RecordIndex(base.results_dir, base.records)
     jobs = jobs_of(artefact, overrides, answers)
     missing = [job.config for job in jobs if job.config is not None]
     if plan:
@@ -115,10 +115,10 @@ def reproduce(
 
 def _without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
-    from quicksilver.harness.run import plan
-    from quicksilver.harness.workplace import Workplace
+    from quicksilver.runs.context import RunContext
+    from quicksilver.runs.run import plan
 
-    place, left = Workplace(), []
+    place, left = RunContext(), []
     for config in configs:
         try:
             done = plan([config], place)[-1].done
@@ -130,7 +130,7 @@ def _without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
 
 
 def _say_estimates(missing: Sequence[RunConfig]) -> None:
-    from quicksilver.harness.estimate import estimates, table
+    from quicksilver.runs.estimate import estimates, table
 
     print(table(estimates(missing)) if missing else "Every run has its record: nothing would run.", flush=True)
 
@@ -145,7 +145,7 @@ def reproduce_all(overrides: Sequence[str], *, plan: bool = False, workers: int 
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
     base = base_config(overrides)
-    answers = Answers(base.results_dir, base.records)
+    answers = RecordIndex(base.results_dir, base.records)
     with counted(len(artefacts()), "reading runs") as done:
         work, troubles = jobs_of_all(overrides, answers, done=done)
     every = [job for jobs in work.values() for job in jobs]
@@ -179,7 +179,7 @@ def _text_of(job: Job) -> str:
 
 
 def jobs_of_all(
-    overrides: Sequence[str], answers: Answers, *, to_run: bool = True, done: Callable[[], None] = lambda: None
+    overrides: Sequence[str], answers: RecordIndex, *, to_run: bool = True, done: Callable[[], None] = lambda: None
 ) -> tuple[dict[Artefact, list[Job]], dict[Artefact, str]]:
     """The jobs of every artefact, and what is wrong with those that have none; `to_run` as in `make_job`, `done` is called after each."""
     work: dict[Artefact, list[Job]] = {}

@@ -23,15 +23,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quicksilver.cli.arguments import taken
-from quicksilver.cli.door import say
+from quicksilver.cli.arguments import split_own
+from quicksilver.cli.main import say
 from quicksilver.cli.sweep_options import SweepOptions
-from quicksilver.harness.choices import config_dir
-from quicksilver.harness.composing import check_words
-from quicksilver.harness.config import RunConfig, run_config
-from quicksilver.harness.explain import explain
-from quicksilver.harness.hydra_section import check_files, check_hydra, check_overrides
-from quicksilver.harness.overrides import parsed, quoted
+from quicksilver.runs.choices import config_dir
+from quicksilver.runs.composing import check_words
+from quicksilver.runs.config import RunConfig, run_config
+from quicksilver.runs.explain import explain
+from quicksilver.runs.hydra_section import check_files, check_hydra, check_overrides
+from quicksilver.runs.override_grammar import parsed, quoted
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 OWN_HELP = True  # Hydra's: it lists the choices
@@ -46,26 +46,26 @@ class PastHydra(BaseException):
 
 def job(cfg: DictConfig) -> None:
     """Make or find the record of one composed config and print what it says."""
-    from quicksilver.cli.talk import watched
-    from quicksilver.harness.terminal import summary
+    from quicksilver.cli.progress import watched
+    from quicksilver.runs.terminal import summary
 
     # Unresolved: a word with ${…} in it may be what is wrong.
     task = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     overrides = [str(word) for word in task] if isinstance(task, list) else []
     try:
-        from quicksilver.harness.run import ensure, plan
-        from quicksilver.harness.workplace import Workplace
+        from quicksilver.runs.context import RunContext
+        from quicksilver.runs.run import ensure, plan
 
         check_hydra(HydraConfig.get())
         config = run_config(cfg, overrides)
-        workplace = Workplace()
-        steps = plan([config], workplace)
+        context = RunContext()
+        steps = plan([config], context)
         if steps[-1].done:
             say(
                 f"This run has its record already, of {_made(config.results_dir, steps[-1].fingerprint)}: it is shown, nothing was run."
             )
         with watched(steps) as progress:
-            (record,) = ensure([config], progress=progress, workplace=workplace)
+            (record,) = ensure([config], progress=progress, context=context)
         print(summary(record), flush=True)
         _say_where_to_sync(config, record.fingerprint)
     except QuickSilverError as error:
@@ -82,7 +82,7 @@ def _say_where_to_sync(config: RunConfig, fingerprint: str) -> None:
 
 
 def _made(results_dir: str, fingerprint: str) -> str:
-    from quicksilver.harness.store import Store
+    from quicksilver.records.store import Store
 
     record = Store(results_dir).get(fingerprint)
     return str(record.finished)[:16].replace("T", " ") if record is not None else "a moment ago"
@@ -95,7 +95,7 @@ def main(words: Sequence[str]) -> int:
         ConfigError: a config that cannot be run.
         QuickSilverError: a run that failed.
     """
-    asked, rest = taken(words, SweepOptions)
+    asked, rest = split_own(words, SweepOptions)
     options, overrides = _split(rest)
     overrides = quoted(overrides)
     check_overrides(overrides)

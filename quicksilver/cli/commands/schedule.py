@@ -26,7 +26,7 @@ from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from quicksilver.fitting.schedules import Candidate
-    from quicksilver.harness.config import RunConfig
+    from quicksilver.runs.config import RunConfig
 
 
 @dataclass
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
     wrong = [pct for pct in options.save if not 0 < pct < 100]
     if wrong:
         raise ConfigError(f"save={wrong[0]:g} is no share to save: give more than 0 and less than 100 percent.")
-    from quicksilver.harness.config import compose
+    from quicksilver.runs.config import compose
 
     config = compose(overrides)
     path = Path(options.output or Path(config.results_dir) / "translators" / f"{config.model.name}.schedules.yaml")
@@ -70,12 +70,12 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
     from quicksilver.cli.commands.fit import calibration_half
     from quicksilver.files import write_atomically
     from quicksilver.fitting.schedules import ScheduleEvaluator, search
-    from quicksilver.harness.workplace import Workplace
     from quicksilver.modules.fitted import model_digest
     from quicksilver.modules.translators import Translator
+    from quicksilver.runs.context import RunContext
     from quicksilver.runtime.architecture import architecture_of
 
-    loaded = Workplace().model(config)
+    loaded = RunContext().model(config)
     arch = architecture_of(loaded.model)
     translators = [Translator.load(file) for file in options.translators]
     for translator in translators:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from quicksilver.cli.talk import width
+from quicksilver.cli.progress import width
 from quicksilver.runtime.errors import ConfigError
 
 _USAGE = "quicksilver sweep list, or quicksilver sweep status NAME (results_dir=…)"
@@ -35,8 +35,8 @@ def main(words: Sequence[str]) -> int:
             results_dir = value
         else:
             rest.append(word)
-    from quicksilver.harness.sweep import Sweep, names
     from quicksilver.report.sweep_status import Board
+    from quicksilver.runs.sweep import Sweep, names
 
     match rest:
         case ["list"]:

@@ -49,20 +49,20 @@ def main(words: Sequence[str]) -> int:
 def _write(variant: Variant, root: Path) -> dict[Artefact, str | None]:
     """Write the variant's tables and figures; why each of the others is not there."""
     from quicksilver.cli.commands.reproduce import jobs_of_all
-    from quicksilver.cli.talk import counted
-    from quicksilver.harness.answers import Answers
-    from quicksilver.harness.jobs import workplace
-    from quicksilver.harness.run import store_of
+    from quicksilver.cli.progress import counted
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import base_config, build, recorded, why_not
     from quicksilver.report.written import read
+    from quicksilver.runs.jobs import run_context
+    from quicksilver.runs.record_index import RecordIndex
+    from quicksilver.runs.run import store_of
 
     overrides = [*variant.overrides, f"results_dir={root}"]
     base = base_config(overrides)
-    answers = Answers(root)
+    answers = RecordIndex(root)
     with counted(len(artefacts()), f"reading runs of {variant.title}") as done:
         work, missing = jobs_of_all(overrides, answers, to_run=False, done=done)
-    place = workplace(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+    place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
     found: dict[Artefact, str | None] = dict(missing)
     for artefact, jobs in work.items():
         recorded(artefact, jobs, store_of(base), place, answers)

@@ -43,7 +43,7 @@ def word_classes(tokens: Sequence[str]) -> list[str]:
     return classes
 
 
-# What an option called `…_ids` may name instead of words (quicksilver.harness.parts): which tokens of a vocabulary are meant, by their text.
+# What an option called `…_ids` may name instead of words (quicksilver.runs.parts): which tokens of a vocabulary are meant, by their text.
 TOKEN_SETS: dict[str, Callable[[str], bool]] = {
     "@function_words": lambda text: text.strip().lower() in FUNCTION_WORDS,
     "@with_letters": lambda text: any(map(str.isalpha, text)),

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from quicksilver.harness.record import Record, load_record
-from quicksilver.harness.stats import bootstrap
 from quicksilver.measure.null import NullResult
+from quicksilver.records.record import Record, load_record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims.reported import (

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from quicksilver.files import fingerprint_of, plain_name
-from quicksilver.harness.record import Record
-from quicksilver.harness.store import Store
-from quicksilver.harness.sweep import labels
+from quicksilver.records.record import Record
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.reproduction import DEFAULT, make_command, of_name
 from quicksilver.report.written import Value, Written, read, without_folders
+from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _DATA_LIMIT_BYTES = 30_000  # a larger frame stays where it was written

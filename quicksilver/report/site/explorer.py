@@ -18,9 +18,9 @@ from bokeh.models import ColumnDataSource, HoverTool, Range1d, TapTool
 from bokeh.models.annotations import Span, TeeHead, Whisker
 from bokeh.plotting import figure
 
-from quicksilver.harness.record import Record
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.typed import encoded
+from quicksilver.records.record import Record
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.table import number
 from quicksilver.runtime.errors import QuickSilverError

@@ -21,9 +21,9 @@ import yaml
 from markupsafe import Markup, escape
 
 from quicksilver.files import publish
-from quicksilver.harness.archive import ENTRY
-from quicksilver.harness.record import EVENTS, Record
 from quicksilver.measure.typed import encoded
+from quicksilver.records.archive import ENTRY
+from quicksilver.records.record import EVENTS, Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import VERDICTS

@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from quicksilver.harness.record import Record
-from quicksilver.harness.window_tokens import window_tokens
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS
 from quicksilver.measure.word_classes import WORDS
+from quicksilver.records.record import Record
+from quicksilver.records.window_tokens import window_tokens
 from quicksilver.report.table import signed
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.trace import PassTrace, Trace

@@ -13,7 +13,7 @@ from quicksilver.data.annotation.conllu import sentences
 from quicksilver.data.annotation.treebank import joined, read_treebank
 from quicksilver.data.annotation.trees import joints, trees
 from quicksilver.data.text import read_text
-from quicksilver.harness.config import compose
+from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 

@@ -8,13 +8,13 @@ import fakes
 import pytest
 
 from quicksilver.experiments.sweeps import fair_trial
-from quicksilver.harness.choices import choices
-from quicksilver.harness.config import compose
-from quicksilver.harness.parts import build_modules
-from quicksilver.harness.store import Store
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.comparison import COLUMNS
+from quicksilver.runs.choices import choices
+from quicksilver.runs.config import compose
+from quicksilver.runs.parts import build_modules
 
 ARTEFACT = find("table", "11")
 ROWS = ARTEFACT.experiment.rows()

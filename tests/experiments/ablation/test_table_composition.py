@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from quicksilver.experiments.ablation import table_composition as composition
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import check_allowed_by_protocol
 from quicksilver.report.artefacts import Outcome
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import check_allowed_by_protocol
 
 
 def test_every_row_is_a_run_that_the_protocol_takes_and_no_two_are_the_same() -> None:

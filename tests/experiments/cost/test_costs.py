@@ -13,12 +13,12 @@ from thinning import first
 
 from quicksilver.experiments.cost import costs
 from quicksilver.experiments.cost.costs import BELOW, realization
-from quicksilver.harness.record import Record
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.energy import EnergyResult, TokenEnergy
 from quicksilver.measure.measurement import Quartiles, Result, Spread
 from quicksilver.measure.memory import KvBytesByLayer, MemoryResult
+from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Artefact, Outcome, find
 from quicksilver.report.claims.ledger import Source

@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from quicksilver.experiments.generation import table_generation
-from quicksilver.harness.choices import choices
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS, GenerationResult, Written
 from quicksilver.report.artefacts import Outcome
+from quicksilver.runs.choices import choices
 
 PROMPTS = 16
 

@@ -8,11 +8,11 @@ from harness_world import LAYERS, make_world
 from matplotlib.patches import FancyArrowPatch
 
 from quicksilver.experiments.inside import fused_tokens, kv_entries, sentences
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
-from quicksilver.harness.store import Store
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.figure import panels, style
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 
 SENTENCES = ["abcd efga bcd hagf dcba", "abc de.", "hg abc"]
 NUMBERS = ["2", "10", "11", "12"]

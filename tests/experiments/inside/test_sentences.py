@@ -14,10 +14,10 @@ from thinning import first
 
 from quicksilver.data.annotation.function_words import word_classes
 from quicksilver.experiments.inside import sentences
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
-from quicksilver.harness.store import Store
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 ARTEFACTS = [("table", "5"), *(("figure", number) for number in ("5", "9", "13", "14", "17", "19", "20", "21", "22"))]
@@ -204,6 +204,6 @@ def test_drawing_needs_no_torch(tmp_path):
 
     code = (
         "import sys; from quicksilver.report.artefacts import find; assert find('table', '5').experiment.rows(); "
-        "import quicksilver.harness.record, quicksilver.cli.commands.reproduce; sys.exit('torch' in sys.modules)"
+        "import quicksilver.records.record, quicksilver.cli.commands.reproduce; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

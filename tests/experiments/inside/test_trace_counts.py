@@ -8,8 +8,8 @@ import pytest
 from harness_world import LAYERS, PROMPT, WINDOW, make_world
 
 from quicksilver.experiments.inside import trace_counts
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 MODULES = [

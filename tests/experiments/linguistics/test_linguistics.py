@@ -8,15 +8,15 @@ from harness_world import make_treebank, make_world
 from thinning import first
 
 from quicksilver.experiments.linguistics import runs
-from quicksilver.harness.answers import Answers
-from quicksilver.harness.config import compose
-from quicksilver.harness.run import ensure
-from quicksilver.harness.store import Store
 from quicksilver.measure.constituents import ConstituentsResult
 from quicksilver.measure.word_classes import WordClassesResult
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.ledger import Source, frame
 from quicksilver.report.reproduction import jobs_of
+from quicksilver.runs.config import compose
+from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -47,12 +47,12 @@ def all_of(number: str, outcomes: dict[str, Outcome], kind: str = "table") -> li
 
 
 def test_a_user_s_dataset_takes_the_place_of_the_treebank():
-    default = jobs_of(find("table", "2"), [], Answers("nowhere"))
+    default = jobs_of(find("table", "2"), [], RecordIndex("nowhere"))
     assert {job.config.dataset.name for job in default if job.config is not None} == {"gum"}
-    chosen = jobs_of(find("table", "12"), ["dataset=ud-ewt"], Answers("nowhere"))
+    chosen = jobs_of(find("table", "12"), ["dataset=ud-ewt"], RecordIndex("nowhere"))
     assert {job.config.dataset.name for job in chosen if job.config is not None} == {"ud-ewt"}
     assert len(chosen) == len(default) == len(runs.halting())
-    depths = [job.config.modules["token_fusion"]["start"] for job in jobs_of(find("table", "13"), [], Answers("nowhere"))]
+    depths = [job.config.modules["token_fusion"]["start"] for job in jobs_of(find("table", "13"), [], RecordIndex("nowhere"))]
     assert depths == pytest.approx([12 / 30, 15 / 30, 20 / 30], abs=1e-3)
 
 

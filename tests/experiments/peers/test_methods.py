@@ -12,10 +12,10 @@ from thinning import first
 
 import quicksilver
 from quicksilver.experiments.peers import attributes, methods
-from quicksilver.harness.choices import choices
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.measurement import Quartiles, Spread
 from quicksilver.report.artefacts import Outcome, find
+from quicksilver.runs.choices import choices
 
 # key -> nats a token lost, share of the prompt's time that is left
 MEASURED = {

@@ -10,10 +10,10 @@ from fake_tasks import COUNT, record, wrong
 from matplotlib.colors import to_hex
 
 from quicksilver.experiments.tasks import figure03_18_word_classes as drawn
-from quicksilver.harness.choices import choices
-from quicksilver.harness.config import compose
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.figure import GREY
+from quicksilver.runs.choices import choices
+from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 

@@ -9,11 +9,11 @@ import pytest
 from fake_tasks import COUNT, record, wrong
 
 from quicksilver.experiments.tasks import scores, table04_tasks
-from quicksilver.harness.choices import choices
-from quicksilver.harness.config import compose
 from quicksilver.measure.task import EXAMPLES
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.reported import reported
+from quicksilver.runs.choices import choices
+from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 

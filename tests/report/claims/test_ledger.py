@@ -8,10 +8,10 @@ import fakes
 import pandas as pd
 import pytest
 
-import quicksilver.harness.config as harness_config
-from quicksilver.cli import door
+import quicksilver.runs.config as harness_config
+from quicksilver.cli import main as console
 from quicksilver.cli.commands import reproduce
-from quicksilver.harness.store import Store
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, Row, find
 from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims.ledger import CONTRADICTIONS, STATEMENT, AnsweredBy, Source, Statement, frame, ledger
@@ -308,7 +308,7 @@ def table11(harness, monkeypatch):
 
 
 def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
-    assert door.main(["claims", f"results_dir={table11.results}"]) == 0
+    assert console.main(["claims", f"results_dir={table11.results}"]) == 0
     assert table11.made == []
     shown = capsys.readouterr().out
     assert f"make reproduce-table TABLE=11 ARGS=results_dir={table11.results}" in " ".join(shown.split())
@@ -317,25 +317,25 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
 
 def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, capsys, monkeypatch):
     words = ["claims", f"results_dir={table11.results}"]
-    assert door.main(words) == 0
+    assert console.main(words) == 0
     before = (table11.results / "claims.csv").read_bytes()
     composed: list[tuple[str, ...]] = []
     compose = harness_config.compose
     monkeypatch.setattr(harness_config, "compose", lambda overrides=(): composed.append(tuple(overrides)) or compose(overrides))
-    assert door.main(words) == 0
+    assert console.main(words) == 0
     assert not any("modules" in override for line in composed for override in line)  # no row's
     assert (table11.results / "claims.csv").read_bytes() == before
     # Remembered as missing is not remembered for ever: the table makes its runs, and the claims see them.
-    assert door.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
+    assert console.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
     assert table11.made
-    assert door.main(words) == 0
+    assert console.main(words) == 0
     assert (table11.results / "claims.csv").read_bytes() != before
     capsys.readouterr()
 
 
 def test_after_the_table_its_claims_are_judged(table11, capsys):
-    assert door.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
-    assert door.main(["claims", f"results_dir={table11.results}"]) == 0
+    assert console.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
+    assert console.main(["claims", f"results_dir={table11.results}"]) == 0
     found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
     judged = found[found["claim"] == "table11.isolated.halting.delta_ppl"]
     assert sorted(judged["protocol"]) == ["all", "continuation"]
@@ -343,9 +343,9 @@ def test_after_the_table_its_claims_are_judged(table11, capsys):
 
 
 def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
-    assert door.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
+    assert console.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
     (table11.results / "runs" / fakes.fingerprint("halting all") / "record.json").write_text("{")
-    assert door.main(["claims", f"results_dir={table11.results}"]) == 1
+    assert console.main(["claims", f"results_dir={table11.results}"]) == 1
     assert fakes.fingerprint("halting all") in capsys.readouterr().err
     found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
     assert set(found[found["claim"] == "table11.isolated.quantization.delta_ppl"]["verdict"]) == {"not reproduced"}

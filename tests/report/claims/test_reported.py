@@ -10,8 +10,8 @@ from pydoc import locate
 import pytest
 import yaml
 
-from quicksilver.harness.choices import config_dir
 from quicksilver.report.claims.reported import quantities, quantity, reported
+from quicksilver.runs.choices import config_dir
 
 PAPER = Path(__file__).resolve().parents[4] / "shared" / "paper" / "quicksilver.txt"
 CLAIMS = list(reported().values())

@@ -19,12 +19,10 @@ from browser import Page, started
 from harness_world import make_world
 from thinning import first
 
-from quicksilver.cli import door
-from quicksilver.harness.config import compose
-from quicksilver.harness.record import CHECKSUM, RECORD, Record, checksum
-from quicksilver.harness.run import ensure
-from quicksilver.harness.store import Store
-from quicksilver.harness.window_tokens import window_tokens
+from quicksilver.cli import main as console
+from quicksilver.records.record import CHECKSUM, RECORD, Record, checksum
+from quicksilver.records.store import Store
+from quicksilver.records.window_tokens import window_tokens
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
@@ -35,6 +33,8 @@ from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, pros
 from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Panel, Table
 from quicksilver.report.written import Heading, PrintedPanel, read, without_folders
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 from quicksilver.runtime.trace import Trace
 
 LAYERS, WINDOW, PROMPT = 6, 64, 48
@@ -308,7 +308,7 @@ def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():
 
 
 def report(results: Path) -> int:
-    return door.main(["report", f"results_dir={results}"])
+    return console.main(["report", f"results_dir={results}"])
 
 
 def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, capsys):

@@ -15,12 +15,12 @@ from browser import Page, started
 from harness_world import TREEBANK_WORDS, make_treebank, make_world
 
 from quicksilver.data.annotation.trees import joints
-from quicksilver.harness.config import compose
-from quicksilver.harness.record import Record
-from quicksilver.harness.run import ensure
+from quicksilver.records.record import Record
 from quicksilver.report.site.pages import make
 from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Table
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
 
 FUSION = ("modules=[token_fusion]", "modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null")
 CLASSES = {"DT": "determiner", "IN": "preposition", "CC": "conjunction", "NN": "content", "VBD": "content"}

@@ -1,0 +1,177 @@
+"""The records of the repository: all of them in two files that pandas opens as they are.
+
+results/records/
+    records.jsonl.xz    a line a record, which is what record.json is in a record of this machine
+    windows.parquet     the windows of all records, one below the other; the column `record` says whose they are
+    <fingerprint>/      further files of one record, where something is drawn of them
+
+Of hundreds of small files most would be what they have in common: together they take a sixth. A line's `windows` names the columns that its
+record has, with their types, and their digest; columns that other records have are empty in its rows.
+
+    pandas.read_json("results/records/records.jsonl.xz", lines=True)
+    pandas.read_parquet("results/records/windows.parquet")
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # a second to import, which no refusal should wait for
+    import pandas as pd
+    import pyarrow as pa
+
+RECORDS, WINDOWS = "records.jsonl.xz", "windows.parquet"
+ENTRY = "windows"  # of a line: which columns the record has, and their digest
+_OF = "record"  # column of the file of windows
+_FINGERPRINT = re.compile(rb'\{"fingerprint":"([0-9a-f]{20})"')
+_State = tuple[int, int, int]
+
+
+def write(folder: Path, contents: Sequence[Mapping[str, Any]], frames: Mapping[str, pd.DataFrame]) -> None:
+    """Write both files, the same bytes for the same records.
+
+    Args:
+        contents: what the lines say, in an order in which neighbours are alike.
+        frames: the windows by fingerprint.
+    """
+    import pyarrow as pa
+
+    from quicksilver.records.parquet import smallest
+
+    lines = [json.dumps({"fingerprint": one["fingerprint"], **one}, allow_nan=False, separators=(",", ":")) for one in contents]
+    (folder / RECORDS).write_bytes(packed("".join(f"{line}\n" for line in lines).encode()))
+    tables = [
+        pa.Table.from_pandas(frames[one["fingerprint"]].assign(**{_OF: one["fingerprint"]}), preserve_index=False)
+        for one in contents
+    ]
+    together = pa.concat_tables([table.replace_schema_metadata(None) for table in tables], promote_options="permissive")
+    (folder / WINDOWS).write_bytes(smallest(together.select([_OF, *(name for name in together.column_names if name != _OF)])))
+
+
+def packed(lines: bytes) -> bytes:
+    """As `RECORDS` holds them: half of what gzip leaves, whose window ends before a line repeats what the last one said."""
+    return lzma.compress(lines, preset=9)
+
+
+def described(frame: pd.DataFrame) -> dict[str, Any]:
+    """`ENTRY` of the record with these windows."""
+    return {"columns": {str(name): str(kind) for name, kind in frame.dtypes.items()}, "sha256": _digest(frame)}
+
+
+def names(folder: Path) -> list[str]:
+    """Fingerprints of the records in `folder`; none where it has no archive.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    return list(_lines_of(folder))
+
+
+def text(folder: Path, fingerprint: str) -> str | None:
+    """The record's line; None: it is not there.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    line = _lines_of(folder).get(fingerprint)
+    return None if line is None else line.decode()
+
+
+def windows(folder: Path, fingerprint: str, entry: Mapping[str, Any]) -> pd.DataFrame:
+    """The record's windows as the run wrote them; `entry` is its `ENTRY`.
+
+    Raises:
+        ConfigError: the file is damaged, or its rows are not those of the record.
+    """
+    import pandas as pd
+
+    path = folder / WINDOWS
+    try:
+        table, places = _windows_of(path, state(path))
+        rows = table.slice(*places[fingerprint])
+        frame = pd.DataFrame({name: _column(rows[name], kind) for name, kind in entry["columns"].items()})
+        whole = _digest(frame) == entry["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    if not whole:
+        raise _damaged(path, f"the windows of {fingerprint} are not those that were recorded")
+    return frame
+
+
+def state(path: Path) -> _State | None:
+    """What changes with the file; None: it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _lines_of(folder: Path) -> Mapping[str, bytes]:
+    path = folder / RECORDS
+    now = state(path)
+    return {} if now is None else _lines(path, now)
+
+
+@lru_cache(maxsize=4)
+def _lines(path: Path, _: _State) -> Mapping[str, bytes]:
+    try:
+        lines = lzma.decompress(path.read_bytes()).splitlines()
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise _damaged(path, str(error)) from error
+    found = {}
+    for number, line in enumerate(lines, 1):
+        match = _FINGERPRINT.match(line)
+        if match is None:
+            raise _damaged(path, f"line {number} is no record")
+        found[match[1].decode()] = line
+    return found
+
+
+@lru_cache(maxsize=4)
+def _windows_of(path: Path, _: _State | None) -> tuple[pa.Table, Mapping[str, tuple[int, int]]]:
+    """The whole file, and first row and number of rows of each record."""
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(path).read().combine_chunks()
+    places: dict[str, tuple[int, int]] = {}
+    for row, name in enumerate(table[_OF].to_pylist()):
+        first, count = places.get(name, (row, 0))
+        places[name] = (first, count + 1)
+    return table, places
+
+
+def _column(column: pa.ChunkedArray, kind: str) -> pd.Series[Any]:
+    import pandas as pd
+
+    return pd.Series(column.to_pylist() if column.null_count else column.to_numpy(), dtype=kind)
+
+
+def _digest(frame: pd.DataFrame) -> str:
+    whole = hashlib.sha256()
+    for name, column in frame.items():
+        plain = (
+            column.to_numpy().tobytes() if column.dtype.kind in "iufb" and _is_numpy(column) else repr(column.tolist()).encode()
+        )
+        whole.update(f"{name} {column.dtype} {len(column)} ".encode() + plain)
+    return whole.hexdigest()
+
+
+def _is_numpy(column: pd.Series[Any]) -> bool:
+    import numpy as np
+
+    return isinstance(column.dtype, np.dtype)
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged: {why}. Take it from the repository again: git checkout {path}")

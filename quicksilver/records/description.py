@@ -1,0 +1,215 @@
+"""What record.json says of a run beside what was measured: its configuration, model, text, machine and files, as dataclasses.
+
+The harness writes them when a run is made, and a record is read back into them, so that a reader asks for `record.model.layers` and a
+misspelt name is an error of the type checker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from quicksilver.measure.quality import QualityResult
+
+
+@dataclass(frozen=True)
+class ProtocolEntry:
+    """What was scored, and in which batches."""
+
+    name: Literal["all", "continuation"]
+    window_tokens: int
+    prompt_tokens: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """The frozen model.
+
+    Attributes:
+        source: the repository, or `embedded:NAME`; a folder where the model is the user's own.
+        commit: of a repository; None: there is none.
+        family: `model_type` of the checkpoint's config.
+        weights_digest: sha256 of weights, architecture and tokenizer files.
+    """
+
+    name: str
+    source: str
+    commit: str | None
+    family: str
+    layers: int
+    parameters: int
+    weights_digest: str
+    dtype: str
+    device: str
+    attn_implementation: str
+
+
+@dataclass(frozen=True)
+class DataEntry:
+    """The scored text.
+
+    Attributes:
+        form: `raw`, or how the text was changed.
+        digest: sha256 of the text.
+        token_digest: sha256 of the tokens of the scored windows.
+        windows_available: windows that the whole text has.
+        no_bytes_because: why there are no bits per byte; None: there are.
+    """
+
+    name: str
+    source: str
+    part: str
+    form: str
+    digest: str
+    token_digest: str
+    windows: int
+    windows_available: int
+    text_tokens: int
+    text_bytes: int
+    no_bytes_because: str | None
+
+
+@dataclass(frozen=True)
+class CalibrationEntry:
+    """The text that percentiles were taken from; `provenance` is that of the calibration file."""
+
+    text_source: str
+    text_digest: str
+    windows: int
+    signals: list[str]
+    provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EnvironmentEntry:
+    """The machine and the libraries.
+
+    Attributes:
+        memory_bytes: of the machine; load_average: of the last minute.
+        other_runs: fingerprints of runs that other processes made on this machine meanwhile, in the same results folder.
+        job: of a cluster's scheduler, and whether the node was this job's alone; None: there was none.
+    """
+
+    python: str
+    torch: str
+    transformers: str
+    platform: str
+    cpu: str
+    cores: int | None
+    threads: int
+    memory_bytes: int
+    load_average: float
+    gpu: str | None
+    other_runs: list[str] = field(default_factory=list)
+    job: str | None = None
+
+
+@dataclass(frozen=True)
+class IdentityEntry:
+    """What the record is of: `quicksilver.records.identity`."""
+
+    config: Mapping[str, Any]
+    digests: dict[str, str]
+    sources: dict[str, str]
+    numerics_version: int
+
+
+@dataclass(frozen=True)
+class PackageEntry:
+    """This package, when the run was made."""
+
+    version: str
+    numerics_version: int
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One further file of the record."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """How a run compares with the record that the repository has of it.
+
+    Attributes:
+        windows, of: how many were scored again, of how many.
+        largest_difference_nats: of any of these windows, in nats a scored token: of its likelihood or its KL to dense.
+        agrees: what no clock reads is the repository's. False: all of it was measured here.
+        number_format: the coarsest that the run computes in: it says how far two processors may differ. None: an older record.
+    """
+
+    windows: int
+    of: int
+    largest_difference_nats: float
+    agrees: bool
+    number_format: str | None = None
+
+
+@dataclass(frozen=True)
+class DenseTotals:
+    """Totals of the dense run that differences are against, as `QualityResult` has them; in record.json with `dense_` before each name."""
+
+    ppl: float
+    bits_per_byte: float | None
+    nll_nats: float
+    executed_flops: int
+    nominal_flops: int
+    paper_flops: int
+    signal_flops: int
+    kv_bytes: int
+    prompt_executed_flops: int | None = None
+    prompt_nominal_flops: int | None = None
+    prompt_paper_flops: int | None = None
+    prompt_signal_flops: int | None = None
+
+    @classmethod
+    def of(cls, dense: QualityResult) -> Self:
+        """From what the dense run measured."""
+        flops = {name: getattr(dense, name) for name in cls.__dataclass_fields__ if name.endswith("_flops")}
+        return cls(dense.ppl, dense.bits_per_byte, dense.nll_nats, kv_bytes=dense.kv_bytes_resident, **flops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Everything in record.json that is not a measurement.
+
+    Attributes:
+        fingerprint: hash of `identity`, and name of the record's folder.
+        dense_fingerprint: the record every difference of this one is against; None: this is a dense record.
+        lookahead: a module read tokens that it is asked to predict.
+        thresholds: by module and option, one number a layer.
+        kernels: of modules that can compute in more than one way, how they did.
+        config: the run's configuration, resolved.
+        started, finished: ISO 8601, UTC; `seconds` between them.
+        batch_windows: windows in the batch that was audited, counted, timed and weighed.
+        confirmed: set where the run was compared with the record of the repository (records=checked).
+    """
+
+    schema_version: int
+    fingerprint: str
+    dense_fingerprint: str | None
+    label: str
+    modules: list[str]
+    execution: Literal["compact", "masked"]
+    protocol: ProtocolEntry
+    lookahead: bool
+    model: ModelEntry
+    data: DataEntry
+    calibration: CalibrationEntry | None
+    thresholds: dict[str, dict[str, list[float]]]
+    kernels: dict[str, str]
+    config: Mapping[str, Any]
+    identity: IdentityEntry
+    package: PackageEntry
+    environment: EnvironmentEntry
+    files: dict[str, FileEntry]
+    started: str
+    finished: str
+    seconds: float
+    batch_windows: int
+    confirmed: Confirmed | None = None

@@ -1,0 +1,213 @@
+"""Records that the repository has: what its tables, figures and ledger name, small enough for git.
+
+results/records/ holds what record.json and windows.parquet say of all of them in two files (archive.py), and in <fingerprint>/ what something is
+made of beside. Parquet files are written again in a third of their bytes, arrays and traces are packed by xz; no number changes. What was left out is
+named in the record, whose checksum is made anew; identity and fingerprint stay.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from quicksilver.files import refuse_link
+from quicksilver.records import archive
+from quicksilver.records.parquet import columns_of
+from quicksilver.records.record import CALIBRATIONS, CHECKSUM, PACKED, TRACE, WINDOWS, Record, checksum, load_record
+from quicksilver.records.store import KEPT, Store, described
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.trace import pack
+
+_INDEX = "answers.json"  # beside the records (answers.py)
+_LARGE_BYTES = 1_500_000  # of one file, as it would be kept
+
+
+def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
+    """Copy records from runs/ to records/, those they are compared with included; remove from there what is no longer wanted.
+
+    Args:
+        wanted: fingerprint to what to keep beside record.json and windows.parquet: names of files, or `FILE:PATTERN` for the columns of a
+            parquet file, or the arrays of a safetensors file, with such names. A record of which a file is still large is passed over.
+
+    Returns:
+        Where they are: `load_record` reads each.
+
+    Raises:
+        ConfigError: a record is not there, or not whole; records/ is a link, or has a file of somebody else. Nothing was changed.
+    """
+    records: dict[str, tuple[Record, set[str]]] = {}
+
+    def add(fingerprint: str, parts: Collection[str]) -> Record:
+        made = store.path(fingerprint)
+        record = load_record(made if made.exists() else store.root / KEPT / fingerprint)
+        records.setdefault(fingerprint, (record, set()))[1].update(parts)
+        return record
+
+    for fingerprint, parts in wanted.items():
+        dense = add(fingerprint, parts).dense_fingerprint
+        if dense is not None:
+            add(dense, ())
+    old = store.root / KEPT
+    _check_own(old)
+    with store.writing():
+        aside = Path(tempfile.mkdtemp(prefix=f".{KEPT}-", dir=store.root))
+    try:
+        return _kept_in(aside, old, store, records)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _kept_in(aside: Path, old: Path, store: Store, records: Mapping[str, tuple[Record, set[str]]]) -> list[Path]:
+    new = aside / "new"
+    new.mkdir(mode=0o755)
+    lines = {name: _copy(record, new / name, parts) for name, (record, parts) in sorted(records.items(), key=_alike)}
+    kept = [fingerprint for fingerprint, line in lines.items() if line is not None]
+    archive.write(new, [line for line in lines.values() if line is not None], {name: records[name][0].windows for name in kept})
+    _copy_calibrations(store, [records[fingerprint][0] for fingerprint in sorted(kept)], new / CALIBRATIONS)
+    with store.writing():
+        if old.exists():
+            old.rename(aside / "old")
+        new.rename(old)
+    return [old / fingerprint for fingerprint in sorted(kept)]
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder that holds more than `keep` writes into it: all of it is about to be replaced."""
+    refuse_link(folder)
+    own = {archive.RECORDS, archive.WINDOWS, _INDEX}
+    for name in archive.names(folder):
+        own |= {f"{name}/{file}" for file in json.loads(archive.text(folder, name) or "{}").get("files", ())}
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in sorted((*files, *links)):
+            path = Path(place) / name
+            relative = path.relative_to(folder).as_posix()
+            calibration = relative == f"{CALIBRATIONS}/{name}" and path.suffix == ".json" and not path.is_symlink()
+            if path.is_symlink() or not (relative in own or calibration):
+                raise ConfigError(
+                    f"{path} is none of the repository's records, and {folder} is replaced as a whole: move it away."
+                )
+
+
+def _alike(item: tuple[str, tuple[Record, Any]]) -> tuple[str, ...]:
+    """Order in which neighbours have most in common: what repeats is stored once."""
+    fingerprint, (record, _) = item
+    against = record.dense_fingerprint or fingerprint
+    return (record.model.name, record.data.name, record.protocol.name, against, *record.modules, record.label, fingerprint)
+
+
+def _copy(record: Record, folder: Path, parts: Collection[str]) -> dict[str, Any] | None:
+    """Write further files of the record as they are kept; what its line says. None: a file of it is too large."""
+    contents, left_out = {}, {*record.content.get("left_out", ())}
+    for name in record.files:
+        plain = name.removesuffix(PACKED)
+        patterns = {pattern or "*" for file, _, pattern in (part.partition(":") for part in parts) if file == plain}
+        if patterns:
+            content, rest = _content(record.path / name, patterns)
+            contents[plain + PACKED if plain.endswith(".safetensors") else name] = content
+            left_out |= {f"{plain}:{one}" for one in rest}
+        elif name != WINDOWS:
+            left_out.add(plain)
+    if any(len(content) > _LARGE_BYTES for content in contents.values()):
+        return None
+    for name, packed in contents.items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(packed)
+    files = {name: described(folder / name) for name in contents}
+    more = {"files": files, archive.ENTRY: archive.described(record.windows), "left_out": sorted(left_out), "tuned": record.tuned}
+    data = _without_idle(_without_places(record.content)) | more
+    return {**data, CHECKSUM: checksum(data)}
+
+
+def _copy_calibrations(store: Store, records: Collection[Record], folder: Path) -> None:
+    """Those that records of the package's own text were calibrated with: a first table need not measure them again."""
+    made_with: dict[str, set[str]] = {}
+    for record in records:
+        if record.calibration is not None and record.config["dataset"]["reader"] == "pydoc":
+            made_with.setdefault(_what_was_calibrated(record.calibration.provenance), set()).update(record.calibration.signals)
+    folder.mkdir(parents=True)
+    for place in (store.root / KEPT / CALIBRATIONS, store.root / CALIBRATIONS):
+        for path in sorted(place.glob("*.json")):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            provenance = content["provenance"]
+            if content["percentiles"].keys() <= made_with.get(_what_was_calibrated(provenance), set()):
+                source = {**provenance["source"], "text": _name(provenance["source"]["text"])}
+                content |= {"provenance": provenance | {"source": source}}
+                (folder / path.name).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _what_was_calibrated(provenance: Mapping[str, Any]) -> str:
+    named = ("model_digest", "dtype", "data_digest", "windows", "window_tokens", "numerics_version")
+    return json.dumps([provenance.get(name) for name in named])
+
+
+def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of record.json without folders of the machine that made it; nothing of them is in the identity."""
+    kept = {key: entry for key, entry in content.items() if key != CHECKSUM}
+    kept["config"] = kept["config"] | {"results_dir": "results", "data": {"root": None}}
+    kept["data"] = kept["data"] | {"source": _name(kept["data"]["source"])}
+    if kept.get("calibration"):
+        calibration = dict(kept["calibration"]) | {"text_source": _name(kept["calibration"]["text_source"])}
+        provenance = dict(calibration.get("provenance") or {})
+        if isinstance(source := provenance.get("source"), Mapping) and isinstance(source.get("text"), str):
+            provenance["source"] = {**source, "text": _name(source["text"])}
+        kept["calibration"] = calibration | {"provenance": provenance}
+    return kept
+
+
+def _without_idle(content: dict[str, Any]) -> dict[str, Any]:
+    """The same without the options of measurements that were not made: an eighth of a small record, and nothing is of them."""
+    config = content["config"]
+    measure = {
+        name: one for name, one in config["measure"].items() if not (isinstance(one, Mapping) and one.get("enabled") is False)
+    }
+    return content | {"config": config | {"measure": measure}}
+
+
+def _name(source: str) -> str:
+    parts = source.split(" + ")  # several files, one after another
+    return " + ".join("/".join(Path(part).parts[-2:]) if Path(part).is_absolute() else part for part in parts)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------------------
+
+
+def _content(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
+    """What is kept of a file, and the names of the columns or arrays that are not."""
+    plain = path.name.removesuffix(PACKED)
+    if plain == TRACE:
+        return pack(path), []
+    if plain.endswith(".safetensors"):
+        return _arrays(path, patterns)
+    return _columns(path, patterns) if path.suffix == ".parquet" else (path.read_bytes(), [])
+
+
+def _chosen(names: Iterable[str], patterns: Collection[str]) -> tuple[list[str], list[str]]:
+    """Those that a pattern names, and the others."""
+    split: tuple[list[str], list[str]] = ([], [])
+    for name in names:
+        split[not any(fnmatchcase(name, pattern) for pattern in patterns)].append(name)
+    return split
+
+
+def _arrays(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
+    from safetensors.numpy import load, save
+
+    content = path.read_bytes()
+    arrays = load(lzma.decompress(content) if path.suffix == PACKED else content)
+    chosen, rest = _chosen(sorted(arrays), patterns)
+    return lzma.compress(save({name: arrays[name] for name in chosen}), preset=9), rest
+
+
+def _columns(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
+    import pyarrow.parquet as pq
+
+    chosen, rest = _chosen(pq.read_schema(path).names, patterns)
+    return columns_of(path, chosen), rest

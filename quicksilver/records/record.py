@@ -1,0 +1,483 @@
+"""Records: everything one run produced, as one directory that pandas alone can read.
+
+results/runs/<fingerprint>/
+    record.json         config, environment, protocol, all scalars with their units in the names
+    windows.parquet     per window: tokens, bytes, nll_nats, FLOPs …
+    trace.safetensors   every decision (absent in a dense record)
+    signals.safetensors what happened to each token of a few texts, layer by layer (with measure.signals)
+    events.jsonl        what happened when
+
+Of a record that the repository keeps (results/records, keeping.py) record.json and windows.parquet lie with those of all others
+(archive.py), further files are there only as far as something reads them, and safetensors files are packed by xz: trace.safetensors.xz.
+`load_record` and `Record` read both.
+
+A record is believed only as far as it can be checked: record.json carries a checksum of itself and digests of the other files, what is
+read is typed and finite, and totals that contradict each other are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import lzma
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+
+from quicksilver.files import fingerprint_of, plain_name
+from quicksilver.measure.measurement import Result
+from quicksilver.measure.quality import QualityResult
+from quicksilver.measure.signals import LookedInto, SignalsResult
+from quicksilver.measure.typed import Mistyped, decoded
+from quicksilver.records import archive
+from quicksilver.records.description import DenseTotals, Description
+from quicksilver.records.identity import Identity
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # a second to import, which no refusal should wait for
+    import pandas as pd
+
+R = TypeVar("R", bound=Result)
+
+SCHEMA_VERSION = 4
+RECORD, WINDOWS, TRACE, EVENTS = "record.json", "windows.parquet", "trace.safetensors", "events.jsonl"
+PACKED = ".xz"  # suffix of safetensors files in records that the repository keeps
+PACKED_TRACE = TRACE + PACKED
+SIGNALS = "signals.safetensors"
+CHECKSUM = "checksum"
+CALIBRATIONS = "calibration"  # a folder of results, and one beside the repository's records
+# A run may execute more than dense inference (signals, drafts that are thrown away), but no mechanism here does so twenty times over, and
+# none leaves out all but a thousandth: embedding and output head alone are more.
+_MOST_TIMES_DENSE, _LEAST_OF_DENSE = 20.0, 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Description):
+    """One finished run, read only.
+
+    What describes the run is an attribute (`record.model.layers`), and so is what every run measures (`record.quality.ppl`) and what it is
+    compared with (`record.dense`). Further measurements are asked for by name and class: `record.measured("energy", EnergyResult)`.
+
+    Attributes:
+        path: the directory. Of a record that the repository keeps it is there only where the record has further files.
+        content: record.json as json has it, for what shows all of it; whoever wants a value reads an attribute.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+
+    def measured(self, name: str, result: type[R]) -> R:
+        """What a measurement found.
+
+        Args:
+            name: of the measurement in the config.
+            result: the class of its result.
+
+        Raises:
+            ConfigError: it was not measured in this run, or what is there is not what the class says.
+        """
+        found = self.found(name, result)
+        if found is None:
+            raise ConfigError(
+                f"{self.path / RECORD} has no {name!r}: it was not measured in this run (measure={self.config['measure']['name']})."
+            )
+        return found
+
+    def found(self, name: str, result: type[R]) -> R | None:
+        """`measured`, or None where it was not measured in this run.
+
+        Raises:
+            ConfigError: what is there is not what the class says.
+        """
+        section = name if result.section is None else result.section
+        content = self.content if section == "" else self.content.get(section)
+        if content is None or (section == "" and not _required(result) & content.keys()):
+            return None
+        try:
+            return result.from_json(content)
+        except Mistyped as error:
+            raise _corrupt(self.path, f"{RECORD}, {section or name}: {error}") from error
+
+    @cached_property
+    def quality(self) -> QualityResult:
+        """What every run measures: perplexity and the ledgers."""
+        return self.measured("quality", QualityResult)
+
+    @cached_property
+    def dense(self) -> DenseTotals | None:
+        """Totals of the dense run that this one is compared with; None: this is a dense record."""
+        if self.dense_fingerprint is None:
+            return None
+        totals = {key.removeprefix("dense_"): value for key, value in self.content.items() if key.startswith("dense_")}
+        try:
+            return decoded(DenseTotals, totals, "dense")
+        except Mistyped as error:
+            raise _corrupt(self.path, f"{RECORD}: {error}") from error
+
+    def flops(self, ledger: str) -> int | None:
+        """Operations in a ledger: `executed`, `nominal`, `paper` or `signal`, each with `prompt_` before it under `continuation`; None: the
+        protocol has no prompt."""
+        count: int | None = getattr(self.quality, f"{ledger}_flops")
+        return count
+
+    def flops_saved_pct(self, ledger: str) -> float | None:
+        """Percent of the dense run's operations that are gone; None in a dense record, and of a prompt where the protocol has none."""
+        count, dense = self.flops(ledger), None if self.dense is None else getattr(self.dense, f"{ledger}_flops")
+        return 100 * (1 - count / dense) if count is not None and dense else None
+
+    @property
+    def tuned(self) -> dict[str, dict[str, int]]:
+        """What was set before the text was scored, and on how many windows of which text (`calibration_provenance`). What made the record before records said so
+        is found by the digests of its files."""
+        said = self.content.get("tuned")
+        if said is not None:
+            return {str(what): dict(texts) for what, texts in said.items()}
+        from quicksilver.records.provenance import calibration_provenance
+
+        return calibration_provenance(self.identity.digests, self.data.name, self.content.get("calibration"))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is the repository's."""
+        return archive.ENTRY in self.content
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """The record as a directory with all its files: its own, or one that is there within the block."""
+        if not self.is_kept:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory() as place:
+            if self.path.is_dir():
+                shutil.copytree(self.path, place, dirs_exist_ok=True)
+            (Path(place) / RECORD).write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            self.windows.to_parquet(Path(place) / WINDOWS, index=False)
+            yield Path(place)
+
+    @property
+    def timing_warnings(self) -> list[str]:
+        """Why times of this run may be worth less than they look, from every measurement that reads a clock."""
+        sections = (self.content, *(one for one in self.content.values() if isinstance(one, Mapping)))
+        lists = (entry for section in sections for key, entry in section.items() if str(key).endswith("timing_warnings"))
+        found = [entry for entry in lists if isinstance(entry, list)]
+        beside = len(self.environment.other_runs) if found else 0
+        shared = [f"{beside} other run{'s were' if beside > 1 else ' was'} made on this machine meanwhile"] if beside else []
+        return list(dict.fromkeys([*(str(warning) for entry in found for warning in entry), *shared]))
+
+    @cached_property
+    def texts(self) -> list[LookedInto]:
+        """The texts that the run looked into; empty: it looked into none."""
+        found = self.found("signals", SignalsResult)
+        return [] if found is None else found.texts
+
+    @cached_property
+    def trace_path(self) -> Path | None:
+        """Where the decisions are; None in a dense record.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        return next((self._checked(name) for name in (TRACE, PACKED_TRACE) if name in self.files), None)
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / EVENTS
+
+    @cached_property
+    def windows(self) -> pd.DataFrame:
+        """windows.parquet.
+
+        Raises:
+            ConfigError: the file is damaged, or its sums are not those of record.json.
+        """
+        frame: pd.DataFrame
+        if self.is_kept:
+            frame = archive.windows(self.path.parent, self.fingerprint, self.content[archive.ENTRY])
+        else:
+            import pyarrow.parquet as pq
+
+            # As pandas.read_parquet, in half its time: a ledger of claims reads hundreds.
+            frame = pq.ParquetFile(self._checked(WINDOWS)).read().to_pandas()
+        for column, total in (
+            ("tokens", self.quality.tokens),
+            ("nll_nats", self.quality.nll_nats),
+            ("executed_flops", self.flops("executed")),
+        ):
+            if column not in frame or not math.isclose(float(frame[column].sum()), float(total or 0), rel_tol=1e-6):
+                raise _corrupt(self.path, f"{column} of {WINDOWS} does not add up to {total} in {RECORD}")
+        return frame
+
+    def _checked(self, name: str) -> Path:
+        path = self.path / name
+        if name not in self.files or hashlib.sha256(path.read_bytes()).hexdigest() != self.files[name].sha256:
+            raise _corrupt(self.path, f"{name} is not the file that was recorded")
+        return path
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """The arrays of one of its safetensors files, packed or not; of a record that the repository keeps, those that something reads.
+
+        Raises:
+            ConfigError: it has no such file, or the file is damaged.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        there = next((one for one in (name, name + PACKED) if one in self.files), None)
+        if there is None:
+            raise ConfigError(
+                f"{self.path} has no {name}. Where the repository keeps the record without it: make the run with records=own."
+            )
+        content = self._checked(there).read_bytes()
+        try:
+            return dict(load(lzma.decompress(content) if there.endswith(PACKED) else content))
+        except (SafetensorError, EOFError, OSError, lzma.LZMAError) as error:
+            raise _corrupt(self.path, f"{there} is damaged: {error}") from error
+
+    @property
+    def texts_with_signals(self) -> list[int]:
+        """Numbers of the texts that `signals` has something of: all of `texts`, but in a record that the repository keeps."""
+        if not {SIGNALS, SIGNALS + PACKED} & set(self.files):
+            return []
+        return sorted({int(name.partition(".")[0]) for name in self.arrays(SIGNALS)})
+
+    def signals(self, text: int = 0) -> pd.DataFrame:
+        """What happened inside one of the record's texts (`record.texts`): a row a layer and token.
+
+        Columns: `layer` (0: before the first), `slot`, `token`, then the signals of `measure.inside.Inside`: those of the run under their
+        own names, those of the dense model as `dense_…`, the components as `pca_0` …; of a dense record, its own. `active` and `kv` are
+        booleans, `bits` and `carrier` whole numbers. `nll_nats` and `dense_nll_nats` repeat in every layer. A record that the repository
+        keeps may have fewer columns.
+
+        Raises:
+            ConfigError: the run looked into no text, not into that many, or the file is damaged.
+        """
+        import pandas as pd
+
+        texts = self.texts
+        if not texts:
+            raise ConfigError(f"{self.path} has no signals: make the run with measure=signals.")
+        if not 0 <= text < len(texts):
+            raise ConfigError(f"{self.path} looked into {len(texts)} texts; there is no text {text}.")
+        prefix = f"{text}."
+        arrays = {name.removeprefix(prefix): array for name, array in self.arrays(SIGNALS).items() if name.startswith(prefix)}
+        if not arrays:
+            raise ConfigError(f"{self.path} is kept without the signals of text {text}: make the run with records=own.")
+        tokens = texts[text].tokens
+        rows = next(len(array) for array in arrays.values() if array.ndim == 2)
+        columns: dict[str, Any] = {
+            "layer": np.repeat(np.arange(rows), len(tokens)),
+            "slot": np.tile(np.arange(len(tokens)), rows),
+            "token": np.tile(np.array(tokens, dtype=object), rows),
+        }
+        of_run = any(name.startswith("run.") for name in arrays)
+        for name, array in sorted(arrays.items()):
+            variant, signal = name.split(".")
+            column = signal if variant == "run" or not of_run else f"dense_{signal}"
+            if array.ndim == 3:
+                columns |= {f"{column}_{i}": array[..., i].reshape(-1) for i in range(array.shape[-1])}
+            else:
+                columns[column] = np.broadcast_to(array, (rows, len(tokens))).reshape(-1)
+        kinds = {"active": bool, "kv": bool, "bits": int, "carrier": int}
+        return pd.DataFrame(columns).astype({name: kind for name, kind in kinds.items() if name in columns})
+
+
+def load_record(folder: Path | str) -> Record:
+    """Read one record directory, or the record of that name that the archive beside it has; the same object again while no file has changed.
+
+    Raises:
+        ConfigError: it is not a whole record of this schema, or what it says cannot be so; the message names the path and the remedy.
+            Nothing is changed on disk.
+    """
+    folder = Path(folder)
+    try:
+        files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino) for one in os.scandir(folder))
+    except OSError:
+        files = []  # what is wrong there, reading says
+    return _loaded(
+        folder, tuple(files), tuple(archive.state(folder.parent / name) for name in (archive.RECORDS, archive.WINDOWS))
+    )
+
+
+@lru_cache(maxsize=2048)
+def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived: tuple[Any, ...]) -> Record:
+    """`files`, `archived`: what the folder and the archive have, so that a file that changes is read again."""
+    try:
+        content = json.loads(_text(folder), parse_constant=_not_finite, parse_float=_finite)
+    except ValueError as error:
+        raise _corrupt(folder, f"{RECORD} is damaged: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{folder / RECORD} cannot be read: {error.strerror}.") from error
+    if not isinstance(content, dict) or "schema_version" not in content:
+        raise _corrupt(folder, f"{RECORD} has no schema_version")
+    if content["schema_version"] != SCHEMA_VERSION:
+        older = isinstance(content["schema_version"], int) and content["schema_version"] < SCHEMA_VERSION
+        update = f"Bring it up to date with `quicksilver rekey results_dir={folder.parents[1]}`. " if older else ""
+        raise ConfigError(
+            f"{folder} is a record of schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
+            f"{update}Move that folder away to have the run made again, or read it with the version that wrote it."
+        )
+    record = record_of(folder, content)
+    if record.fingerprint != folder.name:
+        raise _corrupt(folder, f"{RECORD} belongs to the run {record.fingerprint}")
+    return record
+
+
+def _text(folder: Path) -> str:
+    """What record.json says, of a directory or of the archive beside it."""
+    try:
+        return (folder / RECORD).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        found = archive.text(folder.parent, folder.name)
+        if found is None:
+            raise _corrupt(folder, f"it has no {RECORD}") from None
+        return found
+
+
+def record_of(folder: Path, content: Mapping[str, Any]) -> Record:
+    """The record that `folder` is with this content of record.json.
+
+    Raises:
+        ConfigError: the content was changed after it was written, is not what its types say, contradicts itself, or a file is missing or
+            cut short.
+    """
+    if content.get(CHECKSUM) != checksum(content):
+        raise _corrupt(folder, f"{RECORD} is not as it was written: its checksum is another")
+    try:
+        record = Record(**vars(decoded(Description, content)), path=folder, content=content)
+        for name in filter(None, (record.fingerprint, record.dense_fingerprint)):
+            fingerprint_of(name)
+        for name in (*record.files, record.data.token_digest):
+            plain_name(name, "a file or digest")
+    except (Mistyped, ConfigError) as error:
+        raise _corrupt(folder, f"{RECORD}: {error}") from error
+    for name, described in record.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != described.bytes:
+            raise _corrupt(folder, f"{name} is {'cut short or changed' if path.is_file() else 'missing'}")
+    why = _contradiction(record)
+    if why is not None:
+        raise _corrupt(folder, f"{RECORD}: {why}")
+    return record
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """sha256 of record.json's entries, its checksum left out, in one spelling."""
+    entries = {key: entry for key, entry in content.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _contradiction(record: Record) -> str | None:
+    """Why its numbers cannot all be true; None: nothing speaks against them."""
+    identity, quality, dense = record.identity, record.quality, record.dense
+    if Identity(**vars(identity)).fingerprint != record.fingerprint:
+        return "identity is not that of its fingerprint"
+    for what, ours, digest in (("weights", record.model.weights_digest, "weights"), ("text", record.data.digest, "text")):
+        if identity.digests.get(digest) != ours:
+            return f"the digest of its {what} is not the one in its identity"
+    if quality.tokens < 1 or record.data.windows < 1:
+        return f"it scored {quality.tokens} tokens in {record.data.windows} windows"
+    for name, ppl, nats in (
+        ("ppl", quality.ppl, quality.nll_nats),
+        *([("dense_ppl", dense.ppl, dense.nll_nats)] if dense else []),
+    ):
+        # `exp` of more than 700 nats a token is no float.
+        if nats < 0 or nats / quality.tokens > 700 or not math.isclose(ppl, math.exp(nats / quality.tokens), rel_tol=1e-6):
+            return f"{name} is {ppl:g}, which {nats:g} nats over {quality.tokens} tokens do not give"
+    return _contradicting_count(quality, dense)
+
+
+def _contradicting_count(quality: QualityResult, dense: DenseTotals | None) -> str | None:
+    for name in DenseTotals.__dataclass_fields__:
+        if not name.endswith("_flops"):
+            continue
+        count, whole = getattr(quality, name), None if dense is None else getattr(dense, name)
+        if (count or 0) < 0 or (whole or 0) < 0:
+            return f"{name} is {count}"
+        if name.endswith("executed_flops") and whole and not _LEAST_OF_DENSE < count / whole < _MOST_TIMES_DENSE:
+            return f"{name} is {count}, of {whole} of the dense run"
+    if quality.executed_flops < 1:
+        return f"executed_flops is {quality.executed_flops}"
+    if quality.kv_bytes_billed < 0 or quality.kv_bytes_resident < 0:
+        return "bytes of the KV cache are negative"
+    return None
+
+
+def _required(result: type[Result]) -> set[str]:
+    """Names of the fields that a result always has."""
+    return {
+        field.name
+        for field in dataclasses.fields(result)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+
+def _not_finite(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def check_files(record: Record) -> None:
+    """Compare every file of a record with the digest that was written with it.
+
+    Raises:
+        ConfigError: one is not the file that was recorded.
+    """
+    for name in record.files:
+        record._checked(name)
+    if record.is_kept:
+        _ = record.windows  # against the digest of its rows
+
+
+def _corrupt(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"{folder} is not a whole record: {why}. Move that folder away (or remove it) to have the run made again.")
+
+
+def record_frame(results_dir: Path | str) -> pd.DataFrame:
+    """All records below `results_dir`, one row each.
+
+    Nested entries are joined with dots (`latency_ms.median`, `config.model.name`), lists are left out, and so is `identity`, which
+    repeats the configuration. The index is the
+    fingerprint, rows are in order of their start.
+
+    Raises:
+        ConfigError: a directory there is not a whole record.
+    """
+    import pandas as pd
+
+    runs, kept = Path(results_dir) / "runs", Path(results_dir) / "records"
+    found = {p.name: p for p in (runs.iterdir() if runs.is_dir() else ()) if p.is_dir() and not p.name.startswith(".")}
+    found |= {name: kept / name for name in archive.names(kept)}
+    folders = [found[name] for name in sorted(found)]
+    rows = [
+        dict(_flatten({k: v for k, v in load_record(folder).content.items() if k not in ("identity", archive.ENTRY, CHECKSUM)}))
+        for folder in folders
+    ]
+    if not rows:
+        return pd.DataFrame(index=pd.Index([], name="fingerprint"))
+    return pd.DataFrame(rows).sort_values("started", kind="stable").set_index("fingerprint")
+
+
+def _flatten(entries: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            flat += _flatten(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            flat.append((f"{prefix}{key}", value))
+    return flat

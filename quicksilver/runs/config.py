@@ -1,0 +1,403 @@
+"""Configs: their types, how they are composed from `conf/`, and what a person is told when something in them is wrong.
+
+Every key of `conf/` is a field of a dataclass below; Hydra checks names and types against them. `modules` and `measure` are open: each
+entry is the arguments of a runtime module or of a measurement and is checked against that class.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Optional, TypeVar, get_args, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, DatasetConfig
+from quicksilver.measure.measurement import Setting
+from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelConfig
+from quicksilver.records.identity import spelled_at_first
+from quicksilver.runs.choices import choices, config_dir, files_stamp
+from quicksilver.runs.composing import composed
+from quicksilver.runs.explain import explain_value, suggest
+from quicksilver.runs.override_grammar import quoted
+from quicksilver.runs.parts import build_measurements, is_on, measurement_class
+from quicksilver.runtime.errors import ConfigError
+
+EXECUTIONS = ("compact", "masked", "decide")
+ENVIRONMENT = ("QUICKSILVER_RESULTS", "QUICKSILVER_DATA")  # what conf/ reads of it
+MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
+GREATEST_SEED = 2**32 - 1  # what every generator takes
+GREATEST_NUMBER = 2**63 - 1  # what json readers, pandas and torch hold
+
+# OmegaConf 2.3 reads `Optional[int]`, not every spelling of `int | None` inside containers; the fields keep the older form.
+# ruff: noqa: UP045
+
+
+@dataclass
+class ProtocolConfig:
+    """Which positions of a window are scored; the fields of `quicksilver.measure.Protocol`."""
+
+    name: str = MISSING
+    window_tokens: int = 512
+    prompt_tokens: int = 448
+    batch_size: int = 8
+
+
+@dataclass
+class TrackerConfig:
+    """Where finished records are mirrored: `none`, or `wandb` with its mode (offline | online | disabled)."""
+
+    name: str = "none"
+    project: str = "quicksilver"
+    mode: str = "offline"
+
+
+@dataclass
+class DataRootConfig:
+    """root: folder of local datasets and models (QUICKSILVER_DATA)."""
+
+    root: Optional[str] = None
+
+
+@dataclass
+class RunConfig:
+    """One run, resolved. `conf/run.yaml` says what each key is for."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    modules: dict[str, Any] = field(default_factory=dict)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    measure: dict[str, Any] = field(default_factory=dict)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    execution: str = "compact"
+    decision_layers: Optional[list[int]] = None
+    seed: int = 0
+    threads: Optional[int] = None
+    results_dir: str = "results"
+    records: str = "any"
+    data: DataRootConfig = field(default_factory=DataRootConfig)
+
+    @property
+    def label(self) -> str:
+        """One line for progress bars and lists of runs."""
+        return " | ".join((self.model.name, self.dataset.name, "+".join(self.modules) or "dense", self.protocol.name))
+
+    def dense(self) -> RunConfig:
+        """The same run without modules: what every difference of this one is against."""
+        kept = dict(self.measure)
+        for name, entry in self.measure.items():
+            if is_on(name, entry):
+                when = measurement_class(name, entry).of_dense
+                if when == "never" or (when == "alone" and self.modules):
+                    del kept[name]
+        # The seed draws nulls and probes; a dense run must be found again whatever the seed of the run that needs it.
+        return dataclasses.replace(self, modules={}, execution="compact", decision_layers=None, seed=0, measure=kept)
+
+    def identity(self) -> dict[str, Any]:
+        """What of the config can change a result: the part that is hashed into the fingerprint.
+
+        Left out: where results and data lie, which records count, trackers, the places a model or text comes from (their digests are hashed; that of the
+        scored text differs from part to part), and measurements that are off or on which no other number depends.
+        """
+        model, dataset, protocol = (dataclasses.asdict(part) for part in (self.model, self.dataset, self.protocol))
+        # What a task's splits hold is in the text's digest.
+        idle = (
+            [(dataset["task"], place) for place in ("columns", "train", "validation")]
+            if self.dataset.task
+            else [(dataset, "task")]
+        )
+        idle += [
+            *([] if self.model.adapter else [(model, "adapter")]),
+            *([] if self.model.parallel else [(model, "parallel")]),
+            (model, "path"),
+            (model, "revision"),
+            (dataset, "files"),
+            (dataset, "hub"),
+            (dataset, "reader"),
+            (dataset, "part"),
+            (dataset, "tagger"),  # its tags are in the annotation's digest
+        ]
+        if not self.modules:
+            idle.append((dataset, "calibration_windows"))
+        if self.protocol.name == "all":
+            idle.append((protocol, "prompt_tokens"))
+        for section, key in idle:
+            del section[key]
+        measure: dict[str, Any] = {"batch_windows": self.measure["batch_windows"]}
+        for name, measurement in build_measurements(self.measure).items():
+            if not measurement.in_identity:
+                continue
+            measure[name] = {"_target_": self.measure[name]["_target_"], **measurement.identity()}
+        return {
+            "model": model,
+            "dataset": dataset,
+            "modules": {name: spelled_at_first(_without_calibration_file(entry)) for name, entry in self.modules.items()},
+            "protocol": protocol,
+            "measure": measure,
+            "execution": self.execution,
+            **({} if self.decision_layers is None else {"decision_layers": sorted(set(self.decision_layers))}),
+            "seed": self.seed,
+            "threads": self.threads,
+        }
+
+
+def _without_calibration_file(entry: Any) -> Any:
+    """A calibration file counts by its content, wherever it lies: its digest is hashed."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("calibration"), str):
+        return entry
+    return {key: value for key, value in entry.items() if key != "calibration"}
+
+
+ConfigStore.instance().store("run_schema", RunConfig)
+
+
+def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
+    """The jobs of `quicksilver run -m experiment=NAME`, each as overrides, in Hydra's order.
+
+    Raises:
+        ConfigError: there is no such experiment, or it sweeps nothing.
+    """
+    path = config_dir() / "experiment" / f"{experiment}.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"experiment={experiment}: there is no such experiment. {suggest(experiment, choices('experiment'), 'Choices')}"
+        )
+    return list(_sweep_jobs(path, path.stat().st_mtime_ns))
+
+
+@lru_cache
+def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
+    """`changed_ns`: when the file was, so that one that changes is read again."""
+    params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params") or {}
+    parser = OverridesParser.create()
+    axes = []
+    for key, values in params.items():
+        override = parser.parse_override(f"{key}={values}")
+        swept = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+        axes.append([f"{key}={value}" for value in swept])
+    if not axes:
+        raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
+    return tuple((f"experiment={path.stem}", *job) for job in itertools.product(*axes))
+
+
+# --- composing ------------------------------------------------------------------------------------------------------------------
+
+
+def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> RunConfig:
+    """Compose one run from overrides, `["model=gpt2", "modules=[halting]", "modules.halting.resume_layers=4"]`.
+
+    Args:
+        overrides: words in Hydra's grammar.
+        extra_dirs: folders of the user's own that are searched before conf/ (`--config-dir`).
+
+    Raises:
+        ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
+    """
+    folders = tuple(extra_dirs)
+    environment = tuple(os.environ.get(name) for name in ENVIRONMENT)
+    # A config may be changed by whoever asked for it.
+    return copy.deepcopy(_composed(tuple(overrides), folders, files_stamp(folders), environment))
+
+
+@lru_cache(maxsize=2048)
+def _composed(
+    overrides: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int, environment: tuple[str | None, ...]
+) -> RunConfig:
+    """`compose`, remembered for as long as neither the files (`stamp`) nor the variables of `ENVIRONMENT` (`environment`) change."""
+    readable = quoted(overrides)
+    return run_config(composed(readable, extra_dirs, stamp), readable)
+
+
+def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
+    """Make what Hydra composed a `RunConfig`, and check it.
+
+    Raises:
+        ConfigError: keys added with `+` that mean nothing, a missing value, a value out of range.
+    """
+    try:
+        _refuse_unknown_keys(cfg, RunConfig())
+        plain = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(plain, dict)
+        missing = sorted(_missing(plain))
+        if missing:
+            name = f"{missing[0].split('.')[0]}={OmegaConf.select(cfg, missing[0].split('.')[0] + '.name', default='…') or '…'}"
+            raise ConfigError(f"{missing[0]} has no value: {name} needs {missing[0]}=…")
+        config = _object(RunConfig, plain)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: give {error.full_key}=…") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain_value(error, overrides)) from error
+    check(config)
+    return config
+
+
+D = TypeVar("D")
+
+
+def _object(cls: Callable[..., D], plain: Mapping[Any, Any]) -> D:
+    """The dataclass of a section that OmegaConf has checked and resolved. `OmegaConf.to_object` resolves everything once more, one key at a time."""
+    sections = _sections(cls)
+    return cls(
+        **{key: _object(sections[key], value) if key in sections and value is not None else value for key, value in plain.items()}
+    )
+
+
+@lru_cache
+def _sections(cls: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The fields of a dataclass that are dataclasses themselves, or may be."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name, hint in get_type_hints(cls).items():
+        classes = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+        if classes:
+            found[name] = classes[0]
+    return found
+
+
+def _missing(node: Any, key: str = "") -> Iterator[str]:
+    """The keys below `node`, a config as plain objects, that have no value. `OmegaConf.missing_keys` takes five times as long."""
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from _missing(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for number, child in enumerate(node):
+            yield from _missing(child, f"{key}[{number}]")
+    elif isinstance(node, str) and node == MISSING:
+        yield key
+
+
+def _refuse_unknown_keys(node: DictConfig, schema: Any, prefix: str = "") -> None:
+    """`+key=value` adds to a config whatever its type: only what the schema has means something."""
+    known = {f.name: getattr(schema, f.name) for f in dataclasses.fields(schema)}
+    for key in map(str, node):
+        if key not in known:
+            raise ConfigError(f"{prefix}{key}: there is no such key. {suggest(key, list(known), 'Keys')}")
+        if dataclasses.is_dataclass(known[key]):
+            _refuse_unknown_keys(node[key], known[key], f"{prefix}{key}.")
+
+
+def check(config: RunConfig) -> None:
+    """Check ranges and choices of the values that no class of ours checks by itself.
+
+    Raises:
+        ConfigError: names the key, the value and what is allowed.
+    """
+    if not DEVICES.fullmatch(config.model.device_map):
+        raise ConfigError(
+            f"model.device_map={config.model.device_map}: no device is called so. Use cpu, cuda, cuda:1 …, mps or auto."
+        )
+    _choice("model.dtype", config.model.dtype, DTYPES)
+    if config.model.parallel is not None:
+        _choice("model.parallel", config.model.parallel, PARALLEL)
+    _choice("model.attn_implementation", config.model.attn_implementation, ATTENTION)
+    _choice("dataset.reader", config.dataset.reader, READERS)
+    _choice("dataset.form", config.dataset.form, FORMS)
+    _choice("dataset.part", config.dataset.part, PARTS)
+    _choice("protocol.name", config.protocol.name, ("all", "continuation"))
+    _choice("execution", config.execution, EXECUTIONS)
+    _choice("records", config.records, ("any", "checked", "own"))
+    _choice("tracker.name", config.tracker.name, ("none", "wandb"))
+    _choice("tracker.mode", config.tracker.mode, ("offline", "online", "disabled"))
+    if config.decision_layers is not None and (not config.decision_layers or min(config.decision_layers) < 0):
+        raise ConfigError(
+            f"decision_layers={config.decision_layers}: give one or more layers, counted from 0, or null for all of them."
+        )
+    _at_least("dataset.windows", config.dataset.windows, 1)
+    _at_least("dataset.calibration_windows", config.dataset.calibration_windows, 1)
+    _at_least("dataset.documents", config.dataset.documents, 1)
+    _at_least("dataset.calibration_documents", config.dataset.calibration_documents, 1)
+    _within("threads", config.threads, 1, MOST_THREADS)
+    _within("seed", config.seed, 0, GREATEST_SEED)
+    if (config.dataset.reader == "task") != (config.dataset.task is not None):
+        raise ConfigError(f"dataset.reader={config.dataset.reader}: the reader `task` goes with dataset.task, and with it alone.")
+    if (config.dataset.reader == "tagged") != (config.dataset.tagger is not None):
+        raise ConfigError(
+            f"dataset.reader={config.dataset.reader}: the reader `tagged` goes with dataset.tagger, and with it alone (dataset=wikitext103-tagged)."
+        )
+    if config.dataset.task is not None:
+        _at_least("dataset.task.shots", config.dataset.task.shots, 0)
+        _at_least("dataset.task.examples", config.dataset.task.examples, 1)
+    elif config.dataset.reader not in MADE_HERE and config.dataset.files.test is None and config.dataset.hub.id is None:
+        raise ConfigError(
+            f"dataset.files.test has no value: dataset={config.dataset.name} needs dataset.files.test=/path/of/a/text."
+        )
+    _check_numbers("", dataclasses.asdict(config))
+    _check_measurements(config)
+    if not config.results_dir.strip():
+        raise ConfigError("results_dir is empty: give the folder that holds the records, for instance results_dir=results.")
+
+
+def _check_measurements(config: RunConfig) -> None:
+    if "batch_windows" not in config.measure:
+        raise ConfigError(
+            "measure.batch_windows has no value: the windows of the batch that is audited, counted, timed and weighed."
+        )
+    batch_windows = config.measure["batch_windows"]
+    if isinstance(batch_windows, bool) or not isinstance(batch_windows, int):
+        raise ConfigError(f"measure.batch_windows={batch_windows}: needs a whole number.")
+    _at_least("measure.batch_windows", batch_windows, 1)
+    measurements = build_measurements(config.measure)
+    if next(iter(measurements), None) != "quality":
+        raise ConfigError(
+            "measure.quality is what every record has, and the first of its measurements: it cannot be switched off."
+        )
+    protocol = config.protocol
+    annotated = config.dataset.reader in ANNOTATED
+    setting = Setting(protocol.name, protocol.window_tokens, protocol.prompt_tokens, config.execution, annotated)
+    timed = [name for name, measurement in measurements.items() if measurement.timed]
+    if timed and config.execution == "masked":
+        off = " ".join(f"measure.{name}.enabled=false" for name in timed)
+        raise ConfigError(
+            f"execution=masked computes everything and undoes it, so it has no {timed[0]} worth a record: add {off}."
+        )
+    alone = next((name for name, measurement in measurements.items() if not measurement.of_ranks), None)
+    if config.model.parallel is not None and alone is not None:
+        raise ConfigError(
+            f"model.parallel={config.model.parallel}: measure.{alone} is of one process alone. Measure quality and the ledgers of each process: "
+            "measure=ranks."
+        )
+    if config.model.parallel is not None and config.records == "checked":
+        raise ConfigError("records=checked compares with a record in one process: give records=own with model.parallel.")
+    for name, measurement in measurements.items():
+        try:
+            measurement.check(setting)
+        except ConfigError as error:
+            raise ConfigError(f"measure.{name}.{error}") from error
+
+
+def _check_numbers(key: str, value: Any) -> None:
+    """Refuse numbers that no file of a record can hold, wherever they stand."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            _check_numbers(f"{key}.{name}" if key else str(name), entry)
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            _check_numbers(f"{key}[{i}]", entry)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value!r} is not finite; give a finite number.")
+    elif isinstance(value, int) and abs(value) > GREATEST_NUMBER:
+        raise ConfigError(f"{key}={value} is out of range: no more than {GREATEST_NUMBER}.")
+
+
+def _choice(key: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: {suggest(value, allowed, 'Choices')}")
+
+
+def _at_least(key: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{key}={value} is out of range: at least {least}.")
+
+
+def _within(key: str, value: int | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"{key}={value} is out of range: from {least} to {most}.")

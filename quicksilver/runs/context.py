@@ -1,0 +1,243 @@
+"""What the runs of a process share: texts, digests, one loaded model, and what each record is of."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from quicksilver.data.spec import DatasetConfig, Part
+from quicksilver.data.tasks import TaskExamples, read_task
+from quicksilver.data.text import Text, read_text
+from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
+from quicksilver.models.spec import ModelConfig
+from quicksilver.records.identity import Identity, foreign_sources
+from quicksilver.records.store import Store
+from quicksilver.runs.config import RunConfig
+from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class
+from quicksilver.runs.targets import named_class
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.data.windows import Windows
+    from quicksilver.measure.fidelity import DensePasses
+    from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.quantized.choosing import Choices
+
+_DIGESTS = "cache/digests.json"
+
+
+class RunContext:
+    """What runs share: texts, digests and one loaded model. Files that change after they were read are not read again."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, Text] = {}
+        self._files: dict[str, tuple[ModelFiles, str]] = {}
+        self._loaded: tuple[str, Loaded] | None = None
+        self._windows: dict[tuple[str, ...], Windows] = {}
+        self._identities: dict[str, Identity] = {}
+        self._dense: tuple[str, DensePasses] | None = None
+        self._kernels: dict[tuple[str, str, str, int | None, str], Choices] = {}
+
+    def text(self, config: RunConfig, part: Part) -> Text:
+        """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
+        part = cast(Part, config.dataset.part) if part == "test" else part
+        key = _key(config.dataset, config.data.root, part)
+        if key not in self._texts:
+            cache = Path(config.results_dir) / "cache" / "text"
+            self._texts[key] = read_text(config.dataset, part, root=_root(config), cache=cache)
+        return self._texts[key]
+
+    def examples(self, config: RunConfig) -> TaskExamples | None:
+        """The labelled examples that are scored; None: the dataset is no task."""
+        if config.dataset.task is None:
+            return None
+        cache = Path(config.results_dir) / "cache" / "text"
+        return read_task(config.dataset, cast(Part, config.dataset.part), root=_root(config), cache=cache)
+
+    def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
+        """A model's files and their digest."""
+        key = _key(config.model, config.data.root)
+        if key not in self._files:
+            files = locate(config.model, _root(config))
+            store = Store(config.results_dir)
+            remembered = _read_digests(store)
+            known = len(remembered)
+            digest = weights_digest(files.folder, remembered)
+            if len(remembered) > known:
+                store.write_cache(_DIGESTS, remembered)
+            self._files[key] = (files, digest)
+        return self._files[key]
+
+    def model(self, config: RunConfig) -> Loaded:
+        """The model of a config; the one before it is let go first."""
+        key = _key(config.model, config.data.root)
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = self._dense = None
+            adapter = _adapter(config)
+            loaded = load(config.model, self.files(config)[0])
+            _check_adapter(adapter, loaded)
+            self._loaded = (key, loaded)
+        return self._loaded[1]
+
+    def dense(self, config: RunConfig) -> DensePasses:
+        """What passes of the dense model over the scored windows gave; of the latest model, text and protocol alone."""
+        from quicksilver.measure.fidelity import DensePasses
+        from quicksilver.measure.perplexity import Protocol
+
+        windows, scored = self.windows(config, "test"), dataclasses.asdict(config.protocol)
+        key = json.dumps([windows.token_digest, len(windows.ids), config.measure["batch_windows"], config.threads, scored])
+        loaded = self.model(config)
+        if self._dense is None or self._dense[0] != key:
+            self._dense = None
+            self._dense = (key, DensePasses(loaded.model, Protocol(**scored)))
+        return self._dense[1]
+
+    def windows(self, config: RunConfig, part: Part) -> Windows:
+        """Windows of `text`, as many as the config scores or calibrates on."""
+        from quicksilver.data.windows import encode
+
+        text = self.text(config, part)
+        limit = config.dataset.windows if part == "test" else config.dataset.calibration_windows
+        annotated = text.annotation.digest if text.annotation is not None else ""
+        key = (self.files(config)[1], text.digest, annotated, str(config.protocol.window_tokens), str(limit))
+        if key not in self._windows:
+            try:
+                tokenizer, size = self.model(config).tokenizer, config.protocol.window_tokens
+                self._windows[key] = encode(text.text, tokenizer, size, limit, text.annotation)
+            except ConfigError as error:
+                raise ConfigError(f"dataset={config.dataset.name}, {part} part ({text.source}): {error}") from error
+        return self._windows[key]
+
+    def kernel_choices(self, config: RunConfig) -> Choices:
+        """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
+        from quicksilver.runs.kernels import kernel_choices
+
+        key = (self.files(config)[1], config.model.dtype, config.model.device_map, config.threads, config.results_dir)
+        if key not in self._kernels:
+            self._kernels[key] = kernel_choices(config, key[0], lambda: self.model(config).model)
+        return self._kernels[key]
+
+    def fingerprint(self, config: RunConfig) -> str:
+        return self.identity(config).fingerprint
+
+    def identity(self, config: RunConfig) -> Identity:
+        """What the record of a config is of."""
+        key = _key(config)
+        if key not in self._identities:
+            self._identities[key] = self._identity(config)
+        return self._identities[key]
+
+    def _identity(self, config: RunConfig) -> Identity:
+        from quicksilver.runtime.quantized.choosing import ChoosesKernels
+
+        modules = build_modules(config.modules)
+        text = self.text(config, "test")
+        digests = {"text": text.digest, "weights": self.files(config)[1]}
+        if text.annotation is not None:
+            digests["annotation"] = text.annotation.digest
+        if any(asks_for_calibration(module) for module in modules):
+            digests["calibration_text"] = self.text(config, "calibration").digest
+            if config.dataset.part == "test" and digests["calibration_text"] == digests["text"]:
+                raise ConfigError(
+                    f"dataset={config.dataset.name}: thresholds would be calibrated on the text that is scored "
+                    f"({self.text(config, 'calibration').source}). Give another text as dataset.files.calibration, or numbers for the "
+                    "thresholds; dataset.part=calibration scores the calibrating part on purpose."
+                )
+        digests |= self._files_read(config)
+        for name, module in zip(sorted(config.modules), modules, strict=True):
+            if isinstance(module, ChoosesKernels) and module.measures:
+                digests[f"kernels.{name}"] = self.kernel_choices(config).digest
+        classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
+        classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
+        adapter = _adapter(config)
+        return Identity(config.identity(), digests, foreign_sources([*classes, *([adapter] if adapter else [])]))
+
+    def _files_read(self, config: RunConfig) -> dict[str, str]:
+        """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
+        from quicksilver.modules import learned_halting, lens, translators
+
+        digests, folder = {}, self.files(config)[0].folder
+        for name, entry in config.modules.items():
+            path = entry.get("calibration")
+            if path is not None and not isinstance(path, str):
+                raise ConfigError(f"modules.{name}.calibration={path!r} is no calibration: give the path of a calibration file.")
+            if path is not None:
+                digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
+                _check_calibration(name, path)
+            for path in translators.files_behind(entry, folder):
+                digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
+            for path in lens.files_behind(entry, folder):
+                digests[f"tuned_lens.{name}.{path.name}"] = _file_digest(name, str(path), "lens")
+            for path in learned_halting.files_behind(entry, folder):
+                digests[f"gates.{name}.{path.name}"] = _file_digest(name, str(path), "gates")
+        for name, measurement in build_measurements(config.measure).items():
+            for beside in measurement.reads:
+                for path in sorted((folder / beside).glob("*.safetensors")):
+                    digests[f"{beside}.{name}.{path.name}"] = _file_digest(name, str(path), beside)
+        return digests
+
+
+def _adapter(config: RunConfig) -> type[Architecture] | None:
+    """The class of `model.adapter`, imported: from then on the runtime finds it by its model types."""
+    from quicksilver.runtime.architecture import Architecture
+
+    return named_class("model.adapter", config.model.adapter, Architecture) if config.model.adapter else None  # type: ignore[type-abstract]
+
+
+def _check_adapter(adapter: type[Architecture] | None, loaded: Loaded) -> None:
+    from quicksilver.runtime.architecture import architecture_of
+
+    found = type(architecture_of(loaded.model))
+    if adapter is not None and found is not adapter:
+        raise ConfigError(
+            f"model.adapter: {adapter.__name__} serves the model types {', '.join(adapter.model_types)}, and this model is of "
+            f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
+        )
+
+
+def _root(config: RunConfig) -> Path | None:
+    return Path(config.data.root).expanduser() if config.data.root else None
+
+
+def _key(config: ModelConfig | DatasetConfig | RunConfig, *more: str | None) -> str:
+    return json.dumps([dataclasses.asdict(config), *more], sort_keys=True)
+
+
+def _read_digests(store: Store) -> dict[str, str]:
+    try:
+        kept = json.loads((store.root / _DIGESTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # a cache: without it the files are read again
+    if not isinstance(kept, dict):
+        return {}
+    return {path: digest for path, digest in kept.items() if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)}
+
+
+def _file_digest(name: str, path: str, option: str) -> str:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check_calibration(name: str, path: str) -> None:
+    """Refuse a damaged file before anything runs; raises ConfigError."""
+    from quicksilver.modules.thresholds import Calibration
+
+    try:
+        Calibration.load(path)
+    except ConfigError as error:
+        raise ConfigError(f"modules.{name}.calibration: {error}") from error
+
+
+def asks_for_calibration(module: Any) -> bool:
+    from quicksilver.modules.thresholds import Calibrated, Fitted
+
+    return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
+        isinstance(module, Fitted) and not module.fitted
+    )

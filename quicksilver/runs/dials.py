@@ -1,0 +1,266 @@
+"""Budgets: "save 30% of the FLOPs" or "cost at most 1% of perplexity" becomes one value of one dial, found on the calibrating text.
+
+`fit` turns the dial by bisection; every step is a record, so that a stopped search goes on where it was. `freeze` writes what was found as
+a module yaml: percentiles keep the calibration they were found with, on whatever text they are used later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from quicksilver.records.record import Record
+from quicksilver.records.stats import paired_records
+from quicksilver.records.store import Store
+from quicksilver.runs.choices import choices, config_dir
+from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.run import Progress, calibrated_modules, ensure
+from quicksilver.runtime.errors import ConfigError
+
+LEDGERS = ("executed", "nominal", "paper")
+SEARCH = ("dataset.part=calibration", "measure=sweep")  # below the overrides of the user and of the dial
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Options of modules that move together, from saving least to saving most.
+
+    Attributes:
+        name: of its file in conf/budget.
+        overrides: the run, the dial left out.
+        keys: the options that get its value.
+        low, high: its ends.
+        percentile: its values are percentiles, p25, which the search and later runs take from one calibration.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    keys: tuple[str, ...]
+    low: float
+    high: float
+    percentile: bool = False
+
+    def at(self, value: float) -> tuple[str, ...]:
+        """The run with the dial at `value`."""
+        return (*self.overrides, *(f"{key}={self.text(value)}" for key in self.keys))
+
+    def text(self, value: float) -> str:
+        """The value as a configuration has it."""
+        return f"p{value:.4g}" if self.percentile else f"{value:.4g}"
+
+
+@dataclass
+class _DialFile:
+    """What a yaml of conf/budget may have."""
+
+    overrides: list[str] = MISSING
+    keys: list[str] = MISSING
+    low: float = MISSING
+    high: float = MISSING
+    percentile: bool = False
+
+
+def dials() -> list[str]:
+    """Names in conf/budget."""
+    return choices("budget")
+
+
+def load_dial(name: str) -> Dial:
+    """The dial of conf/budget/NAME.yaml, or of a yaml of the user's own.
+
+    Raises:
+        ConfigError: there is none, or it says something else.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else config_dir() / "budget" / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"There is no dial {name}. There are: {', '.join(dials())}; or give a yaml file of your own.")
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(_DialFile), OmegaConf.load(path)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path} is no dial: {str(error).splitlines()[0]}") from error
+    assert isinstance(found, _DialFile)
+    if not found.low < found.high:
+        raise ConfigError(f"{path}: low={found.low:g} must lie below high={found.high:g}.")
+    return Dial(path.stem, tuple(found.overrides), tuple(found.keys), found.low, found.high, found.percentile)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is asked for.
+
+    Attributes:
+        kind: `save`: at least `pct` percent of the FLOPs of `ledger`. `cost`: at most `pct` percent of perplexity added.
+        ledger: executed, nominal or paper, with `prompt_` before it for the prompt's alone.
+        sure: of `cost`: the upper end of the 95% interval counts, not the middle.
+
+    Raises:
+        ConfigError: a percentage or ledger that is none.
+    """
+
+    kind: Literal["save", "cost"]
+    pct: float
+    ledger: str = "executed"
+    sure: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pct < 100:
+            raise ConfigError(f"A budget of {self.pct:g}% is none: give more than 0 and less than 100.")
+        if self.ledger.removeprefix("prompt_") not in LEDGERS:
+            raise ConfigError(f"There is no ledger {self.ledger}: {', '.join(LEDGERS)}, and each with prompt_ before it.")
+
+    def __str__(self) -> str:
+        if self.kind == "save":
+            return f"save {self.pct:g}% of {self.ledger.replace('_', ' ')} FLOPs"
+        return f"cost at most {self.pct:g}% of perplexity{', interval included' if self.sure else ''}"
+
+    @property
+    def slug(self) -> str:
+        """For the names of files: `save30_prompt_executed`, `cost1`."""
+        return f"{self.kind}{self.pct:g}".replace(".", "_") + (f"_{self.ledger}" if self.kind == "save" else "_sure" * self.sure)
+
+    def reached(self, record: Record, dense: Record) -> float:
+        """What a record saves, or costs, in percent of dense.
+
+        Raises:
+            ConfigError: the protocol has no prompt, or too few windows for an interval.
+        """
+        if self.kind == "cost":
+            paired = paired_records(record, dense)
+            return paired.relative_pct_high if self.sure else paired.relative_pct
+        count, whole = record.flops(self.ledger), dense.flops(self.ledger)
+        if count is None or whole is None:
+            raise ConfigError(f"protocol={record.protocol.name} has no {self.ledger} FLOPs: give another ledger.")
+        return 100 * (1 - count / whole)
+
+    def met(self, reached: float) -> bool:
+        """Whether that is within the budget."""
+        return reached >= self.pct if self.kind == "save" else reached <= self.pct
+
+
+@dataclass(frozen=True)
+class Step:
+    """One position of the dial and what it gave."""
+
+    value: float
+    reached: float
+    record: Record
+    dense: Record
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A dial that meets a budget on the calibrating text.
+
+    Attributes:
+        chosen: the position that was taken; steps: all that were tried, in their order.
+        config: the run at that position, on the calibrating text.
+    """
+
+    budget: Budget
+    dial: Dial
+    chosen: Step
+    config: RunConfig
+    steps: tuple[Step, ...] = field(repr=False)
+
+
+def fit(
+    budget: Budget,
+    dial: Dial,
+    overrides: Sequence[str] = (),
+    *,
+    halvings: int = 6,
+    context: RunContext | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Fit:
+    """Turn the dial until the budget is just met on the calibrating text: the least of it that saves enough, or the most of it that
+    costs little enough.
+
+    Saving grows with the dial; where cost does not, the position found is within the budget and need not be the last one that is.
+
+    Args:
+        overrides: the user's: model, dataset, windows …
+        halvings: of the interval between the dial's ends.
+
+    Raises:
+        ConfigError: the budget cannot be met between the dial's ends; what they gave is named.
+        QuickSilverError: a run failed.
+    """
+    context = context or RunContext()
+    steps: list[Step] = []
+
+    def at(value: float) -> Step:
+        config = compose([*SEARCH, *overrides, *dial.at(value)])
+        (record,) = ensure([config], progress=progress, context=context)
+        dense = Store(config.results_dir).dense_of(record)
+        steps.append(Step(value, budget.reached(record, dense), record, dense))
+        return steps[-1]
+
+    # The end that is surely within the budget, and the one that asks more of it.
+    inside, outside = (dial.high, dial.low) if budget.kind == "save" else (dial.low, dial.high)
+    chosen = at(inside)
+    if not budget.met(chosen.reached):
+        verb = "saves at most" if budget.kind == "save" else "costs at least"
+        raise ConfigError(
+            f"{dial.name} cannot {budget}: with {dial.keys[0]}={dial.text(inside)} it {verb} {chosen.reached:.1f}% on the calibrating text. "
+            "Ask less, take another dial, or widen its ends."
+        )
+    further = at(outside)
+    if budget.met(further.reached):
+        chosen = further
+    else:
+        for _ in range(halvings):
+            middle = at(float(f"{(inside + outside) / 2:.4g}"))
+            if budget.met(middle.reached):
+                inside, chosen = middle.value, middle
+            else:
+                outside = middle.value
+    config = compose([*SEARCH, *overrides, *dial.at(chosen.value)])
+    return Fit(budget, dial, chosen, config, tuple(steps))
+
+
+def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None) -> Path:
+    """Write the modules of a fit as FOLDER/modules/NAME.yaml, and beside it the calibration that its percentiles are of.
+
+    `quicksilver run --config-dir FOLDER modules=[NAME]` uses them.
+
+    Returns:
+        The yaml; its stem is the name.
+    """
+    context = context or RunContext()
+    folder, name = Path(folder), f"{found.dial.name}_{found.budget.slug}"
+    from quicksilver.modules.thresholds import Calibrated, Calibration
+
+    store = Store(found.config.results_dir)
+    modules, _ = calibrated_modules(found.config, context, store)
+    entries = {key: dict(entry) for key, entry in sorted(found.config.modules.items())}
+    path = folder / "modules" / f"{name}.yaml"
+    with store.writing():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for entry, module in zip(entries.values(), modules, strict=True):
+            if found.dial.percentile and isinstance(module, Calibrated) and isinstance(module.calibration, Calibration):
+                entry["calibration"] = str(folder / f"{name}.calibration.json")
+                module.calibration.save(entry["calibration"])
+        unit = "saves" if found.budget.kind == "save" else "costs"
+        said = (
+            f"# @package modules\n# To {found.budget}: {found.dial.keys[0]}={found.dial.text(found.chosen.value)} {unit} "
+            f"{found.chosen.reached:.2f}% on the calibrating\n# part of {found.config.dataset.name} with {found.config.model.name}, record "
+            f"{found.chosen.record.fingerprint}.\n"
+        )
+        path.write_text(said + OmegaConf.to_yaml(OmegaConf.create(entries)), encoding="utf-8")
+    return path
+
+
+def frozen_overrides(found: Fit, yaml: Path) -> tuple[str, ...]:
+    """The overrides of a run with what `freeze` wrote, without its folder: the dial's, and the frozen calibration of percentiles."""
+    overrides = found.dial.at(found.chosen.value)
+    if not found.dial.percentile:
+        return overrides
+    written = OmegaConf.load(yaml)
+    kept = [f"modules.{key!s}.calibration={entry.calibration}" for key, entry in written.items() if entry.get("calibration")]
+    return (*overrides, *kept)

@@ -1,0 +1,242 @@
+"""What runs would take, before anything is loaded: hours, memory and disk, from the model's shape and this machine's measured speed.
+
+The shape is built without weights (torch's meta device), its operations are those of the ledgers, and the speed is that of a matrix product
+that is repeated for a second. An estimate: kernels smaller than that product are slower, and what a module saves is not known before.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quicksilver.models.memory_check import gibibytes, memory_bytes
+from quicksilver.models.spec import ModelConfig
+from quicksilver.runs.config import RunConfig
+from quicksilver.runs.parts import build_measurements
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from quicksilver.runtime.architecture import Architecture
+
+SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
+_MATMUL_SHARE = 0.6  # of the speed of a large product: assumed of a decoder layer, measured nowhere here
+_TRACE_BYTES = 6  # a token and layer of a record, at most
+_VARIANTS = 3  # that take turns while time is taken: dense, the run, dense again
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Floating-point operations a second of a large matrix product, in the model's dtype on its device."""
+
+    flops_per_s: float
+    device: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one run takes.
+
+    Attributes:
+        flops: of all its passes.
+        weights_bytes, memory_bytes: of the weights alone, and with the largest batch's logits, states and K/V.
+        disk_bytes: of its record.
+    """
+
+    label: str
+    flops: int
+    seconds: float
+    weights_bytes: int
+    memory_bytes: int
+    disk_bytes: int
+
+
+def shape_of(config: ModelConfig, root: Path | None = None) -> Architecture:
+    """A model's adapter over tensors without memory.
+
+    Raises:
+        ConfigError: its config.json is nowhere, and it is no model whose shape the package knows.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from quicksilver.runtime.architecture import architecture_of
+
+    folder = _config_folder(config, root)
+    try:
+        described = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        described._attn_implementation = config.attn_implementation
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, dtype=getattr(torch, config.dtype))
+    except Exception as error:  # of transformers, whatever a damaged file does
+        line = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(f"model={config.name}: {folder} describes no model: {line}") from error
+    return architecture_of(model)
+
+
+def _config_folder(config: ModelConfig, root: Path | None) -> Path:
+    from quicksilver.models.loading import EMBEDDED
+
+    kind, _, name = config.path.partition(":")
+    places = [Path(config.path).expanduser(), SHAPES / config.name]
+    if kind == "embedded":
+        places = [EMBEDDED / name]
+    elif root is not None:
+        places.insert(1, root / (name if kind == "data" else config.name))
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is not None:
+        return found
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(config.path, "config.json", revision=config.revision) if config.path.count("/") <= 1 else None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    known = ", ".join(sorted(path.name for path in SHAPES.iterdir() if path.is_dir()))
+    raise ConfigError(
+        f"model={config.name}: its shape is not known here: there is no config.json in {config.path}. Give model.path=/folder with that file "
+        f"(weights are not needed for plan=true). Known without: {known}."
+    )
+
+
+def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
+    """The speed of a matrix product (size, size) that is repeated for about `seconds`; eight times as wide on a GPU."""
+    import torch
+
+    cuda = torch.cuda.is_available() and device_map != "cpu"
+    device = torch.device("cuda" if cuda else "cpu")
+    size = size * 8 if cuda else size
+    one = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+    one @ one
+    _wait_for_device(device)
+    began, done = time.perf_counter(), 0
+    while (took := time.perf_counter() - began) < seconds or not done:
+        one @ one
+        _wait_for_device(device)
+        done += 1
+    return Speed(2 * size**3 * done / max(took, 1e-9), str(device))
+
+
+def _wait_for_device(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def window_flops(arch: Architecture, tokens: int) -> int:
+    """A dense pass over one window, the output head on every token included."""
+    from quicksilver.runtime.ledger import LayerWork, head_flops
+
+    return arch.n_layers * LayerWork(1, tokens, None).flops(arch) + head_flops(arch, tokens).executed
+
+
+def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) -> Estimate:
+    """What one run takes, at that speed; `windows`: how many it scores."""
+    import torch
+
+    protocol = config.protocol
+    flops = round(windows_passed(config, windows) * window_flops(arch, protocol.window_tokens))
+    element = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+    weights = sum(parameter.numel() for parameter in arch.model.parameters()) * element
+    tokens = min(protocol.batch_size, windows) * protocol.window_tokens
+    kv = 2 * arch.n_layers * arch.n_kv_heads * arch.head_dim * tokens * element
+    # Logits of the run and of the dense model, in float32 while they are compared.
+    logits = (2 if config.modules else 1) * tokens * arch.vocab_size * 4
+    states = 8 * tokens * arch.width * 4
+    record = windows * protocol.window_tokens * arch.n_layers * _TRACE_BYTES if config.modules else 0
+    return Estimate(
+        config.label,
+        flops,
+        flops / (_MATMUL_SHARE * speed.flops_per_s),
+        weights,
+        weights + kv + logits + states,
+        record + 200_000,
+    )
+
+
+def windows_passed(config: RunConfig, windows: int) -> float:
+    """How many windows go through the model in all passes of a run; a pass over a batch counts its windows.
+
+    Scoring is counted, and so are the rounds of what is timed; of other passes their share of a run's time, beside scoring's, is taken.
+    """
+    measurements = build_measurements(config.measure)
+    batch = min(int(config.measure["batch_windows"]), windows)
+    scored = windows * (2 if config.modules else 1)  # the dense model's predictions stand beside
+    total = float(scored)
+    for name, measurement in measurements.items():
+        rounds: Any = getattr(measurement, "repeats", None)
+        if name == "quality":
+            continue
+        if isinstance(rounds, int):
+            warmup: Any = getattr(measurement, "warmup", 0)
+            total += (rounds + (warmup if isinstance(warmup, int) else 0)) * _VARIANTS * batch
+        elif name == "null_control":
+            total += windows
+        else:
+            total += measurement.share / measurements["quality"].share * batch * 4
+    return total
+
+
+# --- of several runs ------------------------------------------------------------------------------------------------------------
+
+
+def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Each run once, with the dense runs that the runs are compared with."""
+    found: dict[str, RunConfig] = {}
+    for config in configs:
+        for step in (config.dense(), config) if config.modules else (config.dense(),):
+            found.setdefault(json.dumps([step.identity(), step.model.path], sort_keys=True, default=str), step)
+    return list(found.values())
+
+
+def estimates(configs: Sequence[RunConfig], speed: Speed | None = None) -> list[Estimate]:
+    """What each run takes, the dense runs they are compared with included.
+
+    Raises:
+        ConfigError: a shape that is not known, or a text that is to be scored whole.
+    """
+    shapes: dict[str, Architecture] = {}
+    speeds: dict[tuple[str, str], Speed] = {}
+    found = []
+    for config in with_dense(configs):
+        root = Path(config.data.root).expanduser() if config.data.root else None
+        key = json.dumps([config.model.name, config.model.path, config.model.dtype])
+        if key not in shapes:
+            shapes[key] = shape_of(config.model, root)
+        rate = (config.model.dtype, config.model.device_map)
+        if rate not in speeds:
+            speeds[rate] = speed or measured_speed(*rate)
+        if config.dataset.windows is None:
+            raise ConfigError(
+                f"dataset={config.dataset.name}: how long the whole text takes is not known before it is read: give dataset.windows=256."
+            )
+        found.append(estimate(config, shapes[key], speeds[rate], config.dataset.windows))
+    return found
+
+
+def table(found: Sequence[Estimate], speed: Speed | None = None) -> str:
+    """One line a run and their sum, for a terminal."""
+    lines = [f"{'run':<64} {'PFLOP':>8} {'hours':>8} {'memory':>10} {'record':>10}"]
+    for one in found:
+        lines.append(
+            f"{one.label[:64]:<64} {one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g} {gibibytes(one.memory_bytes):>10} "
+            f"{gibibytes(one.disk_bytes):>10}"
+        )
+    hours, memory = sum(one.seconds for one in found) / 3600, max(one.memory_bytes for one in found)
+    disk = sum(one.disk_bytes for one in found)
+    rate = "" if speed is None else f" {speed.flops_per_s / 1e9:.3g} GFLOP/s of a matrix product were measured on {speed.device}."
+    lines.append(
+        f"{len(found)} runs: about {hours:.3g} hours on this machine, {gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. "
+        f"Weights: {gibibytes(max(one.weights_bytes for one in found))}.{rate}"
+    )
+    if memory > memory_bytes():
+        lines.append(
+            f"That is more than the {gibibytes(memory_bytes())} of memory that this machine has: model.device_map=auto leaves the rest on disk, "
+            "and is as slow as the disk."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,380 @@
+"""The golden run: every module under both protocols, on a model and a text of the package, in seconds. Its numbers are in golden.json.
+
+    python -m quicksilver.runs.golden            compare
+    python -m quicksilver.runs.golden --write    write golden.json anew
+
+Moving code must not change a number, and a record's identity does not look at code: this run is what tells the two apart
+(`quicksilver.numerics`). Decisions and counts are compared exactly. Negative log-likelihoods are compared within 1e-5, which another
+processor or number of threads stays within; where activations are rounded to codes, the last digit of a sum may turn a code over, and
+the bound is 2e-2. `write` runs every case in float64 as well and refuses one whose decisions hang on the last digits.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quicksilver import numerics
+from quicksilver.runs.choices import choices
+from quicksilver.runs.parts import build_modules, module_entry
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.measure.perplexity import Protocol
+    from quicksilver.runtime.module import RuntimeModule
+    from quicksilver.runtime.trace import Trace
+
+_COMMAND = "python -m quicksilver.runs.golden --write"
+GOLDEN = Path(__file__).with_name("golden.json")
+EXACT, ROUNDED = 1e-5, 2e-2  # relative bounds on floats: see above
+WINDOW, PROMPT, SCORED, CALIBRATING, BATCH = 48, 32, 2, 4, 2
+LAYERS = (0, 3, 6, 9, 12, 15)  # of the model's 16
+MODELS = {"all": "reference-gpt2", "continuation": "reference-llama"}
+
+_STAGED = {"drop_before": 1, "drop_share": 0.2, "predict_before": 3, "protect_first": 2, "protect_last": 4}
+# In 48 tokens and 6 layers some modules would do nothing. With these options they act; the others are as conf/modules has them.
+ACTING: Mapping[str, Mapping[str, Any]] = {
+    "fastest_linear": {"product": "int_mm"},  # which is the fastest is a property of the machine
+    "fitted_prediction": {"save": None, "schedule": _STAGED, "missing_kv": "project"},  # too little text to fit here
+    "halting_paper_b2": {"tau_drift": 170.0, "tau_entropy": 5.0},
+    "halting_paper_fig9": {"tau_drift": 140.0},
+    "halting_paper_g2": {"tau_drift": 170.0, "tau_entropy": 3.0},
+    "heavy_hitter": {"heavy": 6, "recent": 6},
+    "oracle_exit": {"save": 0.1, "head": "lens", "missing_kv": "project"},  # too little text to fit maps here
+    "quicksilver": {"save": None, "schedule": _STAGED, "missing_kv": "project"},  # no translator is of the cut model
+    "quicksilver_50": {"save": None, "schedule": {**_STAGED, "drop_share": 0.4}, "missing_kv": "project"},
+    "sink_attention": {"window": 12},
+    "sliding_window": {"window": 12},
+    "token_fusion_attention": {"attention_queries": 8, "attention_pool": 3},
+    "token_fusion_paper_g3": {"tau_fuse": 620.0},
+}
+IDLE = ("prompt_lookup",)  # it changes `generate` alone
+TRAINED = ("learned_halting",)  # its gates belong to whole models: tests/modules/test_learned_halting.py
+WITH = {"kv_skipping": "halting", "kv_skipping_paper_c4": "halting"}  # these ask about tokens that halted
+TOGETHER = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
+MEASURED = (
+    TOGETHER,
+    ("halting",),
+    ("token_fusion_capacity",),
+    ("heavy_hitter",),
+)  # cases that go through every pass without a clock
+
+TEXT = """
+Twice a day the sea rises and falls along most coasts. The moon pulls the water on the near side of the earth more strongly than it
+pulls the earth itself, and the earth more strongly than the water on the far side. Two bulges form, one towards the moon and one away
+from it, and as the earth turns, each place passes through both of them. The sun does the same, but less than half as much. When the sun
+and the moon stand in one line, at new moon and at full moon, their tides add up and the range is large. When they stand at right angles
+the range is small. The shape of the coast decides the rest. In a funnel such as the Bay of Fundy the water piles up to sixteen metres,
+while in the Mediterranean it hardly moves. A tide table therefore rests on measurements: a harbour records the height of the water for
+a year or more, and the heights are taken apart into a few dozen waves, each with the period of one motion of the moon or the sun. Added
+up again, the waves predict the water for many years to come. Wind and air pressure are not in the table. A storm that blows towards the
+land may raise the water by several metres, and a fall of the pressure by one hectopascal raises it by one centimetre. Ships that need
+every metre of depth wait for high water, and people who gather mussels wait for low water. Both know that the next one comes about
+twelve hours and twenty-five minutes later, because the moon has moved on while the earth turned once around itself.
+"""
+
+
+# --- the cases ------------------------------------------------------------------------------------------------------------------
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Every case: its key, the protocol's name and the entries of `modules`."""
+    found: dict[str, dict[str, Any]] = {}
+    for protocol in MODELS:
+        found[f"dense {protocol}"] = {"protocol": protocol, "modules": {}}
+        selections = [(name, *([WITH[name]] if name in WITH else [])) for name in choices("modules") if name not in TRAINED]
+        for names in [*selections, TOGETHER]:
+            entries: dict[str, Any] = {}
+            for name in names:
+                key, entry = module_entry(name)
+                entries[key] = entry | dict(ACTING.get(name, {}))
+            if names == TOGETHER and protocol == "all":
+                entries["token_fusion"]["lookahead"] = True  # or the protocol would refuse it
+            found[f"{'+'.join(names)} {protocol}"] = {"protocol": protocol, "modules": entries}
+    return found
+
+
+# --- running them ---------------------------------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """A model of the package, cut to six layers, and its windows of `TEXT`."""
+
+    def __init__(self, protocol: str, double: bool = False) -> None:
+        import torch
+
+        from quicksilver.data.windows import encode
+        from quicksilver.measure.fidelity import DenseLogits
+        from quicksilver.measure.perplexity import Protocol
+        from quicksilver.models.loading import load, locate
+        from quicksilver.models.spec import ModelConfig
+        from quicksilver.runtime.architecture import architecture_of
+
+        name = MODELS[protocol]
+        config = ModelConfig(name=name, path=f"embedded:{name}")
+        loaded = load(config, locate(config))
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        layers = architecture_of(self.model).layers
+        kept = torch.nn.ModuleList([layers[i] for i in LAYERS])
+        for number, layer in enumerate(kept):
+            for part in layer.modules():
+                if hasattr(part, "layer_idx"):
+                    vars(part)["layer_idx"] = number
+        setattr(self.model.base_model, "h" if protocol == "all" else "layers", kept)
+        self.model.config.num_hidden_layers = len(kept)
+        if double:
+            self.model.double()
+        self.protocol: Protocol = Protocol(protocol, WINDOW, PROMPT, BATCH)  # type: ignore[arg-type]
+        self.windows = encode(" ".join(TEXT.split()), self.tokenizer, WINDOW, SCORED + CALIBRATING)
+        self.scored, self.calibrating = self.windows.ids[:SCORED], self.windows.ids[SCORED:]
+        self.dense = DenseLogits(self.model, self.protocol)
+
+    def modules(self, entries: Mapping[str, Any], calibrations: Path) -> list[RuntimeModule]:
+        from quicksilver.modules.calibration import calibrate_modules
+
+        modules = build_modules(copy.deepcopy(dict(entries)), self.tokenizer)
+        calibrate_modules(modules, calibrations, self.model, self.calibrating, batch_size=CALIBRATING)
+        return modules
+
+
+def run(double: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The cases one after the other, each with its numbers under `numbers`, or under `refused` the protocol that does not take it.
+
+    Args:
+        double: the models in float64: what decisions and sums are without rounding. Passes beside scoring are left out.
+    """
+    import torch
+
+    from quicksilver.measure.perplexity import check_allowed
+    from quicksilver.runtime.module import Transform
+
+    benches: dict[str, _Bench] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for key, case in cases().items():
+                protocol = case["protocol"]
+                if protocol not in benches:
+                    benches[protocol] = _Bench(protocol, double)
+                bench = benches[protocol]
+                try:
+                    check_allowed(build_modules(case["modules"]), bench.protocol)
+                except ConfigError:
+                    yield key, case | {"refused": protocol}
+                    continue
+                modules = bench.modules(case["modules"], Path(folder) / protocol)
+                whole = not double and key.rpartition(" ")[0] in {"dense", *("+".join(names) for names in MEASURED)}
+                rounds = any(getattr(m, "precision", None) is not None or isinstance(m, Transform) for m in modules)
+                yield key, case | {"bound": ROUNDED if rounds else EXACT, "numbers": _numbers(bench, modules, whole)}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _numbers(bench: _Bench, modules: list[RuntimeModule], whole: bool) -> dict[str, Any]:
+    from quicksilver.measure.perplexity import score
+    from quicksilver.runtime.module import Transform
+
+    if whole:
+        return _all_passes(bench, modules)
+    dense = bench.dense if modules else None
+    scores = score(bench.model, bench.scored, bench.protocol, bench.windows.token_bytes, modules=modules, dense=dense)
+    numbers = _of_scores(scores.windows, scores.trace)
+    if any(isinstance(module, Transform) and module.skippable_flops for module in modules):
+        # Counted from activations: one that stands at a threshold may fall on its other side on another processor.
+        numbers["windows"]["nominal_flops"] = [float(count) for count in numbers["windows"]["nominal_flops"]]
+    return numbers | {
+        "kv_bytes_billed": scores.kv_bytes_billed,
+        "kv_bytes_resident": scores.kv_bytes_resident,
+    }
+
+
+def _of_scores(windows: Any, trace: Trace | None) -> dict[str, Any]:
+    assert trace is not None
+    columns = {name: windows[name].tolist() for name in windows.columns if name != "window"}
+    return {"active_tokens": trace.active_counts().tolist(), "decisions": _digest(trace), "windows": columns}
+
+
+def _all_passes(bench: _Bench, modules: list[RuntimeModule]) -> dict[str, Any]:
+    from quicksilver.measure.audit import Audit
+    from quicksilver.measure.bench import Bench, run_measurements
+    from quicksilver.measure.flops import Flops
+    from quicksilver.measure.inside import look_inside
+    from quicksilver.measure.memory import Memory
+    from quicksilver.measure.null import Null
+    from quicksilver.measure.quality import Quality
+
+    windows = dataclasses.replace(bench.windows, ids=bench.scored)
+    shared = Bench(bench.model, windows, bench.protocol, modules, batch_windows=BATCH)
+    passes = {"quality": Quality(), "null": Null(), "audit": Audit(probes=1), "flops": Flops(), "memory": Memory()}
+    found = {name: result.to_json() for name, result in run_measurements(shared, passes).items()}
+    numbers = _of_scores(shared.frame, shared.trace)
+    for name in ("kv_bytes_billed", "kv_bytes_resident"):
+        numbers[name] = found["quality"][name]
+    numbers["null"], numbers["batch_flops"] = found.get("null"), found["flops"]
+    numbers["kv_bytes_by_layer"] = found["memory"]["kv_bytes_by_layer"]
+    numbers["audit"] = {name: found["audit"][name] for name in ("max_abs_logit", "positions")}
+    # Of what was seen inside a text: the sum of each signal's sizes over layers and tokens.
+    arrays = look_inside(bench.model, bench.scored[0, :PROMPT], modules).arrays
+    numbers["inside"] = {name: float(array.nan_to_num().double().abs().sum()) for name, array in sorted(arrays.items())}
+    return numbers
+
+
+def _digest(trace: Trace) -> str:
+    """Of every decision; the weights of fusions are floats and show in the sums."""
+    whole = hashlib.sha256()
+    for one in trace.passes:
+        names = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
+        arrays = [getattr(one, name) for name in names]
+        for events, of in (("fusions", "into"), ("precisions", "bits"), ("merges", "into"), ("evictions", "gone")):
+            for event in getattr(one, events):
+                whole.update(f"{events} {event.layer} ".encode())
+                arrays.append(getattr(event, of))
+        for array in arrays:
+            whole.update(f"{tuple(array.shape)} ".encode() + array.long().cpu().numpy().astype("<i8").tobytes())
+    return whole.hexdigest()[:16]
+
+
+# --- comparing ------------------------------------------------------------------------------------------------------------------
+
+
+def differences(expected: Any, found: Any, bound: float, where: str = "") -> list[str]:
+    """What of `found` is not what was expected, one line each; floats within the relative `bound` are equal, further keys no matter."""
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        return [
+            line
+            for key in expected
+            for line in differences(expected[key], found.get(key), bound, f"{where}.{key}" if where else str(key))
+        ]
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        return [
+            line
+            for i, pair in enumerate(zip(expected, found, strict=True))
+            for line in differences(*pair, bound, f"{where}[{i}]")
+        ]
+    if isinstance(expected, float) and isinstance(found, float | int):
+        # A divergence is a small difference of large numbers, and one position of 16 is a large share: rounding is more of these.
+        wider, floor = (25, 1e-7) if "kl_nats" in where else (3, 0.0) if "top1_agreement" in where else (1, 0.0)
+        same = abs(found - expected) <= max(wider * bound * abs(expected), floor)
+    else:
+        same = expected == found and type(expected) is type(found)
+    return [] if same else [f"{where}: {found!r}, not {expected!r}"]
+
+
+def _places(content: Any, where: str = "") -> set[str]:
+    """Where something stands in nested objects."""
+    if not isinstance(content, Mapping):
+        return {where}
+    return {place for key, one in content.items() for place in _places(one, f"{where}.{key}")}
+
+
+def load() -> dict[str, Any]:
+    """golden.json: `numerics_version` and `cases`."""
+    return json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+def compare(golden: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise where the golden run is not what is written down.
+
+    Args:
+        golden: of `load`.
+        found: of `run`.
+
+    Raises:
+        QuickSilverError: says what differs, and what to do about it.
+    """
+    if golden["numerics_version"] != numerics.VERSION:
+        raise QuickSilverError(
+            f"quicksilver/numerics.py says version {numerics.VERSION} and {GOLDEN.name} is of version {golden['numerics_version']}: "
+            f"write it anew with `{_COMMAND}`."
+        )
+    known = golden["cases"]
+    meant = _changed_with_their_modules(known, found)
+    further = [key for key in found if key in known and _places(found[key]) > _places(known[key])]
+    unwritten = [key for key in found if key not in known] + [key for key in known if key not in found] + meant + further
+    if unwritten:
+        raise QuickSilverError(
+            f"{GOLDEN.name} is not of today's modules and measurements ({', '.join(unwritten[:4])}): run `{_COMMAND}`. No version is to be "
+            "raised."
+        )
+
+
+def _changed_with_their_modules(known: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Cases whose numbers changed because their modules' options did.
+
+    Raises:
+        QuickSilverError: numbers of others changed.
+    """
+    changed = {key: difference_of(known[key], case) for key, case in found.items() if key in known}
+    changed = {key: lines for key, lines in changed.items() if lines}
+    meant = [key for key in changed if known[key]["modules"] != found[key]["modules"]]
+    broken = [key for key in changed if key not in meant]
+    if broken:
+        key = broken[0]
+        raise QuickSilverError(
+            f"The numbers of {len(broken)} of {len(found)} golden cases changed and the numerics version did not; the first is "
+            f"{key}: {'; '.join(changed[key][:3])}. If the change is meant, raise VERSION in quicksilver/numerics.py, say there why, and "
+            f"run `{_COMMAND}`. If not, undo it: existing records would no longer be what this code computes."
+        )
+    return meant
+
+
+def difference_of(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Of one case: see `differences`."""
+    parts = ("numbers", "refused")
+    bound = found.get("bound", EXACT)
+    return differences({p: known.get(p) for p in parts}, {p: found.get(p) for p in parts}, bound)
+
+
+def written() -> dict[str, Any]:
+    """The content of golden.json as this code computes it.
+
+    Raises:
+        QuickSilverError: numbers changed and the version did not; a decision that hangs on the last digits.
+    """
+    found, exact = dict(run()), dict(run(double=True))
+    for key, case in found.items():
+        if "numbers" not in case:
+            continue
+        ours, theirs = case["numbers"], exact[key]["numbers"]
+        if ours["decisions"] != theirs["decisions"]:
+            raise QuickSilverError(f"{key}: a decision differs in float64, so it hangs on the last digits. Choose other options.")
+        if differences(ours["windows"]["nll_nats"], theirs["windows"]["nll_nats"], case["bound"] / 2):
+            raise QuickSilverError(f"{key}: its sums differ in float64 by more than half the bound {case['bound']:g}.")
+    if GOLDEN.is_file() and (golden := load())["numerics_version"] == numerics.VERSION:
+        known = golden["cases"]
+        _changed_with_their_modules(known, found)
+    return {"numerics_version": numerics.VERSION, "cases": found}
+
+
+def _lines(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each case, so that a difference between two versions of the file names the cases."""
+    cases = ",\n".join(f"  {json.dumps(key)}: {json.dumps(case)}" for key, case in content["cases"].items())
+    return f'{{"numerics_version": {content["numerics_version"]}, "cases": {{\n{cases}\n}}}}\n'
+
+
+def main() -> None:
+    """Compare, or write; exit 1 when the numbers are not those written down."""
+    try:
+        if sys.argv[1:] == ["--write"]:
+            GOLDEN.write_text(_lines(written()), encoding="utf-8")
+            print(f"{GOLDEN} is of numerics version {numerics.VERSION}.")
+        elif sys.argv[1:]:
+            raise ConfigError(f"{' '.join(sys.argv[1:])}: the only option is --write.")
+        else:
+            compare(load(), dict(run()))
+            print(f"The golden run gives the numbers of version {numerics.VERSION}.")
+    except QuickSilverError as error:
+        print(f"quicksilver: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Rows of tables and figures on their way to records: what is remembered is read, what is refused says why, what is missing is run.
+
+Unlike `ensure`, which stops at the first run that fails, `run_missing` goes on with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quicksilver.runs.record_index import Answer, RecordIndex
+from quicksilver.runtime.errors import ConfigError, KernelError, QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.records.record import Record
+    from quicksilver.runs.config import RunConfig
+    from quicksilver.runs.context import RunContext
+    from quicksilver.runs.run import Planned, Progress
+
+NOT_YET = "not in this version"
+REFUSED = "refused under all: looks ahead"
+FAILED = "failed"
+
+# Shows how far a list of planned runs is, while the block lasts.
+Watch = Callable[[Sequence["Planned"]], AbstractContextManager[Callable[["Progress"], None]]]
+
+
+@dataclass
+class Job:
+    """One run and what became of it.
+
+    Attributes:
+        name: for people.
+        overrides: the run.
+        config: composed, where the run has to be planned; None: it is known already, or cannot be had.
+        record: of the run; reason: why there is none; error: that made it fail.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    config: RunConfig | None = None
+    record: Record | None = None
+    reason: str | None = None
+    error: Exception | None = field(default=None, repr=False)
+
+    def fail(self, error: Exception) -> None:
+        if isinstance(error, KernelError):  # of this processor, not of the run: the row says so, and the table is whole
+            self.reason, self.error = error.reason, None
+        else:
+            self.reason, self.error = FAILED, error
+
+
+def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> Job:
+    """The job with its record where that is remembered; else with its config, or with the reason why there can be no record.
+
+    Args:
+        needs: modules (names in conf/modules) without which there is no such run.
+        to_run: a run that has no record is going to be made. False: that it is known to have none is enough, and it needs no config.
+    """
+    job = Job(name, tuple(overrides))
+    known = answers.get(job.overrides)
+    if known is not None and (known.record is not None or known.reason is not None or not to_run):
+        job.record, job.reason = known.record, known.reason
+        return job
+    from quicksilver.runs.choices import choices
+    from quicksilver.runs.config import compose
+    from quicksilver.runs.parts import build_modules
+
+    if not set(needs) <= set(choices("modules")):
+        job.reason = NOT_YET
+        return job
+    try:
+        config = compose(job.overrides)
+        modules = build_modules(config.modules)
+    except ConfigError as error:
+        job.fail(error)
+        return job
+    # Asked before anything runs: a refusal is part of the table, not a failure. The rule is quicksilver.measure's check_allowed.
+    if config.protocol.name == "all" and not all(module.causal or module.lookahead for module in modules):
+        job.reason = REFUSED
+        answers.put(job.overrides, config, Answer(reason=REFUSED))
+    else:
+        job.config = config
+    return job
+
+
+def run_missing(
+    jobs: Sequence[Job],
+    answers: RecordIndex,
+    *,
+    shared: RunConfig | None = None,
+    watch: Watch | None = None,
+    on_fault: Callable[[Exception], None] | None = None,
+) -> None:
+    """Give every job with a config its record, or its error.
+
+    Args:
+        shared: where the jobs have models and texts of their own: what most of them use.
+        watch: shows progress.
+        on_fault: told of what is no QuickSilverError, a fault of ours or of a library, and of records that the tracker did not take.
+
+    Raises:
+        QuickSilverError: what `shared`, or else the first run, needs (model, text) cannot be had; the others need it too.
+    """
+    if all(job.config is None for job in jobs):
+        answers.save()
+        return
+    try:
+        _run(jobs, run_context(shared), strict=shared is None, watch=watch, on_fault=on_fault)
+    finally:
+        for job in jobs:
+            if job.config is not None and job.record is not None:
+                answers.put(job.overrides, job.config, Answer(job.record))
+        answers.save()
+
+
+def run_context(shared: RunConfig | None) -> RunContext:
+    """a run context at which the model and the text of `shared` can be had.
+
+    Raises:
+        QuickSilverError: they cannot.
+    """
+    from quicksilver.runs.context import RunContext
+    from quicksilver.runs.run import plan
+
+    place = RunContext()
+    if shared is not None:
+        plan([shared], place)
+    return place
+
+
+def _run(
+    jobs: Sequence[Job],
+    place: RunContext,
+    *,
+    strict: bool,
+    watch: Watch | None,
+    on_fault: Callable[[Exception], None] | None,
+) -> None:
+    from quicksilver.runs.run import ensure, plan
+    from quicksilver.runs.tracker import NotMirrored
+
+    waiting: list[Job] = []
+    for job in jobs:
+        if job.config is None:
+            continue
+        try:
+            plan([job.config], place)
+        except QuickSilverError as error:
+            if strict and not waiting and all(other.record is None for other in jobs):
+                raise
+            job.fail(error)
+        else:
+            waiting.append(job)
+    while waiting:
+        configs = [job.config for job in waiting if job.config is not None]
+        try:
+            with watch(plan(configs, place)) if watch is not None else nullcontext() as report:
+                records = ensure(configs, progress=report, context=place)
+        except NotMirrored as error:
+            # The run has its record, and so one run less is missing: the others go on.
+            if on_fault is not None:
+                on_fault(error)
+            continue
+        except Exception as error:
+            if on_fault is not None and not isinstance(error, QuickSilverError):
+                on_fault(error)
+            waiting = _without_failed(waiting, error, place)
+            continue
+        for job, record in zip(waiting, records, strict=True):
+            job.record = record
+        return
+
+
+def _without_failed(waiting: Sequence[Job], error: Exception, place: RunContext) -> list[Job]:
+    """Mark the jobs that the run which just failed stood for (rows may share one; all rows of a protocol need its dense run)."""
+    from quicksilver.runs.run import plan
+
+    planned = [plan([job.config], place) if job.config is not None else [] for job in waiting]
+    broken = next((step.fingerprint for steps in planned for step in steps if not step.done), None)
+    if broken is None:
+        # Every run has its record by now: reading one back failed, or somebody else was faster.
+        return _one_by_one(waiting, place)
+    left = []
+    for job, steps in zip(waiting, planned, strict=True):
+        if any(step.fingerprint == broken for step in steps):
+            job.fail(error)
+        else:
+            left.append(job)
+    return left
+
+
+def _one_by_one(waiting: Sequence[Job], place: RunContext) -> list[Job]:
+    """Give each job its record, or the error that reading it raises; none is left."""
+    from quicksilver.runs.run import ensure
+
+    for job in waiting:
+        try:
+            (job.record,) = ensure([job.config] if job.config is not None else [], context=place)
+        except Exception as error:  # of a damaged record, whatever it does
+            job.fail(error)
+    return []

@@ -1,0 +1,198 @@
+"""Launchers of sweeps (conf/hydra/launcher): what each needs is checked before anything starts.
+
+A launcher starts workers, not runs: each worker goes through the sweep's manifest and takes what nobody makes yet, so that a process loads the
+model once, and a worker that dies leaves one run to the others. Hydra's plugins do the starting.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from quicksilver.records import lease
+from quicksilver.runs.config import RunConfig
+from quicksilver.runs.override_grammar import quoted
+from quicksilver.runs.parts import build_measurements
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+SERIAL = "basic"
+_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "ray": "ray"}
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:
+    """How many workers a sweep gets.
+
+    Args:
+        settings: the section `hydra` of the sweep's config.
+        asked: workers; None: as the launcher's yaml says.
+
+    Raises:
+        ConfigError: the launcher's package, Slurm or the partition is not there; runs that are timed would share a machine; workers could
+            not see the results folder.
+    """
+    name, launcher = launcher_name(settings), settings.launcher
+    if name == SERIAL:
+        if asked not in (None, 1):
+            raise ConfigError(
+                f"workers={asked}: runs are made one after the other unless there is a launcher: hydra/launcher=joblib."
+            )
+        return 1
+    workers = launcher.get("workers", 1) if asked is None else asked
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ConfigError(f"hydra.launcher.workers={workers}: needs a whole number, at least 1.")
+    if launcher.get("_target_") not in Plugins.instance().class_name_to_class:
+        extra = f"pip install 'quicksilver[{_EXTRAS[name]}]'" if name in _EXTRAS else "install its package"
+        raise ConfigError(
+            f"hydra/launcher={name} is not installed: {extra}, or leave it out: the runs are then made one after the other."
+        )
+    if name == "submitit_slurm":
+        check_slurm(launcher.get("partition"))
+        _check_seen(results_dir)
+    alone = workers == 1 if name != "submitit_slurm" else bool(launcher.get("exclusive"))
+    timed = next((timed for config in configs for timed in timed_measurements(config)), None)
+    if timed is not None and not alone:
+        ways = (
+            "hydra.launcher.exclusive=true, which asks for a whole node for each worker"
+            if name == "submitit_slurm"
+            else "workers=1"
+        )
+        raise ConfigError(
+            f"hydra/launcher={name}: measure.{timed} reads a clock, and {workers} workers would share a machine. Use {ways}, or measure nothing "
+            f"that is timed: measure=sweep, measure=quick, or measure.{timed}.enabled=false."
+        )
+    return workers
+
+
+def launcher_name(settings: DictConfig) -> str:
+    """The choice of hydra/launcher."""
+    return str(settings.runtime.choices["hydra/launcher"])
+
+
+def timed_measurements(config: RunConfig) -> list[str]:
+    """Names of the measurements of a run that read a clock."""
+    return [name for name, measurement in build_measurements(config.measure).items() if measurement.timed]
+
+
+def check_slurm(partition: str | None) -> None:
+    """
+    Raises:
+        ConfigError: no Slurm on this machine, one that does not answer, or no such partition.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "hydra/launcher=submitit_slurm: this machine has no sbatch. Start the sweep where Slurm is, or use joblib."
+        )
+    try:
+        answer = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"hydra/launcher=submitit_slurm: Slurm does not answer ({error}).") from error
+    if answer.returncode:
+        why = (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1]
+        raise ConfigError(f"hydra/launcher=submitit_slurm: Slurm does not answer: {why}")
+    there = sorted(set(answer.stdout.split()))
+    if partition is not None and not set(str(partition).split(",")) <= set(there):
+        raise ConfigError(f"hydra.launcher.partition={partition}: there is no such partition. There are: {', '.join(there)}.")
+
+
+def _check_seen(results_dir: Path) -> None:
+    """Refuse a results folder in this machine's memory where the nodes are others; what else they cannot see, a worker says."""
+    kind = _file_system(results_dir)
+    if kind not in _IN_MEMORY:
+        return
+    nodes = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%N"], capture_output=True, text=True).stdout.split()
+    others = sorted(set(nodes) - {lease.host_name(), lease.host_name().partition(".")[0], "localhost"})
+    if others:
+        raise ConfigError(
+            f"results_dir={results_dir} lies in this machine's memory ({kind}), where {others[0]} cannot see it: give a folder that all nodes share."
+        )
+
+
+def _file_system(path: Path) -> str:
+    """The kind of file system that a folder, which need not be there yet, would be on."""
+    path = path.absolute()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[folder] for folder in (path, *path.parents) if folder in mounts), "")
+
+
+def launch(
+    settings: DictConfig, task: Callable[[Any], Any], workers: int, log_dir: Path, is_over: Callable[[], bool] = lambda: False
+) -> None:
+    """Start workers and wait for them, within `hydra_started`.
+
+    Args:
+        task: what a worker does; it is sent to it by its name. It is given a config that it need not read.
+        log_dir: where a launcher may write log files.
+        is_over: whether nothing is left to make; asked often. Jobs of submitit, which tell of their end a second late, are then waited for
+            no longer: all they still do is end.
+
+    Raises:
+        QuickSilverError: a worker could not be started, or died; what it made is kept.
+    """
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    cfg = hydra.compose_config(
+        config_name="run",
+        overrides=[*settings.overrides.hydra, *quoted([f"hydra.sweep.dir={log_dir}"])],
+        run_mode=RunMode.MULTIRUN,
+        from_shell=False,
+    )
+    with read_write(cfg.hydra), open_dict(cfg.hydra.launcher):
+        cfg.hydra.launcher.workers = workers
+        OmegaConf.resolve(cfg.hydra.launcher)
+        del cfg.hydra.launcher["workers"]
+        if cfg.hydra.launcher.get("exclusive") is False:
+            del cfg.hydra.launcher["exclusive"]  # sbatch has --exclusive, and nothing for its opposite
+    context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
+    try:
+        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)
+
+        def wait() -> None:
+            # No overrides: a worker composes each of its runs itself.
+            for answer in launcher.launch([[] for _ in range(workers)], initial_job_idx=0):
+                _ = answer.return_value  # raises what the worker raised
+
+        if launcher_name(settings).startswith("submitit"):
+            _until_over(wait, is_over)
+        else:
+            wait()
+    except QuickSilverError:
+        raise
+    except Exception as error:  # of submitit, joblib or ray, each with its own; all that matters is in the sweep
+        line = (str(error).strip() or repr(error)).splitlines()[0]
+        raise QuickSilverError(
+            f"A worker of hydra/launcher={launcher_name(settings)} failed: {type(error).__name__}: {line}"
+        ) from error
+    finally:
+        with suppress(OSError):
+            log_dir.rmdir()  # a launcher that wrote no log
+
+
+def _until_over(wait: Callable[[], None], is_over: Callable[[], bool], every_s: float = 0.1) -> None:
+    """`wait()`, but no longer than until `is_over`. Raises what it raised."""
+    raised: list[Exception] = []
+
+    def waiting() -> None:
+        try:
+            wait()
+        except Exception as error:  # whatever it is: it is raised where somebody hears it
+            raised.append(error)
+
+    thread = threading.Thread(target=waiting, name="quicksilver-launcher", daemon=True)
+    thread.start()
+    while thread.is_alive() and not is_over():
+        thread.join(every_s)
+    if raised and not is_over():
+        raise raised[0]

@@ -1,0 +1,441 @@
+"""From configs to records: what is missing is run, what is there is read.
+
+`ensure` is the one entry: it plans (dense prerequisites included), skips what has a record, loads each model and text once, and
+writes each record in one rename. Stop it however you like: the next call goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, cast
+
+from quicksilver import __version__, numerics
+from quicksilver.measure.typed import encoded
+from quicksilver.models import parallel
+from quicksilver.models.loading import Loaded
+from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
+from quicksilver.records.provenance import calibration_provenance
+from quicksilver.records.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WINDOWS, Record
+from quicksilver.records.store import Draft, Store
+from quicksilver.runs.config import RunConfig
+from quicksilver.runs.context import RunContext, asks_for_calibration
+from quicksilver.runs.environment import environment
+from quicksilver.runs.parts import build_measurements, build_modules
+from quicksilver.runs.tracker import check_tracker, mirror
+from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.data.windows import Windows
+    from quicksilver.measure.bench import Bench
+    from quicksilver.measure.measurement import Measurement
+    from quicksilver.runtime.run import Execution
+
+_LOADING, _CALIBRATING = 0.03, 0.05  # rough shares of a run's time; the passes share the rest
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where `ensure` is.
+
+    Attributes:
+        run, runs: number of the present run, from 0, and how many really run.
+        label: what it is.
+        phase: load, calibration, the name of a measurement, write, or wait: another process makes this record.
+        fraction: share of all runs that is done, 0 to 1; never falls.
+    """
+
+    run: int
+    runs: int
+    label: str
+    phase: str
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a plan: its config, its fingerprint, that of its dense prerequisite (None: it is dense), and whether its
+    record is there."""
+
+    config: RunConfig
+    fingerprint: str
+    dense: str | None
+    done: bool
+
+
+# --- planning -------------------------------------------------------------------------------------------------------------------
+
+
+def check_allowed_by_protocol(config: RunConfig) -> None:
+    """Refuse, before anything is loaded, options and modules that the protocol does not take.
+
+    Raises:
+        ConfigError: names the value and the ways out.
+    """
+    from quicksilver.measure.perplexity import check_allowed
+    from quicksilver.runtime.checks import check_together
+
+    modules = build_modules(config.modules)
+    check_together(modules)
+    check_allowed(modules, _protocol(config))
+
+
+def _check_processes(config: RunConfig) -> None:
+    if config.model.parallel is not None and parallel.processes() < 2:
+        raise ConfigError(
+            f"model.parallel={config.model.parallel}: the model is cut among the processes of torchrun, and this is one alone: start "
+            "torchrun --nproc-per-node 2 -m quicksilver run …"
+        )
+
+
+def _protocol(config: RunConfig) -> Any:
+    from quicksilver.measure.perplexity import Protocol
+
+    return Protocol(**dataclasses.asdict(config.protocol))
+
+
+def plan(configs: Iterable[RunConfig], context: RunContext | None = None) -> list[Planned]:
+    """The runs behind `configs`, each once, every dense prerequisite before the first run that needs it. Loads no model.
+
+    Raises:
+        ConfigError: whatever is wrong with one of them, before any of them runs; a record that is not whole.
+    """
+    context = context or RunContext()
+    planned: dict[tuple[str, str], Planned] = {}
+    for config in configs:
+        check_allowed_by_protocol(config)
+        dense = context.fingerprint(config.dense())
+        steps: list[tuple[RunConfig, str, str | None]] = [(config.dense(), dense, None)]
+        if config.modules:
+            steps.append((config, context.fingerprint(config), dense))
+        for step, found, needs in steps:
+            done = store_of(step).get(found) is not None
+            planned.setdefault((step.results_dir, found), Planned(step, found, needs, done))
+    return list(planned.values())
+
+
+def store_of(config: RunConfig) -> Store:
+    """The records that count for this run."""
+    return Store(config.results_dir, config.records)
+
+
+def is_done(config: RunConfig, context: RunContext | None = None) -> bool:
+    """Whether the record of a config is there. Loads no model."""
+    place = context or RunContext()
+    return store_of(config).get(place.fingerprint(config if config.modules else config.dense())) is not None
+
+
+def ensure(
+    configs: Sequence[RunConfig],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    context: RunContext | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> list[Record]:
+    """Records of `configs`, in their order; runs what has none.
+
+    Args:
+        progress: called often; cheap callbacks only.
+        context: of an earlier `plan` or `ensure`, whose texts, digests and loaded model serve again.
+        labels: by fingerprint, what runs are called in a sweep; it stands before what they are.
+
+    Raises:
+        ConfigError: a config that cannot be run; nothing was run then.
+        QuickSilverError: a run failed; records finished before it stay.
+    """
+    context = context or RunContext()
+    for config in configs:
+        check_tracker(config.tracker)
+        _check_processes(config)
+    for results_dir in dict.fromkeys(config.results_dir for config in configs):
+        Store(results_dir).clean()
+    planned = plan(configs, context)
+    missing = [step for step in planned if not step.done]
+    for number, step in enumerate(missing):
+        label = " | ".join(filter(None, ((labels or {}).get(step.fingerprint), step.config.label)))
+        _ensure_one(step, context, _Reporter(progress, number, len(missing), label))
+    records = []
+    for config in configs:
+        record = store_of(config).get(context.fingerprint(config if config.modules else config.dense()))
+        assert record is not None  # planned, hence made
+        records.append(record)
+    return records
+
+
+@dataclass
+class _Reporter:
+    """Turns phases of one run into the fraction of all runs."""
+
+    callback: Callable[[Progress], None] | None
+    run: int
+    runs: int
+    label: str
+    reached: float = 0.0
+
+    def __call__(self, phase: str, done: float) -> None:
+        """done: share of this run, 0 to 1."""
+        self.reached = max(self.reached, done)
+        if self.callback is not None:
+            self.callback(Progress(self.run, self.runs, self.label, phase, (self.run + self.reached) / self.runs))
+
+
+# --- running --------------------------------------------------------------------------------------------------------------------
+
+
+def _ensure_one(step: Planned, context: RunContext, report: _Reporter) -> None:
+    store, together = store_of(step.config), step.config.model.parallel is not None
+    if together:
+        context.model(step.config)  # from here on its processes hear each other
+        if parallel.rank() > 0:
+            _follow(step, context, store, report)
+            return
+    with store.turn(step.fingerprint, waiting=lambda: report("wait", 0.0)):
+        missing = store.get(step.fingerprint) is None
+        if together:
+            parallel.broadcast_from_rank0(missing)
+        if not missing:
+            return
+        with store.draft(step.fingerprint) as draft:
+            record = _run(step, context, store, draft, report)
+    if together:
+        parallel.broadcast_from_rank0(True)  # the record is there, and the others may read it
+    mirror(record, step.config.tracker, store.root, name=report.label)
+
+
+def _follow(step: Planned, context: RunContext, store: Store, report: _Reporter) -> None:
+    """What a process does for a run whose model it has a part of, and whose record the first process writes: the same passes."""
+    if parallel.broadcast_from_rank0(False):
+        with _threads(step.config.threads):
+            bench, _ = _bench(step.config, context, store)
+            measured_scalars(bench, build_measurements(step.config.measure), report)
+        parallel.broadcast_from_rank0(False)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Within, torch has so many; None: as many as it has."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        if number is not None:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bench(config: RunConfig, context: RunContext, store: Store) -> tuple[Bench, CalibrationEntry | None]:
+    """What the measurements of a run are given, and what its modules were calibrated on."""
+    from quicksilver.measure.bench import Bench
+
+    loaded, windows = context.model(config), context.windows(config, "test")
+    modules, calibration = calibrated_modules(config, context, store)
+    bench = Bench(
+        loaded.model, windows, _protocol(config), modules, cast("Execution", config.execution), config.seed,
+        config.measure["batch_windows"], loaded.tokenizer, context.examples(config), dense=context.dense(config) if config.modules else None,
+        decision_layers=config.decision_layers,
+    )  # fmt: skip
+    return bench, calibration
+
+
+def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report: _Reporter) -> Record:
+    config, started, clock = step.config, _now(), time.monotonic()
+    draft.event("started", label=report.label, pid=os.getpid())
+    report("load", 0.0)
+    beside = _others(store, step.fingerprint)
+    with _threads(config.threads):
+        loaded = context.model(config)
+        windows = context.windows(config, "test")
+        draft.event("loaded", model=loaded.files.source, windows=len(windows.ids))
+        report("calibration", _LOADING)
+        bench, calibration = _bench(config, context, store)
+        modules = list(bench.modules)
+        if calibration is not None:
+            draft.event("calibrated", signals=calibration.signals)
+        scalars = _measured(bench, step, store, draft, report)
+        report("write", 1.0)
+        draft.event("finished")
+        beside = sorted({*beside, *_others(store, step.fingerprint)})
+        described = _describe(step, context, loaded, windows, modules, calibration)
+        described["environment"] = encoded(environment(beside))
+        finished = {"started": started, "finished": _now(), "seconds": round(time.monotonic() - clock, 3)}
+        return store.publish(draft, scalars | described | finished)
+
+
+def _others(store: Store, mine: str) -> list[str]:
+    """Fingerprints of the runs that other processes make on this machine now."""
+    making = store.in_the_making()
+    own = making.get(mine)
+    return [other for other, who in making.items() if other != mine and own is not None and who.machine == own.machine]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _Reporter) -> dict[str, Any]:
+    """What goes into record.json of measurements, and the files behind it. With records=checked what no clock reads is taken from the
+    repository's record, where a part of it comes out the same here."""
+    from quicksilver.runs import confirming
+
+    measurements = build_measurements(step.config.measure)
+    there = found = None
+    if step.config.records == "checked":
+        there = confirming.of_repository(step.config.results_dir, step.fingerprint, measurements)
+    if there is not None:
+        draft.event("confirm")
+        report("confirm", _LOADING + _CALIBRATING)
+        found = confirming.confirm(there, bench)
+    if there is not None and found is not None and found.agrees:
+        timed = {name: one for name, one in measurements.items() if one.timed}
+        scalars = confirming.copy_committed_results(there, draft) | _measure(bench, timed, draft, report)
+    else:
+        scalars = _measure(bench, measurements, draft, report)
+        dense = store.get(step.dense) if step.dense is not None else None
+        if dense is not None:
+            _put_dense_beside(scalars, bench, dense)
+        draft.write(WINDOWS, lambda path: bench.frame.to_parquet(path, index=False))
+        if bench.modules and bench.trace is not None:
+            draft.write(TRACE, bench.trace.save)
+        for name, write in bench.files.items():
+            draft.write(name, write)
+    draft.event("measured")
+    return scalars if found is None else scalars | {"confirmed": dataclasses.asdict(found)}
+
+
+def _measure(bench: Bench, measurements: Mapping[str, Measurement], draft: Draft, report: _Reporter) -> dict[str, Any]:
+    """Every one of these measurements; returns what goes into record.json."""
+    before, seen = _LOADING + _CALIBRATING, set()
+
+    def tell(phase: str, share: float) -> None:
+        if phase not in seen:
+            seen.add(phase)
+            draft.event(phase)
+        report(phase, before + (1 - before) * share)
+
+    return measured_scalars(bench, measurements, tell)
+
+
+def measured_scalars(
+    bench: Bench, measurements: Mapping[str, Measurement], report: Callable[[str, float], None]
+) -> dict[str, Any]:
+    """The results of measurements as record.json has them."""
+    from quicksilver.measure.bench import run_measurements
+
+    scalars: dict[str, Any] = {"batch_windows": len(bench.batch)}
+    for name, result in run_measurements(bench, measurements, report).items():
+        section = name if result.section is None else result.section
+        scalars |= {section: result.to_json()} if section else result.to_json()
+    return scalars
+
+
+def _put_dense_beside(scalars: dict[str, Any], bench: Bench, dense: Record) -> None:
+    """Copy what every table compares with, so that a record can be read alone. Times are not copied: dense was timed in the
+    same run."""
+    scalars |= {f"dense_{name}": value for name, value in encoded(DenseTotals.of(dense.quality)).items()}
+    nats = dense.windows.set_index("window")["nll_nats"]
+    bench.frame = bench.frame.assign(dense_nll_nats=bench.frame["window"].map(nats))
+
+
+def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> tuple[list[Any], CalibrationEntry | None]:
+    """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
+    from quicksilver.modules.calibration import calibrate_modules
+    from quicksilver.runtime.quantized.choosing import ChoosesKernels
+
+    modules = build_modules(config.modules, context.model(config).tokenizer)
+    for module in modules:
+        if isinstance(module, ChoosesKernels) and module.measures:
+            module.choices = context.kernel_choices(config)
+    if not any(asks_for_calibration(module) for module in modules):
+        return modules, None
+    windows, text = context.windows(config, "calibration"), context.text(config, "calibration")
+    folder = store.root / CALIBRATIONS
+    source = {"model": config.model.name, "dataset": config.dataset.name, "text": text.source}
+    with store.writing():
+        calibration = calibrate_modules(
+            modules,
+            folder,
+            context.model(config).model,
+            windows.ids,
+            batch_size=config.protocol.batch_size,
+            source=source,
+            made_before=store.kept_calibrations,
+        )
+    assert calibration is not None  # asked for
+    signals = sorted(calibration.percentiles)
+    return modules, CalibrationEntry(text.source, text.digest, len(windows.ids), signals, calibration.provenance)
+
+
+def _describe(
+    step: Planned,
+    context: RunContext,
+    loaded: Loaded,
+    windows: Windows,
+    modules: Sequence[Any],
+    calibration: CalibrationEntry | None,
+) -> dict[str, Any]:
+    """Everything in record.json that is not a measurement."""
+    from quicksilver.modules.thresholds import thresholds_of
+
+    config, model = step.config, loaded.model
+    text = context.text(config, "test")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": step.fingerprint,
+        "dense_fingerprint": step.dense,
+        "label": config.label,
+        "modules": list(config.modules),
+        "execution": config.execution,
+        "protocol": dataclasses.asdict(config.protocol),
+        "lookahead": any(module.lookahead and not module.causal for module in modules),
+        "model": encoded(
+            ModelEntry(
+                name=config.model.name,
+                source=loaded.files.source,
+                commit=loaded.files.commit,
+                family=model.config.model_type,
+                layers=model.config.num_hidden_layers,
+                parameters=sum(p.numel() for p in model.parameters()),
+                weights_digest=context.files(config)[1],
+                dtype=config.model.dtype,
+                device=str(model.device),
+                attn_implementation=config.model.attn_implementation,
+            )
+        ),
+        "data": encoded(
+            DataEntry(
+                name=config.dataset.name,
+                source=text.source,
+                part=config.dataset.part,
+                form=config.dataset.form,
+                digest=text.digest,
+                token_digest=windows.token_digest,
+                windows=len(windows.ids),
+                windows_available=windows.available,
+                text_tokens=windows.tokens,
+                text_bytes=len(text.text.encode()),
+                no_bytes_because=windows.why_no_bytes,
+            )
+        ),
+        "calibration": None if calibration is None else encoded(calibration),
+        "tuned": calibration_provenance(
+            context.identity(config).digests,
+            config.dataset.name,
+            None if calibration is None else encoded(calibration),
+            [loaded.files.folder],
+        ),
+        "thresholds": {name: thresholds_of(module) for name, module in zip(sorted(config.modules), modules, strict=True)},
+        # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
+        "kernels": {
+            name: module.kernel for name, module in zip(sorted(config.modules), modules, strict=True) if module.kernel is not None
+        },
+        "config": dataclasses.asdict(config),
+        "identity": context.identity(config).to_json(),
+        "package": {"version": __version__, "numerics_version": numerics.VERSION},
+    }

@@ -1,0 +1,449 @@
+"""A sweep: many runs under one name, what becomes of each, and making them.
+
+results/sweeps/NAME/
+    manifest.json   the runs: overrides, which of them differ, fingerprints. Written once, before the first run
+    taken/          one lease a run that a process has begun with, before its record is in the making
+    failed/         one file a run that failed, with the reason; gone once the run is tried again
+    index.html      the table of the runs, written anew whenever one begins or ends
+    workers/        log files of launchers that write some
+
+Whether a run is done is not written here: its record is, in the store, and which runs are in the making the store knows as well. So the state
+of a sweep is right whoever was killed when, and several processes, on several machines, work through one manifest (`work`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from quicksilver.files import fingerprint_of, own_path
+from quicksilver.records import lease
+from quicksilver.records.store import Store
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+SCHEMA_VERSION = 1
+FOLDER, MANIFEST, PAGE, TAKEN = "sweeps", "manifest.json", "index.html", "taken"
+_NAME = re.compile(r"[\w][\w.+-]{0,99}")
+
+State = Literal["done", "running", "failed", "waiting"]
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep.
+
+    Attributes:
+        number: from 1.
+        overrides: the run.
+        differing: those of them in which the runs of the sweep differ.
+        fingerprint: of its record; None: it could not be planned.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    differing: tuple[str, ...]
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a sweep is.
+
+    Attributes:
+        words: the command line behind `quicksilver run`, for whoever wants to go on with it.
+        extra_dirs: folders with yaml files of the user's own.
+        launcher: of conf/hydra/launcher; workers: processes that make runs at once.
+        records: which records count, as `Store` has it.
+        total: of a sweep whose runs are drawn while it runs, how many there will be; None: they are all here.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    runs: tuple[SweepRun, ...]
+    extra_dirs: tuple[str, ...] = ()
+    launcher: str = "basic"
+    workers: int = 1
+    records: str = "any"
+    total: int | None = None
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def same_runs(self, other: Manifest) -> bool:
+        """Whether both are of the same runs, however they are launched."""
+        return [_what(run) for run in self.runs] == [_what(run) for run in other.runs] and self.records == other.records
+
+    def label(self, run: SweepRun) -> str:
+        """`[17/200] tau_drift=p40`, the run's name everywhere."""
+        return " ".join(
+            (f"[{run.number}/{self.total or len(self.runs)}]", *(_short(text, run.differing) for text in run.differing))
+        )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Keys in which the runs differ."""
+        return tuple(dict.fromkeys(text.partition("=")[0] for run in self.runs for text in run.differing))
+
+
+def _what(run: SweepRun) -> Any:
+    return run.fingerprint or run.overrides
+
+
+def _short(text: str, beside: Sequence[str]) -> str:
+    """`modules.halting.tau_drift=p10` as `tau_drift=p10`, unless another of them ends in the same word."""
+    key, _, value = text.partition("=")
+    last = key.rpartition(".")[2]
+    alone = sum(other.partition("=")[0].rpartition(".")[2] == last for other in beside) == 1
+    return f"{last if alone else key}={value}"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What became of one run.
+
+    Attributes:
+        folder: its record; None: there is none.
+        where: of a run in the making: host and process, and since when; of a failed one, where it failed.
+        error: of a failed run.
+    """
+
+    run: SweepRun
+    state: State
+    folder: Path | None = None
+    where: str | None = None
+    since: str | None = None
+    error: str | None = None
+
+
+# --- what is swept --------------------------------------------------------------------------------------------------------------
+
+
+def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The runs of a sweep in Hydra's order, each as its overrides and those of them that differ.
+
+    Args:
+        words: of the command line, `seed=0,1`.
+        params: of an experiment's `hydra.sweeper.params`, where the command line does not say otherwise.
+        loader: Hydra's config loader, which `glob(*)` asks for the choices.
+
+    Raises:
+        ConfigError: a range without steps.
+        HydraException: a word that is no override.
+    """
+    parser = OverridesParser.create(config_loader=loader)
+    given = {parser.parse_override(word).key_or_group for word in words}
+    axes = []
+    for word in (*(param for param in params if parser.parse_override(param).key_or_group not in given), *words):
+        override = parser.parse_override(word)
+        if not override.is_sweep_override():
+            axes.append([word])
+        elif override.is_discrete_sweep():
+            axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            raise ConfigError(f"{word}: a sweep needs single values: give choice(…) or range(…).")
+    swept = [len(axis) > 1 for axis in axes]
+    return [
+        (tuple(run), tuple(text for text, varies in zip(run, swept, strict=True) if varies)) for run in itertools.product(*axes)
+    ]
+
+
+def check_name(name: str) -> str:
+    """The name of a sweep, which is that of its folder.
+
+    Raises:
+        ConfigError: no folder can be called so.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name={name!r}: the name of a sweep is a folder: letters, digits, and . _ + - between them.")
+    return name
+
+
+def default_name(runs: Sequence[SweepRun], experiment: str | None) -> str:
+    """A name that only the same runs get."""
+    digest = hashlib.sha256(json.dumps([_what(run) for run in runs]).encode()).hexdigest()[:6]
+    return f"{experiment or 'sweep'}-{digest}"
+
+
+# --- where it lies --------------------------------------------------------------------------------------------------------------
+
+
+class Sweep:
+    """A manifest in a results folder, and the state of its runs."""
+
+    def __init__(self, results_dir: Path | str, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.store = Store(results_dir, manifest.records)
+        self.folder = own_path(self.store.root / FOLDER, check_name(manifest.name))
+
+    @classmethod
+    def load(cls, results_dir: Path | str, name: str) -> Sweep:
+        """
+        Raises:
+            ConfigError: there is no sweep of that name; those there are are named. Or its manifest is damaged.
+        """
+        folder = Path(results_dir) / FOLDER / check_name(name)
+        try:
+            return cls(results_dir, _read(folder / MANIFEST))
+        except FileNotFoundError:
+            there = names(results_dir)
+            hint = f"There are: {', '.join(there)}." if there else "There is none: quicksilver run -m … makes one."
+            raise ConfigError(f"There is no sweep {name} in {Path(results_dir) / FOLDER}. {hint}") from None
+
+    def create(self) -> None:
+        """Write the manifest, or find it: the same command goes on with its sweep.
+
+        Raises:
+            ConfigError: there is a sweep of that name with other runs.
+        """
+        path = self.folder / MANIFEST
+        with suppress(FileNotFoundError):
+            there = _read(path)
+            if not there.same_runs(self.manifest):
+                raise ConfigError(
+                    f"name={self.manifest.name}: there is a sweep of that name with other runs ({_difference(there, self.manifest)}). "
+                    f"Give another name=…, or remove {self.folder}; its records stay."
+                )
+        self._write()
+
+    def _write(self) -> None:
+        content = {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)}
+        self.store.write_json(f"{FOLDER}/{self.manifest.name}/{MANIFEST}", content)
+
+    def go_on(self, fixed: Sequence[str]) -> None:
+        """Take up the runs that were drawn before in a sweep of this name, or begin it.
+
+        Args:
+            fixed: overrides of every run.
+
+        Raises:
+            ConfigError: there is a sweep of that name with other runs.
+        """
+        with suppress(FileNotFoundError):
+            there = _read(self.folder / MANIFEST)
+            others = [run for run in there.runs if [word for word in run.overrides if word not in run.differing] != [*fixed]]
+            if there.total is None or others:
+                raise ConfigError(
+                    f"name={self.manifest.name}: there is a sweep of that name with other runs. Give another name=…, or remove {self.folder}; "
+                    "its records stay."
+                )
+            self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
+        self._write()
+
+    def add(self, run: SweepRun) -> None:
+        """Take up a run that was drawn, in place of one with its number."""
+        others = (one for one in self.manifest.runs if one.number != run.number)
+        self.manifest = replace(self.manifest, runs=tuple(sorted((*others, run), key=lambda one: one.number)))
+        self._write()
+
+    @contextmanager
+    def driver_lock(self) -> Iterator[None]:
+        """Within, this process is the head of the sweep: the only one that launches its runs.
+
+        Raises:
+            ConfigError: another one lives.
+        """
+        path = self.folder / "head.lock"
+        with self.store.writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = lease.take(path)
+        if held is None:
+            who = lease.holder(path)
+            where = f"process {who.pid} of {who.host} since {who.since}" if who is not None else "another process"
+            raise ConfigError(
+                f"name={self.manifest.name}: this sweep runs already ({where}). Look at it with "
+                f"`quicksilver sweep status {self.manifest.name} results_dir={self.store.root}`, or give another name=…"
+            )
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (self.folder / TAKEN).rmdir()  # empty, unless workers go on without their head
+            held.release()
+
+    def take_first(self, runs: Iterable[SweepRun]) -> tuple[SweepRun | None, lease.Lease | None]:
+        """The first of `runs` with which no living process has begun, and the lease that says so of it now; or nothing.
+
+        Two workers that are free at the same moment would otherwise begin with the same run, and one of them wait until it is made.
+        """
+        folder = self.folder / TAKEN
+        with self.store.writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            for run in runs:
+                held = lease.take(folder / f"{run.number:04d}.lock")
+                if held is not None:
+                    return run, held
+        return None, None
+
+    def states(self) -> list[RunState]:
+        """What became of each run, right now."""
+        making = self.store.in_the_making()
+        failed = {path.stem: path for path in (self.folder / "failed").glob("*.json")}
+        return [self._state(run, making, failed.get(f"{run.number:04d}")) for run in self.manifest.runs]
+
+    def _state(self, run: SweepRun, making: dict[str, lease.Holder], failed: Path | None) -> RunState:
+        # `making` was seen first: a run that has ended since has its record by now.
+        who = making.get(run.fingerprint or "")
+        folder = self.store.folder(run.fingerprint) if run.fingerprint is not None else None
+        if folder is not None and folder.exists():
+            return RunState(run, "done", folder)
+        if who is not None:
+            return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since)
+        if failed is not None:
+            with suppress(OSError, ValueError, KeyError):
+                said = json.loads(failed.read_text(encoding="utf-8"))
+                return RunState(run, "failed", where=said["host"], since=said["time"], error=said["error"])
+        return RunState(run, "waiting")
+
+    def failed(self, run: SweepRun, error: Exception) -> None:
+        """Keep why a run failed."""
+        about = {
+            "error": str(error) or repr(error),
+            "host": lease.host_name(),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self.store.write_json(f"{FOLDER}/{self.manifest.name}/failed/{run.number:04d}.json", about)
+
+    def forget_failures(self) -> None:
+        """All of them are to be tried again."""
+        for run in self.manifest.runs:
+            with suppress(FileNotFoundError):
+                own_path(self.folder, f"failed/{run.number:04d}.json").unlink()
+        with suppress(OSError):
+            (self.folder / "failed").rmdir()  # not ours alone
+
+
+def names(results_dir: Path | str) -> list[str]:
+    """The sweeps of a results folder."""
+    return sorted(path.parent.name for path in (Path(results_dir) / FOLDER).glob(f"*/{MANIFEST}"))
+
+
+def labels(results_dir: Path | str) -> dict[str, str]:
+    """Of every run of every sweep, `NAME [17/200] tau_drift=p40` by fingerprint; of a run that several have, the first by name."""
+    found: dict[str, str] = {}
+    for name in names(results_dir):
+        with suppress(ConfigError, FileNotFoundError):
+            manifest = _read(Path(results_dir) / FOLDER / name / MANIFEST)
+            for run in manifest.runs:
+                if run.fingerprint is not None:
+                    found.setdefault(run.fingerprint, f"{name} {manifest.label(run)}")
+    return found
+
+
+def _read(path: Path) -> Manifest:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("schema_version") != SCHEMA_VERSION:
+            raise ValueError("another version wrote it")
+        runs = tuple(
+            SweepRun(run["number"], tuple(run["overrides"]), tuple(run["differing"]), run["fingerprint"])
+            for run in content.pop("runs")
+        )
+        for run in runs:
+            if not isinstance(run.number, int) or run.number < 1:
+                raise ValueError(f"a run has the number {run.number!r}")
+            if run.fingerprint is not None:
+                fingerprint_of(run.fingerprint)
+        if content["name"] != path.parent.name:
+            raise ValueError(f"it is of a sweep named {content['name']!r}")
+        lists: dict[str, Any] = {key: tuple(content.pop(key)) for key in ("words", "extra_dirs")}
+        return Manifest(**content, **lists, runs=runs)
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): remove its folder, and repeat the command; records stay.") from error
+
+
+def _difference(there: Manifest, here: Manifest) -> str:
+    if len(there.runs) != len(here.runs):
+        return f"{len(there.runs)} of them, and now {len(here.runs)}"
+    pairs = zip(there.runs, here.runs, strict=True)
+    old, new = next(((old, new) for old, new in pairs if _what(old) != _what(new)), (there.runs[0], here.runs[0]))
+    was, now = (
+        " ".join(word for word in one.overrides if word not in other.overrides) for one, other in ((old, new), (new, old))
+    )
+    return f"run {old.number} had {was or 'another text, model or version'}" + (f", and now {now}" if now else "")
+
+
+def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float | None:
+    """Until the last of `left` runs is done, from the mean of those that are; None: none is.
+
+    Args:
+        seconds: of runs that are done.
+        workers: how many are made at once.
+    """
+    if not left:
+        return 0.0
+    return sum(seconds) / len(seconds) * left / max(1, min(workers, left)) if seconds else None
+
+
+# --- making its runs ------------------------------------------------------------------------------------------------------------
+
+
+def work(
+    sweep: Sweep,
+    make: Callable[[SweepRun], object],
+    *,
+    only: Collection[int] | None = None,
+    changed: Callable[[], None] | None = None,
+    on_fault: Callable[[Exception], None] | None = None,
+    on_poll: Callable[[], None] | None = None,
+    nap_s: float = 0.2,
+    go_on: bool = True,
+) -> int:
+    """Make the runs that have no record, one after the other; those that another process makes are left to it, and taken over if it dies.
+
+    A run that fails leaves its reason in the sweep, and the others go on.
+
+    Args:
+        make: one run; returns when its record is there.
+        only: numbers of runs; all others are left alone.
+        changed: called when a run has ended.
+        on_fault: told of what is no QuickSilverError.
+        on_poll: called between two looks at runs that others make.
+        nap_s: between two looks at runs that others make.
+        go_on: after a run that failed; otherwise what made it fail is raised.
+
+    Returns:
+        How many this call tried to make.
+    """
+    tried: set[int] = set()
+    tell = changed or (lambda: None)
+    mine = [run for run in sweep.manifest.runs if only is None or run.number in only]
+    while True:
+        making = sweep.store.in_the_making()
+        left = [run for run in mine if run.number not in tried and is_open(sweep, run)]
+        if not left:
+            return len(tried)
+        free, taken = sweep.take_first(run for run in left if run.fingerprint not in making)
+        if free is None or taken is None:
+            time.sleep(nap_s)  # all that is left is being made elsewhere
+            if on_poll is not None:
+                on_poll()
+            continue
+        try:
+            if is_open(sweep, free):  # still
+                tried.add(free.number)
+                make(free)
+        except Exception as error:
+            sweep.failed(free, error)
+            if on_fault is not None and not isinstance(error, QuickSilverError):
+                on_fault(error)
+            if not go_on:
+                raise
+        finally:
+            taken.release()
+        tell()
+
+
+def is_open(sweep: Sweep, run: SweepRun) -> bool:
+    """Whether the run is still to be made: it has no record and has not failed."""
+    if run.fingerprint is not None and sweep.store.folder(run.fingerprint).exists():
+        return False
+    return not (sweep.folder / "failed" / f"{run.number:04d}.json").exists()

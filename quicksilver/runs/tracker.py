@@ -1,0 +1,113 @@
+"""Mirrors of records. Records stay the source; a mirror may be off, and is imported only when it is on."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from quicksilver.records.record import CHECKSUM, Record
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+if TYPE_CHECKING:
+    from quicksilver.runs.config import TrackerConfig
+
+
+class NotMirrored(QuickSilverError):
+    """A record is finished, and the tracker did not take it."""
+
+
+def check_tracker(config: TrackerConfig) -> None:
+    """Refuse a tracker that cannot work before anything is run for it.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    if config.name == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "tracker=wandb needs the package wandb, which is not installed: pip install 'quicksilver[tracking]', or tracker=none."
+        )
+
+
+def mirror(
+    record: Record,
+    config: TrackerConfig,
+    results_dir: Path,
+    *,
+    name: str | None = None,
+    group: str | None = None,
+    tags: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Send one finished record to the tracker of the config: its numbers, and its files as an artefact.
+
+    Args:
+        name: of the run; None: its label.
+        group: runs that belong together; None: those of the same model, text and protocol.
+        more: further numbers.
+
+    Raises:
+        NotMirrored: the tracker refuses (no login …); the record itself is finished and stays.
+    """
+    if config.name == "none":
+        return
+    same = f"{record.model.name} | {record.data.name} | {record.protocol.name}"
+    about: dict[str, Any] = {"group": group or same, "config": dict(record.config)}
+    if tags:
+        about["tags"] = list(tags)
+    try:
+        with start(config, results_dir, id=record.fingerprint, name=name or record.label, **about) as run:
+            run.log(scalars(record) | differences(record) | dict(more or {}))
+            with record.folder() as folder:
+                run.log_artifact(str(folder), name=f"record-{record.fingerprint}", type="record")
+    except QuickSilverError as error:
+        raise NotMirrored(f"{record.path} is finished, but {error}") from error
+
+
+@contextmanager
+def start(tracker: TrackerConfig, results_dir: Path, **about: Any) -> Iterator[Any]:
+    """A W&B run below `results_dir`, finished at the end of the block; `about` goes to `wandb.init`.
+
+    Raises:
+        QuickSilverError: W&B refuses.
+    """
+    import wandb
+
+    mode = cast("Literal['offline', 'online', 'disabled']", tracker.mode)
+    settings = wandb.Settings(silent=True, console="off")
+    try:
+        run = wandb.init(project=tracker.project, mode=mode, dir=str(results_dir), settings=settings, **about)
+        yield run
+        run.finish()
+    except wandb.errors.Error as error:
+        raise QuickSilverError(f"W&B refused it: {error}. Log in, or use tracker.mode=offline.") from error
+
+
+def differences(record: Record) -> dict[str, float]:
+    """What a record has against its dense run, in percent: perplexity added (`delta_ppl_pct`), FLOPs saved
+    (`executed_flops_saved_pct`, `prompt_executed_flops_saved_pct` …). A dense record has none."""
+    if record.dense is None:
+        return {}
+    found = {"delta_ppl_pct": 100 * (record.quality.ppl / record.dense.ppl - 1)}
+    for name in (field.name for field in dataclasses.fields(record.dense)):
+        if name.endswith("_flops") and (saved := record.flops_saved_pct(name.removesuffix("_flops"))) is not None:
+            found[f"{name}_saved_pct"] = saved
+    return found
+
+
+def scalars(record: Record) -> dict[str, Any]:
+    """The numbers of a record, nested ones joined with slashes."""
+    flat: dict[str, Any] = {}
+
+    def add(entries: Any, prefix: str) -> None:
+        for key, value in entries.items():
+            if isinstance(value, dict):
+                add(value, f"{prefix}{key}/")
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                flat[f"{prefix}{key}"] = value
+
+    add({k: v for k, v in record.content.items() if k not in ("config", "identity", "environment", "files", CHECKSUM)}, "")
+    return flat

@@ -1,0 +1,146 @@
+"""The entry point: every command is a file, one grammar, light until it works, and an exit code for every way to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quicksilver.cli import main as console
+
+HEAVY = ("torch", "transformers", "pandas", "matplotlib", "datasets")
+
+
+def python(*words: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, encoding="utf-8", **options)
+
+
+def test_every_command_is_named_with_what_it_does(capsys):
+    assert console.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in console.commands():
+        assert f"  {name} " in shown
+        assert len(console.help_of(name).partition("\n")[0]) > 20
+    assert {"run", "reproduce", "claims", "report", "budget", "calibrate", "benchmark", "list"} <= set(console.commands())
+
+
+@pytest.mark.parametrize("name", sorted(console.commands()))
+def test_help_imports_no_command_and_every_command_has_a_main(name, capsys):
+    if name != "run":  # Hydra's own, which lists the choices
+        assert console.main([name, "--help"]) == 0
+        assert f"quicksilver {name}" in capsys.readouterr().out
+    assert callable(console.load(name).main)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["list"],
+        ["budget", "--help"],
+        ["reproduce", "table", "99"],
+        ["budget", "sav=3"],
+        ["run", "model=gpt5"],
+        ["runn"],
+    ],
+)
+def test_help_and_refusals_load_nothing_heavy(words):
+    code = (
+        f"import sys; from quicksilver.cli.main import main; main({words!r}); print('loaded', *set({HEAVY!r}) & set(sys.modules))"
+    )
+    assert python("-c", code).stdout.splitlines()[-1] == "loaded"
+
+
+def test_the_module_is_the_command():
+    shown = python("-m", "quicksilver", "list")
+    assert shown.returncode == 0
+    assert "table 11: the combined ablation" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["reproduc"], ["no command reproduc", "Did you mean reproduce"]),
+        (["list", "claims"], ["claims", "table, figure"]),
+        (["reproduce"], ["table 11", "all"]),
+        (["reproduce", "table"], ["which table"]),
+        (["reproduce", "table", "model=gpt2"], ["which table"]),
+        (["reproduce", "table", "11", "gpt2"], ["'gpt2' is not key=value"]),
+        (["claims", "--model", "gpt2"], ["'--model' is not key=value"]),
+        (["budget", "sav=30"], ["sav:", "Did you mean save", "halvings"]),
+        (["budget", "save=much"], ["save=much", "a number"]),
+        (["budget", "save=30", "halvings=few"], ["halvings=few", "a whole number"]),
+        (["benchmark", "only=[everything]"], ["only=everything", "break_even"]),
+        (["benchmark", "model=gpt2"], ["model=gpt2"]),
+        (["rekey", "model=gpt2"], ["model=gpt2", "results_dir"]),
+        (["rekey", "results_dir=/no/such"], ["/no/such", "no records"]),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_and_exit_code_2(words, said, capsys):
+    assert console.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("quicksilver: ")
+    assert [part for part in said if part not in captured.err] == []
+
+
+def test_a_reader_that_has_seen_enough_meets_no_traceback():
+    pipe = f"{sys.executable} -m quicksilver list | head -n 1; echo ${{PIPESTATUS[0]}}"
+    shown = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)
+    assert shown.stderr == ""
+    # A reader that is gone before the first line: nothing can be written at all.
+    closed, end = os.pipe()
+    os.close(closed)
+    gone = subprocess.run([sys.executable, "-m", "quicksilver", "list"], stdout=end, stderr=subprocess.PIPE, text=True)
+    os.close(end)
+    assert gone.returncode == 141
+    assert gone.stderr == ""
+
+
+COMMAND = """
+import os, signal, sys
+from pathlib import Path
+from quicksilver.cli import main as console
+from quicksilver.records.store import Store
+
+def main(words):
+    with Store(sys.argv[1]).draft("0" * 16) as draft:
+        assert draft.folder.is_dir()
+        os.kill(os.getpid(), signal.{signal})
+        signal.pause()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background has it ignored, and children inherit that
+console.load = lambda name: sys.modules["__main__"]
+sys.exit(console.main(["stopped"]))
+"""
+
+
+@pytest.mark.parametrize(("sent", "code", "said"), [("SIGTERM", 143, "Terminated"), ("SIGINT", 130, "Interrupted")])
+def test_a_signal_is_one_line_an_exit_code_and_no_draft(tmp_path: Path, sent: str, code: int, said: str):
+    stopped = python("-c", COMMAND.replace("{signal}", sent), str(tmp_path))
+    assert stopped.returncode == code
+    assert stopped.stderr.count("\n") == 1
+    assert said in stopped.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == []
+
+
+def test_sigterm_is_the_owners_again_afterwards():
+    before = signal.getsignal(signal.SIGTERM)
+    console.main(["--version"])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert console.main(["run", "results_dir=/not/there"]) == 2
+    said = capsys.readouterr().err
+    assert "torchrun started 2 processes" in said
+    assert said.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert console.main(["run", "model.path=/not/there", "model=folder", "model.name=mine"]) == 2
+    assert "torchrun" not in capsys.readouterr().err

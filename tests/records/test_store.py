@@ -1,0 +1,381 @@
+"""Records appear whole or not at all: kills, races, full disks, damage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fakes
+import pandas as pd
+import pytest
+from safetensors import SafetensorError
+
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.measurement import Result
+from quicksilver.records.record import CHECKSUM, checksum, load_record, record_frame
+from quicksilver.records.store import Store
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+PRINT, OTHER = fakes.fingerprint("a run"), fakes.fingerprint("another run")
+fork = multiprocessing.get_context("fork")  # the child must not import torch again
+# Python 3.12 warns of forking beside torch's threads; the child here only writes files.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+
+@dataclass(frozen=True)
+class Ours(Result):
+    """What a measurement of one's own found."""
+
+    median: float
+    samples: list[float] = field(default_factory=list)
+
+
+def frame_of(ppl: float) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "window": [0, 1],
+            "tokens": [3, 3],
+            "nll_nats": [math.log(ppl), 5 * math.log(ppl)],
+            "executed_flops": [fakes.DENSE_FLOPS / 2] * 2,
+        }
+    )
+
+
+def content(name: str = "a run", ppl: float = 2.0, **more) -> dict:
+    """The entries of a whole record that scored 6 tokens."""
+    found = fakes.described(name)
+    fakes.put(found, "quality", fakes.quality(frame_of(ppl)))
+    return {**found, **more}
+
+
+def make_record(store: Store, name: str = "a run", **more):
+    written = content(name, **more)
+    with store.draft(written["fingerprint"]) as draft:
+        draft.event("started")
+        draft.write("windows.parquet", frame_of(written["ppl"]).to_parquet)
+        return store.publish(draft, written)
+
+
+def hidden(store: Store) -> list[str]:
+    return [p.name for p in store.runs.glob(".new-*")] if store.runs.is_dir() else []
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "results")
+
+
+def test_a_record_is_read_back_as_it_was_written(store):
+    assert store.get(PRINT) is None
+    made = make_record(store, ours={"median": 1.5, "samples": [1.0, 2.0]})
+    record = store.get(PRINT)
+    assert record == made
+    assert record.measured("ours", Ours) == Ours(1.5, [1.0, 2.0])
+    assert list(record.windows["nll_nats"]) == [math.log(2), 5 * math.log(2)]
+    assert sorted(p.name for p in record.path.iterdir()) == ["events.jsonl", "record.json", "windows.parquet"]
+    assert [json.loads(line)["event"] for line in record.events_path.read_text().splitlines()] == ["started"]
+    assert record.trace_path is None
+    assert hidden(store) == []
+
+
+def test_an_entry_that_was_not_measured_is_named(store):
+    record = make_record(store)
+    assert record.found("ours", Ours) is None
+    for name, result in (("ours", Ours), ("latency", LatencyResult)):  # of its own section, and of the top
+        with pytest.raises(ConfigError, match=rf"has no '{name}'.*measure=default"):
+            record.measured(name, result)
+
+
+def test_a_run_that_fails_leaves_nothing(store):
+    def fail(_):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), store.draft(PRINT) as draft:
+        draft.write("windows.parquet", fail)
+    assert store.get(PRINT) is None
+    assert hidden(store) == []
+
+
+def test_a_crash_between_the_last_write_and_the_rename_leaves_no_record(store, monkeypatch):
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        make_record(store)
+    monkeypatch.undo()
+    assert store.get(PRINT) is None
+    assert make_record(store).quality.ppl == pytest.approx(2)
+
+
+def killed_writer(root: Path, ready) -> None:
+    with Store(root).draft(PRINT) as draft:
+        draft.event("started")
+        ready.set()
+        signal.pause()
+
+
+def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(store):
+    ready = fork.Event()
+    writer = fork.Process(target=killed_writer, args=(store.root, ready))
+    writer.start()
+    try:
+        assert ready.wait(30)
+        with store.draft("beef") as mine:
+            assert store.clean() == []  # both are alive
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.join(30)
+            assert [name.split("-")[1] for name in store.clean()] == [PRINT]
+            mine.event("still here")
+    finally:
+        writer.kill()
+        writer.join()
+    assert store.get(PRINT) is None
+    assert hidden(store) == []
+
+
+def test_cleaning_leaves_what_only_looks_like_a_draft(store, tmp_path):
+    mine = store.runs / ".new-thesis"
+    mine.mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (store.runs / f".new-{'0' * 20}-1-01234567").symlink_to(elsewhere)
+    assert store.clean() == []
+    assert mine.is_dir()
+    assert elsewhere.is_dir()
+    (store.runs / f".new-{'0' * 20}-1-89abcdef").mkdir()
+    assert len(store.clean()) == 1
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "", "/etc", "0" * 19, "G" * 20])
+def test_a_record_is_asked_for_by_fingerprint_alone(store, name):
+    for ask in (store.path, store.get, store.folder):
+        with pytest.raises(ConfigError, match="no fingerprint"):
+            ask(name)
+
+
+def racing_writer(root: Path, value: float, start, results) -> None:
+    store = Store(root)
+    with store.draft(PRINT) as draft:
+        draft.event("started", value=value)
+        draft.write("windows.parquet", frame_of(value).to_parquet)
+        start.wait(30)
+        results.put((value, store.publish(draft, content(ppl=value)).quality.ppl))
+
+
+def test_of_two_writers_of_one_record_the_loser_takes_the_winner_s(store):
+    start, results = fork.Barrier(2), fork.Queue()
+    writers = [fork.Process(target=racing_writer, args=(store.root, value, start, results)) for value in (3.0, 2.0)]
+    for writer in writers:
+        writer.start()
+    answers = [results.get(timeout=60) for _ in writers]
+    for writer in writers:
+        writer.join(30)
+        assert writer.exitcode == 0
+    kept = store.get(PRINT)
+    assert {found for _, found in answers} == {kept.quality.ppl}  # both were handed the one that stayed
+    assert json.loads(kept.events_path.read_text())["value"] == pytest.approx(kept.quality.ppl)  # all files are one writer's
+    assert hidden(store) == []
+
+
+def waiting_runner(root: Path, waits, results) -> None:
+    store = Store(root)
+    with store.turn(PRINT, waiting=waits.set):
+        results.put("found" if store.get(PRINT) else "made")
+
+
+def test_a_second_command_waits_for_the_first_and_finds_its_record(store):
+    waits, results = fork.Event(), fork.Queue()
+    with store.turn(PRINT):
+        second = fork.Process(target=waiting_runner, args=(store.root, waits, results))
+        second.start()
+        assert waits.wait(30)
+        make_record(store)
+    assert results.get(timeout=30) == "found"
+    second.join(30)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_one_message_and_no_half_record(store, failure):
+    make_record(store, "another run")
+
+    def full(_):
+        raise failure
+
+    with pytest.raises(QuickSilverError) as caught, store.draft(PRINT) as draft:
+        draft.write("trace.safetensors", full)
+    message = str(caught.value)
+    assert "is full" in message
+    assert str(store.root) in message
+    assert "Free some space" in message
+    assert store.get(PRINT) is None
+    assert store.get(OTHER) is not None
+    assert hidden(store) == []
+
+
+def test_a_disk_that_fills_up_at_the_last_file_leaves_no_half_record(store, monkeypatch):
+    write_text = Path.write_text
+
+    def full(path, *args, **kwargs):
+        if path.name == "record.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(QuickSilverError, match="is full"):
+        make_record(store)
+    assert store.get(PRINT) is None
+    assert hidden(store) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QuickSilverError, match=r"file is no folder.*results_dir=…"):
+        make_record(Store(tmp_path / "file"))
+
+
+DAMAGE = {
+    "no record.json": (lambda p: (p / "record.json").unlink(), "it has no record.json"),
+    "cut short": (lambda p: (p / "record.json").write_text('{"schema_version": 1, '), "record.json is damaged"),
+    "not text": (lambda p: (p / "record.json").write_bytes(b"\xff\xfe\x00"), "record.json is damaged"),
+    "not an object": (lambda p: (p / "record.json").write_text("[]"), "no schema_version"),
+    "another run's": (
+        lambda p: (p / "record.json").write_text(json.dumps(whole(content("another run", files={})))),
+        f"belongs to the run {OTHER}",
+    ),
+    "a lost file": (lambda p: (p / "windows.parquet").unlink(), "windows.parquet is missing"),
+    "a torn file": (lambda p: (p / "windows.parquet").write_bytes(b"PAR1"), "windows.parquet is cut short"),
+    "another schema": (
+        lambda p: (p / "record.json").write_text(json.dumps(content() | {"schema_version": 99})),
+        "a record of schema 99 and this version of QuickSilver reads schema 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_reported_by_path_with_the_remedy_and_stays_untouched(store, damage):
+    spoil, says = DAMAGE[damage]
+    folder = make_record(store).path
+    spoil(folder)
+    before = sorted((p.name, p.read_bytes()) for p in folder.iterdir())
+    for read in (lambda: store.get(PRINT), lambda: record_frame(store.root)):
+        with pytest.raises(ConfigError) as caught:
+            read()
+        message = str(caught.value)
+        assert message.startswith(str(folder))
+        assert says in message
+        assert "Move that folder away" in message
+        assert "\n" not in message
+    assert sorted((p.name, p.read_bytes()) for p in folder.iterdir()) == before
+
+
+def test_windows_that_were_changed_in_place_are_noticed_when_they_are_read(store):
+    record = make_record(store)
+    path = record.path / "windows.parquet"
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    path.write_bytes(bytes(changed))
+    with pytest.raises(ConfigError, match="not the file that was recorded"):
+        _ = load_record(record.path).windows
+
+
+def test_the_frame_has_one_row_a_record_in_order_of_their_start(store):
+    assert len(record_frame(store.root)) == 0
+    first = make_record(store, "b", started="2026-01-02", ours={"median": 3.0})
+    second = make_record(store, "a", started="2026-01-03", ours={"median": 7.0, "samples": [7.0]})
+    with store.draft(PRINT):
+        frame = record_frame(store.root)  # a run in the making is no record
+    assert list(frame.index) == [first.fingerprint, second.fingerprint]
+    assert list(frame["ours.median"]) == [3.0, 7.0]
+    assert not {"ours.samples", "checksum"} & set(frame)
+
+
+def test_a_record_names_its_dense_one_or_says_that_it_is_gone(tmp_path):
+    store = Store(tmp_path)
+    dense = fakes.make(tmp_path, "dense all")
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
+    assert store.dense_of(record) == dense
+    assert store.dense_of(dense) == dense
+    dense.path.rename(store.root / "elsewhere")
+    with pytest.raises(QuickSilverError, match="run the same command again"):
+        store.dense_of(record)
+
+
+# --- numbers that cannot be so ----------------------------------------------------------------------------------------------------
+
+
+def whole(entries: dict) -> dict:
+    """The entries with the checksum that whoever edits a record by hand would have to make as well."""
+    return {**entries, CHECKSUM: checksum(entries)}
+
+
+EDITS = {
+    "not a number": ({"ppl": float("nan")}, "NaN is no number"),
+    "not finite": ({"nll_nats": float("inf")}, "Infinity is no number"),
+    "a perplexity that its nats do not give": ({"ppl": 1.9}, "ppl is 1.9, which"),
+    "a negative perplexity": ({"ppl": -3.0}, "ppl is -3, which"),
+    "text for a number": ({"ppl": "2.0"}, "ppl is '2.0', not a number"),
+    "a number for text": ({"label": 3}, "label is 3, not text"),
+    "half a token": ({"tokens": 6.5}, "tokens is 6.5, not a whole number"),
+    "no tokens": ({"tokens": 0}, "it scored 0 tokens"),
+    "one operation": ({"executed_flops": 1}, "executed_flops is 1, of"),
+    "more than could be": ({"executed_flops": 10**15}, "executed_flops is 1000000000000000, of"),
+    "fewer than none": ({"nominal_flops": -1}, "nominal_flops is -1"),
+    "weights of another model": (
+        {"model": {"weights_digest": "ab" * 32}},
+        "the digest of its weights is not the one in its identity",
+    ),
+    "another text": ({"data": {"digest": "ab" * 32}}, "the digest of its text is not the one in its identity"),
+    "another identity": ({"identity": {"numerics_version": 99}}, "identity is not that of its fingerprint"),
+    "no model": ({"model": None}, "model is None, not an object"),
+    "a section that is missing": ({"environment": {"threads": "all"}}, "environment.threads is 'all', not a whole number"),
+    "negative bytes": ({"kv_bytes_resident": -1}, "bytes of the KV cache are negative"),
+}
+
+
+def merged(entries: dict, changes: dict) -> dict:
+    return {**entries, **{k: {**entries[k], **v} if isinstance(v, dict) and v else v for k, v in changes.items()}}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_numbers_that_cannot_be_so_are_refused_with_one_line(tmp_path, edit):
+    changes, says = EDITS[edit]
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
+    (record.path / "record.json").write_text(json.dumps(whole(merged(dict(record.content), changes))))
+    with pytest.raises(ConfigError) as caught:
+        load_record(record.path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_edit_of_record_json_is_noticed(tmp_path):
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
+    path = record.path / "record.json"
+    text = path.read_text()
+    path.write_text(text.replace('"bits_per_byte": 1.25', '"bits_per_byte": 1.24', 1))  # as plausible as before
+    with pytest.raises(ConfigError, match="its checksum is another"):
+        load_record(record.path)
+    path.write_text(json.dumps(json.loads(text)))  # the same entries, laid out otherwise
+    assert load_record(record.path).quality.bits_per_byte == 1.25
+
+
+def test_windows_must_add_up_to_what_the_record_says(tmp_path):
+    record = fakes.make(tmp_path, "a run", per_token=0.1)
+    other = fakes.make(tmp_path / "other", "a run", per_token=0.2)
+    content = {key: value for key, value in record.content.items() if key not in ("files", CHECKSUM)}
+    mixed = fakes.publish(tmp_path / "mixed", content, other.windows)
+    with pytest.raises(ConfigError, match=r"nll_nats of windows.parquet does not add up"):
+        _ = mixed.windows

@@ -1,0 +1,137 @@
+"""Composing many runs gives what Hydra gives for each, and says what Hydra's refusals say."""
+
+from __future__ import annotations
+
+import pytest
+import thinning
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from thinning import first
+
+from quicksilver.data.spec import FilesConfig
+from quicksilver.runs import composing
+from quicksilver.runs.choices import choices
+from quicksilver.runs.composing import check_words, hydra_started
+from quicksilver.runs.config import RunConfig, compose, run_config
+from quicksilver.runs.explain import explain
+from quicksilver.runs.override_grammar import quoted
+from quicksilver.runs.parts import build_measurements
+from quicksilver.runtime.errors import ConfigError
+
+RUNS = [
+    ["modules=[halting]", "modules.halting.tau_drift=p10"],
+    ["modules=[halting]", "modules.halting.tau_drift=p40", "seed=3"],
+    ["modules=[halting]", "modules.halting.tau_drift=[0.1,0.2]", "dataset.windows=3"],
+    ["modules=[]", "measure=sweep", "results_dir='a, b'"],
+    ["experiment=e9_grid", "modules.adaptive_quantization.tau_low=0.2", "modules.adaptive_quantization.tau_high=0.55"],
+    ["experiment=e9_grid", "modules.adaptive_quantization.tau_low=0.25", "dataset.windows=9"],
+    ["measure.latency.enabled=false", "++measure.audit.probes=1"],
+    ["modules=[kv_skipping,halting]", "~modules.halting.tau_entropy", "modules.halting.tau_drift=p10"],
+    ["data.root=${oc.env:HOME}", "decision_layers=[1,2]", "threads=null"],
+    ["modules=[kv_skipping_paper_c4,token_fusion]", "protocol=continuation", "model=reference-llama"],
+    ["modules=static_depth", "modules.static_depth.depth=0.5"],
+    ["modules=[halting,halting]"],
+]
+# Entries are read from their files; every one of conf/modules in `make test-all`.
+ENTRIES = [[f"modules=[{name}]"] for name in (choices("modules") if thinning.whole else ("halting_paper_b2", "sliding_window"))]
+WRONG = [
+    ["modules=[haltin]"],
+    ["modules=[halting]", "modules.halting.tau_drft=p10"],
+    ["seed=x"],
+    ["seed=-1"],
+    ["sed=1"],
+    ["model=3"],
+    ["dataset.windows=0"],
+    ["modules=[halting]", "seed=[1,2]"],
+]
+
+
+def by_hydra(words: list[str]) -> RunConfig:
+    """What Hydra makes of all words in one go."""
+    check_words(words)
+    try:
+        return run_config(composing._by_hydra(quoted(words), ()), words)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, words)) from error
+
+
+def test_runs_that_share_their_groups_are_what_hydra_gives_for_each(monkeypatch):
+    from quicksilver.runs import config
+
+    config._composed.cache_clear()
+    composing._of_groups.cache_clear()
+    calls = []
+    whole = composing._by_hydra
+    monkeypatch.setattr(composing, "_by_hydra", lambda words, folders: calls.append(words) or whole(words, folders))
+    ours = [compose(words) for words in (*RUNS, *ENTRIES)]
+    assert len(calls) < len(RUNS) - 2  # or nothing was shared
+    theirs = [by_hydra(words) for words in (*RUNS, *ENTRIES)]
+    assert ours == theirs
+    assert [list(run.modules) for run in ours] == [list(run.modules) for run in theirs]  # in the same order
+
+
+@pytest.mark.parametrize("words", first(WRONG, 3))
+def test_a_mistake_is_said_as_hydra_s_of_these_very_words(words):
+    with pytest.raises(ConfigError) as alone:
+        by_hydra(words)
+    compose([word for word in words if word.startswith("modules=[halting]")])  # its groups are known already
+    with pytest.raises(ConfigError) as among_many:
+        compose(words)
+    assert str(among_many.value) == str(alone.value)
+
+
+def test_folders_of_the_user_s_own_are_searched_and_read_again_when_they_change(tmp_path):
+    (tmp_path / "modules").mkdir()
+    mine = tmp_path / "modules" / "mine.yaml"
+    content = "# @package modules.mine\n_target_: quicksilver.modules.Halting\ntau_drift: 0.5\n"
+    mine.write_text(content)
+    assert compose(["modules=[mine]"], [tmp_path]).modules["mine"]["tau_drift"] == 0.5
+    mine.write_text(content.replace("0.5", "0.25"))
+    assert compose(["modules=[mine]"], [tmp_path]).modules["mine"]["tau_drift"] == 0.25
+    with pytest.raises(ConfigError, match="mine"):
+        compose(["modules=[mine]"])
+    with pytest.raises(ConfigError, match="no such folder"):
+        compose([], [tmp_path / "not there"])
+
+
+def test_a_run_does_not_change_the_next_one():
+    before = compose(["modules=[halting]"])
+    compose(["modules=[halting]", "modules.halting.tau_drift=p99", "seed=7"]).modules.clear()
+    assert compose(["modules=[halting]"]) == before
+    compose(["modules=[halting]"]).modules.clear()
+    assert compose(["modules=[halting]"]) == before
+
+
+def test_a_hydra_that_runs_already_is_left_as_it_was():
+    with hydra_started():  # as in a worker, which a launcher's Hydra started
+        outer = GlobalHydra.instance().hydra
+        assert compose(["seed=3", "modules=[static_depth]"]).seed == 3
+        with hydra_started():
+            assert compose(["seed=4"]).seed == 4
+        assert GlobalHydra.instance().hydra is outer
+    assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize(
+    "words", [["dataset=sst2", "modules=[halting]"], ["dataset=wikitext103-tagged", "measure=paper"], ["seed=3", "threads=2"]]
+)
+def test_a_run_s_config_has_the_classes_and_values_that_omegaconf_gives(words):
+    readable = quoted(words)
+    cfg = composing.composed(readable, (), 0)
+    OmegaConf.resolve(cfg)
+    expected = OmegaConf.to_object(cfg)
+    found = run_config(composing.composed(readable, (), 0))
+    assert found == expected
+    assert type(found.dataset.task) is type(expected.dataset.task)
+    assert type(found.dataset.tagger) is type(expected.dataset.tagger)
+    assert type(found.dataset.files) is FilesConfig
+    assert all(type(entry) in (dict, str, int) for entry in found.measure.values())
+
+
+def test_measurements_that_were_built_before_are_not_the_same_objects():
+    entries = compose(["measure=default"]).measure
+    first_time, again = build_measurements(entries), build_measurements(entries)
+    assert first_time == again
+    assert all(again[name] is not built for name, built in first_time.items())

@@ -1,0 +1,314 @@
+"""Every yaml in conf/ composes and means what its class means; every mistake is one message that helps."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import thinning
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from thinning import first
+
+from quicksilver.data.spec import DatasetConfig
+from quicksilver.measure import Protocol
+from quicksilver.models.spec import ModelConfig
+from quicksilver.modules import PRESETS, Halting
+from quicksilver.runs.choices import GROUPS, choices, config_dir
+from quicksilver.runs.config import RunConfig, compose, sweep_jobs
+from quicksilver.runs.parts import build_modules, module_entry
+from quicksilver.runtime import RuntimeModule
+from quicksilver.runtime.errors import ConfigError
+
+# What no config can know is left open and asked for.
+OPEN = {
+    ("model", "folder"): ["model.name=x", "model.path=/x"],
+    ("dataset", "file"): ["dataset.files.test=/x"],
+    ("dataset", "ud"): ["dataset.files.test=/x"],
+    ("measure", "words"): ["dataset=gum"],  # the default text has no annotation
+}
+
+
+@pytest.mark.parametrize("group", first(["protocol", *(group for group in GROUPS if group not in ("protocol", "modules"))]))
+def test_every_choice_of_a_group_composes(group, subtests):
+    """Of models and datasets all are read below, in the quick suite as well."""
+    for choice in choices(group):
+        with subtests.test(choice):
+            config = compose([f"{group}={choice}", *OPEN.get((group, choice), [])])
+            assert isinstance(config, RunConfig)
+            if (group in ("model", "dataset") and (group, choice) not in OPEN) or group in ("protocol", "tracker"):
+                assert getattr(config, group).name == choice
+            if group == "measure":
+                assert config.measure["name"] == choice
+
+
+@pytest.mark.parametrize(("group", "schema"), [("model", ModelConfig), ("dataset", DatasetConfig)])
+def test_every_key_of_a_yaml_is_a_field_of_its_type(group, schema, subtests):
+    for choice in choices(group):
+        with subtests.test(choice):
+            content = OmegaConf.load(config_dir() / group / f"{choice}.yaml")
+            inherits = "defaults" in content
+            content.pop("defaults", None)
+            merged = OmegaConf.merge(OmegaConf.structured(schema), content)
+            assert inherits or (group, choice) in OPEN or merged.name == choice
+            if not inherits and (group, choice) not in OPEN:
+                assert OmegaConf.missing_keys(merged) == set()
+
+
+@pytest.mark.slow
+def test_every_model_composes_with_all_modules_at_once(subtests):
+    by_key: dict[str, str] = {}  # one yaml for each: several of one module are refused
+    for name in choices("modules"):
+        (key,) = compose([f"modules=[{name}]"]).modules
+        by_key.setdefault(key, name)
+    for model in choices("model"):
+        with subtests.test(model):
+            more = OPEN.get(("model", model), [])
+            config = compose([f"model={model}", f"modules=[{','.join(by_key.values())}]", "protocol=continuation", *more])
+            assert set(config.modules) == set(by_key)
+            assert all(isinstance(module, RuntimeModule) for module in build_modules(config.modules))
+            assert config.label.startswith("x | " if more else f"{model} | python-docs | ")
+
+
+@pytest.mark.parametrize("protocol", first(choices("protocol")))
+def test_every_module_composes_and_its_yaml_lists_every_option_of_its_class(protocol, subtests):
+    """An option that the yaml leaves out could not be given on the command line. Only `make test-all` has Hydra compose them all."""
+    masks = {"full_mask", "forced_mask", "keep_mask", "exempt_mask", "protected_mask"}  # tensors: for scripts only
+    for number, module in enumerate(choices("modules")):
+        with subtests.test(module):
+            name, entry = module_entry(module)
+            (built,) = build_modules({name: entry})
+            assert isinstance(built, RuntimeModule)
+            if thinning.whole or number % 10 == 0:
+                config = compose([f"modules=[{module}]", f"protocol={protocol}"])
+                assert isinstance(config, RunConfig)
+                assert config.modules == {name: entry}
+                assert config.label == f"reference-gpt2 | python-docs | {name} | {protocol}"
+            # a depth is its window
+            overwritten = (
+                {"window"}
+                if name
+                in ("static_depth", "static_exit", "one_shot_halting", "staged_halting", "word_class_halting", "learned_halting")
+                else set()
+            )
+            assert set(entry) - {"_target_"} == {f.name for f in dataclasses.fields(built)} - masks - overwritten
+
+
+def test_a_modules_yaml_says_where_it_goes():
+    firsts = {
+        module: (config_dir() / "modules" / f"{module}.yaml").read_text(encoding="utf-8").splitlines()[:2]
+        for module in choices("modules")
+    }
+    assert [
+        module
+        for module, (first, second) in firsts.items()
+        if not (first.startswith("# @package modules.") and second.startswith("# "))
+    ] == []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_paper_s_presets_are_the_same_in_python_and_in_yaml(preset):
+    entry = compose([f"modules=[halting_{preset.replace('-', '_')}]"]).modules["halting"]
+    (from_yaml,) = build_modules({"halting": entry})
+    for option, value in PRESETS[preset].items():
+        assert getattr(from_yaml, option) == pytest.approx(value) if isinstance(value, float) else True
+        if isinstance(value, str) or value is None:
+            assert getattr(from_yaml, option) == value
+    assert from_yaml.window == pytest.approx(PRESETS[preset]["window"])
+
+
+def test_the_protocol_group_has_the_fields_of_the_protocol():
+    ours = {f.name: f.default for f in dataclasses.fields(compose([]).protocol)}
+    theirs = {f.name: f.default for f in dataclasses.fields(Protocol)}
+    assert set(ours) == set(theirs)
+    assert {k: v for k, v in ours.items() if k != "name"} == {k: v for k, v in theirs.items() if k != "name"}
+
+
+def test_modules_is_a_list_and_later_words_reach_into_it():
+    config = compose(["modules=[kv_skipping,halting]", "modules.halting.tau_drift=[1,2]", "modules.kv_skipping.tau_kv=p95"])
+    assert set(config.modules) == {"halting", "kv_skipping"}
+    assert config.modules["halting"]["tau_drift"] == [1, 2]
+    assert config.modules["kv_skipping"]["tau_kv"] == "p95"
+    assert compose([]).modules == {}
+    assert type(config.modules["halting"]) is dict  # plain python: a list of OmegaConf would surprise the module
+
+
+def test_a_preset_and_its_mechanism_are_one_module():
+    config = compose(["modules=[halting_paper_b2,kv_skipping]", "modules.halting.window=[0.5,0.9]"])
+    assert config.modules["halting"]["tau_drift"] == 0.045
+    assert config.modules["halting"]["window"] == [0.5, 0.9]
+
+
+def test_the_folders_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("QUICKSILVER_DATA", "/somewhere")
+    monkeypatch.setenv("QUICKSILVER_RESULTS", "/elsewhere")
+    assert compose([]).data.root == "/somewhere"
+    assert compose([]).results_dir == "/elsewhere"
+    monkeypatch.delenv("QUICKSILVER_DATA")
+    assert compose([]).data.root is None
+    assert compose(["data.root=/here"]).data.root == "/here"
+
+
+MISTAKES = {
+    "model=gpt2-larg": ["model=gpt2-larg", "Did you mean gpt2-large", "Choices: folder, gpt2,"],
+    "dataset=wikitext": ["there is no such dataset", "wikitext103"],
+    "modules=[haltin]": ["there is no such module", "Did you mean halting"],
+    "protocol=al": ["there is no such protocol", "all, continuation"],
+    "measure=": ["measure= names nothing", "Choices: ", "default, "],
+    "modle=gpt2": ["modle: there is no such key", "model"],
+    "protocol.window_token=3": ["Did you mean protocol.window_tokens"],
+    "protocol.window_tokens=abc": ["protocol.window_tokens=abc: needs a whole number"],
+    "threads=many": ["threads=many: needs a whole number"],
+    "measure.latency.enabled=maybe": ["measure.latency.enabled=maybe: needs true or false"],
+    "measure.latency=true": ["measure.latency=true", "measure.latency.enabled=true"],
+    "measure.latency=3": ["measure.latency=3 is no measurement", "_target_"],
+    "measure.latency.warmup=abc": ["measure.latency.warmup=abc: needs a whole number"],
+    "measure.latency.repeat=9": ["Did you mean measure.latency.repeats"],
+    "+measure.latency.repeat=9": ["Latency has no such option", "Did you mean repeats"],
+    "measure.quality=null": ["measure.quality", "cannot be switched off"],
+    "+measure.x._target_=subprocess.Popen": ["measure.x._target_=subprocess.Popen is not imported: it is no Measurement class"],
+    "measure.batch_windows=some": ["measure.batch_windows=some: needs a whole number"],
+    "model.dtype=null": ["model.dtype=null: needs a value"],
+    "model.dtype=float3": ["Did you mean float32", "bfloat16"],
+    "execution=maskd": ["Did you mean masked"],
+    "dataset.windows=0": ["dataset.windows=0 is out of range: at least 1"],
+    "measure.latency.repeats=2": ["measure.latency.repeats=2 is out of range: at least 3"],
+    "seed=-1": ["seed=-1 is out of range"],
+    "seed.x=1": ["seed is a value, not a section"],
+    "model=folder": ["model.name has no value"],
+    "dataset=file": ["dataset.files.test has no value", "dataset=file needs dataset.files.test="],
+    "execution=masked": ["has no latency worth a record", "measure.latency.enabled=false"],
+    "+nonsense=1": ["nonsense: there is no such key"],
+    "+model.nonsense=1": ["nonsense", "model"],
+    "modules.halting.tau_drift=1": ["the module halting is not selected", "modules=[halting]"],
+    "modules.haltin.tau_drift=1": ["there is no module haltin", "Did you mean halting"],
+    "two words": ["'two words' is not an override: write key=value"],
+    "results_dir=": ["results_dir is empty"],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message_that_says_what_to_write(mistake):
+    with pytest.raises(ConfigError) as caught:
+        compose([mistake])
+    message = str(caught.value)
+    for part in MISTAKES[mistake]:
+        assert part in message
+    assert "\n" not in message
+    assert "hydra" not in message.lower()
+
+
+MODULE_MISTAKES = {
+    "modules.halting.tau_drift=abc": ["modules.halting", "tau_drift='abc' is not a number"],
+    "modules.halting.tau_drift=-1": ["tau_drift=-1", "out of range"],
+    "modules.halting.tau_drif=1": ["modules.halting.tau_drif: there is no such key", "Did you mean modules.halting.tau_drift"],
+    "+modules.halting.tau_drif=1": ["Halting has no such option", "Did you mean tau_drift"],
+    "modules.halting.window=[0.9,0.1]": ["window=[0.9, 0.1]"],
+    "modules.halting.resume_layers=many": ["resume_layers='many'"],
+    "modules.halting.signal=drifd": ["drifd", "drift"],
+    "modules.halting=3": ["modules.halting=3 is no module", "_target_"],
+    "modules.halting._target_=nowhere.Halting": ["nowhere.Halting cannot be imported"],
+    "modules.halting._target_=quicksilver.modules.shuffled": ["is not a class"],
+}
+
+
+@pytest.mark.parametrize("mistake", MODULE_MISTAKES)
+def test_a_mistake_in_a_module_names_the_module_the_option_and_the_value(mistake):
+    with pytest.raises(ConfigError) as caught:
+        build_modules(compose(["modules=[halting]", mistake]).modules)
+    for part in MODULE_MISTAKES[mistake]:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_of_a_yaml_reach_a_module_as_plain_lists():
+    (halting,) = build_modules(compose(["modules=[halting]", "modules.halting.full_ids=[3,5]"]).modules)
+    assert isinstance(halting, Halting)
+    assert list(halting.full_ids) == [3, 5]
+
+
+@pytest.mark.parametrize("experiment", first(choices("experiment"), 3))
+def test_a_sweep_here_is_the_sweep_that_hydra_runs(experiment):
+    jobs = sweep_jobs(experiment)
+    cfg = OmegaConf.load(config_dir() / "experiment" / f"{experiment}.yaml")
+    words = [f"{key}={values}" for key, values in cfg.hydra.sweeper.params.items()]
+    (theirs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
+    assert [list(job[1:]) for job in jobs] == theirs
+    assert cfg.hydra.mode == "MULTIRUN"
+    configs = [compose(job) for job in jobs]
+    assert len({repr(config.identity()) for config in configs}) == len(jobs) > 1
+    assert len({repr(config.dense().identity()) for config in configs}) == 1  # one dense run serves them all
+
+
+def test_a_sweep_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="no such experiment. Did you mean e9_grid"):
+        sweep_jobs("e9_gird")
+
+
+def test_what_is_scored_may_be_the_calibrating_part():
+    assert compose([]).identity() == compose(["dataset.part=calibration"]).identity()  # the text's own digest tells them apart
+    with pytest.raises(ConfigError, match="dataset.part=validation"):
+        compose(["dataset.part=validation"])
+
+
+def test_what_identifies_a_run_leaves_out_where_things_lie():
+    here, there = compose(["results_dir=/a", "data.root=/b"]), compose(["results_dir=/c", "tracker=wandb", "model.path=/d"])
+    assert here.identity() == there.identity()
+    assert compose(["protocol.prompt_tokens=100"]).identity() == here.identity()  # has no effect under `all`
+    assert compose(["measure=quick", "measure.latency.repeats=9"]).identity() == compose(["measure=quick"]).identity()
+    for other in (
+        ["model.dtype=bfloat16"],
+        ["seed=1"],
+        ["protocol=continuation"],
+        ["measure.latency.repeats=9"],
+        ["dataset.windows=9"],
+    ):
+        assert compose(other).identity() != here.identity()
+
+
+def test_all_runs_that_differ_in_modules_only_share_their_dense_run():
+    words = ["modules=[halting]", "seed=3", "execution=decide", "modules.halting.tau_drift=p10"]
+    assert compose(words).dense().identity() == compose([]).dense().identity()
+
+
+def test_the_package_ships_the_configs():
+    root = Path(__file__).resolve().parents[2]
+    setuptools = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert setuptools["package-dir"]["quicksilver.conf"] == "conf"
+    assert any(pattern.endswith("**/*.yaml") for pattern in setuptools["package-data"]["quicksilver.conf"])
+
+
+def test_an_installed_package_finds_its_configs_inside_itself(tmp_path, monkeypatch):
+    import quicksilver.runs.choices as module
+
+    inside = tmp_path / "site-packages" / "quicksilver"
+    (inside / "conf").mkdir(parents=True)
+    (inside / "conf" / "run.yaml").write_text("")
+    monkeypatch.setattr(module, "__file__", str(inside / "runs" / "choices.py"))
+    assert config_dir() == inside / "conf"
+    (inside / "conf" / "run.yaml").unlink()
+    with pytest.raises(ConfigError, match="install quicksilver again"):
+        config_dir()
+
+
+def test_defaults_are_filled_in_where_no_folder_of_the_path_has_the_package(tmp_path, monkeypatch):
+    """As with an editable install and a command that was typed in another folder."""
+    expected = module_entry("halting")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not (Path(place) / "quicksilver").is_dir()])
+    assert module_entry("halting") == expected
+    assert len(expected[1]) > 10
+
+
+def test_hydra_reaches_no_floor_below_the_harness():
+    root = Path(inspect.getfile(RuntimeModule)).parents[1]
+    for floor in ("runtime", "modules", "measure"):
+        for path in (root / floor).glob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert "import hydra" not in text
+            assert "omegaconf" not in text

@@ -1,0 +1,195 @@
+"""records=checked: what no clock reads is the repository's, where the first windows come out the same here."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+from harness_world import make_world
+
+from quicksilver.records import archive
+from quicksilver.records.keeping import commit_records
+from quicksilver.records.record import CHECKSUM, checksum, load_record
+from quicksilver.records.store import CALIBRATIONS, KEPT, Store
+from quicksilver.report.provenance import confirmation
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure, plan
+
+DRIFT = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
+TIMED = ["measure.latency.enabled=true"]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The words of a run, and a results folder in which the repository has its record."""
+    words = [*make_world(tmp_path), *DRIFT, *TIMED]
+    made, clone = tmp_path / "made", tmp_path / "clone"
+    (record,) = ensure([compose([*words, f"results_dir={made}"])])
+    commit_records(Store(made), {record.fingerprint: set()})
+    clone.mkdir()
+    (made / KEPT).rename(clone / KEPT)
+    return [*words, f"results_dir={clone}"], load_record(clone / KEPT / record.fingerprint)
+
+
+def change(record, edit) -> None:
+    """Other windows and another line, whole as the repository might have them."""
+    folder = record.path.parent
+    records = {name: load_record(folder / name) for name in archive.names(folder)}
+    frames = {name: one.windows.copy() for name, one in records.items()}
+    contents = {name: dict(one.content) for name, one in records.items()}
+    edit(frames[record.fingerprint], contents[record.fingerprint])
+    for name, content in contents.items():
+        content[archive.ENTRY] = archive.described(frames[name])
+        content[CHECKSUM] = checksum(content)
+    archive.write(folder, [*contents.values()], frames)
+
+
+def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
+    words, kept = clone
+    (found,) = ensure([compose([*words, "records=checked"])])
+    assert found.path.parent.name == "runs"
+    assert (found.confirmed.windows, found.confirmed.of, found.confirmed.agrees) == (4, 10, True)
+    assert found.confirmed.largest_difference_nats < 1e-5
+    assert found.quality == kept.quality
+    assert found.windows.equals(kept.windows)
+    assert found.content["latency_ms"]["samples"] != kept.content["latency_ms"]["samples"]
+    assert "nats a token from the repository's record" in confirmation([found])
+    assert [json.loads(line)["event"] for line in found.events_path.read_text().splitlines()][2:4] == ["confirm", "latency"]
+    assert [step.done for step in plan([compose([*words, "records=checked"])])] == [True, True]
+
+
+def test_what_comes_out_otherwise_is_measured_as_a_whole(clone) -> None:
+    words, kept = clone
+    mine = [*words, "records=checked"]
+
+    def worse(frame, content) -> None:
+        frame["nll_nats"] += 0.01 * frame["tokens"]
+        content["nll_nats"] = float(frame["nll_nats"].sum())
+        content["ppl"] = content["ppl"] * 1.0100501670841679
+
+    true = kept.quality.ppl
+    change(kept, worse)
+    (found,) = ensure([compose(mine)])
+    assert not found.confirmed.agrees
+    assert found.confirmed.largest_difference_nats == pytest.approx(0.01, rel=1e-3)
+    assert found.quality.ppl == pytest.approx(true)
+    assert "measured here as a whole" in confirmation([found])
+    assert (found.path / "trace.safetensors").exists()
+
+
+@pytest.mark.processor
+def test_what_a_number_format_leaves_is_confirmed_and_another_kernel_is_measured(tmp_path, capsys) -> None:
+    words = [*make_world(tmp_path), *TIMED, "dataset.windows=4", "modules=[int8_dynamic]"]
+    made, clone = tmp_path / "made", tmp_path / "clone"
+    (record,) = ensure([compose([*words, f"results_dir={made}"])])
+    commit_records(Store(made), {record.fingerprint: set()})
+    clone.mkdir()
+    (made / KEPT).rename(clone / KEPT)
+    kept = load_record(clone / KEPT / record.fingerprint)
+    mine = [*words, f"results_dir={clone}", "records=checked"]
+
+    def moved(nats: float, kernel: str | None):
+        def edit(frame, content) -> None:
+            frame["nll_nats"] += nats * frame["tokens"]
+            content["nll_nats"] = float(frame["nll_nats"].sum())
+            content["ppl"] = content["ppl"] * math.exp(nats)
+            content["kernels"] = {"int8_dynamic": kernel or content["kernels"]["int8_dynamic"]}
+
+        return edit
+
+    change(kept, moved(0.02, None))
+    (found,) = ensure([compose(mine)])
+    assert (found.confirmed.agrees, found.confirmed.number_format) == (True, "integer")
+    assert "1 are confirmed within their number format (integer)" in confirmation([found])
+    shutil.rmtree(clone / "runs")
+    capsys.readouterr()
+    change(kept, moved(-0.02, "saturating on cpu"))
+    (found,) = ensure([compose(mine)])
+    assert not found.confirmed.agrees
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "saturating" in line]
+    assert said.startswith(
+        f"{kept.fingerprint}: the repository's record was made by saturating, which is not exact or not here, and this"
+    )
+    assert "measured here as a whole. records=any" in said
+    shutil.rmtree(clone / "runs")
+    change(kept, moved(0.5, found.kernels["int8_dynamic"]))
+    (found,) = ensure([compose(mine)])
+    assert not found.confirmed.agrees
+
+
+def test_work_that_differs_does_not_agree_either(clone) -> None:
+    words, kept = clone
+
+    def more(frame, content) -> None:
+        frame["executed_flops"] = frame["executed_flops"] * 2
+        content["executed_flops"] *= 2
+
+    change(kept, more)
+    (found,) = ensure([compose([*words, "records=checked"])])
+    assert not found.confirmed.agrees
+
+
+def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None:
+    words, kept = clone
+    ensure([compose([*words, "records=checked"])])
+    assert [step.done for step in plan([compose([*words, "records=own"])])] == [False, False]
+    (found,) = ensure([compose([*words, "records=own"])])
+    assert found.confirmed is None
+    assert found.quality.nll_nats == pytest.approx(kept.quality.nll_nats)
+    store = Store(found.path.parents[1])
+    store.clean()
+    assert {path.name for path in store.runs.iterdir()} == {kept.fingerprint, kept.dense_fingerprint}
+    (again,) = ensure([compose([*words, "records=checked"])])
+    assert again.confirmed is None  # all of it was measured here: nothing better is to be had
+
+
+def test_a_run_that_was_timed_again_is_kept_and_says_so(clone) -> None:
+    words, before = clone
+    (found,) = ensure([compose([*words, "records=checked"])])
+    commit_records(Store(found.path.parents[1]), {found.fingerprint: set()})
+    kept = load_record(before.path)
+    assert kept.content["latency_ms"] == found.content["latency_ms"] != before.content["latency_ms"]
+    assert kept.quality == before.quality
+    assert "timed again after they were made, when 4 of 10 windows came out alike" in confirmation([kept])
+    (store := Store(found.path.parents[1])).runs.rename(store.root / "away")
+    (again,) = ensure([compose([*words, "records=checked"])])
+    assert again.confirmed.agrees
+
+
+def test_a_damaged_record_of_the_repository_is_as_none(clone) -> None:
+    words, kept = clone
+    (kept.path.parent / archive.WINDOWS).write_bytes(b"cut")
+    (found,) = ensure([compose([*words, "records=checked"])])
+    assert found.confirmed is None
+
+
+def test_a_measurement_for_which_windows_do_not_speak_is_made(clone) -> None:
+    words, _ = clone
+    (found,) = ensure([compose([*words, "measure.signals.enabled=true", "measure.signals.windows=1", "records=checked"])])
+    assert found.confirmed is None
+
+
+def test_calibrations_of_the_repository_are_read_where_its_records_count(clone) -> None:
+    words, kept = clone
+    asks = [word for word in words if "tau_drift" not in word] + ["modules.halting.tau_drift=p50"]
+    config = compose(asks)
+    ensure([config])
+    (path,) = (Store(config.results_dir).root / CALIBRATIONS).glob("*.json")
+    calibration = json.loads(path.read_text())
+    percentiles = calibration["percentiles"]
+    calibration["percentiles"] = {key: [row and [0.0] * len(row) for row in rows] for key, rows in percentiles.items()}
+    path.unlink()
+    (kept.path.parent / CALIBRATIONS).mkdir(exist_ok=True)
+    (kept.path.parent / CALIBRATIONS / path.name).write_text(json.dumps(calibration))
+    checked, own = (
+        ensure([compose([*asks, "protocol=continuation", "protocol.window_tokens=32", "protocol.prompt_tokens=24", *counting])])[
+            0
+        ]
+        for counting in (["records=checked"], ["records=own", "seed=1"])
+    )
+    assert checked.calibration.signals == own.calibration.signals
+    thresholds = [*checked.thresholds["halting"].values()], [*own.thresholds["halting"].values()]
+    assert {bound for layers in thresholds[0] for bound in layers} == {0.0}
+    assert {bound for layers in thresholds[1] for bound in layers} != {0.0}

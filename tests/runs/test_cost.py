@@ -1,0 +1,154 @@
+"""Component latency, energy and deployment as passes of a run: what they put into a record, and that they are not there when off."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import fakes
+import pytest
+import torch
+from harness_world import make_world
+
+from quicksilver.measure import meters
+from quicksilver.measure.bench import Bench
+from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
+from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
+from quicksilver.measure.energy import EnergyResult, TokenEnergy
+from quicksilver.measure.measurement import Spread
+from quicksilver.measure.perplexity import Protocol
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.parts import build_measurements, build_modules
+from quicksilver.runs.run import measured_scalars
+from quicksilver.runs.terminal import summary
+from quicksilver.runtime import ConfigError
+
+torch.set_num_threads(1)
+COST = [
+    *("measure=cost", "measure.batch_windows=2", "measure.deployment.prompt_tokens=8", "measure.deployment.new_tokens=4"),
+    *(f"measure.{name}.repeats=3" for name in ("latency", "components", "deployment")),
+]
+HALTING = ["modules=[static_depth]", "modules.static_depth.missing_kv=drop"]
+
+
+class Meter:
+    """Ten joules a second."""
+
+    method, measured, grid_kg_per_kwh = "a test's meter", True, 0.4
+
+    def start(self) -> None:
+        self.began = time.perf_counter()
+
+    def stop(self) -> float:
+        return 10 * (time.perf_counter() - self.began)
+
+
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
+    """What the measurements of such a run put into record.json."""
+    monkeypatch.setattr(meters, "MIN_WINDOW_S", 0.0)
+    monkeypatch.setattr(meters, "meter_of", lambda country: Meter())
+    config = compose([*make_world(folder), *COST, *overrides])
+    config.measure["energy"]["window_s"] = 0.02
+    context = RunContext()
+    bench = Bench(
+        context.model(config).model, context.windows(config, "test"), Protocol(**dataclasses.asdict(config.protocol)),
+        build_modules(config.modules), batch_windows=config.measure["batch_windows"],
+    )  # fmt: skip
+    return measured_scalars(bench, build_measurements(config.measure), lambda phase, share: None)
+
+
+def test_a_run_says_where_time_and_energy_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars = measured(tmp_path, monkeypatch, "protocol=continuation", *HALTING)
+    components = scalars["components"]
+    assert components["of"] == "prompt"
+    for who in ("dense", "run"):
+        parts = components[who]
+        assert parts["sum_ms"] == pytest.approx(sum(part["median_ms"] for part in parts["components"].values()))
+        assert len(parts["layers_ms"]["attention"]) == 6
+    assert "runtime" in components["run"]["components"]
+    assert {"run_ratio", "decide_ratio", "noise_floor_pct"} <= components.keys()
+    energy = scalars["energy"]
+    assert (energy["method"], energy["measured"], energy["country_iso_code"]) == ("a test's meter", True, "USA")
+    for who in ("dense", "run"):
+        assert energy[who]["gross_j_per_token"] > 0
+        assert energy[who]["tokens"] % (2 * 31) == 0  # two windows, whose last token is scored but not processed
+    deployment = scalars["deployment"]
+    assert (deployment["prompt_tokens"], deployment["new_tokens"], deployment["budget_ms"]) == (8, 4, 50)
+    assert deployment["run"]["tokens_timed"] == 9
+    assert 0 <= deployment["same_first_tokens"] <= 4
+    layers = scalars["kv_bytes_by_layer"]
+    assert layers["billed"] == layers["resident"]
+    saved = [dense - resident for dense, resident in zip(layers["dense"], layers["resident"], strict=True)]
+    assert saved == layers["paper_saved"]
+    assert saved[0] == 0 < saved[-1]
+    assert scalars["peak_tensor_bytes"] > 0
+    for section in (scalars, components, deployment):
+        assert isinstance(section["timing_warnings"], list)
+
+
+def test_a_dense_run_is_taken_apart_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars = measured(tmp_path, monkeypatch, "protocol=all")
+    assert scalars["components"]["of"] == "window"
+    assert "run" not in scalars["components"]
+    assert "kv_write" not in scalars["components"]["dense"]["components"]  # no cache is written under `all`
+    assert "run" not in scalars["energy"]
+    assert "run" not in scalars["deployment"]
+    assert scalars["kv_bytes_by_layer"]["dense"] == []
+
+
+def test_measurements_that_are_off_are_no_part_of_a_run(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    plain = compose([*world, "measure=default"]).identity()["measure"]
+    assert plain.keys() == {"batch_windows", "quality", "null_control", "audit", "flops", "latency", "memory"}
+    idle = ["measure.energy.country_iso_code=FRA", "measure.deployment.budget_ms=20", "measure.components.repeats=9"]
+    assert plain == compose([*world, "measure=default", *idle]).identity()["measure"]
+    assert compose([*world, "measure=default", "measure.latency.enabled=false"]).identity()["measure"].keys() == plain.keys() - {
+        "latency"
+    }
+    off = [compose([*world, "measure=default", f"measure.latency={word}"]).identity()["measure"] for word in ("null", "false")]
+    assert all("latency" not in measure for measure in off)
+    assert {"components", "energy", "deployment"} <= compose([*world, *COST]).identity()["measure"].keys()
+    few, many = (compose([*world, "measure=components", f"measure.components.repeats={n}"]).identity() for n in (3, 9))
+    assert few != many
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "no country": (["measure=quick", "measure.energy.enabled=true"], ["measure.energy.country_iso_code has no value", "DEU"]),
+    "a window too short": (["measure=energy", "measure.energy.window_s=0.2"], ["measure.energy.window_s=0.2", "1 second"]),
+    "one round": (["measure=energy", "measure.energy.rounds=1"], ["measure.energy.rounds=1", "at least 2"]),
+    "a prompt longer than a window": (["measure=deployment"], ["measure.deployment.prompt_tokens=256", "window_tokens=32"]),
+    "masked": (["measure=components", "execution=masked"], ["execution=masked", "measure.components.enabled=false"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(mistake: str, tmp_path: Path) -> None:
+    overrides, words = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as caught:
+        compose([*make_world(tmp_path), *overrides])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_prompt_that_outgrows_the_models_positions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [f"measure.{other}.enabled=false" for other in ("energy", "components", "latency", "flops", "memory")]
+    with pytest.raises(ConfigError, match="new_tokens=60.*64 positions"):
+        measured(tmp_path, monkeypatch, "protocol=all", *alone, "measure.deployment.new_tokens=60")
+
+
+def test_the_summary_of_a_run_says_what_was_measured_and_what_to_take_care_of(tmp_path: Path) -> None:
+    net: Literal["below resolution"] = "below resolution"
+    measured = {
+        "components": ComponentsResult("window", 1.0, BreakdownResult({"mlp": Part(3.0, 0.1), "norms": Part(1.0, 0.1)}, {}, 4.1, 4.0, -2.4)),
+        "energy": EnergyResult(TokenEnergy(0.02, 2e-6, net, net, 1e-4, 3, 1000), "RAPL", True, 0.056, 5.0, 0.1, 2.0, 0.1, "FRA"),
+        "deployment": DeploymentResult(ServingResult(Spread(30.0, 1.0), Percentiles(5.0, 7.0, None), 60, 190.0, 100.0), 256, 64, 50.0, 3.0),
+    }  # fmt: skip
+    warnings = ["load average 9.0 before timing: something"]
+    text = summary(fakes.make(tmp_path, "dense all", measured=measured, timing_warnings=warnings))
+    assert "mlp 3.0 ms, norms 1.0 ms of 4.1 ms; sum off by -2.4%" in text
+    assert "below resolution (RAPL; 0.056 kg/kWh, FRA)" in text
+    assert "30.0 ms to the first token, 5.0 ms a token (p95 7.0), 100% within 50 ms" in text
+    assert "care         load average 9.0" in text

@@ -1,0 +1,182 @@
+"""Budgets on a tiny model: the dial is set on one text and used on another, and what cannot be had is refused with its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness_world import make_text, make_world
+
+from quicksilver.modules.thresholds import Calibration
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.dials import Budget, Dial, dials, fit, freeze, frozen_overrides, load_dial
+from quicksilver.runs.parts import build_modules
+from quicksilver.runs.run import ensure, is_done
+from quicksilver.runtime.errors import ConfigError
+
+SHARE = Dial("share", ("modules=[halting_attention]", "protocol=continuation"), ("modules.halting.halted_share",), 0.05, 0.9)
+DRIFT = Dial(
+    "drift",
+    ("modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0", "protocol=all"),
+    ("modules.halting.tau_drift",),
+    1,
+    99,
+    percentile=True,
+)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("world")
+    return [*make_world(folder), "protocol.batch_size=5", f"results_dir={folder / 'results'}"]
+
+
+@pytest.fixture(scope="module")
+def saving(words):
+    return fit(Budget("save", 20, "prompt_nominal"), SHARE, words)
+
+
+@pytest.fixture(scope="module")
+def percentile(words):
+    return fit(Budget("save", 10, "nominal"), DRIFT, words, halvings=3)
+
+
+def test_the_least_of_the_dial_that_saves_enough_is_taken(saving):
+    assert saving.chosen.reached >= 20
+    below = [step for step in saving.steps if step.value < saving.chosen.value]
+    assert below
+    assert all(step.reached < 20 for step in below)
+    assert saving.chosen.value - max(step.value for step in below) <= (SHARE.high - SHARE.low) / 2**6 + 1e-4
+
+
+def test_the_search_reads_the_calibrating_text_alone(saving):
+    assert {step.record.data.part for step in saving.steps} == {"calibration"}
+    assert {step.dense.data.part for step in saving.steps} == {"calibration"}
+
+
+def test_a_search_that_was_made_is_found_again(saving, words, monkeypatch):
+    def nothing_runs(*_args, **_options):
+        raise AssertionError("a run that has its record was repeated")
+
+    monkeypatch.setattr("quicksilver.runs.run._run", nothing_runs)
+    again = fit(saving.budget, SHARE, words)
+    assert [step.record.fingerprint for step in again.steps] == [step.record.fingerprint for step in saving.steps]
+
+
+def test_the_most_of_the_dial_that_costs_little_enough_is_taken(saving, words):
+    most = max(step.reached for step in saving.steps)  # of saving; what it costs is whatever this random model makes of it
+    ends = [Budget("cost", 50).reached(step.record, step.dense) for step in saving.steps]
+    found = fit(Budget("cost", min(99.0, max(ends) + 1)), SHARE, words, halvings=2)
+    assert found.chosen.reached <= found.budget.pct
+    assert most > 0
+    assert all(step.reached > found.budget.pct for step in found.steps if step.value > found.chosen.value)
+
+
+@pytest.mark.parametrize(("pct", "dial", "said"), [(95, SHARE, "saves at most"), (60, DRIFT, "modules.halting.tau_drift=p99")])
+def test_a_budget_that_cannot_be_met_says_what_can(words, pct, dial, said):
+    with pytest.raises(ConfigError, match="calibrating text. Ask less") as caught:
+        fit(Budget("save", pct, "nominal"), dial, words, halvings=1)
+    assert said in str(caught.value)
+    assert f"save {pct}% of nominal FLOPs" in str(caught.value)
+
+
+def test_a_cost_that_no_position_stays_below_is_refused(words, monkeypatch):
+    monkeypatch.setattr(Budget, "reached", lambda self, record, dense: 7.0)
+    with pytest.raises(ConfigError, match="it costs at least 7.0%"):
+        fit(Budget("cost", 1), SHARE, words, halvings=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kind": "save", "pct": 0}, "A budget of 0% is none"),
+        ({"kind": "cost", "pct": 100}, "A budget of 100% is none"),
+        ({"kind": "save", "pct": 5, "ledger": "prompt_wall"}, "no ledger prompt_wall: executed, nominal, paper"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        Budget(**given)
+
+
+def test_a_prompts_flops_are_refused_where_there_is_no_prompt(words):
+    with pytest.raises(ConfigError, match="protocol=all has no prompt_executed FLOPs"):
+        fit(Budget("save", 10, "prompt_executed"), DRIFT, words, halvings=1)
+
+
+# --- what is written ------------------------------------------------------------------------------------------------------------
+
+
+def frozen(found, folder: Path, words: list[str]):
+    path = freeze(found, folder)
+    return path, compose([f"hydra.searchpath=[file://{folder}]", *words, f"modules=[{path.stem}]", *found.dial.overrides[-1:]])
+
+
+def test_what_is_written_is_the_module_that_was_found(saving, words, tmp_path):
+    path, config = frozen(saving, tmp_path, words)
+    assert path == tmp_path / "modules" / "share_save20_prompt_nominal.yaml"
+    assert config.modules == saving.config.modules
+    assert saving.chosen.record.fingerprint in path.read_text()
+    assert list(tmp_path.glob("*.json")) == []  # nothing was calibrated
+
+
+def test_percentiles_keep_the_numbers_they_were_found_with(percentile, words, tmp_path):
+    path, config = frozen(percentile, tmp_path, words)
+    kept = Calibration.load(config.modules["halting"]["calibration"])
+    # On a text of its own, whose percentiles would be others.
+    elsewhere = [f"dataset.files.calibration={make_text(tmp_path / 'elsewhere.txt', seed=9, words=300)}"]
+    (frozen_there,) = ensure([compose([*words, *elsewhere, *frozen_overrides(percentile, path)])])
+    (anew,) = ensure([compose([*words, *elsewhere, *DRIFT.at(percentile.chosen.value)])])
+    assert frozen_there.calibration is None
+    assert anew.calibration is not None
+    assert frozen_there.quality.nll_nats != anew.quality.nll_nats
+    (here,) = ensure([compose([*words, *DRIFT.at(percentile.chosen.value)])])
+    assert frozen_there.quality.nll_nats == here.quality.nll_nats
+    assert kept.thresholds("drift-relative", 50) != [0.0] * kept.n_layers
+
+
+def test_a_calibration_of_ones_own_is_used_and_stays_in_the_config(percentile, words, tmp_path):
+    path = freeze(percentile, tmp_path)
+    config = compose([*words, *frozen_overrides(percentile, path)])
+    given = config.modules["halting"]["calibration"]
+    (record,) = ensure([config], context=RunContext())
+    assert config.modules["halting"]["calibration"] == given == str(tmp_path / "drift_save10_nominal.calibration.json")
+    assert record.calibration is None
+    assert is_done(config)
+
+
+# --- the dials of conf/budget ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", dials())
+def test_every_dial_turns_from_end_to_end(name):
+    dial = load_dial(name)
+    for value in (dial.low, dial.high):
+        config = compose(dial.at(value))
+        build_modules(config.modules)
+        for key in dial.keys:
+            _, module, option = key.split(".")
+            assert str(config.modules[module][option]) == dial.text(value)
+    assert compose(dial.at(dial.low)).modules != compose(dial.at(dial.high)).modules
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\nlower: 3\n", "lower"),
+        ("overrides: [a]\nkeys: [b]\nlow: 2\nhigh: 1\n", "low=2 must lie below high=1"),
+        ("overrides: [a]\nkeys: [b]\nlow: much\nhigh: 1\n", "is no dial"),
+        ("overrides: [a]\n", "is no dial"),
+    ],
+)
+def test_a_yaml_that_is_no_dial_is_refused(tmp_path, content, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        load_dial(str(path))
+
+
+def test_a_dial_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="There is no dial haltin. There are: .*halting_attention"):
+        load_dial("haltin")

@@ -1,0 +1,101 @@
+"""Estimates: the operations are those of the ledgers, a shape needs no weights, and what fits nowhere is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+from harness_world import make_world
+
+from quicksilver.cli import main as console
+from quicksilver.models import memory_check
+from quicksilver.models.spec import ModelConfig
+from quicksilver.runs import estimate
+from quicksilver.runs.config import compose
+from quicksilver.runtime import apply
+from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.errors import ConfigError
+
+SPEED = estimate.Speed(1e12, "cpu")
+LLAMA_70B = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+def test_a_window_costs_what_the_ledger_of_a_pass_says(family):
+    model = tiny.load(family)
+    ids = torch.arange(12)[None]
+    with apply(model, []) as run, torch.no_grad():
+        model(ids, use_cache=False)
+    assert estimate.window_flops(architecture_of(model), 12) == run.flops.executed
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, capsys):
+    words = ["model=folder", "model.name=llama2-70b", f"model.path={folder}", "model.dtype=bfloat16", "modules=[halting]"]
+    config = compose([*words, "dataset.windows=4", "protocol=continuation"])
+    dense, ours = estimate.estimates([config], SPEED)
+    parameters = 68_976_648_192  # as published
+    assert dense.weights_bytes == 2 * parameters
+    assert dense.memory_bytes > dense.weights_bytes
+    assert ours.flops > dense.flops > 2 * 0.9 * parameters * 4 * config.protocol.window_tokens
+    assert ours.seconds == pytest.approx(ours.flops / 0.6e12)
+    assert console.main(["run", *words, "dataset.windows=4", "plan=true"]) == 0
+    out = capsys.readouterr().out
+    assert "llama2-70b | python-docs | halting | all" in out
+    assert "2 runs: about " in out
+    assert "Weights: 128 GiB." in out
+    assert ("more than the" in out) == (memory_check.memory_bytes() < dense.memory_bytes)
+
+
+def test_the_paper_s_models_are_known_by_name():
+    for name, parameters in (("gpt2-large", 774_030_080), ("llama2-7b", 6_738_415_616)):
+        arch = estimate.shape_of(compose([f"model={name}"]).model)
+        assert sum(parameter.numel() for parameter in arch.model.parameters()) == parameters
+        assert all(parameter.is_meta for parameter in arch.model.parameters())
+
+
+def test_a_shape_that_nobody_knows_is_one_line():
+    with pytest.raises(ConfigError, match=r"model=mine: its shape is not known here.*Known without: gpt2-large, llama2-7b"):
+        estimate.shape_of(ModelConfig(name="mine", path="/not/there"))
+
+
+def test_a_damaged_description_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
+    with pytest.raises(ConfigError, match="describes no model"):
+        estimate.shape_of(ModelConfig(name="mine", path=str(tmp_path)))
+
+
+def test_a_text_of_unknown_length_is_asked_for(folder):
+    with pytest.raises(ConfigError, match=r"give dataset\.windows="):
+        estimate.estimates([compose(["dataset.windows=null"])], SPEED)
+
+
+def test_more_passes_take_longer():
+    passed = {
+        name: estimate.windows_passed(compose([f"measure={name}", "modules=[halting]"]), 64)
+        for name in ("sweep", "default", "paper")
+    }
+    assert passed["sweep"] < passed["default"] < passed["paper"]
+    assert estimate.windows_passed(compose(["measure=sweep"]), 64) < passed["sweep"]
+
+
+def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(tmp_path, capsys, monkeypatch):
+    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}"]
+    monkeypatch.setattr(estimate, "measured_speed", lambda *_: SPEED)
+    assert console.main(["run", "-m", *words, "modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "plan=true"]) == 0
+    assert "3 runs: about" in capsys.readouterr().out
+    assert console.main(["reproduce", "table", "11", *words, "plan=true"]) == 0
+    assert " runs: about" in capsys.readouterr().out
+    assert not (tmp_path / "results" / "runs").exists()
+    assert not (tmp_path / "results" / "sweeps").exists()

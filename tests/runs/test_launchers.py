@@ -1,0 +1,190 @@
+"""Launchers: their configs compose, their workers make every run once, and what cannot work is refused before anything starts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from harness_world import make_world
+
+from quicksilver.cli import main as console
+from quicksilver.cli import sweeping
+from quicksilver.records.record import record_frame
+from quicksilver.runs import launchers
+from quicksilver.runs.composing import hydra_started
+from quicksilver.runs.config import compose
+from quicksilver.runs.sweep import Sweep
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+NAMES = ["joblib", "ray", "submitit_local", "submitit_slurm"]
+DEPTHS = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5,0.8", "measure=sweep", "dataset.windows=3", "name=depths"]
+
+
+def settings_of(*words: str):
+    with hydra_started():
+        return sweeping._settings(words, [])
+
+
+def test_there_are_these_launchers_and_each_composes(subtests):
+    assert sorted(path.stem for path in (launchers_dir()).glob("*.yaml")) == NAMES
+    for name in NAMES:
+        with subtests.test(name):
+            settings = settings_of(f"hydra/launcher={name}", "hydra.launcher.workers=3")
+            assert launchers.launcher_name(settings) == name
+            assert settings.launcher._target_.startswith(f"hydra_plugins.hydra_{name.split('_')[0]}_launcher.")
+            assert settings.launcher.workers == 3
+    assert settings.launcher.mem_gb is None
+    with pytest.raises(ConfigError):
+        settings_of("hydra/launcher=joblib", "hydra.launcher.jobs=3")
+
+
+def launchers_dir() -> Path:
+    from quicksilver.runs.choices import config_dir
+
+    return config_dir() / "hydra" / "launcher"
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Programs of a Slurm that has two partitions and a node, called as the launcher's check calls them."""
+    for name, answer in {"sbatch": "", "sinfo": 'case "$*" in *Node*) echo node-7;; *) printf "cpu\\ngpu\\n";; esac'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def checked(*words: str, measure: str = "sweep", workers: int | None = None, results: str = "results") -> int:
+    return launchers.check_launcher(settings_of(*words), [compose([f"measure={measure}"])], Path(results), workers)
+
+
+def test_workers_are_those_asked_for_or_the_launchers_own(cluster):
+    assert checked() == 1
+    assert checked("hydra/launcher=joblib") == 2
+    assert checked("hydra/launcher=joblib", workers=5) == 5
+    assert checked("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu") == 4
+    with pytest.raises(ConfigError, match="unless there is a launcher"):
+        checked(workers=2)
+    with pytest.raises(ConfigError, match=r"workers=0: needs a whole number"):
+        checked("hydra/launcher=joblib", "hydra.launcher.workers=0")
+
+
+def test_what_is_timed_is_refused_where_workers_share_a_machine(cluster):
+    for words in (["hydra/launcher=joblib"], ["hydra/launcher=submitit_local"], ["hydra/launcher=submitit_slurm"]):
+        with pytest.raises(ConfigError, match=r"measure\.latency reads a clock") as caught:
+            checked(*words, measure="default")
+        assert "measure=sweep" in str(caught.value)
+        assert ("exclusive=true" in str(caught.value)) == (words[0].endswith("slurm"))
+    assert checked("hydra/launcher=joblib", measure="default", workers=1) == 1
+    assert checked("hydra/launcher=submitit_slurm", "hydra.launcher.exclusive=true", measure="default") == 4
+
+
+def test_an_unknown_partition_is_named_with_those_that_there_are(cluster):
+    with pytest.raises(ConfigError, match=r"partition=gup: there is no such partition. There are: cpu, gpu"):
+        checked("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gup")
+
+
+def test_no_slurm_and_a_slurm_that_does_not_answer(cluster, monkeypatch):
+    (cluster / "sinfo").write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1\n")
+    with pytest.raises(ConfigError, match="does not answer: slurm_load_partitions: Unable to contact"):
+        checked("hydra/launcher=submitit_slurm")
+    monkeypatch.setattr(launchers.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match="no sbatch"):
+        checked("hydra/launcher=submitit_slurm")
+
+
+def test_a_results_folder_in_memory_is_refused_where_the_nodes_are_others(cluster, monkeypatch):
+    monkeypatch.setattr(launchers, "_file_system", lambda _: "tmpfs")
+    with pytest.raises(ConfigError, match="node-7 cannot see it"):
+        checked("hydra/launcher=submitit_slurm", results="/dev/shm/results")
+    monkeypatch.setattr(launchers.lease, "host_name", lambda: "node-7")
+    assert checked("hydra/launcher=submitit_slurm", results="/dev/shm/results") == 4
+
+
+def test_a_launcher_that_is_not_installed_names_its_extra(monkeypatch):
+    plugins = dict(launchers.Plugins.instance().class_name_to_class)
+    plugins.pop("hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", None)
+    monkeypatch.setattr(launchers.Plugins.instance(), "class_name_to_class", plugins)
+    with pytest.raises(ConfigError, match=r"hydra/launcher=ray is not installed: pip install 'quicksilver\[ray\]'"):
+        checked("hydra/launcher=ray")
+
+
+def test_a_worker_that_does_not_see_the_manifest_says_so_and_makes_nothing(tmp_path):
+    with pytest.raises(QuickSilverError, match=r"cannot see .*depths: give a results_dir that all nodes share"):
+        sweeping.Worker(str(tmp_path / "elsewhere"), "depths", (1, 2))()
+
+
+def test_a_worker_makes_what_is_left(tmp_path, capsys):
+    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
+    assert console.main(["run", "-m", *words, "limit=1"]) == 0
+    assert sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))() == 1
+    states = [state.state for state in Sweep.load(tmp_path / "results", "depths").states()]
+    assert states == ["done", "done", "waiting"]
+    assert "[2/3] depth=0.5" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_two_workers_make_what_one_process_makes(launcher, tmp_path):
+    """In processes of their own: joblib, submitit and Ray start workers that import everything."""
+    if launcher == "ray":
+        pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs the extra ray")
+    world = make_world(tmp_path / "world")
+    found = {}
+    for name, more in {"serial": [], "two": [f"hydra/launcher={launcher}", "workers=2"]}.items():
+        words = [*world, f"results_dir={tmp_path / name}", *DEPTHS, *more]
+        command = [sys.executable, "-m", "quicksilver", "run", "-m", *words]
+        made = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=900)
+        assert made.returncode == 0, made.stderr
+        frame = record_frame(tmp_path / name)
+        found[name] = dict(zip(frame.index, frame["nll_nats"], strict=True))
+        assert (tmp_path / name / "sweeps" / "depths" / "index.html").read_text().count('data-state="done"') == 3
+    assert found["two"] == found["serial"]
+    assert len(found["two"]) == 4
+
+
+def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer():
+    ended = threading.Event()
+    looks = iter([False, False, True])
+    launchers._until_over(ended.wait, lambda: next(looks), every_s=0.0)  # the job itself has not ended
+    assert not ended.is_set()
+    ended.set()
+
+    def died() -> None:
+        raise RuntimeError("UncompletedJobError")
+
+    with pytest.raises(RuntimeError, match="UncompletedJobError"):
+        launchers._until_over(died, lambda: False)
+    launchers._until_over(died, lambda: True)  # all is made: what became of a worker matters no more
+
+
+def test_a_sweep_is_over_when_each_wanted_run_has_its_record_or_has_failed(tmp_path):
+    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
+    assert console.main(["run", "-m", *words, "limit=1"]) == 0
+    sweep = Sweep.load(tmp_path / "results", "depths")
+    assert sweeping._all_closed(sweep, [1])()
+    closed = sweeping._all_closed(sweep, [1, 2])
+    assert not closed()
+    sweep.failed(sweep.manifest.runs[1], QuickSilverError("no memory"))
+    assert closed()
+    assert not sweeping._all_closed(sweep, [1, 2, 3])()
+
+
+def test_a_worker_has_its_model_before_it_claims_a_run(tmp_path, monkeypatch):
+    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
+    assert console.main(["run", "-m", *words, "limit=1"]) == 0
+    seen = []
+
+    def work_through(sweep, config_of, place, wanted, board, **_):
+        seen.append((place._loaded is not None, list((sweep.folder / "taken").glob("*"))))
+
+    monkeypatch.setattr(sweeping, "work_through", work_through)
+    sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))()
+    sweeping.Worker(str(tmp_path / "results"), "depths", (1,))()  # nothing is left for it
+    assert seen == [(True, []), (False, [])]
+    assert gc.isenabled()

@@ -1,0 +1,161 @@
+"""Optuna draws runs: the study goes on where it was stopped, its front is what nothing beats, and what makes no sense is one line."""
+
+from __future__ import annotations
+
+import pytest
+from harness_world import make_world
+from thinning import first
+
+import quicksilver.runs.run as harness_run
+from quicksilver.cli import main as console
+from quicksilver.records.record import record_frame
+from quicksilver.runs import optuna_sweep as study
+from quicksilver.runs.sweep import Sweep
+from quicksilver.runtime.errors import QuickSilverError
+
+DRAWN = [
+    "modules=[static_depth]",
+    "modules.static_depth.depth=interval(0.1,0.9)",
+    "protocol=continuation",
+    "measure=sweep",
+    "dataset.windows=3",
+]
+GOALS = ["hydra/sweeper=optuna", "hydra.sweeper.sampler=random"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def words(world, tmp_path):
+    return [*world, f"results_dir={tmp_path / 'results'}", *GOALS]
+
+
+def run(*words: str) -> int:
+    return console.main(["run", "-m", *words])
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path, capsys, monkeypatch):
+    made = []
+    real = harness_run._run
+
+    def counted(step, *rest):
+        if step.config.modules:
+            if len(made) == 2:
+                raise KeyboardInterrupt
+            made.append(step.fingerprint)
+        return real(step, *rest)
+
+    monkeypatch.setattr(harness_run, "_run", counted)
+    assert run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4") == 130
+    monkeypatch.setattr(harness_run, "_run", real)
+    assert run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4") == 0
+    out = capsys.readouterr().out
+    sweep = Sweep.load(tmp_path / "results", "front")
+    states = sweep.states()
+    assert [state.state for state in states] == ["done"] * len(states)
+    assert 2 <= len(states) <= 4  # two depths may be the same layer
+    assert [state.run.fingerprint for state in states][:2] == made  # what was made before was not drawn anew
+    frame = record_frame(tmp_path / "results")
+    ours = frame.loc[[state.run.fingerprint for state in states]]
+    kl, saved = ours["kl_nats"], -(ours["executed_flops"] / ours["dense_executed_flops"])
+    best = [
+        name for name in ours.index
+        if not any((kl[o] <= kl[name]) & (saved[o] >= saved[name]) & ((kl[o] < kl[name]) | (saved[o] > saved[name])) for o in ours.index)
+    ]  # fmt: skip
+    said = out[out.index("No other run beats these") :]
+    assert all(name in said for name in best)
+    assert sum(name in said for name in ours.index) == len(best)
+    assert run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4", "hydra.sweeper.budget={executed_flops_saved_pct: 99}") == 0
+    assert "No run meets the budget" in capsys.readouterr().err
+    pct = 100 + 100 * saved
+    least = sorted(pct)[len(pct) // 2] - 1e-6  # what half of them save
+    assert (
+        run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4", f"hydra.sweeper.budget={{executed_flops_saved_pct: {least}}}")
+        == 0
+    )
+    out = capsys.readouterr().out
+    chosen = kl[pct >= least].idxmin()
+    assert chosen in out[out.index("No other run within it") :].splitlines()[1]
+    assert record_frame(tmp_path / "results").index.equals(frame.index)  # nothing was made again
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    first(
+        [
+            ([], "needs name="),
+            (["name=a", "+hydra.sweeper.objectives.kl=minimize"], "there is no kl"),
+            (["name=a", "hydra.sweeper.sampler=tpf"], "Did you mean tpe"),
+            (["name=a", "hydra.sweeper.trials=0"], "out of range"),
+            (["name=a", "modules.static_depth.depth=0.5"], "draws nothing"),
+            (["name=a", "hydra.sweeper.objectives.kl_nats=low"], "minimize or maximize"),
+            (["name=a", "hydra.sweeper.budget={ppl: 3}"], "ppl is none of the objectives"),
+            (["name=a", "hydra/launcher=joblib"], "one run after the other"),
+            (["name=a", "modules.static_depth.depth=interval(0.9,0.1)"], "interval(0.9,0.1): "),
+            (["name=a", "model.path=/not/there"], "there is no folder"),
+        ],
+        5,
+    ),
+)
+def test_what_makes_no_sense_is_one_line(words, more, says, capsys):
+    assert run(*words, *DRAWN, *more) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, capsys):
+    assert run(*words, *DRAWN, "hydra.sweeper.trials=7", "plan=true") == 0
+    out = capsys.readouterr().out
+    assert "Optuna draws 7 runs" in out
+    assert "static_depth" in out
+    assert not (tmp_path / "results" / "runs").exists()
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random"])
+def test_every_sampler_takes_a_budget_and_goes_on(sampler, tmp_path):
+    """Cost x and gain x: within a budget of gain the front begins with the least cost that meets it."""
+    pytest.importorskip("optuna")
+    from optuna.distributions import FloatDistribution
+
+    objectives = {"kl_nats": "minimize", "executed_flops_saved_pct": "maximize"}
+    config = study.StudyConfig(objectives=objectives, budget={"executed_flops_saved_pct": 40.0}, sampler=sampler)
+    for trials in (15, 30):  # the second time it goes on from its journal
+        opened = study.open_study(tmp_path, "front", config)
+        while study.finished(opened) < trials:
+            trial = opened.ask({"x": FloatDistribution(0.0, 1.0)})
+            opened.tell(trial, [trial.params["x"], 100 * trial.params["x"]])
+    drawn = [trial.params["x"] for trial in study._complete(opened)]
+    assert len(set(drawn)) == 30  # nothing is drawn twice from the same seed
+    assert study.within_budget(opened, config)
+    assert study.front(opened, config)[0]["x"] == min(x for x in drawn if x >= 0.4)
+
+
+def test_words_become_distributions():
+    space = study.space_of(
+        ["a=1,2", "b=interval(0,1)", "c=range(1,9,2)", "d=5", "e=tag(log,interval(0.1,1))"], {"d": "interval(0,1)", "f": "x,y"}
+    )
+    kinds = {key: type(one).__name__ for key, one in space.drawn.items()}
+    assert kinds == {
+        "f": "CategoricalDistribution", "a": "CategoricalDistribution", "b": "FloatDistribution", "c": "IntDistribution",
+        "e": "FloatDistribution",
+    }  # fmt: skip
+    assert space.fixed == ("d=5",)
+    assert space.drawn["c"].high == 7
+    assert space.drawn["e"].log
+    assert space.words({"f": "x", "a": "1", "b": 0, "c": 3, "e": 0.123456789})[1] == ("f=x", "a=1", "b=0", "c=3", "e=0.123457")
+
+
+def test_a_record_without_the_objective_is_named():
+    class Record:
+        path, dense = "results/runs/x", None
+        quality = type("Quality", (), dict(ppl=2.0, bits_per_byte=1.0, kl_nats=None, top1_agreement=None))
+
+    assert study.values_of(Record, ["ppl"]) == [2.0]
+    with pytest.raises(QuickSilverError, match="has no kl_nats"):
+        study.values_of(Record, ["ppl", "kl_nats"])

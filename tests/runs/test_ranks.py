@@ -1,0 +1,143 @@
+"""`model.parallel=tensor` under torchrun is a run like any other: one record, of the numbers of one process, with the ledgers of each."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness_world import make_world
+
+from quicksilver.cli import main as console
+from quicksilver.measure.ranks import RanksResult
+from quicksilver.records.record import load_record, record_frame
+from quicksilver.runs.config import compose
+from quicksilver.runtime.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+ASKED = [
+    "model=reference-llama",
+    "modules=[static_depth]",
+    "protocol=continuation",
+    "measure=ranks",
+    "dataset.windows=8",
+    "threads=1",
+]
+
+
+def started(*words: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        "-m",
+        "quicksilver",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([*command, "run", *words], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=1800)
+
+
+def words_of(folder: Path) -> list[str]:
+    text = [word for word in make_world(folder) if word.startswith(("dataset", "protocol."))]
+    return [*text, *ASKED]
+
+
+def record_of(results: Path):
+    (folder,) = (one for one in (results / "runs").glob("[!.]*") if load_record(one).modules)
+    return load_record(folder)
+
+
+@pytest.mark.slow
+def test_two_processes_make_one_record_with_the_numbers_of_one(tmp_path):
+    words = words_of(tmp_path / "world")
+    made = started(*words, "model.parallel=tensor", f"results_dir={tmp_path / 'two'}")
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert made.stdout.count("  record  ") == 1  # one of them speaks
+    assert console.main(["run", *words, f"results_dir={tmp_path / 'one'}"]) == 0
+    two, one = record_of(tmp_path / "two"), record_of(tmp_path / "one")
+    assert len(list((tmp_path / "two" / "runs").glob("[!.]*"))) == 2  # and the dense run's
+    assert two.fingerprint != one.fingerprint
+    assert two.quality.ppl == pytest.approx(one.quality.ppl, rel=1e-4)
+    assert two.quality.kl_nats == pytest.approx(one.quality.kl_nats, rel=1e-4, abs=1e-6)
+    assert two.quality.executed_flops == one.quality.executed_flops
+    of_two, of_one = two.measured("ranks", RanksResult), one.measured("ranks", RanksResult)
+    assert (of_two.processes, of_one.processes) == (2, 1)
+    assert of_one.executed_flops_by_rank == [of_one.executed_flops]
+    assert sum(of_two.executed_flops_by_rank) == of_two.executed_flops == of_one.executed_flops
+    assert max(of_two.executed_flops_by_rank) < 0.7 * of_one.executed_flops
+    assert of_two.interposed_flops_by_rank == pytest.approx(of_two.executed_flops_by_rank, rel=0.01)
+    assert sum(of_two.kv_bytes_resident_by_rank) == of_two.kv_bytes_resident == of_one.kv_bytes_resident > 0
+
+
+@pytest.mark.slow
+def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(tmp_path):
+    words = [word for word in words_of(tmp_path / "world") if not word.startswith("dataset.windows")]
+    words += ["dataset.windows=4", "modules.static_depth.depth=0.4,0.6,0.8", "name=depths"]
+    asked = ["-m", *words, "model.parallel=tensor", f"results_dir={tmp_path / 'two'}"]
+    made = started(*asked, "limit=2")
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert made.stdout.count("  record  ") == 2
+    made = started(*asked)
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert made.stdout.count("  record  ") == 1
+    assert "3 of 3 done" in made.stdout
+    again = started(*asked)  # nothing is left: no model is loaded
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert again.stdout.count("  record  ") == 0
+    assert console.main(["run", "-m", *words, f"results_dir={tmp_path / 'one'}"]) == 0
+    two, one = (record_frame(tmp_path / name).sort_values("executed_flops") for name in ("two", "one"))
+    assert len(two) == len(one) == 4
+    assert list(two["ppl"]) == pytest.approx(list(one["ppl"]), rel=1e-4)
+    assert list(two["executed_flops"]) == list(one["executed_flops"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hydra/launcher=joblib"], "hydra/launcher=joblib: the processes of torchrun make the runs"),
+        (["model.parallel=null"], r"Run 1 of the sweep has model.parallel=null, and each of the 2 processes"),
+    ],
+)
+def test_a_sweep_that_is_not_of_all_processes_is_refused_before_anything_is_loaded(words, said, tmp_path, monkeypatch, capsys):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    asked = [*words_of(tmp_path / "world"), "seed=0,1", f"results_dir={tmp_path / 'two'}"]
+    assert console.main(["run", "-m", "model.parallel=tensor", *asked, *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "two" / "sweeps").exists()
+
+
+@pytest.mark.slow
+def test_a_model_without_a_plan_is_refused_in_a_line(tmp_path):
+    words = [word for word in words_of(tmp_path / "world") if word != "model=reference-llama"]
+    made = started(*words, "model=reference-gpt2", "model.parallel=tensor", f"results_dir={tmp_path / 'two'}")
+    said = [line for line in made.stderr.splitlines() if line.startswith("quicksilver: ")]
+    assert made.returncode != 0
+    assert len(said) == 1
+    assert "gpt2: transformers has no plan for tensor parallelism" in said[0]
+
+
+def test_what_is_of_one_process_is_refused():
+    with pytest.raises(ConfigError, match=r"model.parallel=tensor: measure.null_control is of one process alone.*measure=ranks"):
+        compose(["model=reference-llama", "model.parallel=tensor"])
+    with pytest.raises(ConfigError, match=r"model.parallel=pipeline.*tensor"):
+        compose(["model=reference-llama", "model.parallel=pipeline", "measure=ranks"])
+    with pytest.raises(ConfigError, match="records=checked"):
+        compose(["model=reference-llama", "model.parallel=tensor", "measure=ranks", "records=checked"])
+
+
+def test_one_process_alone_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    assert console.main(["run", *words_of(tmp_path / "world"), "model.parallel=tensor", f"results_dir={tmp_path / 'one'}"]) == 2
+    assert "torchrun --nproc-per-node 2 -m quicksilver run" in capsys.readouterr().err
+
+
+def test_a_record_keeps_its_name_where_no_model_is_cut():
+    assert "parallel" not in compose(["model=reference-llama"]).identity()["model"]
+    assert (
+        compose(["model=reference-llama", "model.parallel=tensor", "measure=ranks"]).identity()["model"]["parallel"] == "tensor"
+    )

@@ -1,0 +1,454 @@
+"""From a config to a record, on a tiny model: what is missing is run once, what changed is run again, what fails says why."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness_world import LAYERS, PROMPT, WINDOW, make_text, make_world
+from thinning import first
+
+from quicksilver.measure.audit import AuditResult
+from quicksilver.measure.flops import FlopsResult
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.memory import MemoryResult
+from quicksilver.measure.null import NullResult
+from quicksilver.modules.controls import Replay
+from quicksilver.modules.halting import Halting
+from quicksilver.records.record import record_frame
+from quicksilver.records.stats import paired_records
+from quicksilver.records.store import Store
+from quicksilver.runs import run as harness
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.run import ensure, is_done, plan
+from quicksilver.runs.tracker import differences
+from quicksilver.runtime import Trace
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
+THRESHOLD = ["modules=[halting,kv_skipping]", "modules.halting.tau_drift=p60", "modules.halting.tau_entropy=null"]
+THRESHOLD += ["modules.halting.resume_layers=1"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[str]:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def words(world, tmp_path) -> list[str]:
+    """Overrides of a quick dense run with a results folder of its own."""
+    return [*world, f"results_dir={tmp_path / 'results'}"]
+
+
+@pytest.fixture(scope="module")
+def finished(world, tmp_path_factory):
+    """One fully measured run per protocol, made once for all tests that only read: (results folder, records by protocol)."""
+    results = tmp_path_factory.mktemp("shared") / "results"
+    words = [*world, f"results_dir={results}", "measure=default", "measure.latency.repeats=3", "measure.batch_windows=2"]
+    words.append("measure.emissions.enabled=false")  # finding out what the machine can read takes seconds
+    both = [compose([*words, *THRESHOLD]), compose([*words, *CAPACITY])]
+    records = ensure(both)
+    return results, dict(zip(("all", "continuation"), records, strict=True))
+
+
+# -- a record -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", first(["continuation", "all"]))
+def test_a_record_has_every_pass_and_they_agree(finished, protocol):
+    results, records = finished
+    record = records[protocol]
+    dense = Store(results).dense_of(record)
+    frame = record.windows
+    scored = WINDOW - (1 if protocol == "all" else PROMPT)
+    assert list(frame["window"]) == list(range(10))
+    assert record.quality.tokens == 10 * scored == frame["tokens"].sum()
+    assert record.quality.bytes == frame["bytes"].sum() == 10 * scored  # one token a byte
+    assert record.quality.nll_nats == pytest.approx(frame["nll_nats"].sum())
+    assert record.quality.ppl == pytest.approx(np.exp(record.quality.nll_nats / record.quality.tokens))
+    assert record.quality.bits_per_byte == pytest.approx(record.quality.nll_nats / np.log(2) / record.quality.bytes)
+    for ledger in ("executed_flops", "nominal_flops", "paper_flops", "signal_flops"):
+        assert getattr(record.quality, ledger) == frame[ledger].sum()
+        assert getattr(record.dense, ledger) == getattr(dense.quality, ledger)
+    assert record.quality.nominal_flops < record.dense.nominal_flops
+    counted = record.measured("flops", FlopsResult)
+    assert counted.interposed == pytest.approx(counted.analytic, rel=0.01)
+    assert record.dense.ppl == dense.quality.ppl != record.quality.ppl
+    assert list(frame["dense_nll_nats"]) == list(dense.windows["nll_nats"])
+    audit, latency = record.measured("audit", AuditResult), record.measured("latency", LatencyResult)
+    assert audit.max_abs_logit_difference < 1e-4 * max(1, audit.max_abs_logit)
+    assert len(latency.latency_ms.samples) == len(latency.dense_latency_ms.samples) == 3
+    assert latency.latency_ms.median > 0
+    assert latency.noise_floor_pct >= 0
+    assert record.measured("memory", MemoryResult).peak_memory_bytes > 0
+    prompts = (record.flops("prompt_executed"), record.flops_saved_pct("prompt_executed"), latency.timing(prompt=True))
+    assert all((one is not None) == (protocol == "continuation") for one in prompts)
+    assert record.environment.torch == torch.__version__
+    assert record.environment.threads == 1
+    assert record.data.windows == 10
+    assert record.lookahead is False
+    assert "NaN" not in (record.path / "record.json").read_text()
+
+
+@pytest.mark.parametrize("protocol", ["all", "continuation"])
+def test_the_null_spends_the_same_on_other_tokens(finished, protocol):
+    _, records = finished
+    record = records[protocol]
+    null = record.measured("null", NullResult)
+    assert null.kind == "shuffle"
+    assert null.nominal_flops == pytest.approx(record.quality.nominal_flops, rel=0.02)
+    assert null.nll_nats == pytest.approx(record.windows["null_nll_nats"].sum())
+    assert null.ppl != record.quality.ppl
+
+
+def test_kv_bytes_are_weighed_against_the_dense_cache(finished):
+    _, records = finished
+    record = records["continuation"]
+    assert record.quality.kv_bytes_billed == record.quality.kv_bytes_resident < record.dense.kv_bytes
+
+
+def test_the_trace_of_a_record_gives_the_run_again(finished, world):
+    _, records = finished
+    record = records["all"]
+    trace = Trace.load(record.trace_path)
+    assert trace.n_layers == LAYERS
+    context = RunContext()
+    config = compose([*world, *THRESHOLD])
+    from quicksilver.measure import Protocol, score
+
+    windows = context.windows(config, "test")
+    again = score(context.model(config).model, windows.ids, Protocol("all", WINDOW, PROMPT, 4), modules=[Replay(trace)])
+    assert again.nll_nats == pytest.approx(record.quality.nll_nats, rel=1e-6)
+
+
+def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
+    results, records = finished
+    calibration = records["all"].calibration
+    assert calibration.windows == 4
+    assert calibration.text_digest != records["all"].data.digest
+    assert "drift-relative" in calibration.signals
+    assert len(list((results / "calibration").rglob("*.json"))) == 1
+    assert records["continuation"].calibration is None
+
+
+def test_a_record_says_what_multiplied_its_integers(words):
+    quantized = [*words, "modules=[adaptive_quantization_uniform8]"]
+    floats, integers = ensure([compose(quantized), compose([*quantized, "modules.adaptive_quantization.execution=int8"])])
+    assert floats.kernels == {"adaptive_quantization": "float products of dequantised values"}
+    (kernel,) = integers.kernels.values()
+    assert kernel.split(" on cpu (")[0] in ("torch._int_mm", "float products of the codes")
+    assert torch.backends.cpu.get_cpu_capability() in kernel
+
+
+def test_the_calibrating_part_can_be_scored(finished, words):
+    _, records = finished
+    (record,) = ensure([compose([*words, "dataset.part=calibration"])])
+    assert record.data.part == "calibration"
+    assert record.data.digest == records["all"].calibration.text_digest
+    assert record.data.windows == 10  # dataset.windows, not calibration_windows
+    assert is_done(compose([*words, "dataset.part=calibration"]))
+    assert not is_done(compose(words))
+
+
+def test_records_pair_with_their_dense_run_and_their_null(finished):
+    results, records = finished
+    record = records["all"]
+    paired = paired_records(record, Store(results).dense_of(record), resamples=200)
+    assert paired.windows == 10
+    assert paired.ppl == pytest.approx(record.quality.ppl)
+    assert paired.baseline_ppl == pytest.approx(record.dense.ppl)
+    null = paired_records(record, record, baseline_column="null_nll_nats", resamples=200)
+    assert null.baseline_ppl == pytest.approx(record.measured("null", NullResult).ppl)
+    with pytest.raises(ConfigError, match="do not pair"):
+        paired_records(record, records["continuation"])
+    with pytest.raises(ConfigError, match="no column nats"):
+        paired_records(record, record, column="nats")
+
+
+def test_pandas_alone_reads_all_of_it(finished):
+    results, _ = finished
+    frame = record_frame(results)
+    assert len(frame) == 4  # two runs, two dense
+    assert frame["dense_fingerprint"].notna().sum() == 2
+    assert set(frame["config.protocol.name"]) == {"all", "continuation"}
+    assert (frame["latency_ms.median"] > 0).all()
+
+
+def test_events_tell_what_happened_in_order(finished):
+    _, records = finished
+    events = [json.loads(line)["event"] for line in records["all"].events_path.read_text().splitlines()]
+    assert events == [
+        "started",
+        "loaded",
+        "calibrated",
+        "quality",
+        "null_control",
+        "audit",
+        "flops",
+        "latency",
+        "memory",
+        "measured",
+        "finished",
+    ]
+
+
+# -- once -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_found_not_repeated_and_dense_runs_are_shared(words, monkeypatch):
+    configs = [compose([*words, *THRESHOLD, f"modules.halting.tau_drift={tau}"]) for tau in ("p40", "p60")]
+    assert [step.done for step in plan(configs)] == [False] * 3
+    assert not is_done(configs[0])
+    first = ensure(configs)
+    assert first[0].dense_fingerprint == first[1].dense_fingerprint
+    assert len(record_frame(configs[0].results_dir)) == 3
+    assert [step.done for step in plan(configs)] == [True] * 3
+    assert is_done(configs[0])
+
+    def refuse(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("quicksilver.runs.context.load", refuse)
+    assert [r.fingerprint for r in ensure(list(reversed(configs)))] == [r.fingerprint for r in reversed(first)]
+
+
+def test_the_same_run_twice_gives_the_same_numbers(words, tmp_path):
+    one = ensure([compose([*words, *THRESHOLD])])[0]
+    two = ensure([compose([*words, *THRESHOLD, f"results_dir={tmp_path / 'again'}"])])[0]
+    assert one.fingerprint == two.fingerprint
+    assert one.windows.equals(two.windows)
+    for name in ("ppl", "nll_nats", "executed_flops", "null", "audit"):
+        assert one.content[name] == two.content[name]
+    for ours, theirs in zip(Trace.load(one.trace_path).passes, Trace.load(two.trace_path).passes, strict=True):
+        assert torch.equal(ours.halt_layer, theirs.halt_layer)
+        assert torch.equal(ours.kv_layer, theirs.kv_layer)
+
+
+def test_progress_runs_from_nothing_to_all_and_never_back(words):
+    seen = []
+    ensure([compose([*words, *THRESHOLD])], progress=seen.append)
+    fractions = [p.fraction for p in seen]
+    assert fractions == sorted(fractions)
+    assert 0 <= fractions[0] < 0.1
+    assert fractions[-1] == 1.0
+    assert {(p.run, p.runs) for p in seen} == {(0, 2), (1, 2)}
+    assert {"load", "calibration", "quality", "null_control", "audit", "write"} <= {p.phase for p in seen}
+    assert seen[-1].label == "tiny | file | halting+kv_skipping | all"
+
+
+def test_a_run_that_fails_harms_no_finished_one_and_is_repeated(words, monkeypatch):
+    config = compose([*words, *THRESHOLD])
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise QuickSilverError("it failed")
+
+        patch.setattr(Halting, "choose", fail)
+        with pytest.raises(QuickSilverError, match="it failed"):
+            ensure([config])
+    runs = Path(config.results_dir) / "runs"
+    assert len([p for p in runs.iterdir() if p.is_dir()]) == 1  # the dense one; nothing hidden
+    assert [step.done for step in plan([config])] == [True, False]
+    assert ensure([config])[0].quality.ppl > 1
+
+
+def test_a_full_disk_while_a_run_is_written_leaves_the_others(words, monkeypatch):
+    config = compose([*words, *THRESHOLD])
+    with monkeypatch.context() as patch:
+
+        def full(self, path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(Trace, "save", full)
+        with pytest.raises(QuickSilverError, match=r"is full.*finished records are untouched"):
+            ensure([config])
+    assert len(record_frame(config.results_dir)) == 1
+    assert ensure([config])[0].trace_path is not None
+
+
+def test_a_damaged_record_stops_the_command_and_is_left_alone(words):
+    config = compose(words)
+    (record,) = ensure([config])
+    (record.path / "record.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"is not a whole record.*Move that folder away"):
+        ensure([config])
+    assert (record.path / "record.json").read_text() == "{"
+    record.path.rename(record.path.parent.parent / "elsewhere")
+    assert ensure([config])[0].quality.ppl == pytest.approx(record.quality.ppl)
+
+
+def test_threads_are_put_back_whatever_happens(words, monkeypatch):
+    before = torch.get_num_threads()
+
+    def fail(*_):
+        assert torch.get_num_threads() == before + 1
+        raise QuickSilverError("it failed")
+
+    monkeypatch.setattr(harness, "_measure", fail)
+    with pytest.raises(QuickSilverError, match="it failed"):
+        ensure([compose([*words, f"threads={before + 1}"])])
+    assert torch.get_num_threads() == before
+
+
+def test_weights_that_are_not_finite_give_no_number(world, tmp_path):
+    from shutil import copytree
+
+    from safetensors.torch import load_file, save_file
+
+    model = copytree(next(w.split("=")[1] for w in world if w.startswith("model.path")), tmp_path / "nan")
+    weights = load_file(model / "model.safetensors")
+    weights["transformer.ln_f.weight"][0] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = compose([*world, f"model.path={model}", f"results_dir={tmp_path / 'results'}"])
+    with pytest.raises(QuickSilverError, match="NaN or infinite"):
+        ensure([config])
+    assert len(record_frame(config.results_dir)) == 0
+
+
+def test_what_a_protocol_refuses_is_refused_before_anything_runs(words):
+    good, bad = compose(words), compose([*words, "modules=[halting_attention]"])
+    with pytest.raises(ConfigError, match=r"protocol=continuation.*lookahead=true"):
+        ensure([good, bad])
+    assert len(record_frame(good.results_dir)) == 0
+    (marked,) = ensure([compose([*words, "modules=[halting_attention]", "modules.halting.lookahead=true"])])
+    assert marked.lookahead is True
+
+
+# -- the fingerprint ------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint_of(*words: str) -> str:
+    return RunContext().fingerprint(compose(words))
+
+
+def test_what_can_change_a_number_changes_the_fingerprint_and_nothing_else_does(words, tmp_path):
+    base = fingerprint_of(*words, *THRESHOLD)
+    same = [
+        ["tracker=wandb"],
+        [f"results_dir={tmp_path / 'x'}"],
+        ["measure.latency.repeats=9"],
+        ["modules.halting.resume_layers=1"],
+    ]
+    for word in same:
+        assert fingerprint_of(*words, *THRESHOLD, *word) == base
+    other = [["seed=1"], ["modules.halting.tau_drift=p61"], ["dataset.windows=9"], ["model.dtype=bfloat16"], ["threads=2"]]
+    other += [
+        ["protocol.batch_size=2"],
+        ["dataset.calibration_windows=3"],
+        ["execution=decide"],
+        ["measure.null_control.enabled=false"],
+    ]
+    other += [["protocol.window_tokens=16"], ["modules=[halting]"]]
+    found = [fingerprint_of(*words, *THRESHOLD, *word) for word in other]
+    assert len({base, *found}) == len(found) + 1
+
+
+def test_texts_and_weights_count_by_content(words, tmp_path):
+    base, dense = fingerprint_of(*words, *THRESHOLD), fingerprint_of(*words)
+    copied = make_text(tmp_path / "the same.txt", seed=1)
+    assert fingerprint_of(*words, *THRESHOLD, f"dataset.files.test={copied}") == base
+    other = make_text(tmp_path / "other.txt", seed=9)
+    assert fingerprint_of(*words, *THRESHOLD, f"dataset.files.test={other}") != base
+    assert fingerprint_of(*words, *THRESHOLD, f"dataset.files.calibration={other}") != base
+    assert fingerprint_of(*words, f"dataset.files.calibration={other}") == dense  # nothing is calibrated there
+
+
+def test_a_calibration_file_counts_by_content(words, finished, tmp_path):
+    results, _ = finished
+    (path,) = (results / "calibration").rglob("*.json")
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(path.read_bytes())
+    given = [fingerprint_of(*words, *THRESHOLD, f"modules.halting.calibration={p}") for p in (path, copy)]
+    assert given[0] == given[1] != fingerprint_of(*words, *THRESHOLD)
+    copy.write_text(path.read_text().replace('"provenance": {', '"provenance": {"note": "another file", '))
+    assert fingerprint_of(*words, *THRESHOLD, f"modules.halting.calibration={copy}") != given[0]
+    with pytest.raises(ConfigError, match=r"calibration=/nowhere cannot be read"):
+        fingerprint_of(*words, *THRESHOLD, "modules.halting.calibration=/nowhere")
+
+
+# -- trackers -------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_imports_wandb_unless_it_is_asked_for(words, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
+    ensure([compose(words)])
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_anything_runs(words, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tracker=wandb needs the package wandb.*tracker=none"):
+        ensure([compose([*words, "tracker=wandb"])])
+
+
+def test_a_mirror_gets_the_differences_to_dense(finished):
+    _, records = finished
+    for record in records.values():
+        found = differences(record)
+        assert found["delta_ppl_pct"] == pytest.approx(100 * (record.quality.ppl / record.dense.ppl - 1))
+        assert found["executed_flops_saved_pct"] == pytest.approx(
+            100 * (1 - record.quality.executed_flops / record.dense.executed_flops)
+        )
+    assert "prompt_executed_flops_saved_pct" in differences(records["continuation"])
+    dense = Store(finished[0]).dense_of(records["all"])
+    assert differences(dense) == {}
+
+
+def test_a_mirror_gets_the_record_s_numbers(words, monkeypatch):
+    import sys
+    import types
+
+    logged = {}
+
+    class Run:
+        def log(self, scalars):
+            logged.update(scalars)
+
+        def log_artifact(self, path, name, type):
+            logged["artefact"] = (path, name, type)
+
+        def finish(self):
+            logged["finished"] = True
+
+    def init(**kwargs):
+        logged["init"] = kwargs
+        return Run()
+
+    fake = types.SimpleNamespace(init=init, Settings=dict, errors=types.SimpleNamespace(Error=RuntimeError), __spec__=object())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    (record,) = ensure([compose([*words, "tracker=wandb"])])
+    assert logged["ppl"] == record.quality.ppl
+    assert logged["audit/probes"] == 1
+    assert logged["init"]["mode"] == "offline"
+    assert logged["init"]["id"] == record.fingerprint
+    assert logged["artefact"] == (str(record.path), f"record-{record.fingerprint}", "record")
+    assert logged["finished"]
+
+
+def test_modules_are_asked_behind_the_decision_layers_only(words):
+    every, few = (compose([*words, *THRESHOLD, *more]) for more in ([], ["decision_layers=[2,1]"]))
+    wherever, there = ensure([every, few])
+    assert "decision_layers" not in every.identity()
+    assert few.identity()["decision_layers"] == [1, 2]
+    assert wherever.dense_fingerprint == there.dense_fingerprint
+    after = [
+        set(torch.cat([one.halt_layer.flatten() for one in Trace.load(record.trace_path).passes]).tolist())
+        for record in (wherever, there)
+    ]
+    never = max(after[0])
+    assert after[0] - {never} > after[1] - {never}
+    assert after[1] <= {1, 2, never}
+
+
+@pytest.mark.parametrize("given", ["[]", "[-1]", "[99]"])
+def test_decision_layers_that_are_not_there_are_refused(words, given):
+    with pytest.raises(ConfigError, match="decision_layers="):
+        ensure([compose([*words, *THRESHOLD, f"decision_layers={given}"])])

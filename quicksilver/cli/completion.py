@@ -20,7 +20,6 @@ _NO_RUN = (
     "list",
     "lm_eval",
     "readme",
-    "rekey",
     "variants",
 )  # commands that take no key of a run
 

@@ -320,11 +320,9 @@ def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived
     if not isinstance(content, dict) or "schema_version" not in content:
         raise _corrupt(folder, f"{RECORD} has no schema_version")
     if content["schema_version"] != SCHEMA_VERSION:
-        older = isinstance(content["schema_version"], int) and content["schema_version"] < SCHEMA_VERSION
-        update = f"Bring it up to date with `quicksilver rekey results_dir={folder.parents[1]}`. " if older else ""
         raise ConfigError(
             f"{folder} is a record of schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
-            f"{update}Move that folder away to have the run made again, or read it with the version that wrote it."
+            "Move that folder away to have the run made again, or read it with the version that wrote it."
         )
     record = record_of(folder, content)
     if record.fingerprint != folder.name:

@@ -16,7 +16,7 @@ from quicksilver.runs.choices import choices
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("quicksilver re", {"readme", "rekey", "report", "reproduce"}),
+        ("quicksilver re", {"readme", "report", "reproduce"}),
         ("quicksilver reproduce ", {"table", "figure", "all"}),
         ("quicksilver list f", {"figure"}),
         ("quicksilver reproduce table 1", {"1", "10", "11", "12", "13"}),

@@ -76,8 +76,6 @@ def test_the_module_is_the_command():
         (["budget", "save=30", "halvings=few"], ["halvings=few", "a whole number"]),
         (["benchmark", "only=[everything]"], ["only=everything", "break_even"]),
         (["benchmark", "model=gpt2"], ["model=gpt2"]),
-        (["rekey", "model=gpt2"], ["model=gpt2", "results_dir"]),
-        (["rekey", "results_dir=/no/such"], ["/no/such", "no records"]),
     ],
 )
 def test_what_makes_no_sense_is_one_line_and_exit_code_2(words, said, capsys):

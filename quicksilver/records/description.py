@@ -12,12 +12,15 @@ from typing import Any, Literal, Self
 
 from quicksilver.measure.quality import QualityResult
 
+Execution = Literal["compact", "masked", "decide"]
+ProtocolName = Literal["all", "continuation"]
+
 
 @dataclass(frozen=True)
 class ProtocolEntry:
     """What was scored, and in which batches."""
 
-    name: Literal["all", "continuation"]
+    name: ProtocolName
     window_tokens: int
     prompt_tokens: int
     batch_size: int
@@ -195,7 +198,7 @@ class Description:
     dense_fingerprint: str | None
     label: str
     modules: list[str]
-    execution: Literal["compact", "masked"]
+    execution: Execution
     protocol: ProtocolEntry
     lookahead: bool
     model: ModelEntry

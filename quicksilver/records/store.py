@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from quicksilver.files import fingerprint_of, write_atomically
 from quicksilver.records import archive, lease
-from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, Record, checksum, load_record
+from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, Record, checksum, load_record, record_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
@@ -116,7 +116,7 @@ class Store:
         with self.writing():
             folder = self.root / "locks"
             folder.mkdir(parents=True, exist_ok=True)
-            held = lease.wait(folder / f"{fingerprint}.lock", waiting)
+            held = lease.wait(folder / f"{fingerprint_of(fingerprint)}.lock", waiting)
         try:
             yield
         finally:
@@ -136,7 +136,7 @@ class Store:
         """A directory to write a record into. It is removed when the block fails, and published by `publish`."""
         with self.writing():
             self.runs.mkdir(parents=True, exist_ok=True)
-            folder = self.runs / f"{_NEW}{fingerprint}-{os.getpid()}-{secrets.token_hex(4)}"
+            folder = self.runs / f"{_NEW}{fingerprint_of(fingerprint)}-{os.getpid()}-{secrets.token_hex(4)}"
             held = lease.wait(folder.with_name(folder.name + _LEASE))
         try:
             with self.writing():
@@ -150,14 +150,15 @@ class Store:
         """Write record.json and make the draft a record, in one rename. If another process was first, its record is returned.
 
         Raises:
+            ConfigError: it could not be read again. Nothing was published.
             QuickSilverError: the disk is full, or the folder cannot be written.
         """
         with self.writing():
             names = sorted(p.name for p in draft.folder.iterdir())
             content = {**data, "files": {name: described(draft.folder / name) for name in names}}
-            (draft.folder / RECORD).write_text(
-                json.dumps({**content, CHECKSUM: checksum(content)}, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-            )
+            written = json.dumps({**content, CHECKSUM: checksum(content)}, indent=1, allow_nan=False)
+            record_of(draft.folder, json.loads(written))
+            (draft.folder / RECORD).write_text(f"{written}\n", encoding="utf-8")
             for name in (*names, RECORD):
                 _to_disk(draft.folder / name)
             final = self.path(draft.fingerprint)

@@ -25,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, DatasetConfig
 from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelConfig
+from quicksilver.records.description import Execution, ProtocolName
 from quicksilver.records.identity import spelled_at_first
 from quicksilver.runs.choices import choices, config_dir, files_stamp
 from quicksilver.runs.composing import composed
@@ -33,7 +34,6 @@ from quicksilver.runs.override_grammar import quoted
 from quicksilver.runs.parts import build_measurements, is_on, measurement_class
 from quicksilver.runtime.errors import ConfigError
 
-EXECUTIONS = ("compact", "masked", "decide")
 ENVIRONMENT = ("QUICKSILVER_RESULTS", "QUICKSILVER_DATA")  # what conf/ reads of it
 MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
 GREATEST_SEED = 2**32 - 1  # what every generator takes
@@ -302,8 +302,8 @@ def check(config: RunConfig) -> None:
     _choice("dataset.reader", config.dataset.reader, READERS)
     _choice("dataset.form", config.dataset.form, FORMS)
     _choice("dataset.part", config.dataset.part, PARTS)
-    _choice("protocol.name", config.protocol.name, ("all", "continuation"))
-    _choice("execution", config.execution, EXECUTIONS)
+    _choice("protocol.name", config.protocol.name, get_args(ProtocolName))
+    _choice("execution", config.execution, get_args(Execution))
     _choice("records", config.records, ("any", "checked", "own"))
     _choice("tracker.name", config.tracker.name, ("none", "wandb"))
     _choice("tracker.mode", config.tracker.mode, ("offline", "online", "disabled"))

@@ -106,7 +106,7 @@ from quicksilver.cli import main as console
 from quicksilver.records.store import Store
 
 def main(words):
-    with Store(sys.argv[1]).draft("0" * 16) as draft:
+    with Store(sys.argv[1]).draft("0" * 20) as draft:
         assert draft.folder.is_dir()
         os.kill(os.getpid(), signal.{signal})
         signal.pause()

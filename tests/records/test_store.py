@@ -102,6 +102,21 @@ def test_a_run_that_fails_leaves_nothing(store):
     assert hidden(store) == []
 
 
+@pytest.mark.parametrize("name", ["beef", "../beef", "BEEF" * 5, ""])
+def test_nothing_is_made_under_a_name_that_cleaning_does_not_know(store, name):
+    for made in (store.draft, store.turn):
+        with pytest.raises(ConfigError, match="no fingerprint"), made(name):
+            pass
+    assert not store.root.exists() or not any(path.is_file() for path in store.root.rglob("*"))
+
+
+def test_what_could_not_be_read_again_is_not_published(store):
+    with pytest.raises(ConfigError, match=r"execution is 'guess', not one of 'compact', 'masked', 'decide'"):
+        make_record(store, execution="guess")
+    assert store.get(PRINT) is None
+    assert hidden(store) == []
+
+
 def test_a_crash_between_the_last_write_and_the_rename_leaves_no_record(store, monkeypatch):
     def crash(*_):
         raise KeyboardInterrupt
@@ -127,7 +142,7 @@ def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(s
     writer.start()
     try:
         assert ready.wait(30)
-        with store.draft("beef") as mine:
+        with store.draft("beef" * 5) as mine:
             assert store.clean() == []  # both are alive
             os.kill(writer.pid, signal.SIGKILL)
             writer.join(30)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from quicksilver.measure.memory import MemoryResult
 from quicksilver.measure.null import NullResult
 from quicksilver.modules.controls import Replay
 from quicksilver.modules.halting import Halting
-from quicksilver.records.record import record_frame
+from quicksilver.records.description import Execution, ProtocolName
+from quicksilver.records.record import load_record, record_frame
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store
 from quicksilver.runs import run as harness
@@ -28,7 +30,7 @@ from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import ensure, is_done, plan
 from quicksilver.runs.tracker import differences
-from quicksilver.runtime import Trace
+from quicksilver.runtime import EXECUTIONS, Trace
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
@@ -348,6 +350,16 @@ def test_what_can_change_a_number_changes_the_fingerprint_and_nothing_else_does(
     other += [["protocol.window_tokens=16"], ["modules=[halting]"]]
     found = [fingerprint_of(*words, *THRESHOLD, *word) for word in other]
     assert len({base, *found}) == len(found) + 1
+
+
+@pytest.mark.parametrize("execution", get_args(Execution))
+@pytest.mark.parametrize("protocol", get_args(ProtocolName))
+def test_every_execution_and_protocol_gives_a_record_that_reads(words, execution, protocol):
+    assert get_args(Execution) == EXECUTIONS  # none that the runtime has is left out
+    chosen = [f"execution={execution}", f"protocol={protocol}", "measure=quick", "dataset.windows=8"]
+    (record,) = ensure([compose([*words, "modules=[halting]", "modules.halting.tau_drift=p60", *chosen])])
+    assert (record.execution, record.protocol.name) == (execution, protocol)
+    assert load_record(record.path) == record
 
 
 def test_texts_and_weights_count_by_content(words, tmp_path):

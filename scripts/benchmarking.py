@@ -78,18 +78,10 @@ def random_ids(batch: int, sequence: int, *, vocabulary: int = 1024, device: str
     return torch.randint(1, vocabulary, (batch, sequence), generator=generator).to(device)
 
 
-def processor() -> str:
-    """The name of this machine's processor."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def environment(device: str) -> dict[str, Any]:
     """What a benchmark ran on."""
+    from quicksilver.runtime.quantized.proving import processor
+
     on_gpu = torch.device(device).type == "cuda"
     return {
         "torch": torch.__version__,

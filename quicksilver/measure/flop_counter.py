@@ -84,9 +84,15 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     **{operator: _attention_formula(operator) for operator in _FUSED_ATTENTION},
     aten._int_mm: _matrix_matrix,  # a product of integers is as many operations as one of floats
     aten._weight_int8pack_mm: _by_channel,
-    torch.ops.onednn.qlinear_pointwise: _packed,
-    torch.ops.quantized.linear_dynamic: _packed,
-    torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32: _packed,
+    **{
+        getattr(space, name): _packed
+        for space, name in (
+            (torch.ops.onednn, "qlinear_pointwise"),
+            (torch.ops.quantized, "linear_dynamic"),
+            (torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32"),
+        )
+        if hasattr(space, name)  # a torch without oneDNN (macOS) may lack one
+    },
     aten.mv: _matrix_vector,  # torch counts matrix-matrix products only
     aten.addmv: _added_matrix_vector,
     aten.dot: _dot,

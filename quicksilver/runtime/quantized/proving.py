@@ -11,6 +11,8 @@ import json
 import math
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,11 +107,19 @@ def _worst_codes(rows: int, width: int, least: int, greatest: int) -> list[tuple
 
 @functools.cache
 def processor() -> str:
-    """What the system calls its processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    """What the system calls its processor: `AMD EPYC`, `Apple M2`; on ARM under Linux the numbers of implementer and part."""
+    if sys.platform == "darwin":
+        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        return asked.stdout.strip() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    if "model name" in facts:
+        return facts["model name"]
+    part = [f"{key.removeprefix('CPU ')} {facts[key]}" for key in ("CPU implementer", "CPU part") if key in facts]
+    return " ".join([platform.processor() or platform.machine(), *part])
 
 
 @functools.cache

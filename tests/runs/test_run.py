@@ -140,6 +140,8 @@ def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
     assert records["continuation"].calibration is None
 
 
+@pytest.mark.processor
+@pytest.mark.filterwarnings("ignore:cpu has no exact int8 matrix product")
 def test_a_record_says_what_multiplied_its_integers(words):
     quantized = [*words, "modules=[adaptive_quantization_uniform8]"]
     floats, integers = ensure([compose(quantized), compose([*quantized, "modules.adaptive_quantization.execution=int8"])])

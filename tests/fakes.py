@@ -81,6 +81,7 @@ def described(name: str, protocol: str = "all", dense_name: str | None = None) -
             )
         ),
         "calibration": None,
+        "tuned": {},
         "thresholds": {},
         "kernels": {},
         "config": {

@@ -15,11 +15,12 @@ record has, with their types, and their digest; columns that other records have 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import lzma
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ ENTRY = "windows"  # of a line: which columns the record has, and their digest
 _OF = "record"  # column of the file of windows
 _FINGERPRINT = re.compile(rb'\{"fingerprint":"([0-9a-f]{20})"')
 _State = tuple[int, int, int]
+_PANDAS = b"pandas"  # key of what pandas says of its columns
+_SAID_BY_PARQUET = ("int64", "float64", "object")
 
 
 def write(folder: Path, contents: Sequence[Mapping[str, Any]], frames: Mapping[str, pd.DataFrame]) -> None:
@@ -46,8 +49,6 @@ def write(folder: Path, contents: Sequence[Mapping[str, Any]], frames: Mapping[s
     """
     import pyarrow as pa
 
-    from quicksilver.records.parquet import smallest
-
     lines = [json.dumps({"fingerprint": one["fingerprint"], **one}, allow_nan=False, separators=(",", ":")) for one in contents]
     (folder / RECORDS).write_bytes(packed("".join(f"{line}\n" for line in lines).encode()))
     tables = [
@@ -55,12 +56,52 @@ def write(folder: Path, contents: Sequence[Mapping[str, Any]], frames: Mapping[s
         for one in contents
     ]
     together = pa.concat_tables([table.replace_schema_metadata(None) for table in tables], promote_options="permissive")
-    (folder / WINDOWS).write_bytes(smallest(together.select([_OF, *(name for name in together.column_names if name != _OF)])))
+    (folder / WINDOWS).write_bytes(_parquet(together.select([_OF, *(name for name in together.column_names if name != _OF)])))
 
 
 def packed(lines: bytes) -> bytes:
     """As `RECORDS` holds them: half of what gzip leaves, whose window ends before a line repeats what the last one said."""
     return lzma.compress(lines, preset=9)
+
+
+def columns_of(path: Path, names: Collection[str]) -> bytes:
+    """Those columns of a parquet file, as `_parquet` writes them; pandas reads the same from both."""
+    import pandas as pd
+    import pyarrow.parquet as pq
+
+    table, frame = pq.read_table(path, columns=[*names]), pd.read_parquet(path, columns=[*names])
+    # Nullable integers, say, pandas reads right only where it is told; what it says of all columns is as long as the numbers.
+    told = json.loads((table.schema.metadata or {}).get(_PANDAS, b"{}"))
+    columns = [one for one in told.get("columns", ()) if one["numpy_type"] not in _SAID_BY_PARQUET and one["name"] in names]
+    content = _parquet(table, {**told, "columns": columns, "index_columns": [], "column_indexes": []} if columns else {})
+    if pd.read_parquet(io.BytesIO(content)).equals(frame):
+        return content
+    plain = io.BytesIO()
+    frame.to_parquet(plain, index=False)
+    return plain.getvalue()
+
+
+def _parquet(table: pa.Table, told: Mapping[str, Any] | None = None) -> bytes:
+    """The table in two thirds of pandas' bytes: numbers as streams of bytes, all else by dictionary, without statistics.
+
+    Args:
+        told: what pandas has to know of the columns; None or empty: nothing.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    numbers = [one.name for one in table.schema if pa.types.is_integer(one.type) or pa.types.is_floating(one.type)]
+    content = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        content, table.schema.remove_metadata(), compression="zstd", compression_level=19, write_statistics=False, store_schema=False,
+        use_dictionary=[name for name in table.column_names if name not in numbers],
+        column_encoding={name: "BYTE_STREAM_SPLIT" for name in numbers},
+    ) as writer:  # fmt: skip
+        writer.write_table(table.replace_schema_metadata(None))
+        if told:
+            writer.add_key_value_metadata({_PANDAS: json.dumps(told).encode()})
+    packed: bytes = content.getvalue().to_pybytes()
+    return packed
 
 
 def described(frame: pd.DataFrame) -> dict[str, Any]:

@@ -185,6 +185,7 @@ class Description:
         fingerprint: hash of `identity`, and name of the record's folder.
         dense_fingerprint: the record every difference of this one is against; None: this is a dense record.
         lookahead: a module read tokens that it is asked to predict.
+        tuned: what was set before the text was scored, and on how many windows of which text (`calibration_provenance`).
         thresholds: by module and option, one number a layer.
         kernels: of modules that can compute in more than one way, how they did.
         config: the run's configuration, resolved.
@@ -204,6 +205,7 @@ class Description:
     model: ModelEntry
     data: DataEntry
     calibration: CalibrationEntry | None
+    tuned: dict[str, dict[str, int]]
     thresholds: dict[str, dict[str, list[float]]]
     kernels: dict[str, str]
     config: Mapping[str, Any]

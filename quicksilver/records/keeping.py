@@ -19,7 +19,6 @@ from typing import Any
 
 from quicksilver.files import refuse_link
 from quicksilver.records import archive
-from quicksilver.records.parquet import columns_of
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, PACKED, TRACE, WINDOWS, Record, checksum, load_record
 from quicksilver.records.store import KEPT, Store, described
 from quicksilver.runtime.errors import ConfigError
@@ -210,4 +209,4 @@ def _columns(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
     import pyarrow.parquet as pq
 
     chosen, rest = _chosen(pq.read_schema(path).names, patterns)
-    return columns_of(path, chosen), rest
+    return archive.columns_of(path, chosen), rest

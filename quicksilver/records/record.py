@@ -136,17 +136,6 @@ class Record(Description):
         return 100 * (1 - count / dense) if count is not None and dense else None
 
     @property
-    def tuned(self) -> dict[str, dict[str, int]]:
-        """What was set before the text was scored, and on how many windows of which text (`calibration_provenance`). What made the record before records said so
-        is found by the digests of its files."""
-        said = self.content.get("tuned")
-        if said is not None:
-            return {str(what): dict(texts) for what, texts in said.items()}
-        from quicksilver.records.provenance import calibration_provenance
-
-        return calibration_provenance(self.identity.digests, self.data.name, self.content.get("calibration"))
-
-    @property
     def is_kept(self) -> bool:
         """Whether it is the repository's."""
         return archive.ENTRY in self.content

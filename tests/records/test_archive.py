@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
@@ -87,3 +88,17 @@ def test_what_was_changed_or_damaged_is_said_with_the_remedy(two) -> None:
     (folder / archive.RECORDS).write_bytes(b"cut")
     with pytest.raises(ConfigError, match="records.jsonl.xz is damaged"):
         archive.text(folder, name)
+
+
+@pytest.mark.parametrize("columns", [["count", "name", "truth", "steps", "value"], ["count", "value"]])
+def test_columns_are_read_back_as_they_were_whatever_their_kind(columns, tmp_path) -> None:
+    path = tmp_path / "odd.parquet"
+    pd.DataFrame(
+        {
+            "count": pd.array([1, None, 3] * 20, dtype="Int64"), "name": ["a", "bb", None] * 20, "truth": [True, False, True] * 20,
+            "steps": [[1, 2], [], [3]] * 20, "value": np.linspace(0, 1, 60, dtype="float32"),
+        }
+    ).to_parquet(path, index=False)  # fmt: skip
+    content = archive.columns_of(path, columns)
+    pd.testing.assert_frame_equal(pd.read_parquet(io.BytesIO(content)), pd.read_parquet(path)[columns])
+    assert len(content) < path.stat().st_size

@@ -40,7 +40,7 @@ def main() -> int:
                 continue
             config = job.config or compose(job.overrides)
             try:
-                step = plan([config], place)[-1]
+                step = plan([config], place).wanted[0]
                 record = confirming.of_repository("results", step.fingerprint, build_measurements(config.measure))
                 if record is None or record.fingerprint in found:
                     continue

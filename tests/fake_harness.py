@@ -10,14 +10,14 @@ import pytest
 
 import quicksilver.runs.config as harness_config
 import quicksilver.runs.run as harness_run
-from quicksilver.records.store import Store
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.run import Planned
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.run import Plan, Planned
 from quicksilver.runtime.errors import QuickSilverError
 
 
 class Harness:
-    """Stands for `plan` and `ensure`: records are made by hand, and `broken` runs fail."""
+    """Stands for `plan` and `make`: records are made by hand, and `broken` runs fail."""
 
     def __init__(self, results: Path) -> None:
         self.results, self.broken, self.made = results, set[str](), list[str]()
@@ -32,28 +32,27 @@ class Harness:
         return f"{'+'.join(config.modules) or 'dense'}{signal} {config.protocol.name}"
 
     def plan(self, configs, context=None):
-        steps = {}
+        steps, wanted = {}, []
         for config in configs:
             dense = self.name(config.dense())
             for name, needs in ((dense, None), (self.name(config), None if self.name(config) == dense else dense)):
-                done = Store(self.results).get(fakes.fingerprint(name)) is not None
-                steps[name] = Planned(
-                    config if needs else config.dense(), fakes.fingerprint(name), needs and fakes.fingerprint(needs), done
-                )
-        self.names = {step.fingerprint: name for name, step in steps.items()}
-        return list(steps.values())
+                fingerprint = fakes.fingerprint(name)
+                steps[name] = Planned(config if needs else config.dense(), fingerprint, needs and fakes.fingerprint(needs))
+                _ = steps[name].record  # refuses one that is not whole
+            wanted.append(steps[self.name(config)])
+        return Plan(tuple(steps.values()), tuple(wanted), context or RunContext())
 
-    def ensure(self, configs, *, progress=None, context=None):
-        missing = [step for step in self.plan(configs) if not step.done]
+    def make(self, planned, *, progress=None):
+        missing = [step for step in planned.steps if not step.done]
         for number, step in enumerate(missing):
-            name = self.names[step.fingerprint]
+            name = self.name(step.config)
             progress(harness_run.Progress(number, len(missing), name, "quality", number / len(missing)))
             if name in self.broken:
                 raise QuickSilverError(f"the logits of {name} are not finite")
             self.made.append(name)
             options = {} if step.dense is None else {"per_token": 0.02, "null_per_token": 0.03, "saved": 0.1}
             fakes.make(self.results, name, name.split()[-1], **options)
-        return [Store(self.results).get(fakes.fingerprint(self.name(config))) for config in configs]
+        return [step.record for step in planned.wanted]
 
 
 COMPOSED: dict[tuple[str, ...], RunConfig] = {}
@@ -73,5 +72,5 @@ def harness(tmp_path, monkeypatch):
 
     monkeypatch.setattr(harness_config, "compose", remembered)
     monkeypatch.setattr(harness_run, "plan", fake.plan)
-    monkeypatch.setattr(harness_run, "ensure", fake.ensure)
+    monkeypatch.setattr(harness_run, "make", fake.make)
     return fake

@@ -17,7 +17,7 @@ from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.run import ensure, plan
+from quicksilver.runs.run import make, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name
 from quicksilver.runs.terminal import summary
 from quicksilver.runs.tracker import check_tracker
@@ -64,10 +64,10 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
             label = sweep.manifest.label(run)
             print(label, file=sys.stderr, flush=True)
             try:
-                composed = compose(run.overrides, extra_dirs)
-                run = dataclasses.replace(run, fingerprint=plan([composed], place)[-1].fingerprint)
+                planned = plan([compose(run.overrides, extra_dirs)], place)
+                run = dataclasses.replace(run, fingerprint=planned.wanted[0].fingerprint)
                 sweep.add(run)
-                (record,) = ensure([composed], context=place, labels={str(run.fingerprint): label})
+                (record,) = make(planned, labels={str(run.fingerprint): label})
                 values = studies.values_of(record, config.objectives)
             except Exception as error:
                 failed += 1

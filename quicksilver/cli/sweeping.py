@@ -39,7 +39,7 @@ from quicksilver.runs.context import RunContext
 from quicksilver.runs.explain import explain
 from quicksilver.runs.hydra_section import check_hydra
 from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
-from quicksilver.runs.run import Progress, ensure, is_done, plan
+from quicksilver.runs.run import Plan, Progress, make, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
 from quicksilver.runs.terminal import progress_bar, summary
 from quicksilver.runs.tracker import check_tracker
@@ -48,12 +48,16 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 @dataclass
 class Composed:
-    """The runs of a sweep with their configs; of one that cannot be composed or planned, why."""
+    """The runs of a sweep with their plans; of one that cannot be composed or planned, why."""
 
     runs: list[SweepRun]
-    configs: dict[int, RunConfig]
+    plans: dict[int, Plan]
     errors: dict[int, QuickSilverError]
-    place: RunContext
+
+    @property
+    def configs(self) -> list[RunConfig]:
+        """Of the runs that have a plan."""
+        return [planned.wanted[0].config for planned in self.plans.values()]
 
 
 def is_sweep(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> bool:
@@ -87,7 +91,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             return say_plan(overrides, settings, extra_dirs)
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs)
-        first = next(iter(composed.configs.values()))
+        first = composed.configs[0]
         if parallel.processes() > 1:
             _join(composed)
             if parallel.rank() > 0:
@@ -101,7 +105,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             launcher=launcher_name(settings),
             records=first.records,
         )
-        workers = check_launcher(settings, composed.configs.values(), Path(first.results_dir), asked.workers)
+        workers = check_launcher(settings, composed.configs, Path(first.results_dir), asked.workers)
         sweep = Sweep(first.results_dir, dataclasses.replace(manifest, workers=workers))
         with sweep.driver_lock():
             sweep.create()
@@ -120,23 +124,23 @@ def _join(composed: Composed) -> None:
     Raises:
         ConfigError: a run that each process would make by itself.
     """
-    for number, config in composed.configs.items():
-        if config.model.parallel is None:
+    for number, planned in composed.plans.items():
+        if planned.wanted[0].config.model.parallel is None:
             raise ConfigError(
                 f"Run {number} of the sweep has model.parallel=null, and each of the {parallel.processes()} processes of torchrun would make it: "
                 "sweep over other keys, with model.parallel=tensor in every run."
             )
-    missing = [config for config in composed.configs.values() if not is_done(config, composed.place)]
+    missing = [planned for planned in composed.plans.values() if not planned.done]
     if missing:
-        composed.place.model(missing[0])
+        missing[0].context.model(missing[0].wanted[0].config)
 
 
 def _follow(composed: Composed) -> int:
     """What the other processes of torchrun do: the runs that the first one says, in its order, until it says 0. Returns the exit code."""
-    if all(is_done(config, composed.place) for config in composed.configs.values()):
+    if all(planned.done for planned in composed.plans.values()):
         return 0
     while number := parallel.broadcast_from_rank0(0):
-        ensure([composed.configs[number]], context=composed.place)
+        make(composed.plans[number])
     return 0
 
 
@@ -205,6 +209,7 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
     swept = runs_of(overrides, settings, extra_dirs)
     place = RunContext()
     configs: dict[int, RunConfig] = {}
+    plans: dict[int, Plan] = {}
     errors: dict[int, QuickSilverError] = {}
     for number, (words_of_run, _) in enumerate(swept, start=1):
         try:
@@ -221,20 +226,20 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
         if number in configs:
             try:
                 check_tracker(configs[number].tracker)
-                step = plan([configs[number]], place)[-1]
-                fingerprint = step.fingerprint
-                if here and not step.done:
+                planned = plan([configs[number]], place)
+                fingerprint = planned.wanted[0].fingerprint
+                if here and not planned.done:
                     model, files = configs[number].model, place.files(configs[number])[0]
                     if model not in fitting:
                         check_fits(model, files.folder)
                         fitting.append(model)
+                plans[number] = planned
             except QuickSilverError as error:
                 errors[number] = error
-                del configs[number]
         runs.append(SweepRun(number, words_of_run, differing, fingerprint))
-    if not configs:
+    if not plans:
         raise errors[1]
-    return Composed(runs, configs, errors, place)
+    return Composed(runs, plans, errors)
 
 
 def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictConfig) -> QuickSilverError | None:
@@ -253,7 +258,7 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     if not wanted:
         return None
     if sweep.manifest.launcher == SERIAL:
-        work_through(sweep, composed.configs.__getitem__, composed.place, wanted, board)
+        work_through(sweep, composed.plans.__getitem__, wanted, board)
         return None
     workers = min(sweep.manifest.workers, len(wanted))
     task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
@@ -303,26 +308,27 @@ class Worker:
             ) from error
         extra_dirs = [Path(folder) for folder in sweep.manifest.extra_dirs]
 
-        def config_of(number: int) -> RunConfig:
-            config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
-            return dataclasses.replace(config, results_dir=self.results_dir)
-
         place = RunContext()
-        self._load(sweep, config_of, place)
-        work_through(sweep, config_of, place, self.wanted, Board(sweep), shown=False)
+
+        def plan_of(number: int) -> Plan:
+            config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
+            return plan([dataclasses.replace(config, results_dir=self.results_dir)], place)
+
+        self._load(sweep, plan_of)
+        work_through(sweep, plan_of, self.wanted, Board(sweep), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
 
-    def _load(self, sweep: Sweep, config_of: Callable[[int], RunConfig], place: RunContext) -> None:
+    def _load(self, sweep: Sweep, plan_of: Callable[[int], Plan]) -> None:
         """Load the model of the first open run before one is claimed: workers that start at once would wait for the dense run of one of them, and
         load theirs only then."""
         first = next((run.number for run in sweep.manifest.runs if run.number in self.wanted and is_open(sweep, run)), None)
         if first is None:
             return
         with suppress(QuickSilverError), gc_disabled():  # what is wrong, the run says
-            config = config_of(first)
+            planned = plan_of(first)
+            config = planned.wanted[0].config
             if config.model.parallel is None:
-                plan([config], place)
-                place.model(config)
+                planned.context.model(config)
 
 
 @contextmanager
@@ -350,8 +356,7 @@ def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
 
 def work_through(
     sweep: Sweep,
-    config_of: Callable[[int], RunConfig],
-    place: RunContext,
+    plan_of: Callable[[int], Plan],
     wanted: Sequence[int],
     board: Board,
     *,
@@ -361,7 +366,7 @@ def work_through(
     one, nobody knows where the others are.
 
     Args:
-        config_of: the config of a run, by its number.
+        plan_of: the plan of a run, by its number.
         wanted: numbers of the runs.
         shown: what each record says goes to stdout.
     """
@@ -369,7 +374,7 @@ def work_through(
     together = parallel.processes() > 1
     with progress_bar() as bar:
 
-        def make(run: SweepRun) -> None:
+        def make_run(run: SweepRun) -> None:
             label = sweep.manifest.label(run)
             states = [state for state in sweep.states() if state.run.number in wanted]
             left = time_left_s(sum(state.state in ("waiting", "running") for state in states), seconds)
@@ -386,12 +391,11 @@ def work_through(
                 board.catch_up()
                 bar(Progress(place_in_all, len(wanted), now.label, now.phase, (place_in_all + now.fraction) / len(wanted)))
 
-            config = config_of(run.number)
             if together:
                 parallel.broadcast_from_rank0(run.number)
             names = {} if run.fingerprint is None else {run.fingerprint: label}
             try:
-                (record,) = ensure([config], progress=progress, context=place, labels=names)
+                (record,) = make(plan_of(run.number), progress=progress, labels=names)
             except QuickSilverError as error:
                 if not together:  # else it is what the command ends with
                     say(f"{label}: {error}")
@@ -402,7 +406,7 @@ def work_through(
 
         try:
             work(
-                sweep, make, only=set(wanted), changed=board.changed, on_fault=show_fault, on_poll=board.catch_up, go_on=not together
+                sweep, make_run, only=set(wanted), changed=board.changed, on_fault=show_fault, on_poll=board.catch_up, go_on=not together
             )  # fmt: skip
             if together:
                 parallel.broadcast_from_rank0(0)

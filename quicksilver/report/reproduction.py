@@ -112,9 +112,9 @@ def recorded(
 def _recorded(row: Row, job: Job, store: Store, place: RunContext | None, answers: RecordIndex) -> Outcome:
     try:
         if job.config is not None:
-            from quicksilver.runs.run import plan
+            from quicksilver.runs.context import RunContext
 
-            fingerprint = plan([job.config], place)[-1].fingerprint
+            fingerprint = job.planned(place or RunContext()).wanted[0].fingerprint
             job.record = store.get(fingerprint)
             answers.put(job.overrides, job.config, Answer(job.record, fingerprint=fingerprint))
         return _sound(row, job, store)

@@ -6,7 +6,7 @@ from typing import Any
 
 _HOMES = {
     "compose": "config", "RunConfig": "config", "choices": "choices",
-    "ensure": "run", "is_done": "run", "plan": "run", "Planned": "run", "Progress": "run",
+    "ensure": "run", "make": "run", "plan": "run", "Plan": "run", "Planned": "run", "Progress": "run",
 }  # fmt: skip
 
 __all__ = sorted(_HOMES)

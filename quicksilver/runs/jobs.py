@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quicksilver.records.record import Record
     from quicksilver.runs.config import RunConfig
     from quicksilver.runs.context import RunContext
-    from quicksilver.runs.run import Planned, Progress
+    from quicksilver.runs.run import Plan, Planned, Progress
 
 NOT_YET = "not in this version"
 REFUSED = "refused under all: looks ahead"
@@ -35,15 +35,29 @@ class Job:
         name: for people.
         overrides: the run.
         config: composed, where the run has to be planned; None: it is known already, or cannot be had.
+        plan: of the config, once somebody made it.
         record: of the run; reason: why there is none; error: that made it fail.
     """
 
     name: str
     overrides: tuple[str, ...]
     config: RunConfig | None = None
+    plan: Plan | None = field(default=None, repr=False)
     record: Record | None = None
     reason: str | None = None
     error: Exception | None = field(default=None, repr=False)
+
+    def planned(self, context: RunContext) -> Plan:
+        """Its plan, made if it has none, with that context.
+
+        Raises:
+            QuickSilverError: model or text cannot be had, or a record is not whole.
+        """
+        from quicksilver.runs.run import plan
+
+        assert self.config is not None
+        self.plan = self.plan or plan([self.config], context)
+        return self.plan
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, KernelError):  # of this processor, not of the run: the row says so, and the table is whole
@@ -108,7 +122,7 @@ def run_missing(
         answers.save()
         return
     try:
-        _run(jobs, run_context(shared), strict=shared is None, watch=watch, on_fault=on_fault)
+        _run(jobs, run_context(shared, jobs), strict=shared is None, watch=watch, on_fault=on_fault)
     finally:
         for job in jobs:
             if job.config is not None and job.record is not None:
@@ -116,8 +130,8 @@ def run_missing(
         answers.save()
 
 
-def run_context(shared: RunConfig | None) -> RunContext:
-    """a run context at which the model and the text of `shared` can be had.
+def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContext:
+    """That of the plans that jobs have, or a new one, at which the model and the text of `shared` can be had.
 
     Raises:
         QuickSilverError: they cannot.
@@ -125,7 +139,7 @@ def run_context(shared: RunConfig | None) -> RunContext:
     from quicksilver.runs.context import RunContext
     from quicksilver.runs.run import plan
 
-    place = RunContext()
+    place = next((job.plan.context for job in jobs if job.plan is not None), None) or RunContext()
     if shared is not None:
         plan([shared], place)
     return place
@@ -139,7 +153,7 @@ def _run(
     watch: Watch | None,
     on_fault: Callable[[Exception], None] | None,
 ) -> None:
-    from quicksilver.runs.run import ensure, plan
+    from quicksilver.runs.run import joined, make
     from quicksilver.runs.tracker import NotMirrored
 
     waiting: list[Job] = []
@@ -147,7 +161,7 @@ def _run(
         if job.config is None:
             continue
         try:
-            plan([job.config], place)
+            job.planned(place)
         except QuickSilverError as error:
             if strict and not waiting and all(other.record is None for other in jobs):
                 raise
@@ -155,10 +169,10 @@ def _run(
         else:
             waiting.append(job)
     while waiting:
-        configs = [job.config for job in waiting if job.config is not None]
         try:
-            with watch(plan(configs, place)) if watch is not None else nullcontext() as report:
-                records = ensure(configs, progress=report, context=place)
+            whole = joined([job.planned(place) for job in waiting])
+            with watch(whole.steps) if watch is not None else nullcontext() as report:
+                records = make(whole, progress=report)
         except NotMirrored as error:
             # The run has its record, and so one run less is missing: the others go on.
             if on_fault is not None:
@@ -176,9 +190,7 @@ def _run(
 
 def _without_failed(waiting: Sequence[Job], error: Exception, place: RunContext) -> list[Job]:
     """Mark the jobs that the run which just failed stood for (rows may share one; all rows of a protocol need its dense run)."""
-    from quicksilver.runs.run import plan
-
-    planned = [plan([job.config], place) if job.config is not None else [] for job in waiting]
+    planned = [job.planned(place).steps for job in waiting]
     broken = next((step.fingerprint for steps in planned for step in steps if not step.done), None)
     if broken is None:
         # Every run has its record by now: reading one back failed, or somebody else was faster.
@@ -194,11 +206,11 @@ def _without_failed(waiting: Sequence[Job], error: Exception, place: RunContext)
 
 def _one_by_one(waiting: Sequence[Job], place: RunContext) -> list[Job]:
     """Give each job its record, or the error that reading it raises; none is left."""
-    from quicksilver.runs.run import ensure
+    from quicksilver.runs.run import make
 
     for job in waiting:
         try:
-            (job.record,) = ensure([job.config] if job.config is not None else [], context=place)
+            (job.record,) = make(job.planned(place))
         except Exception as error:  # of a damaged record, whatever it does
             job.fail(error)
     return []

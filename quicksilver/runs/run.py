@@ -1,7 +1,8 @@
 """From configs to records: what is missing is run, what is there is read.
 
-`ensure` is the one entry: it plans (dense prerequisites included), skips what has a record, loads each model and text once, and
-writes each record in one rename. Stop it however you like: the next call goes on where it was.
+`plan` says which runs there are (dense prerequisites included); whoever has a plan hands it on. `make` makes those of a plan that have no
+record: it loads each model and text once, and writes each record in one rename. Stop it however you like: the next call goes on where it
+was. `ensure` is both.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LOADING, _CALIBRATING = 0.03, 0.05  # rough shares of a run's time; the passes 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where `ensure` is.
+    """Where `make` is.
 
     Attributes:
         run, runs: number of the present run, from 0, and how many really run.
@@ -59,13 +60,53 @@ class Progress:
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a plan: its config, its fingerprint, that of its dense prerequisite (None: it is dense), and whether its
-    record is there."""
+    """One run of a plan: its config, its fingerprint, and that of its dense prerequisite (None: it is dense)."""
 
     config: RunConfig
     fingerprint: str
     dense: str | None
-    done: bool
+
+    @property
+    def record(self) -> Record | None:
+        """Its record, if it is there now.
+
+        Raises:
+            ConfigError: it is not whole.
+        """
+        return store_of(self.config).get(self.fingerprint)
+
+    @property
+    def done(self) -> bool:
+        """Whether its record is there now."""
+        return self.record is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs behind some configs.
+
+    Attributes:
+        steps: each run once, every dense prerequisite before the first run that needs it.
+        wanted: those of the configs, in their order.
+        context: texts, digests and the loaded model, which serve to make them.
+    """
+
+    steps: tuple[Planned, ...]
+    wanted: tuple[Planned, ...]
+    context: RunContext
+
+    @property
+    def done(self) -> bool:
+        """Whether all that is wanted has its record now."""
+        return all(step.done for step in self.wanted)
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """One plan of several, made with the context of the first."""
+    steps: dict[tuple[str, str], Planned] = {}
+    for step in (step for one in plans for step in one.steps):
+        steps.setdefault((step.config.results_dir, step.fingerprint), step)
+    return Plan(tuple(steps.values()), tuple(step for one in plans for step in one.wanted), plans[0].context)
 
 
 # --- planning -------------------------------------------------------------------------------------------------------------------
@@ -99,24 +140,24 @@ def _protocol(config: RunConfig) -> Any:
     return Protocol(**dataclasses.asdict(config.protocol))
 
 
-def plan(configs: Iterable[RunConfig], context: RunContext | None = None) -> list[Planned]:
-    """The runs behind `configs`, each once, every dense prerequisite before the first run that needs it. Loads no model.
+def plan(configs: Iterable[RunConfig], context: RunContext | None = None) -> Plan:
+    """The runs behind `configs`. Loads no model.
 
     Raises:
         ConfigError: whatever is wrong with one of them, before any of them runs; a record that is not whole.
     """
     context = context or RunContext()
-    planned: dict[tuple[str, str], Planned] = {}
+    steps: dict[tuple[str, str], Planned] = {}
+    wanted = []
     for config in configs:
         check_allowed_by_protocol(config)
-        dense = context.fingerprint(config.dense())
-        steps: list[tuple[RunConfig, str, str | None]] = [(config.dense(), dense, None)]
-        if config.modules:
-            steps.append((config, context.fingerprint(config), dense))
-        for step, found, needs in steps:
-            done = store_of(step).get(found) is not None
-            planned.setdefault((step.results_dir, found), Planned(step, found, needs, done))
-    return list(planned.values())
+        dense = Planned(config.dense(), context.fingerprint(config.dense()), None)
+        own = Planned(config, context.fingerprint(config), dense.fingerprint) if config.modules else dense
+        for step in (dense, own):
+            _ = step.record  # one that is not whole is refused before anything runs
+            steps.setdefault((step.config.results_dir, step.fingerprint), step)
+        wanted.append(own)
+    return Plan(tuple(steps.values()), tuple(wanted), context)
 
 
 def store_of(config: RunConfig) -> Store:
@@ -124,47 +165,48 @@ def store_of(config: RunConfig) -> Store:
     return Store(config.results_dir, config.records)
 
 
-def is_done(config: RunConfig, context: RunContext | None = None) -> bool:
-    """Whether the record of a config is there. Loads no model."""
-    place = context or RunContext()
-    return store_of(config).get(place.fingerprint(config if config.modules else config.dense())) is not None
-
-
 def ensure(
     configs: Sequence[RunConfig],
     *,
     progress: Callable[[Progress], None] | None = None,
     context: RunContext | None = None,
-    labels: Mapping[str, str] | None = None,
 ) -> list[Record]:
-    """Records of `configs`, in their order; runs what has none.
+    """Records of `configs`, in their order: `plan` and `make`.
 
     Args:
-        progress: called often; cheap callbacks only.
-        context: of an earlier `plan` or `ensure`, whose texts, digests and loaded model serve again.
-        labels: by fingerprint, what runs are called in a sweep; it stands before what they are.
+        context: of an earlier plan, whose texts, digests and loaded model serve again.
 
     Raises:
         ConfigError: a config that cannot be run; nothing was run then.
         QuickSilverError: a run failed; records finished before it stay.
     """
-    context = context or RunContext()
-    for config in configs:
-        check_tracker(config.tracker)
-        _check_processes(config)
-    for results_dir in dict.fromkeys(config.results_dir for config in configs):
+    return make(plan(configs, context), progress=progress)
+
+
+def make(
+    planned: Plan, *, progress: Callable[[Progress], None] | None = None, labels: Mapping[str, str] | None = None
+) -> list[Record]:
+    """Make the runs of a plan that have no record; the records of all that is wanted, in their order.
+
+    Args:
+        progress: called often; cheap callbacks only.
+        labels: by fingerprint, what runs are called in a sweep; it stands before what they are.
+
+    Raises:
+        ConfigError: a run that cannot be made here; nothing was run then.
+        QuickSilverError: a run failed; records finished before it stay.
+    """
+    for step in planned.wanted:
+        check_tracker(step.config.tracker)
+        _check_processes(step.config)
+    for results_dir in dict.fromkeys(step.config.results_dir for step in planned.wanted):
         Store(results_dir).clean()
-    planned = plan(configs, context)
-    missing = [step for step in planned if not step.done]
+    missing = [step for step in planned.steps if not step.done]
     for number, step in enumerate(missing):
         label = " | ".join(filter(None, ((labels or {}).get(step.fingerprint), step.config.label)))
-        _ensure_one(step, context, _Reporter(progress, number, len(missing), label))
-    records = []
-    for config in configs:
-        record = store_of(config).get(context.fingerprint(config if config.modules else config.dense()))
-        assert record is not None  # planned, hence made
-        records.append(record)
-    return records
+        _make_one(step, planned.context, _Reporter(progress, number, len(missing), label))
+    records = [step.record for step in planned.wanted]
+    return [record for record in records if record is not None]  # all of them: each was there, or was made
 
 
 @dataclass
@@ -187,7 +229,7 @@ class _Reporter:
 # --- running --------------------------------------------------------------------------------------------------------------------
 
 
-def _ensure_one(step: Planned, context: RunContext, report: _Reporter) -> None:
+def _make_one(step: Planned, context: RunContext, report: _Reporter) -> None:
     store, together = store_of(step.config), step.config.model.parallel is not None
     if together:
         context.model(step.config)  # from here on its processes hear each other

@@ -68,8 +68,8 @@ def make(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None
     Raises:
         ConfigError: fewer than one worker.
     """
-    from quicksilver.runs.context import RunContext
-    from quicksilver.runs.run import Planned, plan
+    from quicksilver.runs.jobs import run_context
+    from quicksilver.runs.run import Planned
 
     if workers is not None and workers < 1:
         raise ConfigError(f"workers={workers}: needs at least 1.")
@@ -79,15 +79,15 @@ def make(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None
     count = min(workers or _cores(), len(together))
     if count < 2:
         return
-    place, work, steps = RunContext(), list[list[tuple[str, ...]]](), dict[str, Planned]()
+    place, work, steps = run_context(None, jobs), list[list[tuple[str, ...]]](), dict[str, Planned]()
     for numbers in together:
         words = []
         for number in numbers:
             with suppress(QuickSilverError):
-                planned = plan([configs[number]], place)
-                if not all(step.done for step in planned):
+                missing = {step.fingerprint: step for step in configured[number].planned(place).steps if not step.done}
+                if missing:
                     words.append(configured[number].overrides)
-                    steps.update({step.fingerprint: step for step in planned})
+                    steps |= missing
         if words:
             work.append(words)
     if len(work) < 2:
@@ -110,14 +110,13 @@ def make(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None
 
 
 def _tell(report: Callable[[Progress], None], steps: Sequence[Planned]) -> None:
-    """Say how many of the steps that were missing have a record by now."""
-    from quicksilver.runs.run import Progress, store_of
+    """Say how many of the steps, all of which were missing, have a record by now."""
+    from quicksilver.runs.run import Progress
 
-    missing = [step for step in steps if not step.done]
-    open_ = [step for step in missing if store_of(step.config).get(step.fingerprint) is None]
-    done = len(missing) - len(open_)
-    if open_:
-        report(Progress(done, len(missing), open_[0].config.label, "side by side", done / len(missing)))
+    left = [step for step in steps if not step.done]
+    done = len(steps) - len(left)
+    if left:
+        report(Progress(done, len(steps), left[0].config.label, "side by side", done / len(steps)))
 
 
 def _make_all(jobs: Sequence[tuple[str, ...]]) -> None:

@@ -210,7 +210,7 @@ def test_an_interruption_says_how_to_go_on(harness, monkeypatch, capsys):
     def interrupted(configs, *, progress=None, context=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(harness_run, "ensure", interrupted)
+    monkeypatch.setattr(harness_run, "make", interrupted)
     assert table11(harness) == 130
     assert "same command" in capsys.readouterr().err
 
@@ -451,7 +451,7 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
     monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: experiments)
     monkeypatch.setattr(harness_config, "compose", compose)
     monkeypatch.setattr(harness_run, "plan", harness.plan)
-    monkeypatch.setattr(harness_run, "ensure", harness.ensure)
+    monkeypatch.setattr(harness_run, "make", harness.make)
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("dense all")))
     harness.made.clear()
     assert console.main(["reproduce", *words]) == 0

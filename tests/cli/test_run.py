@@ -10,7 +10,7 @@ from harness_world import make_world
 from quicksilver.cli import main as console
 from quicksilver.records.record import load_record, record_frame
 from quicksilver.runs.config import compose, sweep_jobs
-from quicksilver.runs.run import is_done
+from quicksilver.runs.run import plan
 
 CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
 
@@ -72,9 +72,9 @@ def test_the_jobs_of_an_experiment_are_found_again_one_by_one(words, capsys):
     here = [*words, "dataset.windows=9"]  # the words of a person win over those of the experiment
     assert run("-m", "experiment=minimum_depth", *here, "modules.halting.resume_layers=0") == 0
     jobs = [compose([*job, *here, "modules.halting.resume_layers=0"]) for job in sweep_jobs("minimum_depth")]
-    assert all(is_done(config) for config in jobs)
+    assert all(plan([config]).done for config in jobs)
     assert capsys.readouterr().out.count("9 windows of") == len(jobs)
-    assert not is_done(compose([*sweep_jobs("minimum_depth")[0], *words]))
+    assert not plan([compose([*sweep_jobs("minimum_depth")[0], *words])]).done
 
 
 def test_a_sweep_over_lists_of_modules(words, capsys):

@@ -241,7 +241,7 @@ def refused(capsys, *words: str) -> str:
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    monkeypatch.setattr(sweeping, "ensure", lambda *_, **__: pytest.fail("a run was started"))
+    monkeypatch.setattr(sweeping, "make", lambda *_, **__: pytest.fail("a run was started"))
 
 
 def test_another_sweep_of_the_same_name_is_refused(made, world, nothing_runs, capsys):

@@ -186,8 +186,8 @@ def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path)
     (Store(config.results_dir).root / KEPT).rename(clone / KEPT)
     words = [word for word in words if not word.startswith("results_dir=")]
     here = [*words, f"results_dir={clone}"]
-    assert [step.done for step in plan([compose(here)])] == [True, True]
-    assert [step.done for step in plan([compose([*here, "records=own"])])] == [False, False]
+    assert [step.done for step in plan([compose(here)]).steps] == [True, True]
+    assert [step.done for step in plan([compose([*here, "records=own"])]).steps] == [False, False]
     assert compose(here).identity() == compose([*here, "records=own"]).identity()
 
 

@@ -57,7 +57,7 @@ def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
     assert found.content["latency_ms"]["samples"] != kept.content["latency_ms"]["samples"]
     assert "nats a token from the repository's record" in confirmation([found])
     assert [json.loads(line)["event"] for line in found.events_path.read_text().splitlines()][2:4] == ["confirm", "latency"]
-    assert [step.done for step in plan([compose([*words, "records=checked"])])] == [True, True]
+    assert [step.done for step in plan([compose([*words, "records=checked"])]).steps] == [True, True]
 
 
 def test_what_comes_out_otherwise_is_measured_as_a_whole(clone) -> None:
@@ -134,7 +134,7 @@ def test_work_that_differs_does_not_agree_either(clone) -> None:
 def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None:
     words, kept = clone
     ensure([compose([*words, "records=checked"])])
-    assert [step.done for step in plan([compose([*words, "records=own"])])] == [False, False]
+    assert [step.done for step in plan([compose([*words, "records=own"])]).steps] == [False, False]
     (found,) = ensure([compose([*words, "records=own"])])
     assert found.confirmed is None
     assert found.quality.nll_nats == pytest.approx(kept.quality.nll_nats)

@@ -12,7 +12,7 @@ from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.dials import Budget, Dial, dials, fit, freeze, frozen_overrides, load_dial
 from quicksilver.runs.parts import build_modules
-from quicksilver.runs.run import ensure, is_done
+from quicksilver.runs.run import ensure, plan
 from quicksilver.runtime.errors import ConfigError
 
 SHARE = Dial("share", ("modules=[halting_attention]", "protocol=continuation"), ("modules.halting.halted_share",), 0.05, 0.9)
@@ -143,7 +143,7 @@ def test_a_calibration_of_ones_own_is_used_and_stays_in_the_config(percentile, w
     (record,) = ensure([config], context=RunContext())
     assert config.modules["halting"]["calibration"] == given == str(tmp_path / "drift_save10_nominal.calibration.json")
     assert record.calibration is None
-    assert is_done(config)
+    assert plan([config]).done
 
 
 # --- the dials of conf/budget ---------------------------------------------------------------------------------------------------

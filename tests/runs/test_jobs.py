@@ -45,7 +45,7 @@ def test_an_error_of_every_record_is_that_of_each_row(jobs, monkeypatch):
     def fails(*_, **__):
         raise QuickSilverError("the record is damaged")
 
-    monkeypatch.setattr(harness_run, "ensure", fails)
+    monkeypatch.setattr(harness_run, "make", fails)
     run_missing(rows, answers)
     assert [(row.record, row.reason, str(row.error)) for row in rows] == [(None, FAILED, "the record is damaged")] * 2
 

@@ -180,8 +180,8 @@ def test_a_worker_has_its_model_before_it_claims_a_run(tmp_path, monkeypatch):
     assert console.main(["run", "-m", *words, "limit=1"]) == 0
     seen = []
 
-    def work_through(sweep, config_of, place, wanted, board, **_):
-        seen.append((place._loaded is not None, list((sweep.folder / "taken").glob("*"))))
+    def work_through(sweep, plan_of, wanted, board, **_):
+        seen.append((plan_of(wanted[0]).context._loaded is not None, list((sweep.folder / "taken").glob("*"))))
 
     monkeypatch.setattr(sweeping, "work_through", work_through)
     sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))()

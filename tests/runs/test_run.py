@@ -28,7 +28,7 @@ from quicksilver.records.store import Store
 from quicksilver.runs import run as harness
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.run import ensure, is_done, plan
+from quicksilver.runs.run import ensure, plan
 from quicksilver.runs.tracker import differences
 from quicksilver.runtime import EXECUTIONS, Trace
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -157,8 +157,8 @@ def test_the_calibrating_part_can_be_scored(finished, words):
     assert record.data.part == "calibration"
     assert record.data.digest == records["all"].calibration.text_digest
     assert record.data.windows == 10  # dataset.windows, not calibration_windows
-    assert is_done(compose([*words, "dataset.part=calibration"]))
-    assert not is_done(compose(words))
+    assert plan([compose([*words, "dataset.part=calibration"])]).done
+    assert not plan([compose(words)]).done
 
 
 def test_records_pair_with_their_dense_run_and_their_null(finished):
@@ -208,13 +208,13 @@ def test_events_tell_what_happened_in_order(finished):
 
 def test_a_finished_run_is_found_not_repeated_and_dense_runs_are_shared(words, monkeypatch):
     configs = [compose([*words, *THRESHOLD, f"modules.halting.tau_drift={tau}"]) for tau in ("p40", "p60")]
-    assert [step.done for step in plan(configs)] == [False] * 3
-    assert not is_done(configs[0])
+    assert [step.done for step in plan(configs).steps] == [False] * 3
+    assert not plan([configs[0]]).done
     first = ensure(configs)
     assert first[0].dense_fingerprint == first[1].dense_fingerprint
     assert len(record_frame(configs[0].results_dir)) == 3
-    assert [step.done for step in plan(configs)] == [True] * 3
-    assert is_done(configs[0])
+    assert [step.done for step in plan(configs).steps] == [True] * 3
+    assert plan([configs[0]]).done
 
     def refuse(*_):
         raise AssertionError("a model was loaded")
@@ -259,7 +259,7 @@ def test_a_run_that_fails_harms_no_finished_one_and_is_repeated(words, monkeypat
             ensure([config])
     runs = Path(config.results_dir) / "runs"
     assert len([p for p in runs.iterdir() if p.is_dir()]) == 1  # the dense one; nothing hidden
-    assert [step.done for step in plan([config])] == [True, False]
+    assert [step.done for step in plan([config]).steps] == [True, False]
     assert ensure([config])[0].quality.ppl > 1
 
 

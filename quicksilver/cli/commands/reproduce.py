@@ -121,7 +121,7 @@ def _without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
     place, left = RunContext(), []
     for config in configs:
         try:
-            done = plan([config], place)[-1].done
+            done = plan([config], place).done
         except QuickSilverError:
             done = False
         if not done:

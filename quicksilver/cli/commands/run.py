@@ -53,19 +53,15 @@ def job(cfg: DictConfig) -> None:
     task = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     overrides = [str(word) for word in task] if isinstance(task, list) else []
     try:
-        from quicksilver.runs.context import RunContext
-        from quicksilver.runs.run import ensure, plan
+        from quicksilver.runs.run import make, plan
 
         check_hydra(HydraConfig.get())
         config = run_config(cfg, overrides)
-        context = RunContext()
-        steps = plan([config], context)
-        if steps[-1].done:
-            say(
-                f"This run has its record already, of {_made(config.results_dir, steps[-1].fingerprint)}: it is shown, nothing was run."
-            )
-        with watched(steps) as progress:
-            (record,) = ensure([config], progress=progress, context=context)
+        planned = plan([config])
+        if (made := planned.wanted[0].record) is not None:
+            say(f"This run has its record already, of {made.finished[:16].replace('T', ' ')}: it is shown, nothing was run.")
+        with watched(planned.steps) as progress:
+            (record,) = make(planned, progress=progress)
         print(summary(record), flush=True)
         _say_where_to_sync(config, record.fingerprint)
     except QuickSilverError as error:
@@ -79,13 +75,6 @@ def _say_where_to_sync(config: RunConfig, fingerprint: str) -> None:
             say(f"W&B has it offline. To send it: wandb sync {shlex.quote(str(there[-1]))}")
         else:
             say("W&B has no run of it: its record was there before. To mirror all records: python -m quicksilver.report.wandb")
-
-
-def _made(results_dir: str, fingerprint: str) -> str:
-    from quicksilver.records.store import Store
-
-    record = Store(results_dir).get(fingerprint)
-    return str(record.finished)[:16].replace("T", " ") if record is not None else "a moment ago"
 
 
 def main(words: Sequence[str]) -> int:

@@ -41,7 +41,7 @@ report: $(STAMP) ## results/report/index.html, a site of all that was made, to b
 	@$(PY) -m quicksilver report $(ARGS)
 
 readme: $(STAMP) ## put the written tables and figures into README.md
-	@$(PY) -m quicksilver readme
+	@$(PY) -m quicksilver dev readme
 
 # pytest rewrites the asserts of every test file and keeps the result, unless bytecode is forbidden: seconds of each start.
 test: $(STAMP) ## the tests, slow ones left out (ARGS for pytest)
@@ -89,7 +89,7 @@ budget: $(STAMP) ## a dial set so that a budget holds (ARGS="save=30", or "cost=
 	@$(PY) -m quicksilver budget $(SELECTED)
 
 benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within twenty minutes, into results/benchmarks/ (ARGS; ARGS="against=HEAD~20": is this code slower?)
-	@$(PY) -m quicksilver benchmark $(ARGS)
+	@$(PY) -m quicksilver dev benchmark $(ARGS)
 
 benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py
 	$(PY) scripts/benchmark_gpu.py $(ARGS)

@@ -6,22 +6,47 @@ import dataclasses
 from collections.abc import Sequence
 
 from quicksilver.cli.main import commands, load
+from quicksilver.runtime.errors import ConfigError
 
-# What follows a command before its keys.
-_FOLLOWING = {
-    "reproduce": ("table", "figure", "all"),
-    "list": ("table", "figure"),
-    "completion": ("bash", "zsh"),
+# The shell hands the line up to the cursor to `quicksilver dev completion words LINE`, which answers one candidate a line.
+BASH = """_quicksilver() {
+    local line="${COMP_LINE:0:COMP_POINT}"
+    local word="${line##* }"
+    local IFS=$'\\n'
+    COMPREPLY=($(quicksilver dev completion words "$line" 2>/dev/null))
+    # Readline replaces what follows the last = or : alone.
+    local kept="${word%"${word##*[=:]}"}"
+    COMPREPLY=("${COMPREPLY[@]#"$kept"}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
 }
-_NO_RUN = (
-    "benchmark",
-    "completion",
-    "demo",
-    "list",
-    "lm_eval",
-    "readme",
-    "variants",
-)  # commands that take no key of a run
+complete -o nosort -F _quicksilver quicksilver"""
+ZSH = """_quicksilver() {
+    local -a found
+    found=("${(@f)$(quicksilver dev completion words "$LBUFFER" 2>/dev/null)}")
+    compadd -Q -S '' -- $found
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _quicksilver quicksilver"""
+
+
+# Commands that take no key of a run.
+_NO_RUN = ("demo", "dev", "doctor", "list", "lm_eval")
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the script of a shell, or the candidates of a line; returns the exit code.
+
+    Raises:
+        ConfigError: another shell.
+    """
+    scripts = {"bash": BASH, "zsh": ZSH}
+    if len(words) == 2 and words[0] == "words":
+        print("\n".join(candidates(words[1])))
+        return 0
+    if len(words) != 1 or words[0] not in scripts:
+        raise ConfigError(f"{' '.join(words) or 'nothing'}: say for which shell: quicksilver dev completion bash, or zsh.")
+    print(scripts[words[0]])
+    return 0
 
 
 def candidates(line: str) -> list[str]:
@@ -38,9 +63,9 @@ def candidates(line: str) -> list[str]:
 
 
 def _of_command(name: str, rest: Sequence[str], word: str) -> list[str]:
-    following = _FOLLOWING.get(name, ())
-    if following and not rest:
-        return [*following]
+    if not rest and name in ("reproduce", "list", "dev"):
+        module = load(name)
+        return ["table", "figure", "all"] if name == "reproduce" else [*(module.KINDS if name == "list" else module.COMMANDS)]
     if name == "reproduce" and len(rest) == 1 and rest[0] in ("table", "figure"):
         from quicksilver.report.artefacts import artefacts
 

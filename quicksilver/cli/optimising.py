@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from quicksilver.cli.arguments import SweepOptions
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import show_fault, width
-from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.config import RunConfig, compose

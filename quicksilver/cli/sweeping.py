@@ -25,9 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from quicksilver.cli.arguments import SweepOptions
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import show_fault, width
-from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig

@@ -2,7 +2,7 @@
 
 Only for models and texts that come with the package: others lie in files that may change, and are looked at every time. Whatever
 changes in the package or in conf/ makes everything forgotten. The repository has such an index of its own beside its records
-(`quicksilver keep`); where no folder of data is named, that one is believed about texts of others too: its records are what there is of them.
+(`quicksilver dev keep`); where no folder of data is named, that one is believed about texts of others too: its records are what there is of them.
 """
 
 from __future__ import annotations

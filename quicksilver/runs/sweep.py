@@ -260,7 +260,7 @@ class Sweep:
             where = f"process {who.pid} of {who.host} since {who.since}" if who is not None else "another process"
             raise ConfigError(
                 f"name={self.manifest.name}: this sweep runs already ({where}). Look at it with "
-                f"`quicksilver sweep status {self.manifest.name} results_dir={self.store.root}`, or give another name=…"
+                f"`quicksilver list sweep {self.manifest.name} results_dir={self.store.root}`, or give another name=…"
             )
         try:
             yield

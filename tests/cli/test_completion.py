@@ -16,9 +16,10 @@ from quicksilver.runs.choices import choices
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("quicksilver re", {"readme", "report", "reproduce"}),
+        ("quicksilver re", {"report", "reproduce"}),
         ("quicksilver reproduce ", {"table", "figure", "all"}),
         ("quicksilver list f", {"figure"}),
+        ("quicksilver dev re", {"readme"}),
         ("quicksilver reproduce table 1", {"1", "10", "11", "12", "13"}),
         ("quicksilver budget sa", {"save="}),
         ("quicksilver demo ", {"save=", "text=", "new_tokens=", "model=", "svg="}),
@@ -46,7 +47,7 @@ def test_bash_replaces_what_follows_the_last_equals_sign(tmp_path):
     command = tmp_path / "quicksilver"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m quicksilver "$@"\n')
     command.chmod(0o755)
-    script = """eval "$(quicksilver completion bash)"
+    script = """eval "$(quicksilver dev completion bash)"
 COMP_LINE="quicksilver run model=reference-g"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null; echo "${COMPREPLY[@]}"
 COMP_LINE="quicksilver budg"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null; echo "${COMPREPLY[@]}"
 """
@@ -57,7 +58,7 @@ COMP_LINE="quicksilver budg"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null
 
 
 def test_another_shell_is_refused(capsys):
-    assert console.main(["completion", "fish"]) == 2
+    assert console.main(["dev", "completion", "fish"]) == 2
     assert "bash, or zsh" in capsys.readouterr().err
-    assert console.main(["completion", "zsh"]) == 0
+    assert console.main(["dev", "completion", "zsh"]) == 0
     assert "compdef" in capsys.readouterr().out

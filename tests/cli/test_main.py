@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from quicksilver.cli import main as console
+from quicksilver.cli.commands.list import GROUPS
+from quicksilver.runs.choices import choices
 
 HEAVY = ("torch", "transformers", "pandas", "matplotlib", "datasets")
 
@@ -25,7 +27,7 @@ def test_every_command_is_named_with_what_it_does(capsys):
     for name in console.commands():
         assert f"  {name} " in shown
         assert len(console.help_of(name).partition("\n")[0]) > 20
-    assert {"run", "reproduce", "claims", "report", "budget", "calibrate", "benchmark", "list"} <= set(console.commands())
+    assert {"run", "reproduce", "claims", "report", "budget", "calibrate", "dev", "list"} <= set(console.commands())
 
 
 @pytest.mark.parametrize("name", sorted(console.commands()))
@@ -55,6 +57,16 @@ def test_help_and_refusals_load_nothing_heavy(words):
     assert python("-c", code).stdout.splitlines()[-1] == "loaded"
 
 
+def test_the_list_has_every_choice_once_and_peers_apart(capsys):
+    assert console.main(["list"]) == 0
+    named = [line.split(":")[0].split() for line in capsys.readouterr().out.splitlines()]
+    for kind, group in GROUPS.items():
+        there = [name for one, name in named if one == kind or (group == "modules" and one in ("module", "peer"))]
+        assert sorted(there) == choices(group)
+    assert ["peer", "prompt_lookup"] in named
+    assert ["module", "halting"] in named
+
+
 def test_the_module_is_the_command():
     shown = python("-m", "quicksilver", "list")
     assert shown.returncode == 0
@@ -66,6 +78,8 @@ def test_the_module_is_the_command():
     [
         (["reproduc"], ["no command reproduc", "Did you mean reproduce"]),
         (["list", "claims"], ["claims", "table, figure"]),
+        (["dev", "fly"], ["fly", "keep"]),
+        (["dev", "keep", "model=gpt2"], ["model=gpt2", "results_dir=FOLDER"]),
         (["reproduce"], ["table 11", "all"]),
         (["reproduce", "table"], ["which table"]),
         (["reproduce", "table", "model=gpt2"], ["which table"]),
@@ -74,8 +88,8 @@ def test_the_module_is_the_command():
         (["budget", "sav=30"], ["sav:", "Did you mean save", "halvings"]),
         (["budget", "save=much"], ["save=much", "a number"]),
         (["budget", "save=30", "halvings=few"], ["halvings=few", "a whole number"]),
-        (["benchmark", "only=[everything]"], ["only=everything", "break_even"]),
-        (["benchmark", "model=gpt2"], ["model=gpt2"]),
+        (["dev", "benchmark", "only=[everything]"], ["only=everything", "break_even"]),
+        (["dev", "benchmark", "model=gpt2"], ["model=gpt2"]),
     ],
 )
 def test_what_makes_no_sense_is_one_line_and_exit_code_2(words, said, capsys):
@@ -103,6 +117,8 @@ COMMAND = """
 import os, signal, sys
 from pathlib import Path
 from quicksilver.cli import main as console
+from quicksilver.cli.commands.list import GROUPS
+from quicksilver.runs.choices import choices
 from quicksilver.records.store import Store
 
 def main(words):

@@ -122,7 +122,7 @@ def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words
 
 def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
     results, _ = made
-    assert console.main(["sweep", "status", "depths", f"results_dir={results}"]) == 0
+    assert console.main(["list", "sweep", "depths", f"results_dir={results}"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("depths: 3 of 3 done\n")
     page = (results / "sweeps" / "depths" / "index.html").read_text()
@@ -133,7 +133,7 @@ def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
     assert page.count('data-state="done"') == 3
     assert "http-equiv" not in page  # there is nothing to wait for
     assert not re.search(r'(?:src|href)="(?!#)', page)  # it loads nothing
-    assert console.main(["sweep", "list", f"results_dir={results}"]) == 0
+    assert console.main(["list", "sweep", f"results_dir={results}"]) == 0
     assert capsys.readouterr().out == "depths: 3 of 3 done\n"
 
 
@@ -188,7 +188,7 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monke
     assert states(results) == ["done", "failed", "done"]
     assert "[2/3] depth=0.5: the logits are not finite" in err
     assert "the logits are not finite" in out
-    assert console.main(["sweep", "status", "depths", f"results_dir={results}"]) == 1
+    assert console.main(["list", "sweep", "depths", f"results_dir={results}"]) == 1
     assert "2 of 3 done, 1 failed" in capsys.readouterr().out
     monkeypatch.setattr(harness_run, "_run", run)
     assert sweep(*words, *DEPTHS, "name=depths") == 0
@@ -304,12 +304,12 @@ def test_keys_of_a_sweep_are_refused_for_a_single_run(words, capsys):
 
 def test_a_sweep_that_is_not_there_is_named_with_those_that_are(made, capsys):
     results, _ = made
-    assert console.main(["sweep", "status", "depth", f"results_dir={results}"]) == 2
+    assert console.main(["list", "sweep", "depth", f"results_dir={results}"]) == 2
     assert "There is no sweep depth" in (said := capsys.readouterr().err)
     assert "There are: depths." in said
     (results / "sweeps" / "torn").mkdir()
     (results / "sweeps" / "torn" / "manifest.json").write_text('{"schema_version": 1, "name"')
-    assert console.main(["sweep", "status", "torn", f"results_dir={results}"]) == 2
+    assert console.main(["list", "sweep", "torn", f"results_dir={results}"]) == 2
     assert "is damaged" in capsys.readouterr().err
     (results / "sweeps" / "torn" / "manifest.json").unlink()
     (results / "sweeps" / "torn").rmdir()

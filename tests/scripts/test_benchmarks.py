@@ -16,7 +16,7 @@ import pytest
 import torch
 from benchmarking import parsed
 
-from quicksilver.cli.commands import benchmark as benchmark_command
+from quicksilver.cli.commands import dev
 
 torch.set_num_threads(1)
 GPU = [
@@ -242,7 +242,7 @@ def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     (command,) = commands
     assert Path(command[1]).is_file()
     assert command[-4:] == ["--repeats", "9", "--output", str(tmp_path / "benchmark.json")]
-    assert tuple(benchmark.PARTS) == benchmark_command.PARTS  # `quicksilver benchmark` knows them all
+    assert tuple(benchmark.PARTS) == dev.PARTS  # `quicksilver dev benchmark` knows them all
     for (name, *words), _ in benchmark.PARTS.values():  # a part's words are options that it has
         assert parsed(name, "", benchmark.BENCHMARKS[name][2], words, tmp_path).output == tmp_path
 
@@ -269,7 +269,7 @@ def test_a_bad_option_is_one_line(words: list[str], said: str, capsys: pytest.Ca
 @pytest.mark.parametrize("words", [["minutes=nan"], ["minutes=-1"], ["minutes=inf"], ["only=[]"], ["only=[nothing]"]])
 def test_a_bad_key_of_the_command_is_refused(words: list[str]) -> None:
     with pytest.raises(benchmark.ConfigError, match=words[0].split("=")[0]):
-        benchmark_command.main(words)
+        dev.benchmark(words)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ quicksilver run --cfg job modules=[halting]     prints the composed config
 quicksilver run --help                          prints the groups and their choices
 
 A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4 (docs/sweeps-and-budgets.md);
-`quicksilver sweep status NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md).
+`quicksilver list sweep NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quicksilver.cli.arguments import split_own
+from quicksilver.cli.arguments import SweepOptions, split_own
 from quicksilver.cli.main import say
-from quicksilver.cli.sweep_options import SweepOptions
 from quicksilver.runs.choices import config_dir
 from quicksilver.runs.composing import check_words
 from quicksilver.runs.config import RunConfig, run_config

@@ -1,8 +1,9 @@
 """The text the reference models are trained on, and the text kept out of it.
 
-Sources: WikiText-2 train, public-domain books, and the docstrings of the installed Python packages. Held out, and removed from the
-training text wherever 13 consecutive words coincide (Brown et al. 2020, app. C): WikiText validation and test, books valid and test, and
-`pydoc_data.topics` (the python-docs evaluation text).
+Sources: WikiText-2 train, public-domain books, the docstrings of the installed Python packages; for the models that use far context also
+the source code of packages under permissive licences, and questions about facts that stand further back. Held out, and removed from the
+training text wherever 13 consecutive words coincide (Brown et al. 2020, app. C): WikiText validation and test, books valid and test,
+`pydoc_data.topics` (the python-docs evaluation text) and the packages of python-source.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import ast
 import hashlib
 import inspect
 import json
+import random
 import re
 import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +27,18 @@ import numpy as np
 from tqdm import tqdm
 
 from quicksilver.data.overlap import NGRAM_WORDS, ngrams
+from quicksilver.data.python_source import PACKAGES, python_source
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SOURCES = ("wiki", "books", "docstrings")
+FAR_SOURCES = (*SOURCES, "code", "recall")
+_PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|HPND|Zlib|Unlicense)", re.I)
+_RESTRICTIVE = re.compile(r"GPL|GNU|MPL|Mozilla|EUPL|proprietary|NVIDIA", re.I)
+_CODE_BYTES, _CODE_BYTES_OF_ONE = 45_000_000, 6_000_000  # of all packages, and at most of one
+_RECALL_DOCUMENTS = 16_000
 
 
 def python_docs() -> str:
@@ -50,6 +59,11 @@ def held_out_texts(data_root: Path) -> dict[str, str]:
     texts = {name: read_text(data_root / path) for name, path in paths.items()}
     texts["python-docs"] = python_docs()
     return texts
+
+
+def held_out_source() -> dict[str, str]:
+    """Both parts of python-source, by name."""
+    return {f"python-source-{part}": python_source(part) for part in PACKAGES}
 
 
 def read_text(path: Path) -> str:
@@ -85,7 +99,91 @@ def docstrings(roots: Iterable[Path]) -> Iterator[str]:
                         yield text
 
 
-def training_documents(data_root: Path) -> dict[str, list[str]]:
+def code_documents() -> list[str]:
+    """Source files of the standard library and of installed packages under permissive licences, without tests and without repeats."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {
+        "site-packages",
+        "pydoc_data",
+        "encodings",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        *PACKAGES["test"],
+        *PACKAGES["calibration"],
+    }
+    groups = [[p for p in stdlib.rglob("*.py") if not left_out & set(p.relative_to(stdlib).parts)]]
+    for package in metadata.distributions():
+        said = " ".join([*(package.metadata.get_all(key, [""])[0][:200] for key in ("License", "License-Expression")),
+                         *(c for c in package.metadata.get_all("Classifier", []) if c.startswith("License"))])  # fmt: skip
+        if _PERMISSIVE.search(said) and not _RESTRICTIVE.search(said):
+            groups.append([Path(str(f.locate())) for f in package.files or () if f.suffix == ".py"])
+    kept: dict[bytes, str] = {}  # by digest: the order is drawn, and equal files are one
+    for files in groups:
+        found: dict[bytes, str] = {}
+        for path in files:
+            if (
+                not {"test", "tests", "testing", "_vendor"} & set(path.parts)
+                and path.is_file()
+                and 1500 <= path.stat().st_size <= 150_000
+            ):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                if max(map(len, text.splitlines())) <= 400 and sum(map(str.isdigit, text)) <= 0.15 * len(
+                    text
+                ):  # no tables of data
+                    found[hashlib.sha256(text.encode()).digest()] = text
+        kept |= dict(_up_to(found, _CODE_BYTES_OF_ONE))
+    return [text for _, text in _up_to(kept, _CODE_BYTES)]
+
+
+def _up_to(texts: dict[bytes, str], size: int) -> Iterator[tuple[bytes, str]]:
+    for digest in sorted(texts):
+        size -= len(texts[digest])
+        if size < 0:
+            return
+        yield digest, texts[digest]
+
+
+def recall_documents(fillers: list[str], count: int, seed: int = 11) -> Iterator[str]:
+    """Facts, a passage, then the facts again or questions about them, in another order. The words are drawn from the fillers; those of
+    far-recall are none of them."""
+    from quicksilver.data import far_context
+
+    draw = random.Random(seed)
+    counts: dict[str, int] = {}
+    for text in fillers[:400]:
+        for word in re.findall(r"[A-Za-z][a-z]{3,8}\b", text):
+            counts[word] = counts.get(word, 0) + 1
+    tested = {*far_context._ADJECTIVES, *far_context._THINGS, *far_context._PLACES}
+    words = [word for word in sorted(counts, key=lambda w: (-counts[w], w))[150:6000] if word.lower() not in tested]
+    lower, names = [w for w in words if w.islower()], [w for w in words if not w.islower()]
+    for _ in range(count):
+        n = draw.randint(2, 14)
+        one, two, three = (draw.sample(lower, n) for _ in range(3))
+        some = draw.sample(names, n)
+        number = [str(draw.randint(2, 999)) for _ in range(n)]
+        forms = [
+            [(f"Where is the {a} {b}? In the {c}.",) * 2 for a, b, c in zip(one, two, three, strict=True)],
+            [
+                (f"The {a} {b} is in the {c}.", f"Where is the {a} {b}? In the {c}.")
+                for a, b, c in zip(one, two, three, strict=True)
+            ],
+            [(f"{a} has the {b} {c}.", f"Who has the {b} {c}? {a}.") for a, b, c in zip(some, one, two, strict=True)],
+            [(f"{a} = {b}",) * 2 for a, b in zip(one, number, strict=True)],
+            [(f'"{a}": "{b}",', f'assert table["{a}"] == "{b}"') for a, b in zip(one, two, strict=True)],
+            [(f"def {a}_{b}(self, {c}):", f"        self.{a}_{b}({c})") for a, b, c in zip(one, two, three, strict=True)],
+        ]
+        pairs = draw.choice(forms)
+        filler = draw.choice(fillers)
+        length = draw.choice((0, 120, 300, 600, 1200))
+        start = draw.randrange(max(1, len(filler) - length))
+        again = draw.sample(pairs, n)
+        yield "\n\n".join(
+            ["\n".join(said for said, _ in pairs), filler[start : start + length], "\n".join(asked for _, asked in again)]
+        )
+
+
+def training_documents(data_root: Path, sources: tuple[str, ...] = SOURCES) -> dict[str, list[str]]:
     """Documents by source, before anything is removed: an article, about 8 kB of a book, or a docstring each."""
     wiki = re.split(r"\n (?== [^=])", read_text(data_root / "wikitext-2/train_article_order_shuffled.txt"))
     paragraphs = read_text(data_root / "books/books_train.txt").split("\n\n")
@@ -98,7 +196,13 @@ def training_documents(data_root: Path) -> dict[str, list[str]]:
     books.append(piece)
     site = Path(sysconfig.get_paths()["purelib"])
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    return {"wiki": wiki, "books": books, "docstrings": list(docstrings([site, stdlib]))}
+    found = {"wiki": wiki, "books": books, "docstrings": list(docstrings([site, stdlib]))}
+    if "code" in sources:
+        found["code"] = code_documents()
+        found["recall"] = list(
+            recall_documents(random.Random(5).sample([*books, *wiki, *found["code"]], 3000), _RECALL_DOCUMENTS)
+        )
+    return found
 
 
 @dataclass
@@ -144,7 +248,7 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def sample() -> Iterator[str]:
-        for source in SOURCES:
+        for source in documents:
             left = per_source_bytes
             for text in documents[source]:
                 if left <= 0:
@@ -165,20 +269,24 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source
     return tokenizer
 
 
-def prepare(data_root: Path, out: Path, vocab_size: int) -> dict:
-    """Tokenizer and token streams (`{source}.bin`, uint16) in `out`; reused when they are already there for this vocabulary."""
+def prepare(data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...] = SOURCES) -> dict:
+    """Tokenizer and token streams in `out` (`{source}.bin`, uint16; where their documents begin: `{source}.starts.npy`).
+
+    They are reused when they are already there for this vocabulary and these sources.
+    """
     manifest_path = out / "corpus.json"
     if manifest_path.is_file():
         manifest = json.loads(manifest_path.read_text())
-        if manifest["vocab_size"] == vocab_size:
+        if manifest["vocab_size"] == vocab_size and tuple(manifest["sources"]) == sources:
             return manifest
     out.mkdir(parents=True, exist_ok=True)
-    documents, overlap = remove_overlap(training_documents(data_root), held_out_texts(data_root))
+    found = training_documents(data_root, sources)
+    documents, overlap = remove_overlap(found, held_out_texts(data_root) | (held_out_source() if "code" in sources else {}))
     tokenizer = train_tokenizer(documents, vocab_size)
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
     manifest = {"vocab_size": vocab_size, "ngram_words": NGRAM_WORDS, "sources": {}}
-    for source in SOURCES:
+    for source in sources:
         digest = hashlib.sha256()
         ids: list[np.ndarray] = []
         texts = documents[source]
@@ -189,6 +297,7 @@ def prepare(data_root: Path, out: Path, vocab_size: int) -> dict:
                 ids.append(np.array([*encoding.ids, end], dtype=np.uint16))
         stream = np.concatenate(ids)
         stream.tofile(out / f"{source}.bin")
+        np.save(out / f"{source}.starts.npy", np.cumsum([0, *(len(document) for document in ids[:-1])]))
         manifest["sources"][source] = {
             "documents": len(texts),
             "bytes": sum(len(t.encode()) for t in texts),

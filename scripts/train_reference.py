@@ -24,11 +24,13 @@ import numpy as np
 import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
+from context_use import context_use
 from tqdm import tqdm
 from training_state import TrainingState
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
+SAVED_SECONDS, EVALUATED_SECONDS = 180, 1800
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Recipe:
     mixture: tuple[float, ...] = (0.36, 0.22, 0.42)  # wiki, books, docstrings
     decay_mixture: tuple[float, ...] = (0.70, 0.05, 0.25)  # while the learning rate falls: encyclopedic prose is what lags
     seed: int = 42
+    sources: tuple[str, ...] = corpus.SOURCES
+    whole_documents: bool = False  # a window begins with a document, or lies wholly in one
+    long_from_tokens: int | None = None  # the full context from here on; None: from the decay on
+    repeats: tuple[float, float] = (0.0, 0.0)  # share of windows with repeated spans, at the short and at the full context
     shortened: tuple[int, int] | None = (
         None  # (from step, to step): from there the learning rate falls straight to 0 at the other
     )
@@ -82,7 +88,10 @@ class Recipe:
         return warm * (self._planned_steps - step) / (self._planned_steps - self.decay_start)
 
     def context_at(self, step: int) -> int:
-        return self.stable_context_tokens if step < self.decay_start else self.context_tokens
+        long = step >= self.decay_start
+        if self.long_from_tokens is not None:
+            long = long or step * self.batch_tokens >= self.long_from_tokens
+        return self.context_tokens if long else self.stable_context_tokens
 
     def mixture_at(self, step: int) -> tuple[float, ...]:
         return self.mixture if step < self.decay_start else self.decay_mixture
@@ -99,6 +108,10 @@ class Recipe:
         return cls(**fields)
 
 
+_FAR = Recipe(
+    family="gpt2", context_tokens=1024, total_tokens=42_000_000, decay_fraction=0.25, sources=corpus.FAR_SOURCES, whole_documents=True,
+    long_from_tokens=14_000_000, repeats=(0.25, 0.1), mixture=(0.2, 0.14, 0.22, 0.34, 0.1), decay_mixture=(0.3, 0.1, 0.24, 0.3, 0.06),
+)  # fmt: skip
 RECIPES = {
     "reference-gpt2": Recipe(family="gpt2", total_tokens=13_000_000),
     # A ladder up to reference-gpt2's size: the same text, heads of the same width; all four see the same 4 M tokens.
@@ -106,6 +119,9 @@ RECIPES = {
     "ladder-gpt2-2m": Recipe(family="gpt2", layers=12, width=96, heads=3, kv_heads=3, mlp_width=384, total_tokens=4_000_000),
     "ladder-gpt2-4m": Recipe(family="gpt2", layers=16, width=128, heads=4, kv_heads=4, mlp_width=512, total_tokens=4_000_000),
     "ladder-gpt2-8m": Recipe(family="gpt2", total_tokens=4_000_000),
+    # Models that use far context: windows of 1,024, source code, repeated spans and recalled facts. A night of one core each.
+    "far-gpt2": _FAR,
+    "far-llama": dataclasses.replace(_FAR, family="llama", kv_heads=2, mlp_width=576),
     "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512, total_tokens=10_000_000, shortened=(850, 1020)),
 }
 
@@ -144,7 +160,19 @@ class Batches:
 
     def __init__(self, folder: Path, recipe: Recipe):
         self.recipe = recipe
-        self.streams = [np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r") for name in corpus.SOURCES]
+        self.streams = [np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r") for name in recipe.sources]
+        self.starts = [np.load(folder / f"{name}.starts.npy") for name in recipe.sources] if recipe.whole_documents else []
+
+    def _window(self, source: int, length: int, rng: np.random.Generator) -> np.ndarray:
+        stream = self.streams[source]
+        start = int(rng.integers(0, len(stream) - length))
+        if self.recipe.whole_documents:
+            starts = self.starts[source]
+            document = int(np.searchsorted(starts, start, side="right"))
+            end = int(starts[document]) if document < len(starts) else len(stream)
+            start = max(int(starts[document - 1]), min(start, end - length))
+        start = min(start, len(stream) - length)
+        return np.asarray(stream[start : start + length], dtype=np.int64)
 
     def micro_batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields (input_ids (B, N), position_ids (1, N)) until the batch is complete."""
@@ -156,11 +184,26 @@ class Batches:
             which = rng.choice(len(self.streams), size=rows, p=recipe.mixture_at(step))
             windows = []
             for source in which:
-                start = rng.integers(0, len(self.streams[source]) - length)
-                windows.append(self.streams[source][start : start + length].astype(np.int64))
+                window = self._window(source, length, rng)
+                repeats = recipe.repeats[length == recipe.context_tokens]
+                windows.append(with_repeats(window, rng) if repeats and rng.random() < repeats else window)
             # A random offset trains the later learned positions while windows are still short.
             offset = int(rng.integers(0, recipe.context_tokens - length + 1))
             yield torch.from_numpy(np.stack(windows)), torch.arange(offset, offset + length)[None]
+
+
+def with_repeats(window: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A span of the window (N,) comes again and again behind it, with gaps of one length or none, until the window is full."""
+    window, n = window.copy(), len(window)
+    length = int(rng.integers(n // 32, n // 3))
+    first = int(rng.integers(0, n - 2 * length))
+    gap = int(rng.integers(0, n - first - 2 * length + 1)) if rng.random() < 0.5 else 0
+    at = first + length + gap
+    while at < n:
+        end = min(at + length, n)
+        window[at:end] = window[first : first + end - at]
+        at = end + gap
+    return window
 
 
 def step_loss(model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, device: str) -> torch.Tensor:
@@ -189,10 +232,10 @@ def bits_per_byte(
     return nats / math.log(2) / n_bytes
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: Path, context_tokens: int = 512) -> PreTrainedTokenizerFast:
     end = corpus.END_OF_TEXT
     return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), bos_token=end, eos_token=end, unk_token=end, model_max_length=512, clean_up_tokenization_spaces=False
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token=end, eos_token=end, unk_token=end, model_max_length=context_tokens, clean_up_tokenization_spaces=False
     )  # fmt: skip
 
 
@@ -261,9 +304,9 @@ def loss_curve(history: list[dict], path: Path, title: str) -> None:
 
 def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, device: str) -> None:
     run_folder = work / name
-    corpus_folder = work / "corpus"
-    corpus.prepare(data_root, corpus_folder, recipe.vocab_size)
-    tokenizer = load_tokenizer(corpus_folder)
+    corpus_folder = work / ("corpus-far" if "code" in recipe.sources else "corpus")
+    corpus.prepare(data_root, corpus_folder, recipe.vocab_size, recipe.sources)
+    tokenizer = load_tokenizer(corpus_folder, recipe.context_tokens)
     held_out = {k: v for k, v in corpus.held_out_texts(data_root).items() if k in ("wikitext-103-valid", "python-docs")}
 
     model: PreTrainedModel = torch.nn.Module.to(build_model(recipe), device).train()
@@ -273,6 +316,7 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
     batches = Batches(corpus_folder, recipe)
     bar = tqdm(total=recipe.steps, initial=step, desc=name, unit="step", mininterval=5, file=sys.stderr)
     started = time.monotonic() - seconds
+    saved, evaluated = time.monotonic(), -math.inf if recipe.long_from_tokens is None else time.monotonic() - EVALUATED_SECONDS
     while step < recipe.steps:
         scale = recipe.lr_scale(step)
         for optim, peak in zip(optims, (recipe.lr_muon, recipe.lr_adamw), strict=True):
@@ -296,13 +340,21 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
         bar.update()
         bar.set_postfix(loss=f"{loss_nats:.3f}", lr=f"{scale:.2f}", refresh=False)
         history.append({"tokens": step * recipe.batch_tokens, "loss_nats": loss_nats})
-        if step % 100 == 0 or step == recipe.steps:
+        if (step % 100 == 0 and time.monotonic() - evaluated > EVALUATED_SECONDS) or step == recipe.steps:
+            evaluated = time.monotonic()
             scores = {k: bits_per_byte(model, tokenizer, v, recipe.context_tokens, 24, device) for k, v in held_out.items()}
             history.append({"tokens": step * recipe.batch_tokens, "held_out_bits_per_byte": scores})
+            if recipe.long_from_tokens is not None:
+                used = {
+                    name: round(value, 4) for name, value in context_use(model, tokenizer, data_root, 8, "calibration").items()
+                }
+                history[-1]["context_use"] = used
+                tqdm.write(f"{name} step {step} {json.dumps(used)}", file=sys.stderr)
             tqdm.write(
                 f"{name} step {step} loss {loss_nats:.3f} " + " ".join(f"{k} {v:.3f}" for k, v in scores.items()), file=sys.stderr
             )
-        if step % 50 == 0 or step == recipe.steps:
+        if step % 50 == 0 or step == recipe.steps or time.monotonic() - saved > SAVED_SECONDS:
+            saved = time.monotonic()
             checkpoint.save(step, model, optims, history, time.monotonic() - started)
             loss_curve(history, run_folder / "loss_curve.png", name)
     bar.close()
@@ -342,7 +394,10 @@ def main() -> None:
     parser.add_argument(
         "--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
     )
-    parser.add_argument("--work", type=Path, default=ROOT / "results" / "reference", help="corpus, checkpoints, curves")
+    parser.add_argument(
+        "--work", type=Path, default=Path(os.environ.get("QUICKSILVER_TRAINING", Path.home() / "quicksilver-training")),
+        help="corpus, checkpoints, curves; outside of the repository, so that a run outlives its checkout",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=ROOT / "quicksilver" / "models" / "reference", help="where the finished folder goes"
     )

@@ -10,9 +10,21 @@ from omegaconf import MISSING
 # OmegaConf 2.3 reads `Optional[int]` everywhere a config may come from; `int | None` it does not.
 # ruff: noqa: UP045
 
-READERS = ("pydoc", "text", "lines", "documents", "treebank", "treebank-upos", "tagged", "far-copy", "far-recall", "task")
+READERS = (
+    "pydoc",
+    "python-source",
+    "text",
+    "lines",
+    "documents",
+    "treebank",
+    "treebank-upos",
+    "tagged",
+    "far-copy",
+    "far-recall",
+    "task",
+)
 ANNOTATED = {"treebank": "penn", "treebank-upos": "upos", "tagged": "penn"}  # reader -> tag set
-MADE_HERE = ("pydoc", "far-copy", "far-recall")  # readers of texts that need no file
+MADE_HERE = ("pydoc", "python-source", "far-copy", "far-recall")  # readers of texts that need no file
 FarContext = Literal["copy", "recall"]
 FORMS = ("raw", "tokenised")
 Part = Literal["test", "calibration"]
@@ -106,7 +118,7 @@ class DatasetConfig:
     """Which text, cut into which windows.
 
     Args:
-        reader: `pydoc` (pydoc_data.topics), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl
+        reader: `pydoc` (pydoc_data.topics), `python-source` (packages of the standard library), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl
             with `text`), `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language),
             `far-copy`, `far-recall` (texts of their own, made by seed; data/far_context.py),
             `tagged` (`lines`, tagged by `tagger`), `task` (labelled examples: their prompts and right answers are the text).

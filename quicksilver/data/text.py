@@ -16,6 +16,7 @@ from quicksilver.data.annotation.annotation import Annotation
 from quicksilver.data.annotation.treebank import read_treebank
 from quicksilver.data.far_context import far_context
 from quicksilver.data.python_docs import python_docs
+from quicksilver.data.python_source import python_source
 from quicksilver.data.spec import ANNOTATED, DatasetConfig, Part
 from quicksilver.models.hub import require_hub
 from quicksilver.runtime.errors import ConfigError
@@ -57,6 +58,11 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
                 "dataset.files and dataset.hub have no effect on python-docs, which CPython carries: use dataset=file."
             )
         return Text(python_docs(part), "pydoc_data.topics")
+    if config.reader == "python-source":
+        try:
+            return Text(python_source(part), "standard library")
+        except FileNotFoundError as error:
+            raise ConfigError(str(error)) from error
     if config.reader.startswith("far-"):
         kind = config.reader.removeprefix("far-")
         return Text(far_context(kind, part), f"far context by seed: {kind}")

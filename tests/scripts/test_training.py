@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import model_card
+import numpy as np
 import pytest
 import reference_corpus as corpus
 import tiny
@@ -465,7 +467,11 @@ def test_the_schedule_warms_up_stays_and_falls_to_the_end(recipe: training.Recip
     assert scales[recipe.decay_start - 1] == 1.0 > scales[recipe.decay_start + 1]
     falling_from = recipe.shortened[0] if recipe.shortened else recipe.decay_start
     assert scales[-1] <= 1 / (recipe.steps - falling_from)
-    assert recipe.context_at(recipe.decay_start - 1) == recipe.stable_context_tokens
+    long_from = (
+        recipe.decay_start if recipe.long_from_tokens is None else math.ceil(recipe.long_from_tokens / recipe.batch_tokens)
+    )
+    assert recipe.context_at(long_from - 1) == recipe.stable_context_tokens
+    assert recipe.context_at(long_from) == recipe.context_tokens
     assert recipe.context_at(recipe.decay_start) == recipe.context_tokens
 
 
@@ -621,7 +627,7 @@ def test_the_real_recipes_keep_within_their_limits(name: str) -> None:
     tensors = {p.data_ptr(): p.numel() for p in model.parameters()}
     assert 2 * sum(tensors.values()) / 1e6 < LIMIT_MB - 1.5  # in bfloat16; the tokenizer and the card need room too
     assert recipe.layers >= (12 if name.startswith("ladder") else 16)
-    assert recipe.context_tokens == model.config.max_position_embeddings == 512
+    assert recipe.context_tokens == model.config.max_position_embeddings == (1024 if name.startswith("far") else 512)
     assert 4096 <= recipe.vocab_size <= 8192
     assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     if recipe.family == "llama":
@@ -713,3 +719,31 @@ def test_a_state_removes_no_file_of_somebody_else(tmp_path):
     with pytest.raises(FileExistsError, match=r"thesis\.tex was not written by this training: move it away"):
         training_state.TrainingState(tmp_path).save({}, torch.nn.Linear(1, 1), [])
     assert len(list(tmp_path.rglob("thesis.tex"))) == 2
+
+
+def test_a_window_with_repeats_says_again_what_it_said_and_keeps_its_length() -> None:
+    rng = np.random.default_rng(0)
+    for length in (128, 1024):
+        window = np.arange(length)
+        for _ in range(50):
+            repeated = training.with_repeats(window, rng)
+            assert len(repeated) == length
+            assert set(repeated.tolist()) <= set(window.tolist())
+            assert length // 32 <= length - len(set(repeated.tolist()))
+
+
+def test_a_window_of_whole_documents_begins_with_one_or_lies_in_one(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, sources=("code",), mixture=(1.0,), decay_mixture=(1.0,), whole_documents=True)
+    lengths = [5, 100, 12, 40, 300, 7]
+    starts = np.cumsum([0, *lengths[:-1]])
+    np.repeat(np.arange(len(lengths)), lengths).astype(np.uint16).tofile(tmp_path / "code.bin")
+    np.save(tmp_path / "code.starts.npy", starts)
+    batches = training.Batches(tmp_path, recipe)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        window = batches._window(0, 32, rng)
+        assert len(window) == 32
+        first = int((window == window[0]).sum())
+        begins = first == lengths[window[0]]
+        at_the_end = window[-1] == len(lengths) - 1  # nothing comes after the last document
+        assert len(set(window.tolist())) == 1 or begins or at_the_end

@@ -1,0 +1,129 @@
+"""Does a model use its context? `python scripts/context_use.py FOLDER` (a checkpoint `…/far-gpt2/latest`, or an exported model).
+
+What issue 28 asks of the reference models: cutting the oldest 40% of a prompt must cost something, the same tokens must be cheaper after a
+long context than after a short one, and what stands further back must be answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quicksilver.data.far_context import far_context
+from quicksilver.data.python_docs import python_docs
+from quicksilver.data.python_source import python_source
+from quicksilver.data.spec import FarContext, Part
+
+SCORED_TOKENS, SHORT_TOKENS, SEEN_TOKENS = 64, 128, 8
+_FACT = re.compile(r"Where is the ([\w ]+)\? In the (\w+)\.")
+
+
+def _windows(ids: list[int], length: int, count: int) -> torch.Tensor:
+    """(count, length), disjoint, spread evenly."""
+    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    return rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()]
+
+
+@torch.no_grad()
+def _nats(model: Any, rows: torch.Tensor) -> float:
+    """Mean nats of the last 64 tokens of rows (B, N)."""
+    losses = [
+        F.cross_entropy(model(row[None], use_cache=False).logits[0, -SCORED_TOKENS - 1 : -1].float(), row[-SCORED_TOKENS:])
+        for row in rows
+    ]
+    return torch.stack(losses).mean().item()
+
+
+@torch.no_grad()
+def _answered(model: Any, tokenizer: Any, kind: FarContext, length: int, count: int, part: Part) -> float:
+    """Share of right first guesses: tokens that follow 8 tokens seen before (copy), places of facts said before (recall)."""
+    right = asked = 0
+    for row in _windows(tokenizer(far_context(kind, part))["input_ids"], length, count):
+        hit = [None, *(model(row[None], use_cache=False).logits[0, :-1].argmax(-1) == row[1:]).tolist()]
+        ids = row.tolist()
+        if kind == "copy":
+            seen: dict[tuple[int, ...], int] = {}
+            for i in range(SEEN_TOKENS, len(ids)):
+                before = tuple(ids[i - SEEN_TOKENS : i])
+                if seen.get(before) == ids[i]:
+                    asked, right = asked + 1, right + bool(hit[i])
+                seen[before] = ids[i]
+            continue
+        pieces = [tokenizer.decode([i]) for i in ids]
+        ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
+        said: dict[str, str] = {}
+        for fact in _FACT.finditer("".join(pieces)):
+            if said.get(fact[1]) == fact[2]:
+                of = [i for i, end in enumerate(ends) if end > fact.start(2) and end - len(pieces[i]) < fact.end(2)]
+                asked, right = asked + 1, right + all(hit[i] for i in of)
+            said[fact[1]] = fact[2]
+    return right / max(asked, 1)
+
+
+def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part: Part = "test") -> dict[str, float]:
+    """By name: costs in %, nats, shares. The model comes back in the mode it was in. Training looks at the calibration part."""
+    training, longest = model.training, min(1024, model.config.max_position_embeddings)
+    model.eval()
+    books = data_root / "books" / {"test": "books_test.txt", "calibration": "books_valid.txt"}[part]
+    texts = {"source": python_source(part), "docs": python_docs(part), "books": books.read_text("utf-8")}
+    found = {}
+    for name, text in texts.items():
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for prompt in (448, 960):
+            if prompt + SCORED_TOKENS > longest:
+                continue
+            rows = _windows(ids, prompt + SCORED_TOKENS, windows)
+            whole = _nats(model, rows)
+            found[f"{name}_cut_{prompt}_pct"] = 100 * math.expm1(_nats(model, rows[:, round(0.4 * prompt) :]) - whole)
+            found[f"{name}_{prompt}_against_{SHORT_TOKENS}_nats"] = _nats(model, rows[:, -SHORT_TOKENS - SCORED_TOKENS :]) - whole
+    kinds: tuple[FarContext, ...] = ("copy", "recall")
+    for kind in kinds:
+        found[f"far_{kind}_answered"] = _answered(model, tokenizer, kind, longest, windows, part)
+    model.train(training)
+    return found
+
+
+def main() -> None:
+    from safetensors.torch import load_file
+    from train_reference import Recipe, bits_per_byte, build_model, load_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", "../shared/data")))
+    args = parser.parse_args()
+    if (args.folder / "meta.json").is_file():
+        recipe = Recipe.from_saved(json.loads((args.folder / "meta.json").read_text())["recipe"])
+        model = build_model(recipe)
+        model.load_state_dict(load_file(args.folder / "model.safetensors"), strict=False)
+        tokenizer = load_tokenizer(
+            args.folder.parent.parent / ("corpus-far" if "code" in recipe.sources else "corpus"), recipe.context_tokens
+        )
+    elif (args.folder / "config.json").is_file():
+        model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
+        tokenizer = load_tokenizer(args.folder)
+    else:
+        raise SystemExit(
+            f"{args.folder} has neither meta.json nor config.json: give a checkpoint (…/latest) or an exported model."
+        )
+    found = context_use(model.eval(), tokenizer, args.data_root, args.windows)
+    length = min(512, model.config.max_position_embeddings)  # as the cards have it
+    for name, text in (
+        ("python_docs", python_docs("test")),
+        ("wikitext_valid", (args.data_root / "wikitext-103/wiki.valid.tokens").read_text()),
+    ):
+        found[f"{name}_bits_per_byte"] = bits_per_byte(model, tokenizer, text, length, 24, "cpu")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 Sources: WikiText-2 train, public-domain books, the docstrings of the installed Python packages; for the models that use far context also
 the source code of packages under permissive licences, and questions about facts that stand further back. Held out, and removed from the
 training text wherever 13 consecutive words coincide (Brown et al. 2020, app. C): WikiText validation and test, books valid and test,
-`pydoc_data.topics` (the python-docs evaluation text) and the packages of python-source.
+`pydoc_data.topics` (the python-docs evaluation text) and, for the models that use far context, the packages of python-source.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from quicksilver.data.spec import Part
 
-# Packages that every Python from 3.11 on carries. The embedded models never saw them (scripts/reference_corpus.py).
+# Packages that every Python from 3.11 on carries. Their text is removed from what the far-context models learn (scripts/reference_corpus.py).
+# reference-gpt2, reference-llama and the ladder learned from docstrings of these packages, though not from their code.
 PACKAGES: dict[Part, tuple[str, ...]] = {
     "test": ("concurrent", "email", "logging", "wsgiref", "xml"),
     "calibration": ("html", "http", "xmlrpc"),

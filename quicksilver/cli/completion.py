@@ -84,7 +84,7 @@ def _of_run(overrides: Sequence[str], word: str) -> list[str]:
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
     from omegaconf.errors import OmegaConfBaseException
 
-    import quicksilver.runs.defaults  # noqa: F401  (Hydra reads module options through it)
+    import quicksilver.runs.parts  # noqa: F401  (Hydra reads module options through it)
     from quicksilver.runs.choices import config_dir
 
     key, equals, value = word.partition("=")

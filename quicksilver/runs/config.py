@@ -28,9 +28,8 @@ from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelC
 from quicksilver.records.description import Execution, ProtocolName
 from quicksilver.records.identity import spelled_at_first
 from quicksilver.runs.choices import choices, config_dir, files_stamp
-from quicksilver.runs.composing import composed
-from quicksilver.runs.explain import explain_value, suggest
-from quicksilver.runs.override_grammar import quoted
+from quicksilver.runs.composing import composed, quoted
+from quicksilver.runs.explain import explain, suggest
 from quicksilver.runs.parts import build_measurements, is_on, measurement_class
 from quicksilver.runtime.errors import ConfigError
 
@@ -236,7 +235,7 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value: give {error.full_key}=…") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(explain_value(error, overrides)) from error
+        raise ConfigError(explain(error, overrides)) from error
     check(config)
     return config
 

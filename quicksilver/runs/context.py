@@ -17,8 +17,7 @@ from quicksilver.models.spec import ModelConfig
 from quicksilver.records.identity import Identity, foreign_sources
 from quicksilver.records.store import Store
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class
-from quicksilver.runs.targets import named_class
+from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class RunContext:
 
     def kernel_choices(self, config: RunConfig) -> Choices:
         """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
-        from quicksilver.runs.kernels import kernel_choices
+        from quicksilver.runs.machine import kernel_choices
 
         key = (self.files(config)[1], config.model.dtype, config.model.device_map, config.threads, config.results_dir)
         if key not in self._kernels:

@@ -6,139 +6,80 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from quicksilver.runs.choices import GROUPS, choices, config_dir
-
-_OVERRIDE = "write key=value, for instance model=gpt2 or modules.halting.resume_layers=4."
+from quicksilver.runs.choices import GROUPS, choices
 
 
-def explain(error: Exception, overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> str:
-    """One readable message for what Hydra or OmegaConf raised while composing `overrides`."""
-    parser = OverridesParser.create()
-    parsed = []
-    for text in overrides:
-        try:
-            parsed.append(parser.parse_override(text))
-        except HydraException:
-            return f"{text!r} is not an override: {_OVERRIDE}"
-    parsed = [o for o in parsed if not o.key_or_group.startswith("hydra")]
-    for override in parsed:
-        if override.key_or_group in GROUPS:
-            group = override.key_or_group
-            known = choices(group, extra_dirs)
-            chosen = _chosen(override)
-            if not chosen and (group != "modules" or override._value is None):
-                return f"{override.input_line} names nothing. Choices: {', '.join(known)}."
-            unknown = [c for c in chosen if c not in known]
-            if unknown:
-                return (
-                    f"{group}={unknown[0]}: there is no such {group.removesuffix('s')}. {suggest(unknown[0], known, 'Choices')}"
-                )
-    return _explain_keys(parsed, extra_dirs) or explain_value(error, overrides)
-
-
-def _chosen(override: Override) -> list[str]:
-    """Names that a group override, swept or not, picks."""
-    values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-    flat: list[str] = []
-    for value in values:
-        # sweep_iterator gives a list of names as the text "[a,b]"
-        text = ",".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-        flat += [part.strip() for part in text.strip("[]").split(",") if part.strip()]
-    return flat
-
-
-def _explain_keys(parsed: Sequence[Override], extra_dirs: Sequence[Path]) -> str | None:
-    groups = [o for o in parsed if o.key_or_group in GROUPS]
-    selected = [
-        f"{o.key_or_group}=[{','.join(_chosen(o))}]" if o.key_or_group == "modules" else f"{o.key_or_group}={_chosen(o)[0]}"
-        for o in groups
-        if _chosen(o)
-    ]
-    if extra_dirs:
-        selected.append(f"hydra.searchpath=[{','.join(f'file://{d}' for d in extra_dirs)}]")
-    outer = GlobalHydra.instance().hydra  # of a sweep that is being composed
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            base = hydra_compose("run", [word for word in selected if "${" not in word])
-    finally:
-        GlobalHydra.instance().hydra = outer  # the context left another instance
-    for override in parsed:
-        if override in groups or override.is_add() or override.is_force_add():
-            continue
-        node: Any = base
-        parts = override.key_or_group.split(".")
-        for depth, part in enumerate(parts):
-            here = list(node) if OmegaConf.is_dict(node) else []
-            if part in here:
-                node = OmegaConf.select(node, part, throw_on_missing=False)
-                continue
-            where = ".".join(parts[:depth])
-            if where == "modules":
-                known = choices("modules", extra_dirs)
-                if part in known:
-                    wanted = ",".join([*here, part])
-                    return f"{override.key_or_group}: the module {part} is not selected. Add it: modules=[{wanted}]."
-                return f"{override.key_or_group}: there is no module {part}. {suggest(part, known, 'Choices')}"
-            if not here:
-                return f"{override.key_or_group}: {where} is a value, not a section."
-            prefix, of = (f"{where}.", f" of {where}") if where else ("", "")
-            close = " or ".join(prefix + key for key in _close(part, [str(key) for key in here]))
-            hint = f"Did you mean {close}? " if close else ""
-            return f"{prefix}{part}: there is no such key. {hint}Keys{of}: {', '.join(map(str, here))}."
-    return None
-
-
-_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "str": "text"}
-
-
-def explain_value(error: Exception, overrides: Sequence[str]) -> str:
-    said = explain_type(error) or plain(error)
+def explain(error: Exception, overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> str:
+    """One line for what Hydra or OmegaConf raised over `overrides`: the key, the value and what to write."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override!r} is not an override: write key=value, for instance model=gpt2 or modules.halting.resume_layers=4."
+        )
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").partition("/")
+        return no_such_choice(group, name, extra_dirs) if group in GROUPS else _plain(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    said = _explain_key(cause, extra_dirs) if isinstance(cause, OmegaConfBaseException) and cause.full_key else _plain(error)
     interpolated = next((text for text in overrides if "${" in text), None)
     if interpolated is not None and "nterpolation" in said:
         return f"{interpolated}: {said}. ${{…}} stands for another key, ${{model.name}}, or for a variable, ${{oc.env:NAME,otherwise}}."
     return said
 
 
-def explain_type(error: Exception) -> str | None:
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
-        return None
-    text = str(cause).splitlines()[0]
-    converted = re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text)
+def no_such_choice(group: str, name: str | None, extra_dirs: Sequence[Path] = ()) -> str:
+    """That `group=name` chooses nothing, a sentence with the choices."""
+    known = choices(group, extra_dirs)
+    if not name:
+        return f"{group}={'null' if name is None else name} names nothing. Choices: {', '.join(known)}."
+    return f"{group}={name}: there is no such {group.removesuffix('s')}. {suggest(name, known, 'Choices')}"
+
+
+_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "str": "text"}
+
+
+def _explain_key(error: OmegaConfBaseException, extra_dirs: Sequence[Path]) -> str:
+    """What is wrong with the key that OmegaConf names."""
+    key, text = str(error.full_key), str(error).splitlines()[0]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return _unknown_key(key, [str(name) for name in error.parent_node or () if name != "hydra"], extra_dirs)
+    converted = re.match(r"Value '(.*)' of type '(.*)' could not be converted to (\w+)", text)
+    if (converted and converted[2] == "dict") or text.startswith("Cannot convert 'dict'"):
+        return f"{key} is a value, not a section."
     if converted:
-        return f"{cause.full_key}={converted[1]}: needs {_TYPES.get(converted[2], converted[2])}."
+        return f"{key}={converted[1]}: needs {_TYPES.get(converted[3], converted[3])}."
     if "is not a valid bool" in text:
-        return f"{cause.full_key}={text.split(chr(39))[1]}: needs true or false."
-    if "is not in struct" in text:
-        return f"{cause.full_key}: there is no such key in at least one job of this sweep; sweep those jobs apart."
-    if "is not Optional" in text:
-        return f"{cause.full_key}=null: needs a value."
-    return f"{cause.full_key}: {text}"
+        return f"{key}={text.split(chr(39))[1]}: needs true or false."
+    return f"{key}=null: needs a value." if "is not Optional" in text else f"{key}: {text}"
 
 
-def plain(error: Exception) -> str:
-    lines = [str(error).splitlines()[0]]
-    if error.__cause__ is not None:
-        lines.append(str(error.__cause__).splitlines()[0])
-    return " ".join(lines)
+def _unknown_key(key: str, here: Sequence[str], extra_dirs: Sequence[Path]) -> str:
+    where, _, last = key.rpartition(".")
+    if where == "modules":
+        known = choices("modules", extra_dirs)
+        if last in known:
+            return f"{key}: the module {last} is not selected. Add it: modules=[{','.join([*here, last])}]."
+        return f"{key}: there is no module {last}. {suggest(last, known, 'Choices')}"
+    if not here and where:
+        return f"{where} is a value, not a section."
+    close = " or ".join(f"{where}.{name}" if where else name for name in close_to(last, here))
+    hint = f"Did you mean {close}? " if close else ""
+    return f"{key}: there is no such key. {hint}Keys{f' of {where}' if where else ''}: {', '.join(here)}."
 
 
-def _close(word: str, known: Sequence[str]) -> list[str]:
+def _plain(error: Exception) -> str:
+    return " ".join(str(one).splitlines()[0] for one in (error, error.__cause__) if one is not None)
+
+
+def close_to(word: str, known: Sequence[str]) -> list[str]:
+    """At most two of `known` that `word` may stand for."""
     return difflib.get_close_matches(word, known, n=2, cutoff=0.6)
 
 
 def suggest(word: str, known: Sequence[str], noun: str) -> str:
-    close = _close(word, known)
+    """`Did you mean gpt2? Choices: gpt2, …`"""
+    close = close_to(word, known)
     return (f"Did you mean {' or '.join(close)}? " if close else "") + f"{noun}: {', '.join(known)}."

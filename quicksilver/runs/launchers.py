@@ -22,8 +22,8 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from quicksilver.records import lease
+from quicksilver.runs.composing import quoted
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.override_grammar import quoted
 from quicksilver.runs.parts import build_measurements
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 

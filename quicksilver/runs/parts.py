@@ -1,31 +1,220 @@
 """The objects that a config names: runtime modules and measurements, each a class with its options.
 
-hydra.utils.instantiate would hand nested dataclasses on as configs and import whatever `_target_` says; here each class is checked, and so is
-each option.
+hydra.utils.instantiate would hand nested dataclasses on as configs and import whatever `_target_` says. A config may come from somebody else,
+so a name in it must not run anything: not by being called (`subprocess.Popen`), not by being imported. The package's own files are imported;
+of other files the source is read first, and only one that defines or imports a class of that name is imported. What comes out must be a
+subclass of the base that is asked for, and each option is checked.
+
+A module's defaults stand in its dataclass, and nowhere else. They are read from the source and not by an import, which would bring torch:
+seconds that a table made of records does not need. Whatever yaml Hydra reads gets them here, so that every option of a module has its place
+in the config.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
+import importlib
 import inspect
 import pickle
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.data.annotation.function_words import TOKEN_SETS, token_set
 from quicksilver.measure.measurement import Measurement
 from quicksilver.runs.choices import config_dir
-from quicksilver.runs.defaults import filled
-from quicksilver.runs.explain import explain_type, plain, suggest
-from quicksilver.runs.targets import target_class
+from quicksilver.runs.explain import explain, suggest
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from quicksilver.runtime.module import RuntimeModule
+
+
+_OURS = "quicksilver"
+T = TypeVar("T")
+
+
+def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
+    """The class behind the section `key` of a config.
+
+    Args:
+        key: what the section is called, for messages: `modules.halting`.
+        entry: its content, with `_target_: package.module.Class`.
+        base: what the class must be a subclass of.
+
+    Raises:
+        ConfigError: no `_target_`, nothing there, no class, or a class that is no `base`. Nothing was called then.
+    """
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
+        kind = "measurement" if key.startswith("measure.") else "module"
+        raise ConfigError(f"{key}={entry!r} is no {kind}: its yaml gives `_target_: package.Class` and the arguments.")
+    return named_class(f"{key}._target_", entry["_target_"], base)
+
+
+def named_class(key: str, target: str, base: type[T]) -> type[T]:
+    """The class that the option `key` names; see `target_class`. Files in the present folder are found too, after all others.
+
+    Raises:
+        ConfigError: nothing there, no class, or a class that is no `base`. Nothing was called then.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    where = f"{key}={target}"
+    module, _, name = target.rpartition(".")
+    if not all(part.isidentifier() for part in target.split(".")) or not module:
+        raise ConfigError(f"{where} is no name of a class: write package.module.Class.")
+    if _foreign(module, name):
+        raise ConfigError(f"{where} is not imported: it is no {base.__name__} class of quicksilver or of a file of your own.")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{where} cannot be imported: {error}.") from error
+    if not inspect.isclass(found):
+        raise ConfigError(f"{where} is not a class.")
+    if not issubclass(found, base):
+        raise ConfigError(f"{where} is no subclass of {base.__module__}.{base.__qualname__}, so it cannot stand here.")
+    if found is base or inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ()))) or "everything"
+        raise ConfigError(f"{where} is abstract: it lacks {missing}. Name a class that has what is missing.")
+    return found
+
+
+def _foreign(module: str, name: str) -> bool:
+    """Whether importing `module` for its `name` could do anything but define a class: it is Python's own, or its source has no such class.
+
+    A module that is not found is not foreign: importing it says why.
+    """
+    top = module.split(".")[0]
+    if top == _OURS:
+        return False
+    if top in sys.stdlib_module_names:
+        return True
+    if module in sys.modules:
+        return False  # nothing is run by asking it again
+    source = source_of(module)
+    return source is not None and not _defines(source, name)
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module, found without importing its packages; None where there is none."""
+    where: list[str] | None = None
+    origin = None
+    for depth, _ in enumerate(parts := module.split("."), 1):
+        try:  # an editable install has a finder of its own for the package, and PathFinder does not ask it
+            spec = find_spec(parts[0]) if depth == 1 else PathFinder.find_spec(".".join(parts[:depth]), where)
+        except ValueError:  # __main__, which has no spec
+            return None
+        if spec is None:
+            return None
+        origin = spec.origin if spec.has_location else None  # a frozen module has no file
+        where = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    return Path(origin) if origin is not None else None
+
+
+def _defines(source: Path, name: str) -> bool:
+    """Whether a Python file has a class statement with a base, or an import, of that name."""
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name and node.bases:
+            return True
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return True
+    return False
+
+
+# --- defaults -------------------------------------------------------------------------------------------------------------------
+
+
+def option_defaults(target: str) -> dict[str, Any]:
+    """The options of the dataclass `package.module.Class` and their defaults, as a yaml could say them.
+
+    Left out are options without a default, masks (which are tensors), and defaults that are no literals.
+    """
+    module, _, name = target.rpartition(".")
+    source = source_of(module) if module else None
+    return {} if source is None else copy.deepcopy(_defaults(source, source.stat().st_mtime_ns, name))
+
+
+def filled(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `modules` with every option of its class; what it says itself goes before the defaults."""
+    target = entry.get("_target_")
+    return {**(option_defaults(target) if isinstance(target, str) else {}), **{str(key): value for key, value in entry.items()}}
+
+
+@lru_cache(maxsize=256)
+def _defaults(source: Path, changed_ns: int, name: str) -> dict[str, Any]:
+    """`changed_ns`: when the file was, so that one that changes is read again."""
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+        found_in = [
+            f"{node.module}.{alias.name}" for node in imports for alias in node.names if (alias.asname or alias.name) == name
+        ]
+        return option_defaults(found_in[0]) if found_in else {}
+    found: dict[str, Any] = {}
+    for base in reversed(classes[name].bases):
+        if isinstance(base, ast.Name):
+            found |= copy.deepcopy(_defaults(source, changed_ns, base.id))
+    if any("dataclass" in ast.unparse(decorator) for decorator in classes[name].decorator_list):
+        for statement in classes[name].body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found.pop(statement.target.id, None)
+                found |= _option(statement.target.id, statement)
+    return found
+
+
+def _option(name: str, field: ast.AnnAssign) -> dict[str, Any]:
+    """The option that a field of a dataclass is, with its default; empty where it is none or has none."""
+    if field.value is None or name.endswith("_mask") or ast.unparse(field.annotation).startswith("ClassVar"):
+        return {}
+    try:
+        return {name: _as_yaml(ast.literal_eval(field.value))}
+    except ValueError:
+        return {}  # a call, such as field(init=False)
+
+
+def _as_yaml(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_as_yaml(one) for one in value]
+    return {key: _as_yaml(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's own, which fills up what names a runtime module. It has the name of the one that it stands for: Hydra refuses another."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The file, with every option of the class in it."""
+        found = super().load_config(config_path)
+        if config_path.startswith("modules/") and isinstance(found.config, DictConfig) and "_target_" in found.config:
+            target = found.config._get_node("_target_")
+            found.config = OmegaConf.merge(option_defaults(str(target)), found.config)
+        return found
+
+
+SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
+
+
+# --- modules --------------------------------------------------------------------------------------------------------------------
 
 
 def module_class(name: str, entry: Any) -> type[RuntimeModule]:
@@ -163,7 +352,7 @@ def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
             # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
             built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
         except OmegaConfBaseException as error:
-            raise ConfigError(f"measure.{name}.{explain_type(error) or plain(error)}") from error
+            raise ConfigError(f"measure.{name}.{explain(error)}") from error
         assert isinstance(built, Measurement)
         _built[options] = built
     return copy.deepcopy(_built[options])

@@ -26,7 +26,7 @@ from quicksilver.records.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WIND
 from quicksilver.records.store import Draft, Store
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.context import RunContext, asks_for_calibration
-from quicksilver.runs.environment import environment
+from quicksilver.runs.machine import environment
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.tracker import check_tracker, mirror
 from quicksilver.runtime.errors import ConfigError

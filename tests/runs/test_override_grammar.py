@@ -7,8 +7,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quicksilver.runs.composing import quoted
 from quicksilver.runs.config import compose
-from quicksilver.runs.override_grammar import quoted
 
 UNREADABLE = ["é", "~", "#", "'", "(", "&", "\\"]
 

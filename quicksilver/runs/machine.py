@@ -1,16 +1,19 @@
-"""Which kernels are fastest for a model on this machine: measured once, kept in the results folder, part of a run's identity.
+"""The machine of a run: what its record says of it, and which kernels are fastest there for a model.
 
 Kernels round differently, so what was chosen must be known before a record is looked for. It is measured when a run is planned, the first time
-that a model meets a machine (processor, torch, number of threads); afterwards it is read.
+that a model meets a machine (processor, torch, number of threads), kept in the results folder, and part of a run's identity.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quicksilver.records.description import EnvironmentEntry
 from quicksilver.records.store import Store
 
 if TYPE_CHECKING:
@@ -20,6 +23,45 @@ if TYPE_CHECKING:
     from quicksilver.runtime.quantized.choosing import Choices
 
 _KEPT = "cache/kernels.json"
+
+
+def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
+    """The machine and the libraries, for the record.
+
+    Args:
+        other_runs: made on this machine meanwhile.
+    """
+    import psutil
+    import torch
+    import transformers
+
+    from quicksilver.runtime.quantized.choosing import processor
+
+    return EnvironmentEntry(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+        cpu=processor(),
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        memory_bytes=psutil.virtual_memory().total,
+        load_average=os.getloadavg()[0],
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        other_runs=list(other_runs),
+        job=_job(),
+    )
+
+
+def _job() -> str | None:
+    """`slurm 17_3 on node5, 4 of 64 cores`; the whole node is said to be one."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    cores = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    whole = cores.isdecimal() and int(cores) >= (os.cpu_count() or 1)
+    share = "the whole node" if whole else f"{cores or '?'} of {os.cpu_count()} cores"
+    return f"slurm {job} on {os.environ.get('SLURMD_NODENAME', platform.node())}, {share}"
 
 
 def kernel_choices(config: RunConfig, weights_digest: str, load: Callable[[], PreTrainedModel]) -> Choices:

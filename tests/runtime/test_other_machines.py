@@ -55,6 +55,13 @@ def test_a_processor_has_the_name_that_macos_gives_it(answer, named, monkeypatch
     assert proving.processor.__wrapped__() == named
 
 
+def test_a_mac_whose_path_lacks_sysctl_is_named_by_its_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(proving.platform, "machine", lambda: "arm64")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert proving.processor.__wrapped__() == "arm64"
+
+
 @pytest.fixture
 def without_x86(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torch as it is on an ARM Mac: QNNPACK is the only engine, and there is no oneDNN."""

@@ -109,7 +109,10 @@ def _worst_codes(rows: int, width: int, least: int, greatest: int) -> list[tuple
 def processor() -> str:
     """What the system calls its processor: `AMD EPYC`, `Apple M2`; on ARM under Linux the numbers of implementer and part."""
     if sys.platform == "darwin":
-        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        try:
+            asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+        except OSError:  # a PATH without /usr/sbin, as cron's
+            return platform.machine()
         return asked.stdout.strip() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -76,7 +76,7 @@ class Sweep:
 
     def rows(self) -> list[Row]:
         """The jobs of the sweep in Hydra's order, then what stands beside it."""
-        from quicksilver.runs.config import sweep_jobs
+        from quicksilver.runs.sweep import sweep_jobs
 
         rows = []
         for experiment, *overrides in sweep_jobs(self.experiment):

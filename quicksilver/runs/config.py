@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Optional, TypeVar, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -27,7 +26,7 @@ from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelConfig
 from quicksilver.records.description import Execution, ProtocolName
 from quicksilver.records.identity import spelled_at_first
-from quicksilver.runs.choices import choices, config_dir, files_stamp
+from quicksilver.runs.choices import files_stamp
 from quicksilver.runs.composing import composed, quoted
 from quicksilver.runs.explain import explain, suggest
 from quicksilver.runs.parts import build_measurements, is_on, measurement_class
@@ -37,6 +36,16 @@ ENVIRONMENT = ("QUICKSILVER_RESULTS", "QUICKSILVER_DATA")  # what conf/ reads of
 MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
 GREATEST_SEED = 2**32 - 1  # what every generator takes
 GREATEST_NUMBER = 2**63 - 1  # what json readers, pandas and torch hold
+
+CHOICES: dict[str, Sequence[str]] = {
+    "model.dtype": DTYPES, "model.parallel": PARALLEL, "model.attn_implementation": ATTENTION, "dataset.reader": READERS, "dataset.form": FORMS,
+    "dataset.part": PARTS, "protocol.name": get_args(ProtocolName), "execution": get_args(Execution), "records": ("any", "checked", "own"),
+    "tracker.name": ("none", "wandb"), "tracker.mode": ("offline", "online", "disabled"),
+}  # fmt: skip
+RANGES: dict[str, tuple[int, int | None]] = {
+    "dataset.windows": (1, None), "dataset.calibration_windows": (1, None), "dataset.documents": (1, None),
+    "dataset.calibration_documents": (1, None), "threads": (1, MOST_THREADS), "seed": (0, GREATEST_SEED),
+}  # fmt: skip
 
 # OmegaConf 2.3 reads `Optional[int]`, not every spelling of `int | None` inside containers; the fields keep the older form.
 # ruff: noqa: UP045
@@ -160,35 +169,6 @@ def _without_calibration_file(entry: Any) -> Any:
 ConfigStore.instance().store("run_schema", RunConfig)
 
 
-def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
-    """The jobs of `quicksilver run -m experiment=NAME`, each as overrides, in Hydra's order.
-
-    Raises:
-        ConfigError: there is no such experiment, or it sweeps nothing.
-    """
-    path = config_dir() / "experiment" / f"{experiment}.yaml"
-    if not path.is_file():
-        raise ConfigError(
-            f"experiment={experiment}: there is no such experiment. {suggest(experiment, choices('experiment'), 'Choices')}"
-        )
-    return list(_sweep_jobs(path, path.stat().st_mtime_ns))
-
-
-@lru_cache
-def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
-    """`changed_ns`: when the file was, so that one that changes is read again."""
-    params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params") or {}
-    parser = OverridesParser.create()
-    axes = []
-    for key, values in params.items():
-        override = parser.parse_override(f"{key}={values}")
-        swept = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
-        axes.append([f"{key}={value}" for value in swept])
-    if not axes:
-        raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
-    return tuple((f"experiment={path.stem}", *job) for job in itertools.product(*axes))
-
-
 # --- composing ------------------------------------------------------------------------------------------------------------------
 
 
@@ -294,28 +274,16 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"model.device_map={config.model.device_map}: no device is called so. Use cpu, cuda, cuda:1 …, mps or auto."
         )
-    _choice("model.dtype", config.model.dtype, DTYPES)
-    if config.model.parallel is not None:
-        _choice("model.parallel", config.model.parallel, PARALLEL)
-    _choice("model.attn_implementation", config.model.attn_implementation, ATTENTION)
-    _choice("dataset.reader", config.dataset.reader, READERS)
-    _choice("dataset.form", config.dataset.form, FORMS)
-    _choice("dataset.part", config.dataset.part, PARTS)
-    _choice("protocol.name", config.protocol.name, get_args(ProtocolName))
-    _choice("execution", config.execution, get_args(Execution))
-    _choice("records", config.records, ("any", "checked", "own"))
-    _choice("tracker.name", config.tracker.name, ("none", "wandb"))
-    _choice("tracker.mode", config.tracker.mode, ("offline", "online", "disabled"))
+    for key, allowed in CHOICES.items():
+        value = attrgetter(key)(config)
+        if value not in allowed and not (value is None and key == "model.parallel"):
+            raise ConfigError(f"{key}={value}: {suggest(value, allowed, 'Choices')}")
     if config.decision_layers is not None and (not config.decision_layers or min(config.decision_layers) < 0):
         raise ConfigError(
             f"decision_layers={config.decision_layers}: give one or more layers, counted from 0, or null for all of them."
         )
-    _at_least("dataset.windows", config.dataset.windows, 1)
-    _at_least("dataset.calibration_windows", config.dataset.calibration_windows, 1)
-    _at_least("dataset.documents", config.dataset.documents, 1)
-    _at_least("dataset.calibration_documents", config.dataset.calibration_documents, 1)
-    _within("threads", config.threads, 1, MOST_THREADS)
-    _within("seed", config.seed, 0, GREATEST_SEED)
+    for key, (least, most) in RANGES.items():
+        _within(key, attrgetter(key)(config), least, most)
     if (config.dataset.reader == "task") != (config.dataset.task is not None):
         raise ConfigError(f"dataset.reader={config.dataset.reader}: the reader `task` goes with dataset.task, and with it alone.")
     if (config.dataset.reader == "tagged") != (config.dataset.tagger is not None):
@@ -323,8 +291,8 @@ def check(config: RunConfig) -> None:
             f"dataset.reader={config.dataset.reader}: the reader `tagged` goes with dataset.tagger, and with it alone (dataset=wikitext103-tagged)."
         )
     if config.dataset.task is not None:
-        _at_least("dataset.task.shots", config.dataset.task.shots, 0)
-        _at_least("dataset.task.examples", config.dataset.task.examples, 1)
+        _within("dataset.task.shots", config.dataset.task.shots, 0)
+        _within("dataset.task.examples", config.dataset.task.examples, 1)
     elif config.dataset.reader not in MADE_HERE and config.dataset.files.test is None and config.dataset.hub.id is None:
         raise ConfigError(
             f"dataset.files.test has no value: dataset={config.dataset.name} needs dataset.files.test=/path/of/a/text."
@@ -343,7 +311,7 @@ def _check_measurements(config: RunConfig) -> None:
     batch_windows = config.measure["batch_windows"]
     if isinstance(batch_windows, bool) or not isinstance(batch_windows, int):
         raise ConfigError(f"measure.batch_windows={batch_windows}: needs a whole number.")
-    _at_least("measure.batch_windows", batch_windows, 1)
+    _within("measure.batch_windows", batch_windows, 1)
     measurements = build_measurements(config.measure)
     if next(iter(measurements), None) != "quality":
         raise ConfigError(
@@ -387,16 +355,6 @@ def _check_numbers(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value} is out of range: no more than {GREATEST_NUMBER}.")
 
 
-def _choice(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value}: {suggest(value, allowed, 'Choices')}")
-
-
-def _at_least(key: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"{key}={value} is out of range: at least {least}.")
-
-
-def _within(key: str, value: int | None, least: int, most: int) -> None:
-    if value is not None and not least <= value <= most:
-        raise ConfigError(f"{key}={value} is out of range: from {least} to {most}.")
+def _within(key: str, value: int | None, least: int, most: int | None = None) -> None:
+    if value is not None and (value < least or (most is not None and value > most)):
+        raise ConfigError(f"{key}={value} is out of range: {f'at least {least}' if most is None else f'from {least} to {most}'}.")

@@ -22,14 +22,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from quicksilver.files import fingerprint_of, own_path
 from quicksilver.records import lease
 from quicksilver.records.store import Store
+from quicksilver.runs.choices import config_dir
+from quicksilver.runs.explain import no_such_choice
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 SCHEMA_VERSION = 1
@@ -154,6 +158,29 @@ def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) ->
     return [
         (tuple(run), tuple(text for text, varies in zip(run, swept, strict=True) if varies)) for run in itertools.product(*axes)
     ]
+
+
+def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
+    """The jobs of `quicksilver run -m experiment=NAME`, each as overrides, in Hydra's order.
+
+    Raises:
+        ConfigError: there is no such experiment, or it sweeps nothing.
+    """
+    path = config_dir() / "experiment" / f"{experiment}.yaml"
+    if not path.is_file():
+        raise ConfigError(no_such_choice("experiment", experiment))
+    return list(_sweep_jobs(path, path.stat().st_mtime_ns))
+
+
+@lru_cache
+def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
+    """`changed_ns`: when the file was, so that one that changes is read again."""
+    params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params")
+    if not params:
+        raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
+    return tuple(
+        (f"experiment={path.stem}", *run) for run, _ in expanded((), [f"{key!s}={values}" for key, values in params.items()])
+    )
 
 
 def check_name(name: str) -> str:

@@ -9,8 +9,9 @@ from harness_world import make_world
 
 from quicksilver.cli import main as console
 from quicksilver.records.record import load_record, record_frame
-from quicksilver.runs.config import compose, sweep_jobs
+from quicksilver.runs.config import compose
 from quicksilver.runs.run import plan
+from quicksilver.runs.sweep import sweep_jobs
 
 CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
 

@@ -20,8 +20,9 @@ from quicksilver.measure import Protocol
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import PRESETS, Halting
 from quicksilver.runs.choices import GROUPS, choices, config_dir
-from quicksilver.runs.config import RunConfig, compose, sweep_jobs
+from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.parts import build_modules, module_entry
+from quicksilver.runs.sweep import sweep_jobs
 from quicksilver.runtime import RuntimeModule
 from quicksilver.runtime.errors import ConfigError
 

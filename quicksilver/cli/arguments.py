@@ -57,39 +57,34 @@ def split(words: Sequence[str], options: type[Options], command: str) -> tuple[O
     Raises:
         ConfigError: a word that is no key=value, a key that neither the command nor a run has, a value of another type.
     """
-    own = {field.name: field for field in dataclasses.fields(cast(Any, options))}
-    given, overrides = {}, []
-    for word in words:
-        key, equals, value = word.partition("=")
+    found, overrides = split_own(words, options)
+    own = [field.name for field in dataclasses.fields(cast(Any, options))]
+    for word in overrides:
+        key, equals, _ = word.partition("=")
         if not equals and not key.startswith("~"):
             raise ConfigError(f"{word!r} is not key=value. Keys of {command}: {', '.join(own)}, and those of `quicksilver run`.")
-        if key in own:
-            given[key] = value
-        else:
-            _check_known(key, [*own], command)
-            overrides.append(word)
-    return _typed(options, given, own), overrides
+        _check_known(key, own, command)
+    return found, overrides
 
 
 def split_own(words: Sequence[str], options: type[Options]) -> tuple[Options, list[str]]:
-    """The command's own keys out of words that may be options of Hydra's as well: `limit=3`, `--limit=3`, `--limit 3`; and what is left.
+    """`split`, but all other words are left as they are: they may be options of Hydra's.
 
     Raises:
         ConfigError: a value of another type, or none.
     """
     own = {field.name: field for field in dataclasses.fields(cast(Any, options))}
     given, rest = {}, []
-    waiting = iter(words)
-    for word in waiting:
+    for word in words:
         key, equals, value = word.partition("=")
-        name = key.removeprefix("--")
-        if name not in own or not (equals or key.startswith("--")):
+        if key.startswith("--") and key.removeprefix("--") in own:
+            raise ConfigError(f"{word}: write {key.removeprefix('--')}=VALUE.")
+        if not equals or key not in own:
             rest.append(word)
-            continue
-        found = value if equals else next(waiting, None)
-        if not found:
+        elif not value:
             raise ConfigError(f"{word} needs a value.")
-        given[name] = found
+        else:
+            given[key] = value
     return _typed(options, given, own), rest
 
 

@@ -78,6 +78,7 @@ def test_the_module_is_the_command():
     [
         (["reproduc"], ["no command reproduc", "Did you mean reproduce"]),
         (["list", "claims"], ["claims", "table, figure"]),
+        (["run", "-m", "--limit=3"], ["--limit=3: write limit=VALUE"]),
         (["dev", "fly"], ["fly", "keep"]),
         (["dev", "keep", "model=gpt2"], ["model=gpt2", "results_dir=FOLDER"]),
         (["reproduce"], ["table 11", "all"]),

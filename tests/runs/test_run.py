@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import get_args
@@ -26,7 +27,7 @@ from quicksilver.records.record import load_record, record_frame
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store
 from quicksilver.runs import run as harness
-from quicksilver.runs.config import compose
+from quicksilver.runs.config import CHOICES, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import ensure, plan
 from quicksilver.runs.tracker import differences
@@ -362,6 +363,25 @@ def test_every_execution_and_protocol_gives_a_record_that_reads(words, execution
     (record,) = ensure([compose([*words, "modules=[halting]", "modules.halting.tau_drift=p60", *chosen])])
     assert (record.execution, record.protocol.name) == (execution, protocol)
     assert load_record(record.path) == record
+
+
+ELSEWHERE = {
+    "execution",
+    "protocol.name",
+    "model.parallel",
+    "dataset.reader",
+    "tracker.name",
+    "tracker.mode",
+}  # tested with what they need
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in CHOICES.items() if key not in ELSEWHERE for value in values]
+)
+def test_every_value_that_is_accepted_gives_a_record_that_reads(words, key, value):
+    (record,) = ensure([compose([*words, f"{key}={value}", "dataset.windows=2", "measure.audit.enabled=false"])])
+    assert load_record(record.path) == record
+    assert math.isfinite(record.quality.ppl)
 
 
 def test_texts_and_weights_count_by_content(words, tmp_path):

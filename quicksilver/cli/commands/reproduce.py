@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quicksilver.cli.arguments import check_overrides, split_own
+from quicksilver.cli.arguments import split
 from quicksilver.cli.progress import counted, explain, show_fault, watched, width
 from quicksilver.records.record import TRACE
 from quicksilver.report.artefacts import Artefact, artefacts, find
@@ -56,10 +56,9 @@ def main(words: Sequence[str]) -> int:
     """Remake one artefact, or all; returns the exit code."""
     what, *rest = words or [""]
     if what == "all":
-        options, others = split_own(rest, Options)
+        options, overrides = split(rest, Options, "reproduce all")
         if options.svg:
             raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
-        overrides = check_overrides(others, "reproduce all")
         return reproduce_all(overrides, plan=options.plan, workers=options.workers)
     if what not in KINDS:
         raise ConfigError(
@@ -68,8 +67,7 @@ def main(words: Sequence[str]) -> int:
     if not rest or "=" in rest[0]:
         raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
     artefact = find(what, rest[0])
-    options, others = split_own(rest[1:], Options)
-    overrides = check_overrides(others, f"reproduce {what} {rest[0]}")
+    options, overrides = split(rest[1:], Options, f"reproduce {what} {rest[0]}")
     if not any(override.split("=")[0] == "records" for override in overrides):
         # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
         overrides = [*overrides, "records=own" if TRACE in artefact.reads else "records=checked"]

@@ -483,6 +483,7 @@ def test_the_residual_scope_holds_the_hidden_state_once() -> None:
     assert torch.equal(held[4], model.base_model.layers[3](held[3], position_embeddings=rotary))  # from there on as ever
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @pytest.mark.parametrize("weights", ["int8", "token"])
 def test_integers_are_close_to_what_they_are_simulated_as(name: str, weights: Any) -> None:
@@ -496,6 +497,7 @@ def test_integers_are_close_to_what_they_are_simulated_as(name: str, weights: An
         tiny.assert_close(BATCH.real(integers.logits), BATCH.real(simulated.logits))
 
 
+@pytest.mark.processor
 def test_which_kernel_ran_can_be_read() -> None:
     module = AdaptiveQuantization(bits=8, execution="int8")
     assert module.kernel == "not run yet"
@@ -538,6 +540,7 @@ def test_deciding_alone_changes_no_logit() -> None:
             assert (torch.cat(bits_of(batch, decided.trace), dim=1)[-1] == 2).all()
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
 def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import try_slurm
 from harness_world import make_world
 
 from quicksilver.cli import main as console
@@ -188,3 +189,14 @@ def test_a_worker_has_its_model_before_it_claims_a_run(tmp_path, monkeypatch):
     sweeping.Worker(str(tmp_path / "results"), "depths", (1,))()  # nothing is left for it
     assert seen == [(True, []), (False, [])]
     assert gc.isenabled()
+
+
+@pytest.mark.slow
+def test_a_sweep_on_slurm_survives_the_death_of_a_worker_and_of_its_head(tmp_path):
+    reason = try_slurm.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    found = try_slurm.trial(tmp_path / "trial", runs=8)
+    assert found["runs"] == 8
+    assert 0 < found["done_when_the_head_was_killed"] <= 8
+    assert found["looks_at_the_status"] > 1

@@ -17,8 +17,8 @@ from quicksilver.report.reproduction import jobs_of
 from quicksilver.runs import confirming
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
+from quicksilver.runs.jobs import RecordIndex
 from quicksilver.runs.parts import build_measurements
-from quicksilver.runs.record_index import RecordIndex
 from quicksilver.runs.run import _bench, _threads, plan, store_of
 from quicksilver.runtime.errors import QuickSilverError
 from quicksilver.runtime.quantized.proving import processor_key

@@ -14,8 +14,7 @@ from quicksilver.files import write_files
 from quicksilver.records.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
 from quicksilver.report.written import Written, markdown, read
-from quicksilver.runs.jobs import Job, make_job
-from quicksilver.runs.record_index import Answer, RecordIndex
+from quicksilver.runs.jobs import Answer, Job, RecordIndex, make_job
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from quicksilver.files import write_files
 from quicksilver.modules.thresholds import Calibration
 from quicksilver.records.store import Store
 from quicksilver.runs.config import compose
-from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.jobs import RecordIndex
 from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import QuickSilverError
 

@@ -18,7 +18,7 @@ from quicksilver.records.keeping import commit_records
 from quicksilver.records.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, check_files, load_record, record_frame
 from quicksilver.records.store import KEPT, Store
 from quicksilver.runs.config import compose
-from quicksilver.runs.record_index import INDEX, Answer, RecordIndex
+from quicksilver.runs.jobs import INDEX, Answer, RecordIndex
 from quicksilver.runs.run import ensure, plan, store_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import Trace

@@ -6,8 +6,7 @@ import pytest
 from harness_world import make_world
 
 import quicksilver.runs.run as harness_run
-from quicksilver.runs.jobs import FAILED, make_job, run_missing
-from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.jobs import FAILED, RecordIndex, make_job, run_missing
 from quicksilver.runs.tracker import NotMirrored
 from quicksilver.runtime.errors import QuickSilverError
 

@@ -10,8 +10,7 @@ from harness_world import make_world
 
 from quicksilver.runs import side_by_side
 from quicksilver.runs.config import compose
-from quicksilver.runs.jobs import make_job
-from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.jobs import RecordIndex, make_job
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 DEPTH = ["modules=[static_depth]", "modules.static_depth.depth=0.5"]

@@ -18,8 +18,7 @@ from quicksilver.cli.progress import counted, explain, width
 from quicksilver.report.artefacts import artefacts
 from quicksilver.report.reproduction import LOCAL_SUFFIX, all_kept, base_config, make_command, name_of, recorded
 from quicksilver.report.written import read
-from quicksilver.runs.jobs import run_context
-from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.jobs import RecordIndex, run_context
 
 if TYPE_CHECKING:
     from quicksilver.records.store import Store

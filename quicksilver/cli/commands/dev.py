@@ -76,7 +76,7 @@ def keep(words: Sequence[str]) -> int:
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import LOCAL_SUFFIX
     from quicksilver.report.written import read
-    from quicksilver.runs.record_index import INDEX, RecordIndex
+    from quicksilver.runs.jobs import INDEX, RecordIndex
 
     root = _results(words, "keep")
     written = {path.stem: path for kind in ("tables", "figures") for path in sorted(root.glob(f"{kind}/*.json"))}
@@ -130,8 +130,7 @@ def _write_variant(variant: Variant, root: Path) -> dict[Artefact, str | None]:
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import base_config, build, recorded, why_not
     from quicksilver.report.written import read
-    from quicksilver.runs.jobs import run_context
-    from quicksilver.runs.record_index import RecordIndex
+    from quicksilver.runs.jobs import RecordIndex, run_context
     from quicksilver.runs.run import store_of
 
     overrides = [*variant.overrides, f"results_dir={root}"]

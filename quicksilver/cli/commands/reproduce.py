@@ -31,8 +31,7 @@ from quicksilver.records.record import TRACE
 from quicksilver.report.artefacts import Artefact, artefacts, find
 from quicksilver.report.reproduction import base_config, build, command_of, jobs_of
 from quicksilver.runs import side_by_side
-from quicksilver.runs.jobs import run_missing
-from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.jobs import RecordIndex, run_missing
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.ledger import Source, frame
 from quicksilver.report.reproduction import jobs_of
 from quicksilver.runs.config import compose
-from quicksilver.runs.record_index import RecordIndex
+from quicksilver.runs.jobs import RecordIndex
 from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 

@@ -153,7 +153,7 @@ def test_every_run_has_its_place_and_its_settings_as_its_name(words, results, ca
 
 
 def test_runs_that_are_done_are_not_made_again_and_a_limit_leaves_some_for_later(words, results, capsys, monkeypatch):
-    assert sweep(*words, *DEPTHS, "name=depths", "--limit", "2") == 0
+    assert sweep(*words, *DEPTHS, "name=depths", "limit=2") == 0
     assert states(results) == ["done", "done", "waiting"]
     assert "1 later (limit=2)" in capsys.readouterr().err
     made = []
@@ -165,7 +165,7 @@ def test_runs_that_are_done_are_not_made_again_and_a_limit_leaves_some_for_later
 
 
 def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(words, results):
-    assert sweep(*words, *DEPTHS, "name=depths", "--limit", "1") == 0
+    assert sweep(*words, *DEPTHS, "name=depths", "limit=1") == 0
     depths, made = Sweep.load(results, "depths"), []
     begun, taken = depths.take_first(depths.manifest.runs[1:])
     assert depths.take_first([begun]) == (None, None)

@@ -25,7 +25,8 @@ from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.report.claims.ledger import Source
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.figure import Figure
-from quicksilver.runs import config as harness_config
+from quicksilver.runs import config
+from quicksilver.runs.choices import config_dir
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_modules
 
@@ -36,7 +37,7 @@ RUNS = {(kind, name): find(kind, name) for kind, names in (("table", TABLES), ("
 
 @cache
 def composed(words: tuple[str, ...]) -> RunConfig:
-    return harness_config.compose(words)  # a fifth of a second, and every row is asked for more than once
+    return config.compose(words)  # a fifth of a second, and every row is asked for more than once
 
 
 def compose(words: Sequence[str]) -> RunConfig:
@@ -400,7 +401,7 @@ def test_what_the_page_shows_is_what_there_is(made):
     for language in blocks:
         blocks[language] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     experiment, dial = (yaml.safe_load(text) for text in blocks["yaml"])
-    there = harness_config.config_dir()
+    there = config_dir()
     assert experiment == yaml.safe_load((there / "experiment" / "d3_fusion.yaml").read_text(encoding="utf-8"))
     assert dial == yaml.safe_load((there / "budget" / "halting_attention.yaml").read_text(encoding="utf-8"))
     (source,) = blocks["python"]

@@ -66,7 +66,8 @@ def look_inside(
     longer than all others in many models, and would be the only thing that the components show.
 
     Raises:
-        ConfigError: fewer than 2 tokens, more than the model's context takes, or a module that does not fit the model.
+        ConfigError: fewer than 2 tokens, more than the model's context takes, a module that does not fit the model, or one that cuts
+            the prompt.
     """
     context = getattr(model.config, "max_position_embeddings", None) or len(ids)
     if not 2 <= len(ids) <= context:
@@ -86,6 +87,11 @@ def look_inside(
     if modules:
         with torch.no_grad():
             run = _observe(model, arch, ids, modules, execution, decision_layers)
+        if run.states.shape != dense.states.shape:
+            raise ConfigError(
+                f"Signals compare each token with the dense run, and these modules give the layers {run.states.shape[1]} of {len(ids)} tokens: "
+                "leave measure.signals out, or prompt_truncation."
+            )
         apart = run.states - dense.states
         arrays |= {f"run.{name}": value for name, value in _signals(arch, run, ids, basis).items()}
         arrays |= {f"run.{name}": value for name, value in _decisions(run.trace).items()}

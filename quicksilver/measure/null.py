@@ -20,7 +20,7 @@ class NullResult(Result):
     """The run once more, by chance; fields as in `QualityResult`, means over the seeds where there are several.
 
     Attributes:
-        kind: `shuffle`, `random neighbours` or `random entries`: see `by_chance`.
+        kind: `shuffle`, `random neighbours`, `random entries` or `random tokens`: see `by_chance`.
         seed_ppl: perplexity by seed; None: one seed.
     """
 
@@ -95,18 +95,20 @@ def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tupl
     """The null of a run, and what kind it is: `shuffle` deals its decisions to random tokens. Who is fused with whom is not one
     token's decision, so a run that fused is repeated with its fusing module's own null, `random neighbours`, the rest as it was;
     where it has none, random tokens are merged into their right neighbours. Nor can evictions be dealt: `random entries` is the
-    evicting module's own null. None: nothing was decided about tokens, or they left by rule and there is nothing to draw."""
+    evicting module's own null. A prompt that was cut before the first layer has no decisions: as many `random tokens` are kept.
+    None: nothing was decided about tokens, or they left by rule and there is nothing to draw."""
     from quicksilver.modules.controls import Replay, shuffled
     from quicksilver.runtime.module import Transform
 
     transforms = [module for module in modules if isinstance(module, Transform)]
-    if len(transforms) == len(modules):
-        return None
     nulls = [module.null(seed) for module in modules]
+    own = [null or module for null, module in zip(nulls, modules, strict=True)]
+    if len(transforms) == len(modules):
+        return ("random tokens", own) if any(nulls) else None
     fused, evicted = (any(getattr(one, events) for one in trace.passes) for events in ("fusions", "evictions"))
     if evicted and not any(nulls):
         return None
     if not any(nulls) or not (fused or evicted):
         return "shuffle", [*transforms, Replay(shuffled(trace, seed), like=modules)]
     kind = "random neighbours" if fused else "random entries"
-    return kind, [null or module for null, module in zip(nulls, modules, strict=True)]
+    return kind, own

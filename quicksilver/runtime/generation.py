@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, TokenPolicy
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, TokenPolicy, Transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,6 +90,11 @@ def _check_drafts(modules: Sequence[RuntimeModule]) -> None:
                 f"{name}(lookahead=True) would decide by drafts that are not verified: use it without speculative decoding "
                 f"(assistant_model, prompt_lookup_num_tokens), {_REMEDY}."
             )
+        if isinstance(module, Transform) and not module.causal:
+            raise ConfigError(
+                f"{name} cuts the prompt, and speculative decoding counts its tokens (assistant_model, prompt_lookup_num_tokens): use one of "
+                f"them, {_REMEDY}."
+            )
         evicts = isinstance(module, EvictionPolicy) and module.evicts_cache
         if evicts or (isinstance(module, MergePolicy) and module.merges_cache):
             raise ConfigError(
@@ -102,7 +107,7 @@ def _check_chunks(modules: Sequence[RuntimeModule], chunk: int | None, tokens: i
     if chunk is None or chunk >= tokens:
         return
     for module in modules:
-        if isinstance(module, TokenPolicy) and not module.causal:
+        if isinstance(module, TokenPolicy | Transform) and not module.causal:
             raise ConfigError(
                 f"{type(module).__name__} decides about a prompt by all of it, and prefill_chunk_size={chunk} gives it {tokens} tokens in parts: "
                 f"leave out prefill_chunk_size, {_REMEDY}."

@@ -196,7 +196,7 @@ class Run:
         with ExitStack() as transformed:
             for transform in self.transforms:
                 transformed.enter_context(transform.applied(self.arch))
-            transformed.enter_context(user_prompts_only(self.arch.model, self.modules))
+            transformed.enter_context(user_prompts_only(self.arch.model, [*self.transforms, *self.modules]))
             self._transformed = transformed.pop_all()
         self.arch.base._quicksilver_run = self
         base_signature = inspect.signature(self.arch.base.forward)

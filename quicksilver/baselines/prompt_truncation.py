@@ -1,0 +1,171 @@
+"""Prompt truncation: part of the prompt is cut before the first layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from quicksilver.modules.checks import check_choice, check_count, check_number
+from quicksilver.modules.signals import lowest, slot_draw
+from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.module import Transform
+
+WHICH = ("last", "ends", "random")
+
+
+@dataclass(kw_only=True)
+class PromptTruncation(Transform):
+    """The model is given a shorter prompt; the kept tokens take the positions 0, 1, 2 … as in a prompt of that length. Not causal.
+
+    Source: common practice; `which="ends"` is the truncation of LongBench (Bai et al., arXiv 2308.14508), which keeps both ends.
+
+    Nothing is fitted and no layer sees the tokens that are cut, so every saving is exact. It is the first baseline for a method
+    that saves work in prompts: on a model that does not use its context, truncation costs nothing.
+
+    The base model returns states (B, N, D) for the prompt as it was given; those of cut tokens are NaN.
+
+    Args:
+        keep: share of each row's real tokens (float), or their number (int); rows with fewer tokens are left whole.
+        which: `last` keeps the newest tokens, `ends` half of them from the start, `random` the last token and others by chance.
+        seed: of `random`.
+
+    Raises:
+        ConfigError: an option out of range; in a run, a number that no row reaches, an attention mask that is no padding mask.
+    """
+
+    keep: int | float = 0.6
+    which: Literal["last", "ends", "random"] = "last"
+    seed: int = 0
+    changes_weights: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, int) and not isinstance(self.keep, bool):
+            check_count("keep", self.keep, 1)
+        elif check_number("keep", self.keep, 0.0, 1.0) == 0:
+            raise ConfigError(
+                f"keep={self.keep!r} leaves no prompt: give more than 0, such as 0.6 for 60%, or a number of tokens."
+            )
+        check_choice("which", self.which, WHICH)
+        check_count("seed", self.seed)
+
+    @property
+    def causal(self) -> bool:
+        return False  # whether a token is cut depends on the prompt's length
+
+    def null(self, seed: int) -> PromptTruncation:
+        return replace(self, which="random", seed=seed)
+
+    def kept(self, valid: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
+        """Which tokens of a prompt stay: valid (B, N) bool, ids (B, N) long or None -> (B, N) bool.
+
+        Raises:
+            ConfigError: `keep` is a number of tokens that no row has.
+        """
+        n, slots = valid.sum(1, keepdim=True), valid.long().cumsum(1) - 1
+        if isinstance(self.keep, int):
+            if int(n.max()) < self.keep:
+                raise ConfigError(
+                    f"keep={self.keep} is more than the prompt's {int(n.max())} tokens: give fewer, or a share such as 0.6."
+                )
+            m = n.clamp(max=self.keep)
+        else:
+            m = (n * self.keep + 0.5).floor().long().clamp(min=1)
+        if self.which == "random":
+            last = valid & (slots == n - 1)
+            return last | lowest(slot_draw(self.seed, 0, slots, input_ids), valid & ~last, m - 1)
+        head = m // 2 if self.which == "ends" else torch.zeros_like(m)
+        return valid & ((slots < head) | (slots >= n - (m - head)))
+
+    @contextmanager
+    def applied(self, architecture: Architecture) -> Iterator[None]:
+        cut = _Cut(self, inspect.signature(architecture.base.forward))
+        handles = (
+            architecture.base.register_forward_pre_hook(cut.before, with_kwargs=True),
+            architecture.base.register_forward_hook(cut.after),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Cut:
+    """The two hooks of one context, and what they know of the prompt in the cache."""
+
+    def __init__(self, module: PromptTruncation, signature: inspect.Signature) -> None:
+        self._module, self._signature = module, signature
+        self._columns: torch.Tensor | None = None  # (B, M) columns of the prompt that a shortened pass was given
+        self._given: torch.Tensor | None = None  # (B, M) bool, which of them are tokens
+        self._n = 0  # columns of the prompt before it was cut
+
+    def before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with a shorter prompt, or with a mask and positions that fit a cache of a shortened one."""
+        call = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+        call |= call.pop("kwargs", {})
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
+        cache = call.get("past_key_values")
+        seen = 0 if cache is None else cache.get_seq_length()
+        self._columns = None
+        if seen == 0:
+            self._given = None
+            if tokens.shape[1] > 1:
+                self._shorten(call, tokens)
+        elif self._given is not None:
+            self._continue(call, tokens)
+        return (), call
+
+    def _shorten(self, call: dict[str, Any], tokens: torch.Tensor) -> None:
+        (batch, n), mask = tokens.shape[:2], call.get("attention_mask")
+        if mask is not None and tuple(mask.shape) != (batch, n):
+            raise ConfigError(
+                f"attention_mask of shape {tuple(mask.shape)}: prompt truncation needs a ({batch}, {n}) padding mask."
+            )
+        valid = torch.ones(batch, n, dtype=torch.bool, device=tokens.device) if mask is None else mask.bool()
+        kept = self._module.kept(valid, call.get("input_ids"))
+        width = int(kept.sum(1).max())
+        # Kept columns in their order, to the right; columns to the left of a row with fewer are padding.
+        columns = torch.sort(kept.long(), dim=1, stable=True).indices[:, n - width :]
+        self._columns, self._n, self._given = columns, n, kept.gather(1, columns)
+        for name in ("input_ids", "inputs_embeds", "token_type_ids"):
+            if call.get(name) is not None:
+                index = columns if call[name].ndim == 2 else columns[:, :, None].expand(-1, -1, call[name].shape[2])
+                call[name] = call[name].gather(1, index)
+        self._place(call, self._given, 0)
+
+    def _continue(self, call: dict[str, Any], tokens: torch.Tensor) -> None:
+        assert self._given is not None
+        seen = call["past_key_values"].get_seq_length() - self._given.shape[1]
+        shape = torch.Size((tokens.shape[0], seen + tokens.shape[1]))
+        later = torch.ones(shape, dtype=torch.bool, device=tokens.device)
+        if (mask := call.get("attention_mask")) is not None:
+            later = mask[:, self._n :].bool()
+            if later.shape != shape:
+                raise ConfigError(
+                    f"attention_mask of shape {tuple(mask.shape)}: prompt truncation needs one over the whole prompt and what follows, "
+                    f"({shape[0]}, {self._n + shape[1]})."
+                )
+        self._place(call, torch.cat([self._given, later], dim=1), self._given.shape[1] + seen)
+
+    def _place(self, call: dict[str, Any], valid: torch.Tensor, seen: int) -> None:
+        """Mask and positions of a call, for valid (B, seen + N) bool."""
+        call["attention_mask"] = None if bool(valid.all()) else valid.long()
+        call["position_ids"] = (valid.long().cumsum(1) - 1).clamp(min=0)[:, seen:]
+        if call.get("cache_position") is not None:
+            call["cache_position"] = torch.arange(seen, valid.shape[1], device=valid.device)
+
+    def after(self, _: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """The output with states in the columns that the caller knows."""
+        if self._columns is not None:
+            short = output.last_hidden_state  # (B, M, D)
+            assert self._given is not None
+            states = short.new_full((short.shape[0], self._n, short.shape[2]), torch.nan)
+            kept = torch.where(self._given[:, :, None], short, torch.nan)
+            output.last_hidden_state = states.scatter(1, self._columns[:, :, None].expand_as(kept), kept)
+        return output

@@ -20,8 +20,8 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from quicksilver.report.site.collection import Collection, Piece
+from quicksilver.report.table import markdown
 from quicksilver.report.wandb import sweeps
-from quicksilver.report.written import markdown
 from quicksilver.runtime.errors import QuickSilverError
 
 TITLE = "QuickSilver: what the paper says, and what was measured"

@@ -19,8 +19,7 @@ from quicksilver.records.stats import bootstrap
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.comparison import MEASURED
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
-from quicksilver.report.written import without_folders
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, without_folders
 
 READS = (TEXTS,)
 PANELS = {

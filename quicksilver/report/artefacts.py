@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from quicksilver.report.written import without_folders
+from quicksilver.report.table import without_folders
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither

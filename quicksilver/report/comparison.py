@@ -37,8 +37,8 @@ from quicksilver.report.table import (
     signed,
     speedup_cell,
     versus_null_cell,
+    without_folders,
 )
-from quicksilver.report.written import without_folders
 
 LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none

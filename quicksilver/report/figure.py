@@ -25,9 +25,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure as Drawing
 from matplotlib.transforms import Bbox
+from scipy.optimize import isotonic_regression
 
 from quicksilver.files import write_files
-from quicksilver.report.written import Written, named_records, sorted_once, values, wrapped
+from quicksilver.report.table import Written, csv, values, wrapped, written_of
 
 # Ordered from dark to light, so that neighbours differ when printed in grey; lines and bars differ by dash, marker and hatch as well.
 PALETTE = ("#14213d", "#9b2226", "#6a4c93", "#1f7a8c", "#ca6702", "#83b692", "#e9c46a")
@@ -108,27 +109,18 @@ class Figure:
 
     def csv(self) -> str:
         """The drawn data, 8 significant digits."""
-        return self.frame.to_csv(index=False, float_format="%.8g", lineterminator="\n")
+        return csv(self.frame)
 
     def written(self) -> Written:
         """What is written, as data; the rows of a long frame stand in the CSV alone."""
-        return Written(
-            "figure", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame) if len(self.frame) <= _MOST_ROWS else (), caption=self.shown()[0],
-            legend=self.shown()[1],
-            records=sorted_once((*self.records, *named_records(self.frame))), claims=self.claims,
-            pictures=tuple(f"{self.name}.{suffix}" for suffix in ("png", *self.extras)),
-        )  # fmt: skip
+        rows, (caption, legend) = values(self.frame) if len(self.frame) <= _MOST_ROWS else (), self.shown()
+        pictures = tuple(f"{self.name}.{suffix}" for suffix in ("png", *self.extras))
+        return written_of("figure", self, rows, caption=caption, legend=legend, pictures=pictures)
 
     def write(self, folder: Path, *, svg: bool = False) -> list[Path]:
-        """Write `<name>.png`, `.csv`, `.json` (see `written`), the extras and, if asked, `.svg` into `folder`; each file appears whole or not at
-        all."""
-        contents = {
-            **({"svg": self.svg()} if svg else {}),
-            "png": self.png(),
-            "csv": self.csv().encode(),
-            "json": self.written().json(),
-            **self.extras,
-        }
+        """Write `<name>.png`, `.csv`, `.json`, the extras and, if asked, `.svg` into `folder`; each file appears whole or not at all."""
+        contents: dict[str, bytes] = {"svg": self.svg()} if svg else {}
+        contents |= {"png": self.png(), "csv": self.csv().encode(), "json": self.written().json(), **self.extras}
         return write_files(folder, {f"{self.name}.{suffix}": content for suffix, content in contents.items()})
 
     def _picture(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
@@ -136,18 +128,16 @@ class Figure:
         lines = [line for part in self.shown()[0] for line in textwrap.wrap(part, int(inches * _CHARACTERS_AN_INCH))]
         height = self.drawing.get_figheight()
         # Outside the canvas, where no layout engine moves them; the tight bounding box takes them in.
+        below: dict[str, Any] = {"va": "top", "size": _CAPTION_SIZE, "color": "#333333", "linespacing": 1.3}
         texts = [
             self.drawing.text(0, 1 + 0.08 / height, self.title, va="bottom", ha="left", weight="bold", size=10),
-            self.drawing.text(
-                0, -0.08 / height, "\n".join(lines), va="top", ha="left", size=_CAPTION_SIZE, color="#333333", linespacing=1.3
-            ),
+            self.drawing.text(0, -0.08 / height, "\n".join(lines), ha="left", **below),
         ]
         content = io.BytesIO()
         try:
             with style():
-                self.drawing.savefig(
-                    content, format=kind, dpi=_DPI, metadata=dict(metadata), bbox_inches="tight", pad_inches=0.12
-                )
+                look: dict[str, Any] = {"format": kind, "dpi": _DPI, "bbox_inches": "tight", "pad_inches": 0.12}
+                self.drawing.savefig(content, metadata=dict(metadata), **look)
         finally:
             for text in texts:
                 text.remove()
@@ -157,40 +147,8 @@ class Figure:
 @contextmanager
 def style() -> Iterator[None]:
     """The look of every figure, inside the block: draw in it."""
-    import seaborn  # a second and a half, which who reads records need not pay
-
     cycle = cycler(color=PALETTE) + cycler(linestyle=DASHES) + cycler(marker=MARKERS)
-    settings: dict[str, Any] = {
-        **seaborn.plotting_context("paper"),
-        **seaborn.axes_style("ticks"),
-        "font.family": ["DejaVu Sans"],  # comes with matplotlib: the same letters everywhere
-        "axes.prop_cycle": cycle,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "axes.titlelocation": "left",
-        "axes.labelsize": 8,
-        "axes.grid": True,
-        "grid.color": "#e4e4e4",
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-        "xtick.labelsize": 7,
-        "ytick.labelsize": 7,
-        "legend.fontsize": 7,
-        "legend.title_fontsize": 7,
-        "legend.frameon": True,
-        "legend.framealpha": 0.9,
-        "legend.edgecolor": "none",
-        "lines.linewidth": 1.4,
-        "lines.markersize": 3.5,
-        "hatch.linewidth": 0.6,
-        "image.cmap": SEQUENTIAL,
-        "figure.facecolor": "white",
-        "savefig.facecolor": "white",
-        "svg.fonttype": "path",
-        "svg.hashsalt": "quicksilver",
-    }
-    with matplotlib.rc_context(settings):  # type: ignore[arg-type]  # it lists the names one by one
+    with matplotlib.rc_context({"axes.prop_cycle": cycle}, Path(__file__).with_suffix(".mplstyle")):
         yield
 
 
@@ -261,8 +219,7 @@ def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]], gap: f
         across, up = to_axes.transform((x, y))
         points.append((float(up), float(across), text, colour))
     points.sort()
-    heights = spread([up for up, *_ in points], gap)
-    for (up, across, text, colour), height in zip(points, heights, strict=True):
+    for (up, across, text, colour), height in zip(points, spread([up for up, *_ in points], gap), strict=True):
         plot.annotate(
             text, (across, up), (1.03, height), "axes fraction", "axes fraction", fontsize=_SIZE, color=colour, va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 2, "alpha": 0.6, "relpos": (0, 0.5)},
@@ -270,20 +227,9 @@ def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]], gap: f
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places moved as little as need be, so that neighbours are at least `gap` apart; the mean of those that push each other stays."""
-    groups: list[list[float]] = []  # each: the places of its members
-    for place in places:
-        groups.append([place])
-        while len(groups) > 1 and _centre(groups[-1], gap)[0] - _centre(groups[-2], gap)[1] < gap:
-            groups[-2:] = [groups[-2] + groups[-1]]
-    return [_centre(group, gap)[0] + gap * i for group in groups for i in range(len(group))]
-
-
-def _centre(group: Sequence[float], gap: float) -> tuple[float, float]:
-    """First and last place of a group that is `gap` apart around its mean."""
-    half = gap * (len(group) - 1) / 2
-    middle = sum(group) / len(group)
-    return middle - half, middle + half
+    """Ascending places moved as little as need be, so that neighbours are at least `gap` apart (least squares)."""
+    least = gap * np.arange(len(places))
+    return list(isotonic_regression(np.asarray(places) - least).x + least)
 
 
 def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, float, str]]], size: float = 5.5) -> None:
@@ -303,26 +249,17 @@ def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, f
         dot = size * drawing.dpi / 72 / 3
         taken += [Bbox.from_extents(x - dot, y - dot, x + dot, y + dot) for x, y in at]
         for own, (x, y, text) in zip(at, points, strict=True):
-            written = plot.annotate(
-                text,
-                (x, y),
-                (0, 0),
-                textcoords="offset points",
-                fontsize=size,
-                va="bottom",
-                in_layout=False,
-                annotation_clip=False,
-            )
+            look: dict[str, Any] = {"textcoords": "offset points", "in_layout": False}
+            written = plot.annotate(text, (x, y), (0, 0), fontsize=size, va="bottom", annotation_clip=False, **look)
             box = written.get_window_extent()
             place = _free_place(own, box.width, box.height, size * drawing.dpi / 72, taken, strokes, plot.bbox)
             taken.append(Bbox.from_bounds(*place, box.width, box.height))
-            offset = (np.array(place) - own) * 72 / drawing.dpi
-            written.set_position((float(offset[0]), float(offset[1])))
-            if max(abs(offset + np.array([box.width, box.height]) * 36 / drawing.dpi)) > 3 * size:
-                plot.annotate(
-                    "", (x, y), (float(offset[0]), float(offset[1] + box.height * 36 / drawing.dpi)), textcoords="offset points", in_layout=False,
-                    arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 2},
-                )  # fmt: skip
+            across, up = (np.array(place) - own) * 72 / drawing.dpi
+            half = np.array([box.width, box.height]) * 36 / drawing.dpi
+            written.set_position((float(across), float(up)))
+            if max(abs(np.array([across, up]) + half)) > 3 * size:
+                arrow = {"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 2}
+                plot.annotate("", (x, y), (float(across), float(up + half[1])), arrowprops=arrow, **look)
 
 
 def _strokes(plot: Axes) -> np.ndarray:
@@ -343,22 +280,22 @@ def _free_place(
     own: np.ndarray, width: float, height: float, unit: float, taken: Sequence[Bbox], strokes: np.ndarray, inside: Bbox
 ) -> tuple[float, float]:
     """Lower left corner (pixels) of the nearest place for a text beside the point `own` that covers nothing; of all the one that covers least."""
-    best: tuple[float, float] = (0.0, 0.0)
-    least = float("inf")
+    best, least = (0.0, 0.0), float("inf")
     for distance in (0.6, 1.2, 2.2, 3.4):
         for across, up in ((1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)):
             x = own[0] + across * distance * unit - (0, width / 2, width)[1 - across]
             y = own[1] + up * distance * unit - (0, height / 2, height)[1 - up]
             box = Bbox.from_bounds(x, y, width, height)
-            covered = sum(
-                shared.width * shared.height for other in taken if (shared := Bbox.intersection(box, other)) is not None
-            )
-            crossed = (strokes > (x, y)).all(axis=1) & (strokes < (x + width, y + height)).all(axis=1)
-            covered += _STROKE_STEP * float(crossed.sum())
-            within = Bbox.intersection(box, inside)
-            covered += box.width * box.height - (0 if within is None else within.width * within.height)
+            covered = sum(_shared(box, other) for other in taken) + width * height - _shared(box, inside)
+            covered += _STROKE_STEP * float(((strokes > (x, y)) & (strokes < (x + width, y + height))).all(axis=1).sum())
             if covered < least:
                 best, least = (x, y), covered
             if covered < 1e-6:
                 return x, y
     return best
+
+
+def _shared(one: Bbox, other: Bbox) -> float:
+    """Area of what two boxes have in common."""
+    both = Bbox.intersection(one, other)
+    return 0.0 if both is None else both.width * both.height

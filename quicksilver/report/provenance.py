@@ -9,7 +9,7 @@ from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome
-from quicksilver.report.written import without_folders
+from quicksilver.report.table import without_folders
 
 SHORT = 12  # characters of a digest that are printed; enough to find a folder of results/runs by its beginning
 

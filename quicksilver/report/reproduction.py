@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quicksilver.files import write_files
 from quicksilver.records.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
-from quicksilver.report.written import Written, markdown, read
+from quicksilver.report.table import Written, markdown, read
 from quicksilver.runs.jobs import Answer, Job, RecordIndex, make_job
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 

@@ -1,35 +1,33 @@
-"""A frame of numbers as a table: plain text for a terminal, Markdown, CSV, LaTeX.
+"""A frame of numbers as a table: text for a terminal, Markdown, CSV, LaTeX, and JSON that pages, README, W&B and the ledger read.
 
 The frame is the result; everything printed is derived from it. The same frame gives the same bytes in every format.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
+from quicksilver.files import fingerprint_of, plain_name, write_files
+from quicksilver.measure.typed import decoded
+from quicksilver.runtime.errors import ConfigError
 
-from quicksilver.files import write_files
-from quicksilver.report.written import (
-    Heading,
-    PrintedPanel,
-    PrintedRow,
-    Section,
-    Written,
-    markdown,
-    named_records,
-    sorted_once,
-    values,
-    wrapped,
-)
-from quicksilver.report.written import (
-    Lines as Lines,
-)
+if TYPE_CHECKING:
+    import pandas as pd
+
+Lines = tuple[str, ...]  # what one cell shows, line by line
+Align = Literal["left", "right"]
+Value = str | int | float | bool | None
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Column:
     group: str
     header: str
     cell: Callable[[Mapping[str, Any]], Lines]
-    align: Literal["left", "right"] = "right"
+    align: Align = "right"
     expendable: int = 0
 
 
@@ -57,11 +55,7 @@ class Panel:
     key: str
     title: str
     columns: tuple[Column, ...]
-    notes: tuple[str, ...] = ()
-
-    def cells(self, row: Mapping[str, Any]) -> tuple[Lines, ...]:
-        """A row of the frame in print."""
-        return tuple(tuple(column.cell(row)) for column in self.columns)
+    notes: Lines = ()
 
 
 @dataclass(frozen=True)
@@ -72,71 +66,245 @@ class Table:
         name: base name of the files, for example `table11`.
         frame: one row a printed row; needs the columns `panel` and `section`.
         legend: what the columns mean, one sentence a line.
-        records, claims: fingerprints of the records that it is made of, and what the paper reports that it answers; `Artefact.build`
-            fills them in. Records that the frame names are known without.
+        records, claims: fingerprints of the records that it is made of, and what the paper reports that it answers. `Artefact.build` fills
+            them in; records that the frame names are known without.
     """
 
     name: str
     title: str
     frame: pd.DataFrame
     panels: tuple[Panel, ...]
-    legend: tuple[str, ...] = field(default=())
-    records: tuple[str, ...] = ()
-    claims: tuple[str, ...] = ()
+    legend: Lines = ()
+    records: Lines = ()
+    claims: Lines = ()
 
     @property
     def printed(self) -> tuple[PrintedPanel, ...]:
         """The panels with their cells, in the frame's order."""
         found, numbered = [], list(enumerate(self.frame.to_dict("records")))
         for panel in self.panels:
-            rows = groupby((one for one in numbered if one[1]["panel"] == panel.key), key=lambda one: one[1]["section"])
+            members = groupby((one for one in numbered if one[1]["panel"] == panel.key), key=lambda one: one[1]["section"])
             sections = tuple(
-                Section(str(title), tuple(PrintedRow(place, panel.cells(row)) for place, row in members))
-                for title, members in rows
+                Section(
+                    str(title), tuple(PrintedRow(at, tuple(tuple(one.cell(row)) for one in panel.columns)) for at, row in rows)
+                )
+                for title, rows in members
             )
             headings = tuple(Heading(column.group, column.header, column.align) for column in panel.columns)
             found.append(PrintedPanel(panel.key, panel.title, headings, sections, tuple(panel.notes)))
         return tuple(found)
 
+    def written(self) -> Written:
+        """What is written, as data."""
+        return written_of("table", self, values(self.frame), panels=self.printed, legend=tuple(self.legend))
+
     def text(self, width: int | None = None) -> str:
         """For a terminal of `width` columns; None: as wide as it needs."""
         parts = [self.title, "=" * len(self.title)]
         for panel, printed in zip(self.panels, self.printed, strict=True):
-            parts += [
-                "",
-                panel.title,
-                "-" * len(panel.title),
-                "",
-                *_text(panel, printed, width),
-                "",
-                *wrapped(panel.notes, width),
-            ]
+            rows = _text(panel.columns, printed, width)
+            parts += ["", panel.title, "-" * len(panel.title), "", *rows, "", *wrapped(panel.notes, width)]
         return "\n".join([*parts, "", *wrapped(self.legend, width)]) + "\n"
 
-    def written(self) -> Written:
-        """What is written, as data."""
-        return Written(
-            "table", self.name, self.title, tuple(map(str, self.frame.columns)), values(self.frame), self.printed, tuple(self.legend),
-            records=sorted_once((*self.records, *named_records(self.frame))), claims=self.claims,
-        )  # fmt: skip
-
     def markdown(self) -> str:
-        """GitHub-flavoured Markdown; the lines of a cell are joined by `<br>`, sections are rows in bold."""
+        """GitHub-flavoured Markdown, as the function of that name."""
         return markdown(self.written())
 
     def csv(self) -> str:
         """The whole frame, all digits that matter (8 significant), empty where there is no number."""
-        return self.frame.to_csv(index=False, float_format="%.8g", lineterminator="\n")
+        return csv(self.frame)
 
     def latex(self) -> str:
         """One `table*` a panel; needs the packages booktabs and graphicx."""
         return "\n".join(_latex(self, panel) for panel in self.printed)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `<name>.md`, `.csv`, `.tex` and `.json` (see `written`) into `folder`; each file appears whole or not at all."""
+        """Write `<name>.md`, `.csv`, `.tex` and `.json` into `folder`; each file appears whole or not at all."""
         written = self.written()
         contents = {"md": markdown(written), "csv": self.csv(), "tex": self.latex(), "json": written.json().decode()}
         return write_files(folder, {f"{self.name}.{suffix}": content.encode() for suffix, content in contents.items()})
+
+
+# --- what is written, as data -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heading:
+    """One printed column: `group` stands above it and its neighbours of the same group."""
+
+    group: str
+    header: str
+    align: Align = "right"
+
+
+@dataclass(frozen=True)
+class PrintedRow:
+    """Cells in print; `row` is the place of their values in `Written.rows`."""
+
+    row: int
+    cells: tuple[Lines, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows under one heading; an empty title for none."""
+
+    title: str
+    rows: tuple[PrintedRow, ...]
+
+
+@dataclass(frozen=True)
+class PrintedPanel:
+    """One panel of a table; `notes` say how it was measured."""
+
+    key: str
+    title: str
+    columns: tuple[Heading, ...]
+    sections: tuple[Section, ...]
+    notes: Lines = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """A table, a figure or the ledger of claims as it was written: the JSON beside its Markdown or picture.
+
+    Attributes:
+        panels: of a table, as printed.
+        legend: what the columns mean (table), or how it was made (figure). caption: sentences below the picture (figure).
+        columns, rows: the frame behind it, a value a column. No rows where a figure has more than 500: they stand in its CSV.
+        records: fingerprints of the records that it is made of.
+        claims: what the paper reports that is answered here: entries of reported*.yaml, or entry.quantity.
+        pictures: names of the picture files beside it, the one to show first.
+    """
+
+    kind: Literal["table", "figure"]
+    name: str
+    title: str
+    columns: Lines
+    rows: tuple[tuple[Value, ...], ...]
+    panels: tuple[PrintedPanel, ...] = ()
+    legend: Lines = ()
+    caption: Lines = ()
+    records: Lines = ()
+    claims: Lines = ()
+    pictures: Lines = ()
+
+    @cached_property
+    def entries(self) -> list[dict[str, Value]]:
+        """The rows as column to value."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def records_of_panels(self) -> dict[str, list[str]]:
+        """Panel of the frame to the fingerprints in its column `record`, sorted; empty where the frame has no such columns."""
+        found: dict[str, set[str]] = {}
+        if {"panel", "record"} <= set(self.columns):
+            for entry in self.entries:
+                found.setdefault(str(entry["panel"]), set()).update(filter(None, (entry["record"],)))  # type: ignore[arg-type]
+        return {panel: sorted(names) for panel, names in found.items()}
+
+    def json(self) -> bytes:
+        """The file's content: the same artefact gives the same bytes."""
+        content = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return ("{\n" + ",\n".join(f"{json.dumps(key)}: {_dump(value)}" for key, value in content.items()) + "\n}\n").encode()
+
+
+_dump_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _dump(value: Any) -> str:
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict):
+        return "[\n" + ",\n".join(map(_dump_line, value)) + "\n]"
+    return _dump_line(value)
+
+
+def written_of(kind: Literal["table", "figure"], made: Any, rows: tuple[tuple[Value, ...], ...], **more: Any) -> Written:
+    """What is written of a `Table` or `Figure`, whose records are those that it was given and those that its frame names."""
+    records = tuple(sorted({*made.records, *named_records(made.frame)}))
+    columns = tuple(map(str, made.frame.columns))
+    return Written(kind, made.name, made.title, columns, rows, records=records, claims=made.claims, **more)
+
+
+def read(path: Path) -> Written:
+    """Read what `Written.json` wrote.
+
+    Raises:
+        ConfigError: there is no such file, it is damaged, names what lies elsewhere, or another version wrote it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (version := content["schema_version"]) != SCHEMA_VERSION:
+            raise ConfigError(f"it has schema {version} and this version of QuickSilver reads schema {SCHEMA_VERSION}.")
+        if missing := sorted({field.name for field in dataclasses.fields(Written)} - content.keys()):
+            raise KeyError(f"no {', '.join(missing)}")
+        rows = tuple(map(tuple, content["rows"]))  # any plain values: not decoded one by one
+        found = dataclasses.replace(decoded(Written, {**content, "rows": []}), rows=rows)
+        if any(len(row) != len(found.columns) for row in rows):
+            raise ValueError("a row has more or fewer values than there are columns")
+        for name in (found.name, *found.pictures):
+            plain_name(name, "the name of a table, figure or picture")
+        for name in found.records:
+            fingerprint_of(name)
+    except ConfigError as error:
+        raise ConfigError(f"{path} cannot be read: {error} Make it again.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = "it is not there" if isinstance(error, FileNotFoundError) else f"it is damaged ({type(error).__name__}: {error})"
+        raise ConfigError(f"{path} cannot be read: {why}. Make it again.") from error
+    return found
+
+
+def csv(frame: pd.DataFrame) -> str:
+    """A frame with 8 significant digits, empty where there is no number."""
+    return frame.to_csv(index=False, float_format="%.8g", lineterminator="\n")
+
+
+def values(frame: pd.DataFrame) -> tuple[tuple[Value, ...], ...]:
+    """The rows of a frame with plain types; numbers with 8 significant digits, None for what is missing or not finite."""
+    return tuple(tuple(map(_value, row)) for row in frame.itertuples(index=False, name=None))
+
+
+def _value(value: Any) -> Value:
+    value = value.item() if hasattr(value, "item") else value
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(f"{value:.8g}") if math.isfinite(value) else None
+    return None if type(value).__name__ in ("NAType", "NaTType") else str(value)
+
+
+def named_records(frame: pd.DataFrame) -> Iterator[str]:
+    """The fingerprints in those columns of a frame that name records."""
+    for column in frame.columns:
+        if re.fullmatch(r"(\w+_)?(record|fingerprint)s?", str(column)):
+            for value in frame[column].dropna().unique():
+                yield from re.findall(r"\b[0-9a-f]{20}\b", str(value))
+
+
+# --- as Markdown ------------------------------------------------------------------------------------------------------------------
+
+
+def markdown(written: Written, level: int = 2) -> str:
+    """A table as GitHub-flavoured Markdown, its title a heading of `level`; lines of a cell are joined by `<br>`, sections are rows in bold."""
+    parts = [f"{'#' * level} {_escaped(written.title)}"]
+    for panel in written.panels:
+        headings = [": ".join(filter(None, (column.group, column.header))) for column in panel.columns]
+        rows = ["| " + " | ".join(map(_escaped, headings)) + " |"]
+        rows.append("|" + "|".join(" :-- " if column.align == "left" else " --: " for column in panel.columns) + "|")
+        for section in panel.sections:
+            if section.title:
+                rows.append("| " + " | ".join([f"**{_escaped(section.title)}**"] + [""] * (len(panel.columns) - 1)) + " |")
+            rows += ["| " + " | ".join("<br>".join(map(_escaped, cell)) for cell in row.cells) + " |" for row in section.rows]
+        parts += [f"{'#' * (level + 1)} {_escaped(panel.title)}", "\n".join(rows)]
+        if panel.notes:
+            parts.append("\n".join(f"- {_escaped(note)}" for note in panel.notes))
+    if written.legend:
+        parts += ["**How to read it**", "\n".join(f"- {_escaped(line)}" for line in written.legend)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Text that stays text: `](` makes a link or a picture of words in brackets, and a new line would begin a block."""
+    text = " ".join(text.splitlines()) if "\n" in text or "\r" in text else text
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("](", "]\\(")
 
 
 # --- in a terminal ----------------------------------------------------------------------------------------------------------------
@@ -144,65 +312,85 @@ class Table:
 _GAP = _INDENT = "  "
 
 
-def _text(panel: Panel, printed: PrintedPanel, width: int | None) -> Iterator[str]:
-    columns, shown = panel.columns, list(range(len(panel.columns)))
-    # What stands under a heading is set in, and what continues a cell further.
+def _text(columns: Sequence[Column], printed: PrintedPanel, width: int | None) -> Iterator[str]:
+    # Rows under a heading are indented, and further lines of a first cell once more.
     sections = [
-        (section.title, [(_set_in(row.cells[0], bool(section.title)), *row.cells[1:]) for row in section.rows])
-        for section in printed.sections
+        (one.title, [(tuple(_INDENT * (bool(one.title) + (k > 0)) + text for k, text in enumerate(row.cells[0])), *row.cells[1:])
+                     for row in one.rows])
+        for one in printed.sections
+    ]  # fmt: skip
+    shown = list(range(len(columns)))
+    widths = [
+        max(map(len, (columns[i].header, *(text for _, rows in sections for row in rows for text in row[i])))) for i in shown
     ]
-    widths = _widths(columns, [row for _, rows in sections for row in rows])
-    while width is not None and _total(shown, widths) > width and any(columns[i].expendable for i in shown):
-        shown.remove(max(shown, key=lambda i: columns[i].expendable))
+
+    def total(members: Sequence[int]) -> int:
+        return sum(widths[i] for i in members) + len(_GAP) * (len(members) - 1)
+
+    def groups(shown: Iterable[int]) -> list[tuple[str, list[int]]]:
+        return [(group, list(members)) for group, members in groupby(shown, key=lambda i: columns[i].group)]
+
+    for group, members in groups(shown):  # a heading over several columns must fit over them
+        widths[members[0]] += max(0, len(group) + 2 - total(members)) if group else 0
+    while width is not None and total(shown) > width and any(columns[i].expendable for i in shown):
+        most = max(shown, key=lambda i: columns[i].expendable)
+        shown = [i for i in shown if i != most]
 
     def line(cells: Sequence[str]) -> str:
-        padded = (f"{cells[i]:{'<' if columns[i].align == 'left' else '>'}{widths[i]}}" for i in shown)
-        return _GAP.join(padded).rstrip()
+        return _GAP.join(f"{cells[i]:{'<' if columns[i].align == 'left' else '>'}{widths[i]}}" for i in shown).rstrip()
 
-    groups = []
-    for group, members in groupby(shown, key=lambda i: columns[i].group):
-        span = _total(list(members), widths)
-        groups.append(f" {group} ".center(span, "-") if group else " " * span)
-    rule = "-" * _total(shown, widths)
-    yield from (_GAP.join(groups).rstrip(), line([column.header for column in columns]), rule)
+    rule = "-" * total(shown)
+    yield _GAP.join(
+        (f" {group} " if group else "").center(total(members), "-" if group else " ") for group, members in groups(shown)
+    ).rstrip()
+    yield from (line([column.header for column in columns]), rule)
     for number, (title, rows) in enumerate(sections):
         yield from [""] * bool(number) + [title] * bool(title)
         for row in rows:
             yield from map(line, zip_longest(*row, fillvalue=""))
     yield rule
-    hidden = ", ".join(" ".join(filter(None, (one.group, one.header))) for i, one in enumerate(columns) if i not in shown)
-    if hidden:
+    if hidden := ", ".join(f"{one.group} {one.header}".strip() for i, one in enumerate(columns) if i not in shown):
         yield from wrapped([f"Narrow terminal: left out {hidden}. The written files have every column."], width)
 
 
-def _set_in(lines: Lines, under_heading: bool) -> Lines:
-    return tuple(_INDENT * (under_heading + (k > 0)) + text for k, text in enumerate(lines))
+def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
+    """Wrap at `width` (150 where there is none) with a hanging indent; never inside a word, so that a command can be copied."""
+    options: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return [part for line in lines for part in textwrap.wrap(line, width or 150, **options)]
 
 
-def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Lines]]) -> list[int]:
-    widths = [max(map(len, (column.header, *(text for row in rows for text in row[i])))) for i, column in enumerate(columns)]
-    # A heading over several columns must fit over them: what it needs more goes to the first.
-    for group, run in groupby(range(len(columns)), key=lambda i: columns[i].group):
-        members = list(run)
-        widths[members[0]] += max(0, len(group) + 2 - _total(members, widths)) if group else 0
-    return widths
+_FOLDERS = re.compile(r"(?<![\w./~-])(?:file://)?~?(?:/[^\s/'\"<>|,;:()\[\]{}]+)+/([^\s/'\"<>|,;:()\[\]{}]+)")
 
 
-def _total(members: Sequence[int], widths: Sequence[int]) -> int:
-    return sum(widths[i] for i in members) + len(_GAP) * (len(members) - 1)
+def without_folders(entry: Any) -> Any:
+    """Local files by their names, also inside sentences: a page must not tell where they lie, nor differ by it.
+
+    Args:
+        entry: text, or mappings and lists of it; anything else comes back as it is.
+    """
+    if isinstance(entry, Mapping):
+        return {without_folders(key): without_folders(value) for key, value in entry.items()}
+    if isinstance(entry, list | tuple):
+        return type(entry)(map(without_folders, entry))
+    if not isinstance(entry, str):
+        return entry
+    if entry.startswith("folder:/") and "\n" not in entry:
+        return f"folder:{Path(entry).name}"
+    return Path(entry).name if "\n" not in entry and Path(entry).is_absolute() else _FOLDERS.sub(r"\1", entry)
 
 
 # --- as LaTeX ---------------------------------------------------------------------------------------------------------------------
 
-_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
-_TEX |= {character: "\\" + character for character in "&%$#_{}"}
-_TEX |= {"Δ": r"$\Delta$", "†": r"$\dagger$", "±": r"$\pm$", "×": r"$\times$", "≤": r"$\leq$", "≥": r"$\geq$"}
-_TEX |= {"–": "--", "—": "---", "<": r"\textless{}", ">": r"\textgreater{}"}
-_TEX_TABLE = str.maketrans(_TEX)
+_TEX = str.maketrans(
+    {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}", "–": "--", "—": "---"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "Δ": r"$\Delta$", "†": r"$\dagger$", "±": r"$\pm$", "×": r"$\times$"}
+    | {"≤": r"$\leq$", "≥": r"$\geq$"}
+    | {character: "\\" + character for character in "&%$#_{}"}
+)
 
 
 def _tex(text: str) -> str:
-    return text.translate(_TEX_TABLE)
+    return text.translate(_TEX)
 
 
 def _latex(table: Table, panel: PrintedPanel) -> str:
@@ -236,12 +424,18 @@ def _latex(table: Table, panel: PrintedPanel) -> str:
 
 NO_VALUE = "-"
 FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
+ENDS = ("", "_low", "_high")  # behind a column's name: the value, and its 95% interval
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
     """The number under `key`; None where the row has none (a frame fills such holes with NaN)."""
     value = row.get(key)
     return None if value is None or (isinstance(value, float) and math.isnan(value)) else float(value)
+
+
+def numbers(row: Mapping[str, Any], key: str) -> list[float | None]:
+    """The number under `key` and the ends of its interval."""
+    return [number(row, f"{key}{end}") for end in ENDS]
 
 
 def signed(value: float | None, decimals: int = 1) -> str:
@@ -259,33 +453,33 @@ def amount(value: float) -> str:
     return f"{value / 1000**digits:.3g}{'kMGTP'[digits - 1] if digits else ''}"
 
 
+def decimals_for(size: float, least: int = 0) -> int:
+    """Decimals of a number of this size, three digits or so: 3 below 0.1, 2 below 10, 1 below 100, else `least`."""
+    return 3 if size < 0.1 else 2 if size < 10 else 1 if size < 100 else least
+
+
 def interval_cell(row: Mapping[str, Any], name: str) -> Lines:
     """Two lines, `+0.52 [+0.40 +0.64]` in perplexity and `+5.2% [+4.0 +6.4]` in percent."""
     lines = []
     for key, unit in ((name, ""), (f"{name}_pct", "%")):
-        values = [number(row, name_) for name_ in (key, f"{key}_low", f"{key}_high")]
-        if values[0] is None:
+        ends = numbers(row, key)
+        if ends[0] is None:
             return (NO_VALUE,)
-        size = max(abs(value) for value in values if value is not None)
-        decimals = 3 if size < 0.1 else 2 if size < 10 else 1 if size < 100 else 0
-        middle, low, high = (signed(value, decimals) for value in values)
+        decimals = decimals_for(max(abs(value) for value in ends if value is not None))
+        middle, low, high = (signed(value, decimals) for value in ends)
         lines.append(f"{middle}{unit} [{low} {high}]")
     return tuple(lines)
 
 
 def kl_cell(row: Mapping[str, Any]) -> Lines:
     """`2.55` and below it `[2.31 2.80]`: KL to the dense model in hundredths of a nat a token."""
-    values = [number(row, f"kl_nats{end}") for end in ("", "_low", "_high")]
-    if values[0] is None:
-        return (NO_VALUE,)
-    middle, low, high = (f"{100 * value:.3g}" if value is not None else NO_VALUE for value in values)
-    return middle, f"[{low} {high}]"
+    middle, low, high = (f"{100 * value:.3g}" if value is not None else NO_VALUE for value in numbers(row, "kl_nats"))
+    return (NO_VALUE,) if middle == NO_VALUE else (middle, f"[{low} {high}]")
 
 
 def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
     """The speedup, or `within` where it is no larger than the A/A noise floor, which stands below the panel (`comparison.noise`)."""
-    floor = number(row, key.replace("speedup_pct", "noise_floor_pct"))
-    return time_cell(number(row, key), floor)
+    return time_cell(number(row, key), number(row, key.replace("speedup_pct", "noise_floor_pct")))
 
 
 def time_cell(value: float | None, noise: float | None) -> Lines:
@@ -302,23 +496,26 @@ def time_difference_cell(value: float | None, noise: float | None) -> Lines:
     return ("within" if abs(value) <= noise else signed(value), f"noise {noise:.1f}")
 
 
-def versus_null_cell(row: Mapping[str, Any]) -> Lines:
-    """Whether choosing these tokens beat choosing any others at the same budget, by the paired interval of the difference; where the table
-    has tests of all its rows, also by the adjusted p value."""
+def versus_null(row: Mapping[str, Any]) -> int | None:
+    """Sign of the difference to the null, by its paired interval: -1 better, 1 worse, 0 no difference; None: there is no null."""
     low, high = number(row, "versus_null_ppl_low"), number(row, "versus_null_ppl_high")
-    if low is None or high is None:
+    return None if low is None or high is None else -1 if high < 0 else int(low > 0)
+
+
+def versus_null_cell(row: Mapping[str, Any]) -> Lines:
+    """`better`, `worse` or `no diff.` than choosing other tokens at the same budget; by the adjusted p value too where the table has one."""
+    sign, p = versus_null(row), number(row, "versus_null_p_adjusted")
+    if sign is None:
         return (NO_VALUE,)
-    p = number(row, "versus_null_p_adjusted")
-    if p is not None and p > FALSE_DISCOVERIES:
-        return ("no diff.",)
-    return ("better",) if high < 0 else ("worse",) if low > 0 else ("no diff.",)
+    return ({-1: "better", 1: "worse"}.get(sign, "no diff.") if p is None or p <= FALSE_DISCOVERIES else "no diff.",)
 
 
 def audit_cell(row: Mapping[str, Any]) -> Lines:
     """Largest logit movement when the tokens after a probe are replaced."""
-    value = number(row, "audit_max_abs_logit_difference")
-    masked = number(row, "audit_masked_max_abs_logit_difference")
-    if value is None:
+    shown, masked = (
+        None if value is None else f"{value:.0e}" if value else "0"
+        for value in (number(row, f"audit_{kind}max_abs_logit_difference") for kind in ("", "masked_"))
+    )
+    if shown is None:
         return (NO_VALUE,)
-    shown = f"{value:.0e}" if value else "0"
-    return (shown,) if masked is None else (f"{masked:.0e}" if masked else "0", f"compact {shown}")
+    return (shown,) if masked is None else (masked, f"compact {shown}")

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.report.site.collection import Collection, Piece, describe
-from quicksilver.report.written import Written, read
+from quicksilver.report.table import Written, read
 from quicksilver.runs.choices import choices
 from quicksilver.runs.config import TrackerConfig, compose
 from quicksilver.runs.tracker import check_tracker, mirror, start

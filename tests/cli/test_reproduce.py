@@ -21,7 +21,7 @@ from quicksilver.records.store import Store
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.comparison import Committed, committed, distance
 from quicksilver.report.reproduction import UNUSABLE, fill_readme
-from quicksilver.report.written import Heading, PrintedPanel, PrintedRow, Section, Written
+from quicksilver.report.table import Heading, PrintedPanel, PrintedRow, Section, Written
 from quicksilver.runs import jobs as answers
 from quicksilver.runs.jobs import FAILED, REFUSED
 from quicksilver.runtime.errors import ConfigError

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.report.table import Column, Panel, Table
-from quicksilver.report.written import (
+from quicksilver.report.table import (
+    Column,
     Heading,
+    Panel,
     PrintedPanel,
     PrintedRow,
     Section,
+    Table,
     Written,
     markdown,
     named_records,

@@ -17,7 +17,7 @@ from quicksilver.cli.commands.reproduce import collected, jobs_of_all
 from quicksilver.cli.progress import counted, explain, width
 from quicksilver.report.artefacts import artefacts
 from quicksilver.report.reproduction import LOCAL_SUFFIX, all_kept, base_config, make_command, name_of, recorded
-from quicksilver.report.written import read
+from quicksilver.report.table import read
 from quicksilver.runs.jobs import RecordIndex, run_context
 
 if TYPE_CHECKING:

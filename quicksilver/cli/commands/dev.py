@@ -75,7 +75,7 @@ def keep(words: Sequence[str]) -> int:
     from quicksilver.records.store import KEPT, Store
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import LOCAL_SUFFIX
-    from quicksilver.report.written import read
+    from quicksilver.report.table import read
     from quicksilver.runs.jobs import INDEX, RecordIndex
 
     root = _results(words, "keep")
@@ -129,7 +129,7 @@ def _write_variant(variant: Variant, root: Path) -> dict[Artefact, str | None]:
     from quicksilver.cli.progress import counted
     from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import base_config, build, recorded, why_not
-    from quicksilver.report.written import read
+    from quicksilver.report.table import read
     from quicksilver.runs.jobs import RecordIndex, run_context
     from quicksilver.runs.run import store_of
 

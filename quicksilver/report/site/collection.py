@@ -19,7 +19,7 @@ from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.reproduction import DEFAULT, make_command, of_name
-from quicksilver.report.written import Value, Written, read, without_folders
+from quicksilver.report.table import Value, Written, read, without_folders
 from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 

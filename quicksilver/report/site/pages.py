@@ -30,8 +30,7 @@ from quicksilver.report.claims.ledger import VERDICTS
 from quicksilver.report.site import explorer
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, flat, grouped
 from quicksilver.report.site.views import generated_texts, token_views
-from quicksilver.report.table import amount, signed
-from quicksilver.report.written import PrintedPanel, without_folders
+from quicksilver.report.table import PrintedPanel, amount, signed, without_folders
 
 T = TypeVar("T")
 

@@ -31,8 +31,7 @@ from quicksilver.report.site import explorer, views
 from quicksilver.report.site.collection import Collection
 from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
 from quicksilver.report.site.views import token_views
-from quicksilver.report.table import Panel, Table
-from quicksilver.report.written import Heading, PrintedPanel, read, without_folders
+from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 from quicksilver.runtime.trace import Trace

@@ -27,10 +27,12 @@ from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import (
+    ENDS,
     Column,
     Lines,
     amount,
     audit_cell,
+    csv,
     interval_cell,
     kl_cell,
     number,
@@ -40,6 +42,8 @@ from quicksilver.report.table import (
     without_folders,
 )
 
+_MEASUREMENTS: dict[str, Any] = {"audit": AuditResult, "null": NullResult, "latency": LatencyResult, "emissions": EmissionsResult}
+AUDIT = ("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_difference")
 LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
 
@@ -79,47 +83,35 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
         ConfigError: the two records do not hold the same windows, or too few for an interval.
     """
     row: dict[str, Any] = {
-        "record": record.fingerprint,
-        "dense_record": dense.fingerprint,
-        "lookahead": bool(record.lookahead),
-        "execution": record.execution,
-        "tokens": record.quality.tokens,
-        "windows": record.data.windows,
-        "ppl": record.quality.ppl,
-        "bits_per_byte": record.quality.bits_per_byte,
-        "dense_ppl": dense.quality.ppl,
+        **{"record": record.fingerprint, "dense_record": dense.fingerprint, "lookahead": bool(record.lookahead)},
+        **{"execution": record.execution, "tokens": record.quality.tokens, "windows": record.data.windows},
+        **{"ppl": record.quality.ppl, "bits_per_byte": record.quality.bits_per_byte, "dense_ppl": dense.quality.ppl},
     }
-    audit = record.found("audit", AuditResult)
+    audit, null, latency, emissions = (record.found(name, result) for name, result in _MEASUREMENTS.items())
     if audit is not None:
-        row["audit_max_abs_logit_difference"] = audit.max_abs_logit_difference
-        row["audit_masked_max_abs_logit_difference"] = audit.masked_max_abs_logit_difference
+        row |= {key: getattr(audit, key.removeprefix("audit_")) for key in AUDIT}
     if record.fingerprint != dense.fingerprint:
-        row |= interval("delta_ppl", paired_records(record, dense))
-        null = record.found("null", NullResult)
-        row |= divergence(record)
+        row |= interval("delta_ppl", paired_records(record, dense)) | divergence(record)
         if null is not None:
-            row["null_kl_nats"] = null.kl_nats
-            row["null_ppl"], row["null_kind"] = null.ppl, null.kind
+            row |= {"null_kl_nats": null.kl_nats, "null_ppl": null.ppl, "null_kind": null.kind}
             row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
             row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
             row["versus_null_p"] = sign_flip_p(record.windows["nll_nats"] - record.windows["null_nll_nats"])
             if null.seed_ppl is not None:
                 row |= {"null_seeds": len(null.seed_ppl), "null_ppl_low": min(null.seed_ppl), "null_ppl_high": max(null.seed_ppl)}
     for ledger in LEDGERS:
-        row[f"{ledger}_flops"] = record.flops(ledger)
-        row[f"{ledger}_flops_saved_pct"] = record.flops_saved_pct(ledger)
-    row["kv_bytes_saved_pct"] = _kv_bytes_saved_pct(record)
+        row |= {f"{ledger}_flops": record.flops(ledger), f"{ledger}_flops_saved_pct": record.flops_saved_pct(ledger)}
+    if record.dense is not None and record.dense.kv_bytes:
+        row["kv_bytes_saved_pct"] = 100 * (1 - record.quality.kv_bytes_resident / record.dense.kv_bytes)
     # A latency of masked execution says nothing: everything is computed there, then undone (docs/design.md §4).
-    latency = record.found("latency", LatencyResult) if record.execution == "compact" else None
-    for phase in ("", "prompt_"):
+    for phase in ("", "prompt_") if record.execution == "compact" else ():
         timing = None if latency is None else latency.timing(prompt=bool(phase))
         if timing is not None:
             row |= {f"{phase}latency_ms": timing.run_ms.median, f"{phase}noise_floor_pct": timing.noise_floor_pct}
             # Round by round against the dense model of the same run: both were timed under the same load of the machine.
-            for end, ratio in (("", timing.ratio.median), ("_low", timing.ratio.high), ("_high", timing.ratio.low)):
+            for end, ratio in zip(ENDS, (timing.ratio.median, timing.ratio.high, timing.ratio.low), strict=True):
                 row[f"{phase}speedup_pct{end}"] = 100 * (1 - ratio)
-    emissions = record.found("emissions", EmissionsResult) if record.execution == "compact" else None
-    if emissions is not None:
+    if emissions is not None and record.execution == "compact":
         row["gco2_per_token"] = emissions.gco2_per_token
         if emissions.dense_gco2_per_token > 0:
             row["co2_saved_pct"] = 100 * (1 - emissions.gco2_per_token / emissions.dense_gco2_per_token)
@@ -128,22 +120,18 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
 
 def check_against_dense(record: Record, dense: Record) -> None:
     """Raise what `against_dense` would, without drawing an interval."""
-    for name, result in (("audit", AuditResult), ("latency", LatencyResult), ("emissions", EmissionsResult)):
-        record.found(name, result)
-    null = record.found("null", NullResult)
+    found = {name: record.found(name, result) for name, result in _MEASUREMENTS.items()}
     if record.fingerprint != dense.fingerprint:
         check_pairs(record, dense)
-        if null is not None:
+        if found["null"] is not None:
             check_pairs(record, record, baseline_column="null_nll_nats")
 
 
 def divergence(record: Record) -> dict[str, float]:
-    """`kl_nats` a scored token with the ends of its 95% bootstrap interval over windows, and `top1_agreement`; nothing where it was not
-    measured."""
-    windows = record.windows
-    if record.quality.kl_nats is None or "kl_nats" not in windows:
+    """`kl_nats` a scored token with its 95% bootstrap interval over windows, and `top1_agreement`; nothing where it was not measured."""
+    if record.quality.kl_nats is None or "kl_nats" not in record.windows:
         return {}
-    found = bootstrap(mean, windows["kl_nats"])
+    found = bootstrap(mean, record.windows["kl_nats"])
     row = {"kl_nats": record.quality.kl_nats, "kl_nats_low": found.low, "kl_nats_high": found.high}
     return row if record.quality.top1_agreement is None else row | {"top1_agreement": record.quality.top1_agreement}
 
@@ -151,13 +139,12 @@ def divergence(record: Record) -> dict[str, float]:
 def interval(name: str, paired: PairedInterval) -> dict[str, float]:
     """A difference as six numbers: in perplexity and in percent, each with the ends of its interval."""
     found = (paired.difference, paired.low, paired.high, paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
-    return dict(zip(_with_interval(name), found, strict=True))
+    return dict(zip(with_interval(name), found, strict=True))
 
 
-def _kv_bytes_saved_pct(record: Record) -> float | None:
-    """Percent of the dense run's bytes that are gone; None where it keeps no cache."""
-    dense = record.dense.kv_bytes if record.dense is not None else 0
-    return 100 * (1 - record.quality.kv_bytes_resident / dense) if dense else None
+def with_interval(name: str) -> list[str]:
+    """The columns of `interval`."""
+    return [f"{name}{unit}{end}" for unit in ("", "_pct") for end in ENDS]
 
 
 # --- as a table --------------------------------------------------------------------------------------------------------------
@@ -179,29 +166,25 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         rows.append(row)
     for panel in dict.fromkeys(row["panel"] for row in rows):
         members = [row for row in rows if row["panel"] == panel]
-        _adjust(members)
+        # A record that stands in several rows is one test.
+        tested = {row["record"]: row["versus_null_p"] for row in members if "versus_null_p" in row}
+        adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
+        for row in members:
+            if row.get("record") in adjusted:
+                row["versus_null_p_adjusted"] = adjusted[row["record"]]
         for phase in ("", "prompt_"):
             pool_noise(members, phase)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def _adjust(rows: Sequence[dict[str, Any]]) -> None:
-    """P values against chance, adjusted for how many rows of the panel were tested; a record that stands in several rows is one test."""
-    tested = {row["record"]: row["versus_null_p"] for row in rows if "versus_null_p" in row}
-    adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
-    for row in rows:
-        if row.get("record") in adjusted:
-            row["versus_null_p_adjusted"] = adjusted[row["record"]]
-
-
-def noise(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
-    """The sentence below a panel of `frame` that says its A/A floor; nothing where no run was timed."""
-    return noise_note(rows[rows["panel"] == panel].to_dict("records"), "a batch's time")
-
-
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:
-    """What the columns mean; the mark of looking ahead is explained where a row has it."""
-    return (*LEGEND, LOOKAHEAD) if rows["lookahead"].eq(True).any() else LEGEND
+    """What the columns mean."""
+    return (*LEGEND, *marks(rows))
+
+
+def marks(rows: pd.DataFrame) -> tuple[str, ...]:
+    """What the mark of looking ahead means, where a row has it."""
+    return (LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
 
 
 def columns(*, prompt: bool) -> tuple[Column, ...]:
@@ -215,8 +198,8 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column("paper reports", "speed", _reported("speedup_pct", 0), expendable=7),
         Column("paper reports", "FLOPs", _reported("flops_saved_pct", 0), expendable=7),
         Column("paper reports", "Δppl", _reported("delta_ppl", 2), expendable=7),
-        Column("measured", "speedup", _speedup),
-        *([Column("measured", "of the prompt", lambda row: _speedup(row, "prompt_"), expendable=3)] if prompt else []),
+        Column("measured", "speedup", _speedup()),
+        *([Column("measured", "of the prompt", _speedup("prompt_"), expendable=3)] if prompt else []),
         Column("measured", "CO₂e", _emissions, expendable=8),
         *flops,
         Column("perplexity against dense", "Δppl", _delta_ppl),
@@ -227,17 +210,13 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
     )
 
 
-def _measured(row: Mapping[str, Any]) -> bool:
-    return row["status"] == MEASURED
-
-
 def _is_dense(row: Mapping[str, Any]) -> bool:
-    return _measured(row) and row["record"] == row["dense_record"]
+    return row["status"] == MEASURED and row["record"] == row["dense_record"]
 
 
 def _technique(row: Mapping[str, Any]) -> Lines:
-    if _measured(row):
-        return (f"{row['technique']} †" if row["lookahead"] else row["technique"],)
+    if row["status"] == MEASURED:
+        return (f"{row['technique']}{' †' * bool(row['lookahead'])}",)
     return (row["technique"], *textwrap.wrap(row["status"], 20))
 
 
@@ -245,32 +224,30 @@ def _reported(quantity: str, decimals: int) -> Callable[[Mapping[str, Any]], Lin
     return lambda row: (signed(number(row, f"reported_{quantity}"), decimals),)
 
 
-def _speedup(row: Mapping[str, Any], phase: str = "") -> Lines:
-    latency = number(row, f"{phase}latency_ms")
-    return (f"{latency:.0f} ms",) if _is_dense(row) and latency is not None else speedup_cell(row, f"{phase}speedup_pct")
+def _absolute_in_dense_row(
+    key: str, show: Callable[[float], str], others: Callable[[Mapping[str, Any]], Lines]
+) -> Callable[[Mapping[str, Any]], Lines]:
+    """A cell of `others`; the dense row, with which all are compared, has the absolute number under `key` instead."""
 
-
-def _emissions(row: Mapping[str, Any]) -> Lines:
-    grams = number(row, "gco2_per_token")
-    return (f"{1e6 * grams:.2g} µg",) if _is_dense(row) and grams is not None else (signed(number(row, "co2_saved_pct")),)
-
-
-def _flops(ledger: str) -> Callable[[Mapping[str, Any]], Lines]:
     def cell(row: Mapping[str, Any]) -> Lines:
-        total, saved = number(row, f"{ledger}_flops"), number(row, f"{ledger}_flops_saved_pct")
-        return (amount(total),) if _is_dense(row) and total is not None else (signed(saved),)
+        value = number(row, key) if _is_dense(row) else None
+        return others(row) if value is None else (show(value),)
 
     return cell
 
 
-def _delta_ppl(row: Mapping[str, Any]) -> Lines:
-    # What everything below is compared with: absolute numbers stand in the dense row, differences in all others.
-    return (f"ppl {row['ppl']:.2f}",) if _is_dense(row) else interval_cell(row, "delta_ppl")
+def _flops(ledger: str) -> Callable[[Mapping[str, Any]], Lines]:
+    return _absolute_in_dense_row(f"{ledger}_flops", amount, lambda row: (signed(number(row, f"{ledger}_flops_saved_pct")),))
 
 
-def _with_interval(name: str) -> list[str]:
-    return [f"{name}{suffix}" for suffix in ("", "_low", "_high", "_pct", "_pct_low", "_pct_high")]
+def _speedup(phase: str = "") -> Callable[[Mapping[str, Any]], Lines]:
+    return _absolute_in_dense_row(f"{phase}latency_ms", "{:.0f} ms".format, lambda row: speedup_cell(row, f"{phase}speedup_pct"))
 
+
+_emissions = _absolute_in_dense_row(
+    "gco2_per_token", lambda grams: f"{1e6 * grams:.2g} µg", lambda row: (signed(number(row, "co2_saved_pct")),)
+)
+_delta_ppl = _absolute_in_dense_row("ppl", "ppl {:.2f}".format, lambda row: interval_cell(row, "delta_ppl"))
 
 COLUMNS = [
     *("panel", "section", "key", "technique", "status"),
@@ -279,11 +256,11 @@ COLUMNS = [
     *("prompt_speedup_pct", "prompt_speedup_pct_low", "prompt_speedup_pct_high"),
     *("prompt_noise_floor_pct", "prompt_pooled_noise_floor_pct"),
     *("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
-    *("kv_bytes_saved_pct", "ppl", "dense_ppl", *_with_interval("delta_ppl")),
+    *("kv_bytes_saved_pct", "ppl", "dense_ppl", *with_interval("delta_ppl")),
     *("kl_nats", "kl_nats_low", "kl_nats_high", "top1_agreement", "null_kl_nats"),
-    *("null_kind", "null_ppl", *_with_interval("null_delta_ppl"), *_with_interval("versus_null_ppl")),
+    *("null_kind", "null_ppl", *with_interval("null_delta_ppl"), *with_interval("versus_null_ppl")),
     *("versus_null_p", "versus_null_p_adjusted", "null_seeds", "null_ppl_low", "null_ppl_high"),
-    *("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_difference", "lookahead", "execution", "bits_per_byte"),
+    *(*AUDIT, "lookahead", "execution", "bits_per_byte"),
     *("latency_ms", "prompt_latency_ms", "executed_flops", "nominal_flops", "paper_flops", "prompt_executed_flops"),
     *("gco2_per_token", "co2_saved_pct"),
     *("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "record", "dense_record"),
@@ -297,7 +274,7 @@ FLOOR, POOLED = "noise_floor_pct", "pooled_noise_floor_pct"
 
 
 def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
-    """Pool the rows' floors: the root mean square over their runs. A run that was noisier than that is judged by its own.
+    """Pool the rows' floors: the root mean square over their runs. A noisier run keeps its own floor.
 
     A record that stands in several rows counts once. Rows without a time stay as they are.
 
@@ -305,20 +282,17 @@ def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
         rows: with `record` and `PHASEnoise_floor_pct`, which is replaced; `PHASEpooled_noise_floor_pct` is added.
         phase: before the names of the columns, `prompt_` for instance.
     """
-    own = {row["record"]: row[f"{phase}{FLOOR}"] for row in rows if row.get(f"{phase}{FLOOR}") is not None}
-    if not own:
-        return
-    together = root_mean_square(own.values())
+    floor, pooled = f"{phase}{FLOOR}", f"{phase}{POOLED}"
+    own = {row["record"]: row[floor] for row in rows if row.get(floor) is not None}
     for row in rows:
         if row.get("record") in own:
-            row[f"{phase}{POOLED}"] = together
-            row[f"{phase}{FLOOR}"] = max(together, own[row["record"]])
+            row[pooled] = math.sqrt(sum(one**2 for one in own.values()) / len(own))
+            row[floor] = max(row[pooled], own[row["record"]])
 
 
-def root_mean_square(floors: Iterable[float]) -> float:
-    """The floor of several runs together."""
-    squares = [floor**2 for floor in floors]
-    return math.sqrt(sum(squares) / len(squares))
+def noise(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
+    """The sentence below a panel of `frame` that says its A/A floor; nothing where no run was timed."""
+    return noise_note(rows[rows["panel"] == panel].to_dict("records"), "a batch's time")
 
 
 def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
@@ -328,33 +302,25 @@ def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
         rows: after `pool_noise`.
         of: what was timed, `a batch's time`.
     """
-    timed = {row["record"]: row for row in rows if _is_number(row.get(FLOOR)) and _is_number(row.get(POOLED))}
+    timed = {row["record"]: row for row in rows if number(row, FLOOR) is not None and number(row, POOLED) is not None}
     if not timed:
         return ()
-    prompt = [row for row in timed.values() if _is_number(row.get(f"prompt_{POOLED}"))]
-    of_prompt = f", {prompt[0][f'prompt_{POOLED}']:.1f}% of a prompt's" if prompt else ""
-    worst = max(row[name] for row in timed.values() for name in (FLOOR, f"prompt_{FLOOR}") if _is_number(row.get(name)))
-    pooled = next(iter(timed.values()))[POOLED]
+    pooled, prompt = (
+        [row[key] for row in timed.values() if number(row, key) is not None] for key in (POOLED, f"prompt_{POOLED}")
+    )
+    worst = max(number(row, key) or 0.0 for row in timed.values() for key in (FLOOR, f"prompt_{FLOOR}"))
+    of_prompt = f", {prompt[0]:.1f}% of a prompt's" if prompt else ""
     return (
-        f"Noise floor of the clock (A/A): {pooled:.1f}% of {of}{of_prompt}, pooled over the dense model's "
+        f"Noise floor of the clock (A/A): {pooled[0]:.1f}% of {of}{of_prompt}, pooled over the dense model's "
         f"differences from itself in {len(timed)} run{'s' if len(timed) > 1 else ''}; a noisier run is judged by its own (at most "
         f"{worst:.1f}%).",
     )
-
-
-def _is_number(value: Any) -> bool:
-    return value is not None and not math.isnan(value)
 
 
 # --- how far from the committed one --------------------------------------------------------------------------------------------
 
 
 _SAME = ("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "execution")
-_COMPARED = (
-    ("Δppl", "delta_ppl", ""),
-    ("perplexity", "ppl", ""),
-    ("executed FLOPs saved", "executed_flops_saved_pct", " points"),
-)
 # Names of quantities that belong to the machine and the moment.
 _OF_THE_MACHINE = ("_ms", "_j", "speedup", "latency", "seconds", "gco2", "noise_floor", "load_average", "memory_bytes", "record")
 
@@ -382,53 +348,32 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
-    """One sentence: how far apart, over how many rows, or why there is nothing to compare."""
+    """One sentence: how far apart at most, over how many rows, or why there is nothing to compare. What a clock says is left out."""
     if reference is None:
         return f"There is no committed {name} to compare with."
-    if {"panel", "key", "status", *_SAME, *(column for _, column, _ in _COMPARED)} <= set(made.columns):
-        return _effects_distance(made, reference)
     # As text and back, because that is how the committed one was kept.
-    return _free_distance(pd.read_csv(io.StringIO(made.to_csv(index=False, float_format="%.8g"))), reference)
-
-
-def _free_distance(made: pd.DataFrame, reference: Committed) -> str:
-    """Frames of any columns: the largest difference, quantities of this machine's clock left out."""
-    there = reference.frame
-    if list(made.columns) != list(there.columns) or len(made) != len(there):
-        return f"Against {reference.origin}: not comparable, other rows or columns ({len(made)} rows here, {len(there)} there)."
+    here, there = pd.read_csv(io.StringIO(csv(made))), reference.frame
+    against, different = f"Against {reference.origin}: ", "not comparable, other rows or columns"
+    if list(here.columns) != list(there.columns):
+        return f"{against}{different}."
+    if {"panel", "key", "status", *_SAME} <= set(here.columns):  # one run a row: those that were measured in both
+        here, there = (frame[frame["status"] == MEASURED].set_index(["panel", "key"]) for frame in (here, there))
+        both = here.index.intersection(there.index)
+        here, there = here.loc[both], there.loc[both]
+    if len(here) != len(there):
+        return f"{against}{different} ({len(here)} rows here, {len(there)} there)."
+    if here.empty:
+        return f"{against}no row was measured in both."
     apart: dict[str, float] = {}
-    for column in made.columns:
-        if any(word in column for word in _OF_THE_MACHINE):
-            continue
-        here, other = made[column], there[column]
-        if pd.api.types.is_numeric_dtype(here) and pd.api.types.is_numeric_dtype(other):
-            apart[column] = float((here.astype(float) - other.astype(float)).abs().max())
-        elif not here.astype(str).equals(other.astype(str)):
-            return f"Against {reference.origin}: {column} has other entries."
+    for column in (column for column in here if not any(word in str(column) for word in _OF_THE_MACHINE)):
+        ours, theirs = here[column], there[column]
+        both_empty = ours.isna() & theirs.isna()
+        if column not in _SAME and all(map(pd.api.types.is_numeric_dtype, (ours, theirs))):
+            apart[column] = float((ours.astype(float) - theirs.astype(float)).abs().max())
+        elif len(other := ((ours.astype(str) != theirs.astype(str)) & ~both_empty).to_numpy().nonzero()[0]):
+            row = other[0]
+            return f"{against}not comparable, {column} is {ours.iloc[row]} here and {theirs.iloc[row]} there (row {here.index[row]})."
     worst = max(apart, key=lambda column: apart[column], default=None)
     if worst is None or not apart[worst] > 0:
-        return f"Against {reference.origin}: {len(made)} rows compared, no difference."
-    return f"Against {reference.origin}: {len(made)} rows compared, at most {apart[worst]:.2g} apart ({worst})."
-
-
-def _effects_distance(made: pd.DataFrame, reference: Committed) -> str:
-    if not {"panel", "key", "status", *_SAME} <= set(reference.frame.columns):
-        return f"Against {reference.origin}: not comparable, other columns."
-    here, there = (frame[frame["status"] == MEASURED].set_index(["panel", "key"]) for frame in (made, reference.frame))
-    both = here.merge(there, left_index=True, right_index=True, suffixes=("", "_committed"))
-    if both.empty:
-        return f"Against {reference.origin}: no row was measured in both."
-    for column in _SAME:
-        # As text, because a column of digests that is read back from a file may look like numbers.
-        differing = both[both[column].astype(str) != both[f"{column}_committed"].astype(str)]
-        if not differing.empty:
-            row, other = differing.iloc[0][column], differing.iloc[0][f"{column}_committed"]
-            where = " ".join(map(str, differing.index[0]))
-            return f"Against {reference.origin}: not comparable, {column} is {row} here and {other} there ({where})."
-    parts = [f"{len(both)} rows compared"]
-    for label, column, unit in _COMPARED:
-        apart = (both[column] - both[f"{column}_committed"]).abs().dropna()
-        if not apart.empty:
-            where = f" ({' '.join(map(str, apart.idxmax()))})" if apart.max() > 0 else ""
-            parts.append(f"{label} at most {apart.max():.2g}{unit} apart{where}")
-    return f"Against {reference.origin}: {', '.join(parts)}."
+        return f"{against}{len(here)} rows compared, no difference."
+    return f"{against}{len(here)} rows compared, at most {apart[worst]:.2g} apart ({worst})."

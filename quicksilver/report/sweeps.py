@@ -42,7 +42,6 @@ SAVED = {
 # What a panel shows unless it says otherwise, the nominal ledger first: on a small model what deciding costs hides the rest.
 WHOLE = ("nominal_flops_saved_pct", "executed_flops_saved_pct", "paper_flops_saved_pct")
 PROMPT = ("prompt_nominal_flops_saved_pct", "prompt_executed_flops_saved_pct", "kv_bytes_saved_pct")
-_BASE = [f"base_delta_ppl{part}" for part in ("", "_low", "_high", "_pct", "_pct_low", "_pct_high")]
 _PLOTS_A_LINE = 3
 _WIDE = 8  # costs that differ by more than this factor are drawn on a logarithmic axis
 _PROMPT_LEDGERS = ("nominal", "paper")  # `against_dense` has the executed one
@@ -80,9 +79,7 @@ class Sweep:
 
         rows = []
         for experiment, *overrides in sweep_jobs(self.experiment):
-            technique = " ".join(
-                f"{_short(key)}={value}" for key, _, value in (override.partition("=") for override in overrides)
-            )
+            technique = " ".join(map(_short, overrides))
             rows.append(Row(self.experiment, "", technique, technique, (experiment, *overrides)))
         for technique, more in self.beside.items():
             rows.append(Row(self.experiment, "Beside the sweep", technique, technique, (f"experiment={self.experiment}", *more)))
@@ -103,9 +100,7 @@ def _settings(row: Row) -> dict[str, str]:
 def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
     """One row an outcome: what was swept, what was measured (see `against_dense`), whether it is on the panel's front."""
     rows = comparison.frame(outcomes)
-    rows = rows.drop(
-        columns=[name for name in rows if any(part in name for part in ("null", "speedup", "noise", "latency", "reported"))]
-    )
+    rows = rows.drop(columns=list(rows.filter(regex="null|speedup|noise|latency|reported")))
     axes = list(dict.fromkeys(key for sweep in sweeps for key in sweep.axes()))
     settings = [{} if outcome.row.section else _settings(outcome.row) for outcome in outcomes]
     for place, key in enumerate(axes, start=rows.columns.get_loc("technique") + 1):
@@ -116,7 +111,7 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
         ]
     if any(sweep.base for sweep in sweeps):
         against = [_against_base(one, outcomes, sweeps) for one in outcomes]
-        rows = rows.join(pd.DataFrame(against, index=rows.index, columns=_BASE, dtype=float))
+        rows = rows.join(pd.DataFrame(against, index=rows.index, columns=comparison.with_interval("base_delta_ppl"), dtype=float))
     rows["front"] = False
     for sweep in sweeps:
         mine = rows["panel"] == sweep.experiment
@@ -167,8 +162,7 @@ def table(
     """
     rows = frame(outcomes, sweeps) if rows is None else rows
     panels = [panel(sweep, outcomes, (*columns(sweep), *(more or {}).get(sweep.experiment, ()))) for sweep in sweeps]
-    marks = (comparison.LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
-    return Table(name, title, rows, tuple(panels), (*legend, *LEGEND, *marks))
+    return Table(name, title, rows, tuple(panels), (*legend, *LEGEND, *comparison.marks(rows)))
 
 
 def panel(sweep: Sweep, outcomes: Sequence[Outcome], columns: Sequence[Column], title: str | None = None) -> Panel:
@@ -187,25 +181,23 @@ def columns(sweep: Sweep) -> tuple[Column, ...]:
 
 def measured_columns(sweep: Sweep) -> tuple[Column, ...]:
     """Quality, and what was saved."""
-    saved = [Column("saved %", SAVED[key][0], _saved(key), expendable=rank) for rank, key in enumerate(sweep.shown)]
+    saved = [Column("saved %", SAVED[key][0], _signed(key), expendable=rank) for rank, key in enumerate(sweep.shown)]
     base = [Column(f"against {sweep.base}", "Δppl", lambda row: interval_cell(row, "base_delta_ppl"))] if sweep.base else []
     return (
-        Column("perplexity", "ppl", lambda row: (_number(number(row, "ppl"), 2),), expendable=9),
+        Column("perplexity", "ppl", lambda row: (NO_VALUE if number(row, "ppl") is None else f"{row['ppl']:.2f}",), expendable=9),
         Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
         *base,
         *saved,
     )
 
 
-def _short(key: str) -> str:
-    return key.rpartition(".")[2]
+def _short(override: str) -> str:
+    """`halting.tau_drift=p40` without its groups; a key alone as well."""
+    key, equals, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}{equals}{value}"
 
 
-def _number(value: float | None, decimals: int) -> str:
-    return NO_VALUE if value is None else f"{value:.{decimals}f}"
-
-
-def _saved(key: str) -> Callable[[Mapping[str, Any]], Lines]:
+def _signed(key: str) -> Callable[[Mapping[str, Any]], Lines]:
     return lambda row: (signed(number(row, key)),)
 
 
@@ -226,20 +218,20 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
     """What answers a claim about the row `key` against the sweep's base, for a file's ANSWERS: perplexity added, and, of the column
     `flops`, operations saved."""
 
-    def added(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        ours, base = outcomes[key].record, outcomes[sweep.base or ""].record
-        if ours is None or base is None:
-            return None
+    def between(compare: Callable[[Record, Record], Estimate]) -> AnsweredBy:
+        def estimate(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+            ours, base = outcomes[key].record, outcomes[sweep.base or ""].record
+            return None if ours is None or base is None else compare(ours, base)
+
+        return AnsweredBy(sweep.experiment, key, of=estimate, note=f"against {sweep.base}")
+
+    def added(ours: Record, base: Record) -> Estimate:
         paired = paired_records(ours, base)
         return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
 
-    def saved(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        ours, base = outcomes[key].record, outcomes[sweep.base or ""].record
-        return None if ours is None or base is None or flops is None else paired_saved_pct(ours, base, flops)
-
-    found = {f"{claim}.delta_ppl": AnsweredBy(sweep.experiment, key, of=added, note=f"against {sweep.base}")}
+    found = {f"{claim}.delta_ppl": between(added)}
     if flops is not None:
-        found[f"{claim}.flops_saved_pct"] = AnsweredBy(sweep.experiment, key, of=saved, note=f"against {sweep.base}")
+        found[f"{claim}.flops_saved_pct"] = between(lambda ours, base: paired_saved_pct(ours, base, flops))
     return found
 
 
@@ -297,10 +289,8 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
     plot.margins(x=0.15, y=0.12)
     if outer and not swept.empty:
         plot.legend(fontsize=6)
-    return [
-        (float(point[gain]), float(point[cost]), str(point[inner]).strip("[]").replace(",", " to "))
-        for _, point in swept.iterrows()
-    ]
+    values = swept[inner].astype(str).str.strip("[]").str.replace(",", " to ")
+    return list(zip(swept[gain].astype(float), swept[cost].astype(float), values, strict=True))
 
 
 # --- budgets -------------------------------------------------------------------------------------------------------------------
@@ -326,72 +316,50 @@ class BudgetReport:
     found: Fit
     later: Mapping[str, tuple[Record, Record]]
 
+    @property
+    def panel(self) -> str:
+        return f"{self.found.dial.name} {self.found.budget.slug}"
 
-def budget_outcomes(reports: Sequence[BudgetReport]) -> list[Outcome]:
-    """A row for the calibrating text and one for each later text, a panel a budget."""
-    rows = []
-    for one in reports:
-        fit = one.found
-        there = {"calibrating": (fit.chosen.record, fit.chosen.dense), **one.later}
-        for key, (record, dense) in there.items():
-            panel = f"{fit.dial.name} {fit.budget.slug}"
-            rows.append(Outcome(Row(panel, "", key, key, fit.dial.at(fit.chosen.value)), record, dense))
-    return rows
+    def outcomes(self) -> list[Outcome]:
+        """A row for the calibrating text and one for each later text."""
+        fit = self.found
+        there = {"calibrating": (fit.chosen.record, fit.chosen.dense), **self.later}
+        overrides = fit.dial.at(fit.chosen.value)
+        return [Outcome(Row(self.panel, "", key, key, overrides), *records) for key, records in there.items()]
 
+    def asked(self, record: Record, dense: Record) -> dict[str, Any]:
+        """The columns of a row that say what was asked and reached."""
+        dial, budget = self.found.dial, self.found.budget
+        reached = budget.reached(record, dense)
+        kept = "yes" if budget.met(reached) else "no"
+        if budget.kind == "cost":
+            paired = paired_records(record, dense)
+            if paired.relative_pct_low <= budget.pct < paired.relative_pct_high:
+                kept = "no" if budget.sure else "undecided"
+        said = {"budget": str(budget), "dial": f"{_short(dial.keys[0])}={dial.text(self.found.chosen.value)}"}
+        return said | {"asked_pct": budget.pct, "reached_pct": reached, "kept": kept}
 
-def budget_frame(reports: Sequence[BudgetReport]) -> pd.DataFrame:
-    """What `comparison.frame` has of every outcome, and what was asked and reached."""
-    there = budget_outcomes(reports)
-    rows = comparison.frame(there)
-    asked = [one for one in reports for _ in range(1 + len(one.later))]
-    rows.insert(4, "budget", [str(one.found.budget) for one in asked])
-    rows.insert(5, "dial", [f"{key.rpartition('.')[2]}={value}" for key, value in map(_dial, asked)])
-    rows.insert(6, "asked_pct", [one.found.budget.pct for one in asked])
-    reached = [one.found.budget.reached(out.record, out.dense) for one, out in zip(asked, there, strict=True)]  # type: ignore[arg-type]
-    rows.insert(7, "reached_pct", reached)
-    rows.insert(8, "kept", [_kept(one, out) for one, out in zip(asked, there, strict=True)])
-    rows["prompt_nominal_flops_saved_pct"] = [
-        out.record.flops_saved_pct("prompt_nominal") if out.record else None for out in there
-    ]
-    return rows
-
-
-def _dial(one: BudgetReport) -> tuple[str, str]:
-    return one.found.dial.keys[0], one.found.dial.text(one.found.chosen.value)
-
-
-def _kept(one: BudgetReport, outcome: Outcome) -> str:
-    assert outcome.record is not None
-    assert outcome.dense is not None
-    budget = one.found.budget
-    if budget.kind == "cost":
-        from quicksilver.records.stats import paired_records
-
-        paired = paired_records(outcome.record, outcome.dense)
-        if paired.relative_pct_low <= budget.pct < paired.relative_pct_high:
-            return "undecided" if not budget.sure else "no"
-    return "yes" if budget.met(budget.reached(outcome.record, outcome.dense)) else "no"
+    def printed(self) -> Panel:
+        """The panel of a table."""
+        notes = (
+            f"{len(self.found.steps)} positions of the dial tried on the calibrating text.",
+            *provenance.notes(self.outcomes()),
+        )
+        return Panel(self.panel, f"To {self.found.budget}, by {self.found.dial.name}", BUDGET_COLUMNS, notes)
 
 
 def budget_table(reports: Sequence[BudgetReport], name: str) -> Table:
-    """A panel a budget."""
-    rows = budget_frame(reports)
-    panels = []
-    for one in reports:
-        key = f"{one.found.dial.name} {one.found.budget.slug}"
-        there = [outcome for outcome in budget_outcomes([one]) if outcome.row.panel == key]
-        notes = (f"{len(one.found.steps)} positions of the dial tried on the calibrating text.", *provenance.notes(there))
-        title = f"To {one.found.budget}, by {one.found.dial.name}"
-        panels.append(Panel(key, title, BUDGET_COLUMNS, notes))
-    marks = (comparison.LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
-    return Table(name, "Budgets: set on the calibrating text, used on others", rows, tuple(panels), (*BUDGET_LEGEND, *marks))
-
-
-def _pct(key: str) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        return (signed(number(row, key)),)
-
-    return cell
+    """A panel a budget: what `comparison.frame` has of every outcome, and what was asked and reached."""
+    there = [(report, outcome) for report in reports for outcome in report.outcomes()]
+    rows = comparison.frame([outcome for _, outcome in there])
+    asked = pd.DataFrame([one.asked(out.record, out.dense) for one, out in there if out.record and out.dense])
+    for place, column in enumerate(asked, start=4):
+        rows.insert(place, column, asked[column])
+    rows["prompt_nominal_flops_saved_pct"] = [out.record and out.record.flops_saved_pct("prompt_nominal") for _, out in there]
+    legend = (*BUDGET_LEGEND, *comparison.marks(rows))
+    return Table(
+        name, "Budgets: set on the calibrating text, used on others", rows, tuple(one.printed() for one in reports), legend
+    )
 
 
 BUDGET_COLUMNS = (
@@ -400,9 +368,9 @@ BUDGET_COLUMNS = (
     Column("budget, %", "asked", lambda row: (f"{row['asked_pct']:g}",)),
     Column("budget, %", "reached", lambda row: (signed(number(row, "reached_pct"), 2),)),
     Column("budget, %", "kept", lambda row: (row["kept"],)),
-    Column("saved, % of dense FLOPs", "exec", _pct("executed_flops_saved_pct")),
-    Column("saved, % of dense FLOPs", "prompt", _pct("prompt_executed_flops_saved_pct"), expendable=2),
-    Column("saved, % of dense FLOPs", "paper", _pct("paper_flops_saved_pct"), expendable=3),
+    Column("saved, % of dense FLOPs", "exec", _signed("executed_flops_saved_pct")),
+    Column("saved, % of dense FLOPs", "prompt", _signed("prompt_executed_flops_saved_pct"), expendable=2),
+    Column("saved, % of dense FLOPs", "paper", _signed("paper_flops_saved_pct"), expendable=3),
     Column("perplexity against dense", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
     Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=4),
     Column("perplexity against dense", "vs null", versus_null_cell, expendable=1),

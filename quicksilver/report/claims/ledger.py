@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -35,12 +35,8 @@ from quicksilver.report.claims.reported import (
 )
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.provenance import SHORT
-from quicksilver.report.table import Column, Lines, Panel, Table, number
+from quicksilver.report.table import Column, Lines, Panel, Table, decimals_for, number, numbers, versus_null
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # The models that the paper's absolute numbers are of (App. J calls gpt2-medium's shape by gpt2-large's size), and its GPU.
 PAPER_MODELS = ("gpt2-large", "gpt2-medium")
@@ -218,9 +214,7 @@ class _Claim:
         dense, slack = base.values["ppl"], base.rounding["ppl"]
         if self.what.of_dense == "difference":
             return Target(*(None if end is None else 100 * end / dense for end in (low, high)))
-        assert low is not None
-        assert high is not None
-        return Target(100 * (low / (dense + slack) - 1), 100 * (high / (dense - slack) - 1))
+        return Target(100 * ((low or 0.0) / (dense + slack) - 1), 100 * ((high or 0.0) / (dense - slack) - 1))
 
     @property
     def beside(self) -> _Claim | None:
@@ -250,7 +244,7 @@ class _Claim:
         if record is None or dense is None or column is None or (column != "ppl" and record.fingerprint == dense.fingerprint):
             return None  # dense inference against itself is zero by definition
         found = _against_dense(record.path, dense.path)
-        value, low, high = (number(found, f"{column}{end}") for end in ("", "_low", "_high"))
+        value, low, high = numbers(found, column)
         if value is None:
             return None
         counted = column.removesuffix("_saved_pct")
@@ -294,11 +288,8 @@ def _against_dense(folder: Path, dense_folder: Path) -> Mapping[str, Any]:
 def saved_pct(record: Record, dense: Record, column: str) -> Estimate:
     """What a run spared of a sum over windows (`paper_flops`), in percent of dense, with a paired bootstrap interval."""
     both = record.windows[["window", column]].merge(dense.windows[["window", column]], on="window", suffixes=("", "_dense"))
-    return Estimate(*map(float, bootstrap(_spared_pct, both[column], both[f"{column}_dense"])))
-
-
-def _spared_pct(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> NDArray[np.float64]:
-    return 100 * (1 - ours.sum(-1) / theirs.sum(-1))
+    spared = bootstrap(lambda ours, theirs: 100 * (1 - ours.sum(-1) / theirs.sum(-1)), both[column], both[f"{column}_dense"])
+    return Estimate(*map(float, spared))
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------------
@@ -314,7 +305,7 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
     return pd.DataFrame([words | row for row in (*rows, *_conflicts())], columns=COLUMNS)
 
 
-def _rows(claim: _Claim, sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
+def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     entry, what, (low, high) = claim.entry, claim.what, claim.stated
     base: dict[str, Any] = {
         **{"panel": entry.group, "section": entry.place, "kind": "claim", "claim": claim.id, "quote": entry.quote},
@@ -324,60 +315,68 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
     if what.sense == "setting":
         key = entry.config.get(claim.name)
         where = f", kept as conf/{key.replace('.', '.yaml: ', 1)}" if key else ""
-        yield base | {"verdict": "not comparable", "why": f"a setting, no outcome{where}"}
-        return
-    if what.of_dense and not claim.is_reference:
-        base |= {"target_low": claim.target.low, "target_high": claim.target.high}
-    elif what.of_dense:
-        base["unit"] = ""
+        return [base | {"verdict": "not comparable", "why": f"a setting, no outcome{where}"}]
+    if what.of_dense:
+        relative = {"target_low": claim.target.low, "target_high": claim.target.high}
+        base |= {"unit": ""} if claim.is_reference else relative
     answers = [(source, answer) for source in sources for name, answer in source.answers if claim.is_answered(name, answer)]
-    measured = list(_measured(claim, answers))
-    yield from (base | row for row in measured)
-    if not measured:
-        said = _unmeasured(claim, answers)
-        if said["why"] == _ZERO:
-            yield base | {"verdict": BY_DEFINITION, **said}
-        elif claim.name in entry.not_comparable or (what.sense == "level" and what.kind == "tokens"):
-            why = entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]
-            yield base | {"verdict": "not comparable", "why": why}
-        else:
-            yield base | {"verdict": "not measured", **said}
-
-
-def _measured(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> Iterator[dict[str, Any]]:
-    """A row for each different answer with a record."""
-    seen = set()
+    found: dict[
+        Any, dict[str, Any]
+    ] = {}  # rows by what was measured: Figures 6 and 7 show the records of Table 11, one row is enough
+    reasons, command = [], ""
     for source, answer in answers:
-        outcomes = source.panels.get(answer.panel, {})
-        outcome = outcomes.get(answer.key)
+        outcome = source.panels.get(answer.panel, {}).get(answer.key)
         if outcome is None or outcome.record is None:
+            reasons += [outcome.reason] if outcome is not None and outcome.reason else []
+            command = command or ("" if outcome is not None and outcome.reason else source.command)
             continue
-        try:
-            found = claim.estimate(answer, outcomes)
-        except QuickSilverError:
-            continue  # said where the claim is left without a number
-        # Figures 6 and 7 show the records of Table 11, and other measurements repeat its runs: one row is enough.
         record = outcome.record
-        same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, found)
-        if found is not None and same not in seen:
-            seen.add(same)
-            yield _judged(claim, answer, outcome, found) | {"artefact": source.artefact.name}
+        try:
+            measured = claim.estimate(answer, source.panels[answer.panel])
+        except QuickSilverError as error:
+            reasons.append(str(error))
+            continue
+        if measured is None:
+            dense = outcome.dense is not None and record.fingerprint == outcome.dense.fingerprint
+            reasons.append(_ZERO if dense else "its record does not have this number")
+            continue
+        same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, measured)
+        if same not in found:
+            found[same] = base | _judged(claim, answer, outcome, measured) | {"artefact": source.artefact.name}
+    if found:
+        return list(found.values())
+    why = f"no record: {command}" if command else "; ".join(dict.fromkeys(reasons))
+    said = {"why": why, "command": command, "artefact": answers[0][0].artefact.name} if answers else {}
+    said = said or {"why": entry.not_measured or "no experiment of this version asks"}
+    if said["why"] == _ZERO:
+        return [base | {"verdict": BY_DEFINITION, **said}]
+    if claim.name in entry.not_comparable or (what.sense == "level" and what.kind == "tokens"):
+        why = entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]
+        return [base | {"verdict": "not comparable", "why": why}]
+    return [base | {"verdict": "not measured", **said}]
 
 
 def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, found: Estimate) -> dict[str, Any]:
-    record = outcome.record
+    record, dense, other = outcome.record, outcome.dense, claim.beside
     assert record is not None
+    beside = None  # the claim made together with this one, and the verdict on it alone by the same record
+    if other is not None and dense is not None:
+        its = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: outcome})
+        beside = None if its is None else (other.id, other.verdict(record, its)[0])
     fixed = answer.by_definition or (claim.entry.by_definition.get(claim.name, "") if answer.of is None else "")
-    verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, _beside(claim, answer, outcome))
+    verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, beside)
     widths = answer.of is None and claim.what.column == "paper_flops_saved_pct" and _charges_widths(record)
+    chance = None
+    if claim.what.kind == "quality" and dense is not None and record.found("null", NullResult) is not None:
+        chance = versus_null(_against_dense(record.path, dense.path))
     return {
         **{"measured": found.value, "measured_low": found.low, "measured_high": found.high, "verdict": verdict},
         "why": "; ".join(filter(None, (why, "widths charged bits/16" if widths else "", answer.note))),
-        "versus_null": _versus_null(outcome) if claim.what.kind == "quality" else "",
+        "versus_null": {None: "", -1: "better than chance", 0: "no better than chance", 1: "worse than chance"}[chance],
         **{"protocol": record.protocol.name, "execution": record.execution, "lookahead": record.lookahead},
         **{"model": record.model.name, "weights_digest": record.model.weights_digest[:SHORT]},
         **{"data": record.data.name, "token_digest": record.data.token_digest[:SHORT], "gpu": record.environment.gpu},
-        **{"record": record.fingerprint, "dense_record": outcome.dense.fingerprint if outcome.dense else None},
+        **{"record": record.fingerprint, "dense_record": dense.fingerprint if dense else None},
     }
 
 
@@ -385,49 +384,6 @@ def _charges_widths(record: Record) -> bool:
     """Whether its paper ledger charges tokens by their bit-width."""
     entries = (entry for name, entry in record.config.get("modules", {}).items() if name.startswith("adaptive_quantization"))
     return any(entry.get("beta", "bits_over_16") == "bits_over_16" for entry in entries)
-
-
-def _beside(claim: _Claim, answer: AnsweredBy, outcome: Outcome) -> tuple[str, Verdict] | None:
-    """The claim made together with this one, and the verdict on it alone by the same record."""
-    other = claim.beside
-    if other is None or outcome.record is None or outcome.dense is None:
-        return None
-    found = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: outcome})
-    return None if found is None else (other.id, other.verdict(outcome.record, found)[0])
-
-
-def _versus_null(outcome: Outcome) -> str:
-    """Whether the run beat its null: its tokens chosen by chance, at the same budget."""
-    if outcome.record is None or outcome.dense is None or outcome.record.found("null", NullResult) is None:
-        return ""
-    found = _against_dense(outcome.record.path, outcome.dense.path)
-    low, high = number(found, "versus_null_ppl_low"), number(found, "versus_null_ppl_high")
-    if low is None or high is None:
-        return ""
-    return "better than chance" if high < 0 else "worse than chance" if low > 0 else "no better than chance"
-
-
-def _unmeasured(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> dict[str, str]:
-    """Why there is no number, and the command that makes one."""
-    reasons, command = [], ""
-    for source, answer in answers:
-        outcomes = source.panels.get(answer.panel, {})
-        outcome = outcomes.get(answer.key)
-        if outcome is not None and outcome.record is not None:
-            dense = outcome.dense is not None and outcome.record.fingerprint == outcome.dense.fingerprint
-            reasons.append(_ZERO if dense else "its record does not have this number")
-            try:
-                claim.estimate(answer, outcomes)
-            except QuickSilverError as error:
-                reasons[-1] = str(error)
-        elif outcome is not None and outcome.reason:
-            reasons.append(outcome.reason)
-        else:
-            command = command or source.command
-    if not answers:
-        return {"why": claim.entry.not_measured or "no experiment of this version asks"}
-    why = f"no record: {command}" if command else "; ".join(dict.fromkeys(reasons))
-    return {"why": why, "command": command, "artefact": answers[0][0].artefact.name}
 
 
 def _conflicts() -> Iterator[dict[str, Any]]:
@@ -479,9 +435,7 @@ def _notes(rows: pd.DataFrame) -> tuple[str, ...]:
     if measured.empty:
         return ()
     on = measured[["model", "weights_digest", "data", "token_digest"]].drop_duplicates()
-    models = "; ".join(
-        f"{one.model} (weights {one.weights_digest}) on {one.data} (tokens {one.token_digest})" for one in on.itertuples()
-    )
+    models = "; ".join("{} (weights {}) on {} (tokens {})".format(*one) for one in on.itertuples(index=False))
     return (f"Measured on {models}.", f"Records: {', '.join(measured.drop_duplicates('record')['record'].str[:SHORT])}.")
 
 
@@ -495,14 +449,13 @@ def _columns(group: str) -> tuple[Column, ...]:
             verdict,
             Column("", "computed; here", _words("why", 54), align="left"),
         )
+    protocol = Column("", "protocol", lambda row: (row["protocol"] + " †" * (row["lookahead"] is True),), "left", 1)
     return (
         Column("", "claim", _words("claim", 34), align="left"),
         Column("", "paper", lambda row: (f"{row['reported']} {'' if row['unit'].startswith('% ') else row['unit']}".strip(),)),
         Column("", "compared", _compared, expendable=3),
         Column("", "measured", _measurement),
-        Column(
-            "", "protocol", lambda row: (f"{row['protocol']}{' †' * (row['lookahead'] is True)}",), align="left", expendable=1
-        ),
+        protocol,
         verdict,
         Column("", "why", _words("why", 40), align="left"),
     )
@@ -532,10 +485,9 @@ def _compared(row: Mapping[str, Any]) -> Lines:
 
 
 def _measurement(row: Mapping[str, Any]) -> Lines:
-    value, low, high = (number(row, name) for name in ("measured", "measured_low", "measured_high"))
+    value, low, high = numbers(row, "measured")
     if value is None or low is None or high is None:
         return ("-",)
-    size = max(abs(value), abs(low), abs(high))
-    decimals = 3 if size < 0.1 else 2 if size < 10 else 1
+    decimals = decimals_for(max(abs(value), abs(low), abs(high)), least=1)
     text = f"{value:.{decimals}f}{'%' * row['unit'].startswith('%')}"
     return (text,) if low == high else (text, f"[{low:.{decimals}f} {high:.{decimals}f}]")

@@ -34,7 +34,7 @@ from quicksilver.report.table import PrintedPanel, amount, signed, without_folde
 
 T = TypeVar("T")
 
-_ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js", "runs.js")
+_ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js", "runs.js", "charts.js")
 _PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
 _CODE = re.compile(r"`([^`]+)`")
 _FEWEST_LEFT = 2  # the name of the row and one more are not a table
@@ -88,7 +88,7 @@ class Site:
         for row in rows["claim"]:
             groups.setdefault(str(row["panel"]), Counter())[row["verdict"]] += 1
         pages: dict[str, dict[str, Any]] = {
-            "explorer": {"sweeps": sweeps, "charts": [explorer.cost_chart(sweep) for sweep in sweeps]},
+            "explorer": {"sweeps": sweeps},
             "tokens": {"traced": [run for run in runs if run.trace is not None]},
             "texts": {"written": [run for run in runs if run.samples is not None]},
             "runs": self._runs(runs),

@@ -280,7 +280,7 @@ def test_folders_of_a_machine_are_left_out(said, shown):
 
 def test_what_a_page_shows_cannot_end_its_script(made, site, records):
     hostile = {"name": "</script><b>", "values": ["<!--"]}
-    page = Site(Collection(made))._page("explorer.html", sweeps=[], charts=[]).decode()
+    page = Site(Collection(made))._page("explorer.html", sweeps=[]).decode()
     assert "</script><b>" not in page
     environment = Site(Collection(made))._environment
     assert "<" not in environment.filters["json"](hostile)

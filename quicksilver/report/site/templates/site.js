@@ -47,9 +47,8 @@ const waiting = new Set();
 async function drawChart(place) {
   waiting.add(place);
   document.body.dataset.charts = "drawing";
-  const item = JSON.parse(document.getElementById(place.dataset.item).textContent);
-  const views = await Bokeh.embed.embed_item(item, place.id);
-  const doc = [...views][0].model.document;
+  const data = JSON.parse(document.getElementById(place.dataset.item).textContent);
+  const { model: { document: doc } } = await Bokeh.Plotting.show(CHARTS[place.dataset.kind](data), place);
   documents.push(doc);
   place.quicksilverDocument = doc;
   paintCharts([doc]);

@@ -25,35 +25,34 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record.execution)}.",
         f"Machine: {_each(records, _machine)}.",
     ]
-    counted = [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]
-    if counted:
+    if counted := [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]:
         lines.append(f"CO₂e by CodeCarbon: {_each(counted, _emissions)}.")
     if tuned := _tuned(records):
         lines.append(tuned)
-    kernels = dict.fromkeys(how for record in records for how in record.kernels.values())
-    if kernels:
+    if kernels := dict.fromkeys(how for record in records for how in record.kernels.values()):
         lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
     seeds = _each(records, lambda record: str(record.config["seed"]))
     timed = "; of times: quartiles of rounds" if any(record.found("latency", LatencyResult) for record in records) else ""
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window{timed}.")
     if confirmed := confirmation(records):
         lines.append(confirmed)
-    warnings = timing_warnings(records)
-    if warnings:
+    if warnings := timing_warnings(records):
         lines.append(f"Timing is to be taken with care: {'; '.join(warnings)}.")
-    lines = [without_folders(line) for line in lines]
-    lines.append("Records: " + ", ".join(_record_names(outcomes)) + ".")
-    return tuple(lines)
+    names: dict[str, list[str]] = {}  # `halting 0a1b2c3d4e5f`; rows that share a record share a name
+    for outcome in outcomes:
+        if outcome.record is not None:
+            names.setdefault(outcome.record.fingerprint[:SHORT], []).append(outcome.row.key)
+    named = ", ".join(f"{' = '.join(keys)} {fingerprint}" for fingerprint, keys in names.items())
+    return (*map(without_folders, lines), f"Records: {named}.")
 
 
 def _tuned(records: Sequence[Record]) -> str | None:
     """What was set before the text was scored, and on which calibrating text; None: nothing."""
     texts: dict[str, dict[str, set[int]]] = {}
-    for record in records:
-        for what, windows in record.tuned.items():
-            mine = texts.setdefault(what, {})
-            for name, count in windows.items():
-                mine.setdefault(name, set()).add(count)
+    for what, windows in (tuned for record in records for tuned in record.tuned.items()):
+        for name, count in windows.items():
+            texts.setdefault(what, {}).setdefault(name, set()).add(count)
+        texts.setdefault(what, {})
     alike: dict[str, list[str]] = {}
     for what, found in sorted(texts.items()):
         said = " and ".join(f"{name} ({' or '.join(map(str, sorted(counts)))})" for name, counts in sorted(found.items()))
@@ -76,11 +75,12 @@ def confirmation(records: Sequence[Record]) -> str | None:
     said = f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
     if taken < len(found):
         said += f" {len(found) - taken} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
-    return said + (
-        f" {taken} are confirmed within their number format ({formats}): of them only times and energy are of this machine; records=own measures all of it."
-        if taken
-        else ""
-    )
+    if taken:
+        said += (
+            f" {taken} are confirmed within their number format ({formats}): of them only times and energy are of this machine; "
+        )
+        said += "records=own measures all of it."
+    return said
 
 
 def timing_warnings(records: Sequence[Record]) -> list[str]:
@@ -88,7 +88,7 @@ def timing_warnings(records: Sequence[Record]) -> list[str]:
     found: dict[str, list[str]] = {}
     for record in records:
         for warning in record.timing_warnings:
-            found.setdefault(warning.split(":")[-1].strip(), []).append(f"{record.fingerprint[:SHORT]}")
+            found.setdefault(warning.split(":")[-1].strip(), []).append(record.fingerprint)
     return [f"{why} ({len(set(where))} of {len(records)} records)" for why, where in found.items()]
 
 
@@ -135,12 +135,3 @@ def _machine(record: Record) -> str:
         rounds = len(latency.latency_ms.samples or ())
         timed = f"; timed on {record.batch_windows} windows at once" + (f", {rounds} rounds" if rounds else "")
     return f"{processor}, {threads}, torch {environment.torch}, transformers {environment.transformers}{timed}"
-
-
-def _record_names(outcomes: Sequence[Outcome]) -> list[str]:
-    """`halting 0a1b2c3d4e5f`; rows that share a record share a name."""
-    names: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        if outcome.record is not None:
-            names.setdefault(outcome.record.fingerprint[:SHORT], []).append(outcome.row.key)
-    return [f"{' = '.join(keys)} {fingerprint}" for fingerprint, keys in names.items()]

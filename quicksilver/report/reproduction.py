@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import shlex
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from quicksilver.files import write_files
 from quicksilver.records.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
-from quicksilver.report.table import Written, markdown, read
+from quicksilver.report.table import markdown, read
 from quicksilver.runs.jobs import Answer, Job, RecordIndex, make_job
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -67,14 +68,6 @@ def all_kept(outcomes: Sequence[Outcome], store: Store) -> bool:
     return not (store.root / KEPT).is_dir() or all(record.is_kept for one in outcomes for record in one.records)
 
 
-def _says_less(written: Path, outcomes: Sequence[Outcome], store: Store) -> bool:
-    """Whether the written version has rows from records that the repository keeps and these outcomes lack: text that is not here, say."""
-    from quicksilver.records import archive
-
-    here = {record.fingerprint for one in outcomes for record in one.records}
-    return written.is_file() and not here.issuperset(set(read(written).records).intersection(archive.names(store.root / KEPT)))
-
-
 def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> list[Job]:
     """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
     rows = artefact.experiment.rows()
@@ -83,6 +76,7 @@ def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: RecordIndex, 
 
 def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str], *, svg: bool = False) -> Made:
     """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
+    from quicksilver.records import archive
     from quicksilver.report.comparison import committed, distance
     from quicksilver.report.provenance import confirmation
     from quicksilver.report.table import Table
@@ -92,12 +86,15 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     outcomes = [_sound(row, job, store) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
     name = name_of(artefact.name, base, overrides)
     folder = Path(base.results_dir) / f"{artefact.kind}s"
-    reference = committed(folder / f"{name}.csv")
-    plain = all_kept(outcomes, store) and not _says_less(folder / f"{name}.json", outcomes, store)
-    product = artefact.build(outcomes, name if plain else f"{name}{LOCAL_SUFFIX}")
+    path = folder / f"{name}.json"
+    # What was written has rows from records that the repository keeps and these outcomes lack: text that is not here, say.
+    here = {record.fingerprint for one in outcomes for record in one.records}
+    says_less = path.is_file() and not here.issuperset({*read(path).records}.intersection(archive.names(store.root / KEPT)))
+    reference = committed(path.with_suffix(".csv"))
+    product = artefact.build(outcomes, name if all_kept(outcomes, store) and not says_less else f"{name}{LOCAL_SUFFIX}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
-    here = [record for one in outcomes for record in one.records if not record.is_kept]
-    return Made(product, confirmation(here) or distance(product.frame, reference, f"{name}.csv"), written)
+    own = [record for one in outcomes for record in one.records if not record.is_kept]
+    return Made(product, confirmation(own) or distance(product.frame, reference, f"{name}.csv"), written)
 
 
 def recorded(
@@ -269,20 +266,14 @@ def variants_page(
     for variant, missing in there.items():
         reasons: dict[str, list[str]] = {}
         for artefact, why in missing.items():
-            if why is not None:
-                reasons.setdefault(why, []).append(f"{artefact.kind} {artefact.number}")
-        example = next((commands[variant][one] for one, why in missing.items() if why is None), None)
-        parts += [
-            f"## Not there for {variant.title}",
-            "\n".join(f"- {', '.join(those)}: {why}" for why, those in reasons.items()),
-        ]
-        parts += [f"Made by `{example}`, and so on."] if example else []
+            reasons.setdefault(why or "", []).append(f"{artefact.kind} {artefact.number}")
+        made = [commands[variant][one] for one, why in missing.items() if why is None]
+        lines = (f"- {', '.join(those)}: {why}" for why, those in reasons.items() if why)
+        parts += [f"## Not there for {variant.title}", "\n".join(lines), *(f"Made by `{one}`, and so on." for one in made[:1])]
     return "\n\n".join(parts) + "\n"
 
 
 # --- README.md --------------------------------------------------------------------------------------------------------------------
-
-_MARKED = re.compile(r"(<!-- (\w+)(\.rows)?:begin -->\n).*?(<!-- \2(?:\.rows)?:end -->)", re.DOTALL)
 
 
 def fill_readme(readme: Path, results: Path) -> str:
@@ -308,24 +299,22 @@ def fill_readme(readme: Path, results: Path) -> str:
             raise ConfigError(f"{path} is not there: make it first, {make}.")
         written = read(path)
         names.append(name)
+        link = path.with_suffix(".md").as_posix()
         if name == "claims":
-            return f"{begin}[{written.title}]({path.with_suffix('.md').as_posix()}).\n{end}"
-        if written.kind == "figure":
+            said = f"[{written.title}]({link}).\n"
+        elif written.kind == "figure":
             title = artefact.title if artefact is not None else name
-            return f"{begin}![{title[:1].upper()}{title[1:]}]({path.with_name(written.pictures[0]).as_posix()})\n{end}"
-        if only_rows:
-            return f"{begin}{_rows(written, path)}\n{end}"
-        return begin + markdown(written, level=3) + end  # one level deeper: the table is a part of the README
+            said = f"![{title[:1].upper()}{title[1:]}]({path.with_name(written.pictures[0]).as_posix()})\n"
+        elif only_rows:  # the first panel; below it model, text and protocol, and where the rest stands
+            (first, *_) = written.panels
+            text = markdown(dataclasses.replace(written, panels=(dataclasses.replace(first, notes=()),), legend=()))
+            rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+            said = f"{rows}\n\n<sub>{' '.join(first.notes[:4])} [What the columns mean, and the records]({link}).</sub>\n"
+        else:
+            said = markdown(written, level=3)  # one level deeper: the table is a part of the README
+        return begin + said + end
 
-    content = _MARKED.sub(filled, readme.read_text(encoding="utf-8"))
+    marked = re.compile(r"(<!-- (\w+)(\.rows)?:begin -->\n).*?(<!-- \2(?:\.rows)?:end -->)", re.DOTALL)
+    content = marked.sub(filled, readme.read_text(encoding="utf-8"))
     write_files(readme.parent, {readme.name: content.encode()})
     return f"{readme}: {', '.join(names) or 'no markers found'}"
-
-
-def _rows(written: Written, path: Path) -> str:
-    """The first panel without its headings; below it model, text and protocol, and where the rest stands."""
-    rows = [line for line in markdown(written).splitlines() if line.startswith("|")]
-    first = written.panels[0]
-    count = 2 + sum(len(section.rows) + bool(section.title) for section in first.sections)
-    where = f"{' '.join(first.notes[:4])} [What the columns mean, and the records]({path.with_suffix('.md').as_posix()})."
-    return "\n".join([*rows[:count], "", f"<sub>{where}</sub>"])

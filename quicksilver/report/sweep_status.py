@@ -62,19 +62,16 @@ class Board:
     def headline(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """`NAME: 17 of 200 done, 2 running, 1 failed, 180 waiting; about 12 min left`."""
         counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
-        said = [f"{counts['done']} of {len(rows)} done"]
-        said += [f"{counts[state]} {state}" for state in STATES[1:] if counts[state]]
-        left = self.time_left_s(rows)
-        words = "" if not left or not (counts["running"] or counts["done"]) else f"; about {duration(left)} left"
-        return f"{self.sweep.manifest.name}: {', '.join(said)}{words}"
+        said = [f"{counts['done']} of {len(rows)} done", *(f"{counts[state]} {state}" for state in STATES[1:] if counts[state])]
+        left = self.time_left_s(rows) if counts["running"] or counts["done"] else None
+        return f"{self.sweep.manifest.name}: {', '.join(said)}{f'; about {duration(left)} left' if left else ''}"
 
     def text(self, width: int | None = None) -> str:
         """The headline and the table, for a terminal of so many columns."""
         from rich.console import Console
         from rich.table import Table
 
-        rows = self.rows()
-        axes = self.sweep.manifest.axes
+        rows, axes = self.rows(), self.sweep.manifest.axes
         table = Table(box=None, pad_edge=False, header_style="bold")
         for title in ("run", *(axis.rpartition(".")[2] for axis in axes)):
             table.add_column(title, overflow="fold")
@@ -88,8 +85,7 @@ class Board:
         console = Console(width=width or 200, no_color=True, highlight=False, soft_wrap=False)
         with console.capture() as capture:
             console.print(table)
-        lines = (line.rstrip() for line in capture.get().splitlines())
-        return "\n".join((self.headline(rows), *lines))
+        return "\n".join((self.headline(rows), *(line.rstrip() for line in capture.get().splitlines())))
 
     def changed(self) -> None:
         """Something did: the page is written anew, now or by a later `catch_up`."""
@@ -118,16 +114,12 @@ class Board:
 
     def html(self) -> str:
         """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""
-        rows = self.rows()
+        rows, loader = self.rows(), jinja2.PackageLoader("quicksilver.report.site")
+        page = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("sweep.html")
         counts = {state: count for state in STATES if (count := sum(row["state"] == state for row in rows))}
-        loader = jinja2.PackageLoader("quicksilver.report.site")
-        template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
-            "sweep.html"
-        )
-        return template.render(
-            sweep=self.sweep.manifest, headline=self.headline(rows), counts=counts, rows=rows, numbers=_NUMBERS, cell=cell, about=_about,
-            now=datetime.now(UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
+        shown: dict[str, Any] = {"rows": rows, "counts": counts, "headline": self.headline(rows), "numbers": _NUMBERS}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return page.render(sweep=self.sweep.manifest, cell=cell, about=_about, now=now, **shown)
 
 
 def _about(row: Mapping[str, Any]) -> str:

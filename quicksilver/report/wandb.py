@@ -41,11 +41,13 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
             # Two runs of a sweep never look the same: `NAME [17/200] tau_drift=p40 | model | text | …`.
             name = " | ".join(filter(None, (run.sweep, run.label, run.differing if run.sweep is None else None)))
             # Differences to dense, which a record alone does not have.
-            numbers = {
-                key: value for key, value in run.row.items() if isinstance(value, int | float) and not isinstance(value, bool)
+            numbers = {key: value for key, value in run.row.items() if type(value) in (int, float)}
+            kind: dict[str, Any] = {
+                "name": name,
+                "group": groups.get(run.fingerprint),
+                "tags": [piece.name for piece in run.pieces],
             }
-            tags = [piece.name for piece in run.pieces]
-            mirror(run.record, config, site.root, name=name, group=groups.get(run.fingerprint), tags=tags, more=numbers)
+            mirror(run.record, config, site.root, more=numbers, **kind)
     _publish_pieces(site, config)
     return site
 
@@ -60,35 +62,31 @@ def sweeps(site: Collection) -> dict[str, list[str]]:
 
 
 def _publish_pieces(site: Collection, config: TrackerConfig) -> None:
+    import wandb
+
     files = {piece.name: _files(site, piece) for piece in site.pieces if piece.written}
     content = hashlib.sha256(b"".join(path.read_bytes() for paths in files.values() for path in paths))
     with start(config, site.root, id=content.hexdigest()[:20], name=TABLES_AND_FIGURES, job_type=TABLES_AND_FIGURES) as run:
-        for piece in (piece for piece in site.pieces if piece.written):
-            run.log(_shown(piece, files[piece.name]))
-            for path in files[piece.name]:
-                run.log_artifact(str(path), name=path.name, type=piece.kind)
+        for piece in site.pieces:
+            written, paths = piece.written, {path.name: path for path in files.get(piece.name, ())}
+            if written is None:
+                continue
+            if piece.kind == "figure" and written.pictures[0] in paths:
+                run.log({piece.name: wandb.Image(str(paths[written.pictures[0]]), caption=piece.title)})
+            elif piece.kind == "table" and written.rows:
+                run.log({piece.name: _table(written)})
+            for name, path in paths.items():
+                run.log_artifact(str(path), name=name, type=piece.kind)
         if site.claims is not None:
             run.log({"claims": _table(read(site.root / "claims.json"))})
 
 
 def _files(site: Collection, piece: Piece) -> list[Path]:
     """Its own files; what a link leads to was not written here."""
+    pictures = piece.written.pictures if piece.written else ()
+    names = {*pictures, *(f"{piece.name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg"))}
     folder = site.root / f"{piece.kind}s"
-    names = {f"{piece.name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")} | {
-        *(piece.written.pictures if piece.written else ())
-    }
     return sorted(path for name in names if (path := folder / name).is_file() and not path.is_symlink())
-
-
-def _shown(piece: Piece, files: Sequence[Path]) -> dict[str, Any]:
-    """A table as a table, a figure as a picture."""
-    import wandb
-
-    assert piece.written is not None
-    if piece.kind == "figure":
-        picture = next((path for path in files if path.name == piece.written.pictures[0]), None)
-        return {piece.name: wandb.Image(str(picture), caption=piece.title)} if picture is not None else {}
-    return {piece.name: _table(piece.written)} if piece.written.rows else {}
 
 
 def _table(written: Written) -> Any:

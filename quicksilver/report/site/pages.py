@@ -34,19 +34,17 @@ from quicksilver.report.table import PrintedPanel, amount, signed, without_folde
 
 T = TypeVar("T")
 
-_ASSETS = ("site.css", "site.js", "tokens.js", "explorer.js", "runs.js", "charts.js")
-_PREFIX = re.compile(r"\b[0-9a-f]{12,20}\b")
-_CODE = re.compile(r"`([^`]+)`")
+_ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs.js")
 _FEWEST_LEFT = 2  # the name of the row and one more are not a table
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
 _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
     *("started", "finished", "seconds"),
 )
-_SHOWN_APART = (
+_SHOWN_APART = {
     *(ENTRY, "checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts"),
     *_DESCRIBED,
-)
+}
 
 
 def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
@@ -80,31 +78,13 @@ class Site:
         for place, piece in enumerate(self.there.pieces):
             contents |= self._piece_pages(piece, place)
         sweeps = without_folders(explorer.sweeps(self._panels()))
-        rows = {
-            kind: [row for row in self.there.claims or () if row["kind"] == kind] for kind in ("claim", "statement", "conflict")
+        pages = {
+            name: self._page(f"{name}.html", sweeps=sweeps)
+            for name in ("explorer", "tokens_index", "samples_index", "runs", "claims")
         }
-        verdicts = {kind: _counted(found) for kind, found in rows.items()}
-        groups: dict[str, Counter[Any]] = {}  # verdicts by group of claims
-        for row in rows["claim"]:
-            groups.setdefault(str(row["panel"]), Counter())[row["verdict"]] += 1
-        pages: dict[str, dict[str, Any]] = {
-            "explorer": {"sweeps": sweeps},
-            "tokens": {"traced": [run for run in runs if run.trace is not None]},
-            "texts": {"written": [run for run in runs if run.samples is not None]},
-            "runs": self._runs(runs),
-            "claims": {"rows": rows, "verdicts": verdicts},
-            "index": {"verdicts": verdicts["claim"], "groups": groups, "about": self._about(), "problems": self.there.problems},
-        }
-        templates = {"tokens": "tokens_index", "texts": "samples_index"}
-        return contents | {f"{name}.html": self._page(f"{templates.get(name, name)}.html", **of) for name, of in pages.items()}
-
-    def _runs(self, runs: Sequence[NamedRecord]) -> dict[str, Any]:
-        found = {run.fingerprint: run.record for run in runs if run.record is not None}
-        filters = {
-            key: sorted({getattr(record, group).name for record in found.values()})
-            for key, group in (("model", "model"), ("text", "data"), ("protocol", "protocol"))
-        }
-        return {"runs": runs, "filters": filters, "settings": {run.fingerprint: run.settings for run in runs if run.record}}
+        pages = {{"tokens_index": "tokens", "samples_index": "texts"}.get(name, name): page for name, page in pages.items()}
+        pages["index"] = self._page("index.html", about=_about([run.record for run in runs if run.record is not None]))
+        return contents | {f"{name}.html": page for name, page in pages.items()}
 
     def _panels(self) -> Iterable[tuple[str, list[tuple[Record, Record]]]]:
         """The panels of every frame with the records in them that are there."""
@@ -162,18 +142,6 @@ class Site:
                 view["texts"] = "shared"
         return script
 
-    def _about(self) -> str:
-        """What the records are of, by name; each page has the details of its own."""
-        records = [run.record for run in self.there.runs.values() if run.record is not None]
-        if not records:
-            return ""
-        models, texts, protocols = (
-            sorted({getattr(one, group).name for one in records}) for group in ("model", "data", "protocol")
-        )
-        machines = ", ".join(sorted({record.environment.gpu or record.environment.cpu for record in records}))
-        under = f"under the protocol{'s' if len(protocols) > 1 else ''} {', '.join(protocols)}"
-        return f"{len(records)} records of {', '.join(models)} on {', '.join(texts)}, {under}, made on {machines}. Each page says which it shows."
-
     def _linked(self, html: str, base: str = "") -> Markup:
         """HTML with the fingerprints in it linked to their pages."""
 
@@ -181,7 +149,7 @@ class Site:
             name = next((name for name in self.there.runs if name.startswith(match[0])), None)
             return f'<a href="{base}runs/{name}.html"><code>{match[0]}</code></a>' if name is not None else match[0]
 
-        return Markup(_PREFIX.sub(link, html))
+        return Markup(re.sub(r"\b[0-9a-f]{12,20}\b", link, html))
 
     def _page(self, template: str, base: str = "", **values: Any) -> bytes:
         """`base` leads from the page to the first one."""
@@ -190,21 +158,31 @@ class Site:
 
     @cached_property
     def _environment(self) -> jinja2.Environment:
+        loader = jinja2.PackageLoader("quicksilver.report.site")
         environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("quicksilver.report.site"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-            lstrip_blocks=True,
-        )  # fmt: skip
+            trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined, loader=loader
+        )
         environment.filters |= {
             **{"signed": signed, "json": _json, "digits": _digits, "value": _value, "prose": prose, "lines": cell_lines},
             "slug": lambda text: re.sub(r"\W+", "-", text.lower()).strip("-"),
             "grouped": lambda problems: without_folders(grouped(problems)),
             "spans": lambda panel: [(group, len(list(run))) for group, run in groupby(column.group for column in panel.columns)],
-            "of_paper": of_paper,
+            **{"of_paper": of_paper, "counted": counted},
         }
         return environment
 
 
-def _counted(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+def _about(records: Sequence[Record]) -> str:
+    """What the records are of, by name; each page has the details of its own."""
+    if not records:
+        return ""
+    models, texts, protocols = (sorted({getattr(one, of).name for one in records}) for of in ("model", "data", "protocol"))
+    machines = sorted({record.environment.gpu or record.environment.cpu for record in records})
+    under = f"under the protocol{'s' if len(protocols) > 1 else ''} {', '.join(protocols)}, made on {', '.join(machines)}"
+    return f"{len(records)} records of {', '.join(models)} on {', '.join(texts)}, {under}. Each page says which it shows."
+
+
+def counted(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
     """How many rows of the ledger have each verdict, in the ledger's order."""
     counts = Counter(row["verdict"] for row in rows)
     return [(verdict, counts[verdict]) for verdict in dict.fromkeys((*VERDICTS, *counts)) if counts[verdict]]
@@ -218,13 +196,14 @@ def _details(record: Record, dense: Record | None) -> dict[str, Any]:
     measured = flat({key: value for key, value in record.content.items() if key not in _SHOWN_APART})
     notes = provenance.notes([Outcome(Row("", "", "", "", ()), record, dense)])[:-1]
     shown: dict[str, Any] = without_folders({"notes": notes, "passes": _passes(record), "measured": list(measured.items())})
-    return shown | {
-        "config": _yaml({key: value for key, value in record.config.items() if key not in _PLACES}),
-        "environment": _yaml(encoded(record.environment)),
-        "described": _yaml({key: record.content[key] for key in _DESCRIBED if key in record.content}),
-        "files": record.files,
-        "chart": explorer.windows_chart(record),
+    texts = {
+        "config": {key: value for key, value in record.config.items() if key not in _PLACES},
+        "environment": encoded(record.environment),
+        "described": {key: record.content[key] for key in _DESCRIBED if key in record.content},
     }
+    return (
+        shown | {name: _yaml(of) for name, of in texts.items()} | {"files": record.files, "chart": explorer.windows_chart(record)}
+    )
 
 
 def _yaml(entries: Mapping[str, Any]) -> str:
@@ -281,7 +260,7 @@ def _json(data: Any) -> Markup:
 
 def prose(text: str) -> Markup:
     """Words as HTML: what stands between backticks is code, everything else stays as it is."""
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def cell_lines(lines: Sequence[str]) -> Markup:

@@ -125,21 +125,26 @@ def test_chance_stands_beside_quality(tmp_path):
     assert halting(tmp_path, "delta_ppl", saved=0.2, per_token=0.05, null_per_token=0.01)["versus_null"] == "worse than chance"
 
 
-def test_what_looks_ahead_reproduces_no_quality(tmp_path):
-    found = halting(tmp_path, "delta_ppl", saved=0.3, per_token=0.0, changes={"lookahead": True})
-    assert found["verdict"] == "not comparable"
-    assert "looks ahead" in found["why"]
+def refuse(panel):
+    raise ConfigError("record.json has no entry 'energy'")
 
 
-def test_without_a_record_the_command_is_named(tmp_path):
-    found = halting(tmp_path, "speedup_pct")
-    assert (found["verdict"], found["command"]) == ("not measured", COMMAND)
-    assert COMMAND in found["why"]
-
-
-def test_what_a_protocol_refuses_says_so(tmp_path):
-    found = halting(tmp_path, "speedup_pct", reason="refused under all: looks ahead")
-    assert (found["verdict"], found["why"]) == ("not measured", "refused under all: looks ahead")
+@pytest.mark.parametrize(
+    ("claim", "options", "verdict", "why"),
+    [
+        ("table11.isolated.halting.speedup_pct", {}, "not measured", f"no record: {COMMAND}"),
+        ("table11.isolated.halting.speedup_pct", {"reason": "refused under all"}, "not measured", "refused under all"),
+        ("table11.isolated.halting.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, "not comparable", "looks ahead"),
+        ("e9.correlation.pearson_r", {"saved": 0.2, "of": lambda panel: Estimate(0.72, 0.70, 0.74)}, "not comparable", ""),
+        ("f2.joint.speedup_pct", {"saved": 0.2, "of": refuse}, "not measured", "record.json has no entry 'energy'"),
+    ],
+)
+def test_what_is_not_judged_says_why(tmp_path, claim, options, verdict, why):
+    of = options.pop("of", None)
+    answers = {} if of is None else {claim: AnsweredBy("all", "run", of=of)}
+    found = row([source(tmp_path, answers=answers, **options)], claim)
+    assert found["verdict"] == verdict
+    assert why in found["why"]
 
 
 def test_what_is_true_by_definition_is_not_counted(tmp_path):
@@ -181,12 +186,6 @@ def test_what_the_papers_formula_cannot_count_is_not_comparable(tmp_path, claim)
     assert "Appendix J" in found["why"]
 
 
-def test_another_quantity_is_not_comparable(tmp_path):
-    answers = {"e9.correlation.pearson_r": AnsweredBy("all", "run", of=lambda panel: Estimate(0.72, 0.70, 0.74))}
-    found = row([source(tmp_path, answers=answers, saved=0.2)], "e9.correlation.pearson_r")
-    assert (found["verdict"], found["measured"]) == ("not comparable", 0.72)
-
-
 def test_an_absolute_number_is_compared_on_its_own_model_only(tmp_path):
     answers = {"table3.baseline.ppl": AnsweredBy("all", "baseline")}
     own = {"model": {**fakes.described("any")["model"], "name": "gpt2-large"}}
@@ -211,16 +210,6 @@ def test_a_file_declares_what_else_it_answers(tmp_path):
     # P.4's savings are claimed with P.4's stability.
     worse = [source(tmp_path, answers=answers, saved=0.5, per_token=0.3)]
     assert row(worse, "p4.joint.flops_saved_pct")["verdict"] == "not reproduced"
-
-
-def test_what_a_record_does_not_have_is_said(tmp_path):
-    def of(panel):
-        raise ConfigError("record.json has no entry 'energy'")
-
-    found = row(
-        [source(tmp_path, answers={"f2.joint.speedup_pct": AnsweredBy("all", "run", of=of)}, saved=0.2)], "f2.joint.speedup_pct"
-    )
-    assert (found["verdict"], found["why"]) == ("not measured", "record.json has no entry 'energy'")
 
 
 def test_the_same_record_answers_a_claim_once(tmp_path):

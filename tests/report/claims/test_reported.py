@@ -92,18 +92,10 @@ def test_every_table_with_numbers_has_entries():
     assert there == set(range(1, 14)) - {1, 6}  # attributes and criteria: words
 
 
-def test_table_11_is_complete(paper):
-    start = paper.index("Technique\tApplication\tSpeedup (%)")
-    printed = [line.split("\t") for line in paper[start : paper.index("\n\n", start)].splitlines()[1:]]
-    values = [tuple(float(cell.rstrip("%")) for cell in cells[2:]) for cells in printed]
-    ours = [claim for claim in CLAIMS if claim.id.startswith("table11.")]
-    assert [tuple(claim.values[key] for key in ("speedup_pct", "flops_saved_pct", "delta_ppl")) for claim in ours] == values
-    assert [claim.quote.split("\t")[0] for claim in ours] == [cells[0] for cells in printed]
-
-
 @pytest.mark.parametrize(
     ("head", "prefix", "rows"),
     [
+        ("Technique\tApplication\tSpeedup (%)", "table11.", 9),
         ("Task\tType\tMetric", "table4.", 6),
         ("Component\tBaseline", "table7.", 7),
         ("POS Tag Category\tFraction", "table2.", 6),

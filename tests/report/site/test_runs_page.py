@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
+from browser import Page, started
 
 from quicksilver.report.site.collection import printed, varied
 
@@ -26,12 +26,6 @@ ROWS = [("a", "model one", "3.5", 3.5, "p10"), ("b", "model two", "12.0", 12.0, 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """A small page with the script, in a browser."""
-    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no chromium with chromedriver on this machine (Debian: apt-get install chromium chromium-driver)")
-    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    from selenium.webdriver.chrome.service import Service
-
     import quicksilver.report.site as site
 
     script = (Path(site.__file__).parent / "templates" / "runs.js").read_text(encoding="utf-8")
@@ -49,13 +43,8 @@ def page(tmp_path_factory):
         f'{rows}</tbody></table><script type="application/json" id="runs-settings">{settings}</script><script>{script}</script>',
         encoding="utf-8",
     )
-    options = selenium.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    browser = selenium.Chrome(options=options, service=Service(driver))
-    yield lambda: browser.get(path.as_uri()) or browser.execute_script
-    browser.quit()
+    with started(tmp_path_factory.mktemp("chromium")) as browser:
+        yield Page(browser, path)
 
 
 SHOWN = (
@@ -65,7 +54,7 @@ SHOWN = (
 
 @pytest.mark.slow
 def test_search_filter_sort_and_compare(page):
-    js = page()
+    js = page
     assert js(SHOWN) == "abc"
     js("const one = document.getElementById('runs-search'); one.value = 'TWO'; one.dispatchEvent(new Event('input'))")
     assert js(SHOWN) == "bc"

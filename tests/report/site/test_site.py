@@ -83,23 +83,11 @@ def write_pieces(results: Path, outcomes: list[Outcome]) -> None:
     Figure(
         "figure99", "Figure 99: shown nowhere", shown, drawing, ("Model: tiny & small.", *notes, "Text: digest 7c304b8e77c0.")
     ).write(results / "figures")
-    claim = {
-        "panel": "Table 11",
-        "section": "",
-        "kind": "claim",
-        "claim": "table11.halting.delta_ppl",
-        "place": "Appendix P",
-        "quote": "a <b> c",
-    }
-    claim |= {
-        "reported": "0.12",
-        "unit": "%",
-        "measured": "0.34",
-        "measured_low": "0.1",
-        "measured_high": "0.5",
-        "protocol": "all",
-    }
-    claim |= {"versus_null": "", "verdict": "partly", "why": "because", "record": outcomes[1].record.fingerprint}
+    words = (
+        "panel=Table 11|section=|kind=claim|claim=table11.halting.delta_ppl|place=Appendix P|quote=a <b> c|reported=0.12|unit=%"
+    )
+    words += "|measured=0.34|measured_low=0.1|measured_high=0.5|protocol=all|versus_null=|verdict=partly|why=because"
+    claim = dict(word.split("=") for word in words.split("|")) | {"record": outcomes[1].record.fingerprint}
     other = claim | {"claim": "p4.joint.flops", "measured": "", "measured_low": "", "verdict": "not measured", "record": ""}
     conflict = claim | {"kind": "conflict", "claim": "conflict.bits", "verdict": "contradiction", "record": ""}
     write_claims(results, pd.DataFrame([claim, other, conflict]))
@@ -174,6 +162,8 @@ def test_links_resolve_and_nothing_is_loaded_from_a_network(site):
             if name != "data:,":  # no icon, so that no browser looks for one
                 assert not re.match(r"\w+:", name), (page, name)
                 assert (page.parent / name.partition("#")[0]).is_file(), (page, name)
+        if page.name == "index.html":
+            assert sum((site / name).stat().st_size for name in links.loaded if name != "data:,") < 1_000_000
         ids = [one for one in links.ids if one]
         assert len(ids) == len(set(ids)), page
 
@@ -203,22 +193,10 @@ def test_a_table_of_another_model_is_linked_from_the_default_one_and_back(copy):
     assert "Model and text" not in (copy / "report" / "figure99.html").read_text()
 
 
-def test_the_first_page_is_small(site):
-    links = Links(site / "index.html")
-    loaded = [site / name for name in links.loaded if name != "data:,"]
-    assert sum(path.stat().st_size for path in (site / "index.html", *loaded)) < 1_000_000
-
-
 def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
     record = records["signal.drift"]
     text = " ".join(Links(site / "runs" / f"{record.fingerprint}.html").text)
-    for word in (
-        f"{record.quality.ppl:.4g}",
-        "signal: drift",
-        record.environment.torch,
-        "audit",
-        "windows.parquet",
-    ):
+    for word in (f"{record.quality.ppl:.4g}", "signal: drift", record.environment.torch, "audit", "windows.parquet"):
         assert word in text, word
 
 
@@ -232,9 +210,6 @@ def test_a_written_table_is_laid_out_as_it_was_printed(made, site):
     assert re.findall(r'<tr><th scope="row">([^<]*)</th>', page) == list(RUNS)
     assert page.count("<tr>") == len(RUNS) + 1
     assert "Table 11: a &lt; b | c" in page
-
-
-def test_sections_breaks_and_code_are_markup_and_nothing_else_is():
     hostile = "<script>1</script> ![x](https://example.org/x.png)"
     assert prose("Isolated `a`") == "Isolated <code>a</code>"
     assert cell_lines(("x", "y")) == "x<br>y"
@@ -349,27 +324,19 @@ def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
     assert "claims names it" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
 
 
-def test_a_damaged_trace_costs_its_page_and_no_other(copy, records):
-    record = records["signal.drift"]
-    path = copy / "runs" / record.fingerprint / "trace.safetensors"
+@pytest.mark.parametrize(("name", "pages"), [("trace.safetensors", "tokens"), ("windows.parquet", "")])
+def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records, name, pages):
+    record, report = records["signal.drift"], copy / "report"
+    path = copy / "runs" / record.fingerprint / name
     path.write_bytes(b"\0" * path.stat().st_size)
     _, problems = make(copy)
-    assert any("trace.safetensors is not the file that was recorded" in problem.what for problem in problems)
-    assert not (copy / "report" / "tokens" / f"{record.fingerprint}.html").exists()
-    assert (copy / "report" / "runs" / f"{record.fingerprint}.html").is_file()
-    assert (copy / "report" / "tokens" / f"{records['all'].fingerprint}.html").is_file()
-
-
-def test_windows_that_are_not_those_recorded_cost_their_pages_and_no_other(copy, records):
-    record = records["signal.drift"]
-    path = copy / "runs" / record.fingerprint / "windows.parquet"
-    path.write_bytes(b"\0" * path.stat().st_size)
-    _, problems = make(copy)
-    assert any("windows.parquet is not the file that was recorded" in problem.what for problem in problems)
-    page = (copy / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
-    assert "windows.parquet is not the file" in page
+    assert any(f"{name} is not the file that was recorded" in problem.what for problem in problems)
+    page = (report / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
+    assert f"{name} is not the file" in page
     assert "make reproduce-table TABLE=11" in page
-    assert (copy / "report" / "explorer.html").is_file()
+    assert not pages or not (report / pages / f"{record.fingerprint}.html").exists()
+    assert (report / "tokens" / f"{records['all'].fingerprint}.html").is_file()
+    assert (report / "explorer.html").is_file()
 
 
 def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
@@ -419,14 +386,10 @@ def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
     assert "figure99.png" in (copy / "report" / "figure99.html").read_text(encoding="utf-8")
 
 
-def test_nothing_written_yet(tmp_path, capsys):
-    assert report(tmp_path) == 2
-    assert "make reproduce-table TABLE=11" in capsys.readouterr().err
-    assert report(tmp_path / "nowhere") == 2
-
-
-def test_without_any_record_the_report_that_is_there_stays(copy, capsys):
+def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_path, capsys):
     """As in a fresh clone: tables and report are committed, records are not."""
+    assert report(tmp_path) == report(tmp_path / "nowhere") == 2
+    assert "make reproduce-table TABLE=11" in capsys.readouterr().err
     make(copy)
     before = (copy / "report" / "index.html").read_bytes()
     shutil.rmtree(copy / "runs")
@@ -494,15 +457,11 @@ def test_a_hostile_ledger_is_named_and_leads_nowhere(copy, victim, column, value
     write_claims(copy, frame.assign(**{column: value}))
     _, problems = make(copy)
     assert any(problem.where == "claims" and value in problem.what for problem in problems)
-    for page in pages(copy / "report"):
-        assert not [target for target in Links(page).targets if target.startswith("javascript:") or "victim" in target]
-
-
-def test_a_hostile_file_name_has_no_page(copy):
     shutil.copy(copy / "tables" / "table11.json", copy / "tables" / "javascript:x.json")
     _, problems = make(copy)
     assert any("javascript:x.json" in problem.where for problem in problems)
-    assert not [page for page in pages(copy / "report") if "javascript:x.html" in Links(page).targets]
+    for page in pages(copy / "report"):
+        assert not [target for target in Links(page).targets if target.startswith("javascript:") or "victim" in target]
 
 
 @pytest.mark.parametrize("entry", ["dense_fingerprint", "token_digest", "files"])
@@ -570,10 +529,6 @@ def test_the_harmed_window_comes_first(records):
     assert first["name"].startswith(f"window {harm.idxmax()}, harmed most")
     assert second["name"] != first["name"]
     assert "".join(first["texts"]).strip()
-
-
-def test_other_tokens_than_the_records_are_not_shown(records):
-    record = records["signal.random"]
     other = dataclasses.replace(record, data=dataclasses.replace(record.data, token_digest="0" * 64))
     view = token_views(other)[0]
     assert view["texts"] is None
@@ -587,7 +542,7 @@ def sweep_of(records: dict[str, Record], *keys: str) -> list[dict]:
     return explorer.sweeps([("a table", [(records[key], records["dense"]) for key in keys])])
 
 
-def test_every_position_is_a_record_with_its_own_options(records):
+def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once(records):
     (sweep,) = sweep_of(records, "dense", "signal.drift", "signal.random", "share")
     assert [option["name"] for option in sweep["options"]] == ["halting.halted_share", "halting.signal"]
     assert len(sweep["records"]) == 3
@@ -598,13 +553,7 @@ def test_every_position_is_a_record_with_its_own_options(records):
             assert option["values"][place] == known[option["name"]]
         assert row["ppl"] == pytest.approx(record.quality.ppl, rel=1e-4)
         assert row["delta_ppl_pct"][1] <= row["delta_ppl_pct"][0] <= row["delta_ppl_pct"][2]
-
-
-def test_other_modules_are_another_sweep_and_one_record_is_none(records):
-    assert sweep_of(records, "signal.drift", "all") == []
-
-
-def test_a_set_of_records_is_shown_once(records):
+    assert sweep_of(records, "signal.drift", "all") == []  # other modules are another sweep, and one record is none
     pairs = [(records[key], records["dense"]) for key in ("signal.drift", "share")]
     assert [one["title"] for one in explorer.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
 
@@ -669,10 +618,13 @@ def test_pages_load_without_a_console_error(browser, site):
 @pytest.mark.slow
 def test_a_narrow_window_scrolls_in_one_direction_only(browser, site, records):
     names = ["index", "claims", "runs", "explorer", "table11", "figure99", "tokens", f"tokens/{records['all'].fingerprint}"]
+    ledger = "const box = document.querySelector('#claims').closest('.scroll'); return box.scrollWidth <= box.clientWidth"
+    assert Page(browser, site / "claims.html")(ledger)
     browser.set_window_size(500, 900)
     try:
         for name in names:
             assert Page(browser, site / f"{name}.html")("return document.documentElement.scrollWidth <= innerWidth"), name
+        assert Page(browser, site / "claims.html")(ledger)
     finally:
         browser.set_window_size(1280, 900)
 
@@ -691,16 +643,6 @@ def test_a_chart_is_drawn_when_it_comes_into_view_on_the_pages_own_background(br
         assert opened.errors() == []
     finally:
         far.unlink()
-
-
-def test_the_ledger_fits_a_window_and_a_telephone(browser, site):
-    wide = "const box = document.querySelector('#claims').closest('.scroll'); return box.scrollWidth <= box.clientWidth"
-    try:
-        for width in (1400, 500):
-            browser.set_window_size(width, 900)
-            assert Page(browser, site / "claims.html")(wide), width
-    finally:
-        browser.set_window_size(1280, 900)
 
 
 def test_on_a_telephone_the_measured_columns_come_first_and_the_reported_on_demand(browser, site):

@@ -31,14 +31,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     folder = tmp_path_factory.mktemp("words")
     world = [word for word in make_world(folder, window=96, prompt=80) if not word.startswith(("dataset", "measure"))]
     bank = make_treebank(folder / "bank", sentences=40)
-    more = (
-        "dataset=gum",
-        f"dataset.files.test={bank}",
-        f"dataset.files.calibration={bank}",
-        "dataset.windows=6",
-        "dataset.calibration_windows=2",
-    )
-    more += ("measure=words", "protocol=continuation", "measure.constituents.enabled=true", f"results_dir={folder / 'results'}")
+    more = ["dataset=gum", *(f"dataset.files.{part}={bank}" for part in ("test", "calibration")), "dataset.windows=6"]
+    more += ["dataset.calibration_windows=2", "measure=words", "protocol=continuation", "measure.constituents.enabled=true"]
+    more += [f"results_dir={folder / 'results'}"]
     (made,) = ensure([compose([*world, *more, *FUSION])])
     return made
 

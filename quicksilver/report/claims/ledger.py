@@ -20,13 +20,13 @@ from quicksilver.measure.null import NullResult
 from quicksilver.records.record import Record, load_record
 from quicksilver.records.stats import bootstrap
 from quicksilver.report.artefacts import Artefact, Outcome
-from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims.reported import (
     Estimate,
     Quantity,
     Reported,
     Target,
     Verdict,
+    contradictions,
     judge,
     quantity,
     reported,

@@ -27,9 +27,8 @@ from quicksilver.records.record import EVENTS, Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import VERDICTS
-from quicksilver.report.site import explorer
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, flat, grouped
-from quicksilver.report.site.views import generated_texts, token_views
+from quicksilver.report.site.views import bokeh_script, generated_texts, sweeps, token_views, windows_chart
 from quicksilver.report.table import PrintedPanel, amount, signed, without_folders
 
 T = TypeVar("T")
@@ -70,16 +69,16 @@ class Site:
         """Every file of the site by its path in it."""
         runs = list(self.there.runs.values())
         contents = {f"assets/{name}": files(__package__).joinpath("templates", name).read_bytes() for name in _ASSETS}
-        contents["assets/bokeh.js"] = explorer.bokeh_script()
+        contents["assets/bokeh.js"] = bokeh_script()
         for run in runs:
             contents |= self._run_pages(run)
         for script, words in self._words.items():
             contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()
         for place, piece in enumerate(self.there.pieces):
             contents |= self._piece_pages(piece, place)
-        sweeps = without_folders(explorer.sweeps(self._panels()))
+        shown = without_folders(sweeps(self._panels()))
         pages = {
-            name: self._page(f"{name}.html", sweeps=sweeps)
+            name: self._page(f"{name}.html", sweeps=shown)
             for name in ("explorer", "tokens_index", "samples_index", "runs", "claims")
         }
         pages = {{"tokens_index": "tokens", "samples_index": "texts"}.get(name, name): page for name, page in pages.items()}
@@ -201,9 +200,7 @@ def _details(record: Record, dense: Record | None) -> dict[str, Any]:
         "environment": encoded(record.environment),
         "described": {key: record.content[key] for key in _DESCRIBED if key in record.content},
     }
-    return (
-        shown | {name: _yaml(of) for name, of in texts.items()} | {"files": record.files, "chart": explorer.windows_chart(record)}
-    )
+    return shown | {name: _yaml(of) for name, of in texts.items()} | {"files": record.files, "chart": windows_chart(record)}
 
 
 def _yaml(entries: Mapping[str, Any]) -> str:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quicksilver.report.claims import contradictions as module
-from quicksilver.report.claims.contradictions import contradictions
-from quicksilver.report.claims.reported import Reported, reported
+from quicksilver.report.claims import reported as module
+from quicksilver.report.claims.reported import Reported, contradictions, reported
 from quicksilver.report.table import read
 
 ROOT = Path(__file__).resolve().parents[3]

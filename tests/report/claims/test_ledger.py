@@ -13,9 +13,8 @@ from quicksilver.cli import main as console
 from quicksilver.cli.commands import reproduce
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, Row, find
-from quicksilver.report.claims.contradictions import contradictions
 from quicksilver.report.claims.ledger import CONTRADICTIONS, STATEMENT, AnsweredBy, Source, Statement, frame, ledger
-from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.claims.reported import Estimate, contradictions, reported
 from quicksilver.runtime.errors import ConfigError
 
 COMMAND = "make reproduce-table TABLE=11"

@@ -27,7 +27,7 @@ from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
-from quicksilver.report.site import explorer, views
+from quicksilver.report.site import views
 from quicksilver.report.site.collection import Collection
 from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
 from quicksilver.report.site.views import token_views
@@ -539,7 +539,7 @@ def test_the_harmed_window_comes_first(records):
 
 
 def sweep_of(records: dict[str, Record], *keys: str) -> list[dict]:
-    return explorer.sweeps([("a table", [(records[key], records["dense"]) for key in keys])])
+    return views.sweeps([("a table", [(records[key], records["dense"]) for key in keys])])
 
 
 def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once(records):
@@ -548,14 +548,14 @@ def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once
     assert len(sweep["records"]) == 3
     for row in sweep["records"]:
         record = next(one for one in records.values() if one.fingerprint == row["fingerprint"])
-        known = explorer.settings(record)
+        known = views.settings(record)
         for option, place in zip(sweep["options"], row["at"], strict=True):
             assert option["values"][place] == known[option["name"]]
         assert row["ppl"] == pytest.approx(record.quality.ppl, rel=1e-4)
         assert row["delta_ppl_pct"][1] <= row["delta_ppl_pct"][0] <= row["delta_ppl_pct"][2]
     assert sweep_of(records, "signal.drift", "all") == []  # other modules are another sweep, and one record is none
     pairs = [(records[key], records["dense"]) for key in ("signal.drift", "share")]
-    assert [one["title"] for one in explorer.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
+    assert [one["title"] for one in views.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
 
 
 def test_the_first_sweep_has_something_to_move_through():
@@ -566,19 +566,19 @@ def test_the_first_sweep_has_something_to_move_through():
     names = sweep("names", ["a", "b", "c", "d"], False, [1.0, 2.0, 3.0, 4.0])
     flat = sweep("flat", ["1", "2", "3"], True, [1.0, 1.0, 1.0])
     scale = sweep("scale", ["1", "2", "3"], True, [1.0, 2.0, 3.0])
-    assert [one["title"] for one in sorted([flat, names, scale], key=explorer._interest)] == ["scale", "names", "flat"]
+    assert [one["title"] for one in sorted([flat, names, scale], key=views._interest)] == ["scale", "names", "flat"]
 
 
 def test_records_of_one_outcome_are_no_sweep(records, monkeypatch):
     monkeypatch.setattr(
-        explorer, "against_dense", lambda record, dense: {"executed_flops_saved_pct": 1.0, "delta_ppl_pct": 2.0, "ppl": 3.0}
+        views, "against_dense", lambda record, dense: {"executed_flops_saved_pct": 1.0, "delta_ppl_pct": 2.0, "ppl": 3.0}
     )
     assert sweep_of(records, "signal.drift", "signal.random", "share") == []
 
 
 def test_values_are_named_and_not_written_as_json():
     values = [None, True, [0.27, 0.8], ["and", "to"], {"low": 2}, [], 0.5, "p25"]
-    assert list(map(explorer._named, values)) == ["none", "on", "0.27 to 0.8", "and, to", "low: 2", "none", "0.5", "p25"]
+    assert list(map(views._named, values)) == ["none", "on", "0.27 to 0.8", "and, to", "low: 2", "none", "0.5", "p25"]
 
 
 def test_the_papers_columns_may_be_folded_where_others_are_left():
@@ -591,7 +591,7 @@ def test_the_papers_columns_may_be_folded_where_others_are_left():
 
 def test_values_are_in_their_own_order():
     rows = [{"a": value, "b": other} for value, other in (("p25", "x"), ("p5", "y"), ("p10", "z"), ("null", "w"))]
-    (option,) = explorer._options(rows)
+    (option,) = views._options(rows)
     assert option["values"] == ["p5", "p10", "p25", "null"]
     assert option["also"] == [{"name": "b", "values": ["y", "z", "x", "w"]}]
 

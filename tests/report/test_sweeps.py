@@ -150,14 +150,6 @@ def test_additive_responses_have_main_effects_and_interactions_are_what_two_do_t
     assert (found["HQ"], found["H"]) == (pytest.approx(4.0), pytest.approx(2.0))  # half of the time Q is there
 
 
-def test_synergy_has_the_sign_of_p_1():
-    saved = {chosen: np.array([30.0 * len(chosen)]) for chosen in factorial.SETS}
-    assert factorial.synergy(saved, "HK") == pytest.approx(0.0)
-    assert factorial.beyond_independence(saved, "HK") == pytest.approx(60 - 100 * (1 - 0.7 * 0.7))
-    saved["HK"] = np.array([50.0])
-    assert factorial.synergy(saved, "HK") == pytest.approx(-10.0)
-
-
 def test_a_factorial_with_a_hole_says_so_and_has_no_interactions(made, tmp_path):
     there, _ = made["table", "factorial"]
     holed = [Outcome(one.row, reason="failed") if one.row.key == "KF" else one for one in there]
@@ -198,9 +190,6 @@ def test_utility_is_that_of_e_9(made):
     best = points["utility"].idxmax()
     low, high = points.loc[best, [threshold_grid.LOW, threshold_grid.HIGH]]
     assert f"λ = 15: ({low}, {high})" in made["table", "quantization_grid"][1].text()
-
-
-def test_a_grid_without_its_base_has_no_utility_and_says_so(made):
     there, _ = made["table", "quantization_grid"]
     holed = [Outcome(one.row, reason="failed") if one.row.key == threshold_grid.UNIFORM else one for one in there]
     table = RUNS["table", "quantization_grid"].experiment.table(holed, "table_quantization_grid")
@@ -291,12 +280,6 @@ def test_every_row_of_the_paper_stands_in_both_panels(number):
         build_modules(config.modules)
         assert config.protocol.name == row.panel
         assert ("null_control" not in config.identity()["measure"]) == (row.key == "uniform8")
-
-
-def test_table_10_adds_appendix_o_to_the_runs_of_table_3():
-    three, ten = ({row.overrides: row for row in find("table", number).experiment.rows()} for number in ("3", "10"))
-    assert set(three) < set(ten)
-    assert {ten[words].key for words in set(ten) - set(three)} == {"appendix_o"}
 
 
 CONFIG = {"seed": 0, "modules": {}, "model": {"name": "m"}, "dataset": {"name": "d"}}

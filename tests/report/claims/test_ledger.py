@@ -76,6 +76,9 @@ def test_without_records_nothing_is_reproduced_and_everything_says_why():
     assert set(of_tokens["verdict"]) == {"not comparable"}  # levels of one sentence in a model without a name
     assert (claims_["why"] != "").all()
     assert claims_["measured"].isna().all()
+    setting = row([], "b2.thresholds.tau_drift")
+    assert (setting["verdict"], setting["reported"]) == ("not comparable", "0.045")
+    assert "conf/modules/halting_paper_b2.yaml: tau_drift" in setting["why"]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,9 @@ def test_perplexity_is_compared_in_percent_of_the_papers(tmp_path):
     assert (found["target_low"] + found["target_high"]) / 2 == pytest.approx(100 * 0.12 / 18.2)
     assert found["measured"] == pytest.approx(100 * 0.003, abs=0.1)
     assert found["measured_low"] < found["measured"] < found["measured_high"]
+    assert found["versus_null"] == "better than chance"
+    found = halting(tmp_path, "delta_ppl", saved=0.2, per_token=0.05, null_per_token=0.01)
+    assert found["versus_null"] == "worse than chance"
 
 
 def test_a_row_names_where_its_number_comes_from(tmp_path):
@@ -116,12 +122,9 @@ def test_a_row_names_where_its_number_comes_from(tmp_path):
         *("table11", "all", "compact", "reference-gpt2", "python-docs")
     ]
     assert Store(tmp_path).get(found["record"]) is not None
+    one = source(tmp_path, answers={"table11.isolated.halting": AnsweredBy("all", "run")}, saved=0.2)
+    assert (frame([one, one])["claim"] == found["claim"]).sum() == 1  # the same record answers a claim once
     assert found["dense_record"] == fakes.fingerprint("dense all")
-
-
-def test_chance_stands_beside_quality(tmp_path):
-    assert halting(tmp_path, "delta_ppl", saved=0.2, per_token=0.01, null_per_token=0.05)["versus_null"] == "better than chance"
-    assert halting(tmp_path, "delta_ppl", saved=0.2, per_token=0.05, null_per_token=0.01)["versus_null"] == "worse than chance"
 
 
 def refuse(panel):
@@ -211,12 +214,6 @@ def test_a_file_declares_what_else_it_answers(tmp_path):
     assert row(worse, "p4.joint.flops_saved_pct")["verdict"] == "not reproduced"
 
 
-def test_the_same_record_answers_a_claim_once(tmp_path):
-    one = source(tmp_path, answers={"table11.isolated.halting": AnsweredBy("all", "run")}, saved=0.2)
-    found = frame([one, one])
-    assert (found["claim"] == "table11.isolated.halting.speedup_pct").sum() == 1
-
-
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
@@ -227,12 +224,6 @@ def test_the_same_record_answers_a_claim_once(tmp_path):
 def test_an_answer_to_nothing_is_refused(tmp_path, answers, said):
     with pytest.raises(ConfigError, match=said):
         frame([source(tmp_path, answers=answers)])
-
-
-def test_a_setting_names_its_key():
-    found = row([], "b2.thresholds.tau_drift")
-    assert (found["verdict"], found["reported"]) == ("not comparable", "0.045")
-    assert "conf/modules/halting_paper_b2.yaml: tau_drift" in found["why"]
 
 
 @pytest.fixture(scope="module")
@@ -321,19 +312,12 @@ def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, cap
     capsys.readouterr()
 
 
-def test_after_the_table_its_claims_are_judged(table11, capsys):
-    assert console.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
-    assert console.main(["claims", f"results_dir={table11.results}"]) == 0
-    found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
-    judged = found[found["claim"] == "table11.isolated.halting.delta_ppl"]
-    assert sorted(judged["protocol"]) == ["all", "continuation"]
-    assert set(judged["verdict"]) == {"not reproduced"}
-
-
 def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
     assert console.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
     (table11.results / "runs" / fakes.fingerprint("halting all") / "record.json").write_text("{")
     assert console.main(["claims", f"results_dir={table11.results}"]) == 1
     assert fakes.fingerprint("halting all") in capsys.readouterr().err
     found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
-    assert set(found[found["claim"] == "table11.isolated.quantization.delta_ppl"]["verdict"]) == {"not reproduced"}
+    judged = found[found["claim"] == "table11.isolated.quantization.delta_ppl"]
+    assert sorted(judged["protocol"]) == ["all", "continuation"]
+    assert set(judged["verdict"]) == {"not reproduced"}

@@ -23,9 +23,12 @@ if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: 
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
 
-_FILE_NAME = re.compile(r"(table|figure)(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*\.py")
-_NAMED_FILE = re.compile(r"(table|figure)_([a-z]\w*)\.py")  # what has no number in the paper: asked for by its name
+# `table11_ablation.py`, `figure08_15_speed.py`; `table_factorial.py` has no number in the paper and is asked for by its name
+_FILE_NAME = re.compile(r"(table|figure)(?:(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*|_([a-z]\w*))\.py")
 _AFTER_THE_NUMBERED = 1000
+_NAMED_MODELS = 3  # more do not fit above a figure
+_PACKAGE = Path(__file__).resolve().parent.parent
+_ROOT = _PACKAGE.parent if (_PACKAGE.parent / "experiments").is_dir() else _PACKAGE
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,9 @@ class Artefact:
     @property
     def name(self) -> str:
         """`table11`, `figure08_15`, `table_factorial`: base name of what is written."""
-        parts = [_two_digits(number) for number in self.numbers] if self.is_numbered else ["", *self.numbers]
-        return self.kind + "_".join(parts)
+        if not self.is_numbered:
+            return f"{self.kind}_{self.numbers[0]}"
+        return self.kind + "_".join(f"{_digits(number):02d}{number.lstrip('0123456789')}" for number in self.numbers)
 
     @property
     def is_numbered(self) -> bool:
@@ -147,7 +151,7 @@ class Artefact:
     @property
     def reads(self) -> tuple[str, ...]:
         """What it, or a page about its runs, is made of beside record.json and windows.parquet (`READS` in the file): names of the record's files,
-        or `FILE:PATTERN` for the columns or arrays of such names. The repository keeps that much of its records (records/keeping.py)."""
+        or `FILE:PATTERN` for the columns or arrays of such names. `quicksilver dev keep` keeps that much of a record."""
         return tuple(getattr(self.experiment, "READS", ()))
 
     @cached_property
@@ -185,11 +189,6 @@ def _measured_on(outcomes: Sequence[Outcome]) -> str:
     return f" ({named}; protocol {' and '.join(protocols)})"
 
 
-_NAMED_MODELS = 3  # more do not fit above a figure
-_PACKAGE = Path(__file__).resolve().parent.parent
-_ROOT = _PACKAGE.parent if (_PACKAGE.parent / "experiments").is_dir() else _PACKAGE
-
-
 def experiments_folder() -> Path:
     """`experiments/` of a clone, or the copy inside an installed package."""
     return _ROOT / "experiments"
@@ -219,11 +218,10 @@ def artefacts(folder: Path | None = None) -> list[Artefact]:
     """Every table and figure of experiments/ and studies/, or of `folder`: tables first, by number."""
     folders = [folder] if folder else [experiments_folder(), experiments_folder().parent / "studies"]
     found = []
-    for path in sorted((path for each in folders for path in each.rglob("*.py")), key=lambda path: path.name):
+    for path in (path for each in folders for path in each.rglob("*.py")):
         if match := _FILE_NAME.fullmatch(path.name):
-            found.append(Artefact(match[1], tuple(map(_plain, match[2].split("_"))), path))
-        elif match := _NAMED_FILE.fullmatch(path.name):
-            found.append(Artefact(match[1], (match[2],), path))
+            kind, numbers, name = match.groups()
+            found.append(Artefact(kind, (name,) if name else tuple(map(_plain, numbers.split("_"))), path))
     return sorted(found, key=lambda artefact: artefact.order)
 
 
@@ -259,7 +257,3 @@ def _plain(number: str) -> str:
 
 def _digits(number: str) -> int:
     return int(re.sub(r"\D", "", number))
-
-
-def _two_digits(number: str) -> str:
-    return f"{_digits(number):02d}{number.lstrip('0123456789')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import textwrap
 from itertools import combinations
@@ -22,7 +23,6 @@ from quicksilver.report.figure import (
     heat_look,
     label_ends,
     label_points,
-    legend_below,
     panels,
     percent_of_shares,
     style,
@@ -46,6 +46,12 @@ def test_the_same_data_gives_the_same_bytes(tmp_path):
     first, second = (figure(extras={"gif": b"G"}).write(tmp_path / name) for name in "ab")
     assert [path.name for path in first] == ["figure04.png", "figure04.csv", "figure04.json", "figure04.gif"]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    text = figure().text(40)
+    assert text.startswith("A title\n=======\n")
+    assert "5 rows of layer, share" in text
+    assert max(map(len, text.splitlines())) <= 40
+    long = dataclasses.replace(figure(), frame=pd.DataFrame({"value": range(501), "record": "a" * 20}))  # stands in the CSV alone
+    assert (long.written().rows, long.written().records, len(long.csv().splitlines())) == ((), ("a" * 20,), 502)
     (vector, *_) = figure().write(tmp_path / "c", svg=True)  # on demand
     assert vector.name == "figure04.svg"
     again = figure()
@@ -68,17 +74,6 @@ def test_title_and_caption_are_in_the_picture():
     assert heights[1] > heights[0]
 
 
-def test_a_long_frame_stands_in_the_csv_alone():
-    with style():
-        drawing, _ = panels()
-    short, long = (Figure("x", "t", pd.DataFrame({"value": range(rows), "record": "a" * 20}), drawing, ()) for rows in (500, 501))
-    assert len(short.written().rows) == 500
-    assert long.written().rows == ()
-    assert long.written().columns == short.written().columns
-    assert long.written().records == ("a" * 20,)
-    assert len(long.csv().splitlines()) == 502
-
-
 def test_a_picture_keeps_its_colours_where_there_are_few_of_them_and_is_small(tmp_path):
     """A heatmap may fill the picture; the bar of another must have its own colours all the same."""
     ramp = np.linspace(-1, 1, 256)[None]
@@ -95,14 +90,6 @@ def test_a_picture_keeps_its_colours_where_there_are_few_of_them_and_is_small(tm
 
 def image_height(png: bytes) -> int:
     return int.from_bytes(png[20:24], "big")
-
-
-def test_the_terminal_gets_title_caption_and_what_was_drawn():
-    text = figure().text(40)
-    assert text.startswith("A title\n=======\n")
-    assert "Model: m." in text
-    assert "5 rows of layer, share" in text
-    assert max(map(len, text.splitlines())) <= 40
 
 
 def test_the_palette_can_be_read_in_grey():
@@ -137,21 +124,6 @@ def covered(boxes) -> bool:
     return any(a.overlaps(b) for a, b in combinations(boxes, 2))
 
 
-def test_lines_that_end_together_have_names_that_can_be_read_beside_them():
-    with style():
-        drawing, axes = panels(size=(5, 3))
-        plot = axes[0, 0]
-        ends = [(10.0, 1.0 + 0.01 * i, f"line {i}", "black") for i in range(4)]
-        for x, y, _, _ in ends:
-            plot.plot([0, x], [0, y])
-        label_ends(plot, ends)
-        drawing.draw_without_rendering()
-        boxes = [words(one) for one in texts_of(plot)]
-    assert not covered(boxes)
-    assert all(box.x0 > plot.bbox.x1 for box in boxes)
-    assert [one.get_text() for one in sorted(texts_of(plot), key=lambda one: words(one).y0)] == [one[2] for one in ends]
-
-
 def test_points_that_lie_together_have_names_that_cover_no_other_and_no_legend():
     draw = np.random.default_rng(0)
     with style():
@@ -167,21 +139,17 @@ def test_points_that_lie_together_have_names_that_cover_no_other_and_no_legend()
         drawing.draw_without_rendering()
         boxes = [words(one) for one in texts_of(plot)]
         legend = plot.get_legend().get_window_extent()
+        drawing, axes = panels()
+        axes[0, 0].set(xlim=(0, 10), ylim=(0, 2))
+        label_ends(axes[0, 0], [(10.0, 1.0 + 0.01 * i, f"line {i}", "black") for i in range(4)])
+        drawing.draw_without_rendering()
+        ends = [words(one) for one in texts_of(axes[0, 0])]
+    assert not covered(ends)
+    assert all(box.x0 > axes[0, 0].bbox.x1 for box in ends)
     assert len(boxes) == len(points)
     assert not covered(boxes)
     assert not any(box.overlaps(legend) for box in boxes)
     assert all(plot.bbox.contains(box.x0, box.y0) and plot.bbox.contains(box.x1, box.y1) for box in boxes)
-
-
-def test_a_legend_below_covers_no_axes_while_a_tight_picture_is_saved(tmp_path):
-    with style():
-        drawing, axes = panels(size=(5, 3))
-        lines = axes[0, 0].plot(range(3), label="a line")
-        legend_below(drawing, lines)
-        drawing.text(0, -0.3, "a caption far below")
-        drawing.savefig(tmp_path / "a.png", bbox_inches="tight")
-        legend = drawing.legends[0].get_window_extent()
-    assert 0 <= legend.y0 < legend.y1 <= axes[0, 0].get_tightbbox().y0 + 1
 
 
 def test_a_heatmap_has_white_at_zero_and_numbers_that_can_be_read():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from contextlib import contextmanager
 from pathlib import Path
 
 import fakes
@@ -163,29 +162,24 @@ def test_the_report_is_built_from_blocks(results):
     ]
 
 
-@contextmanager
-def installed(monkeypatch, *names):
-    monkeypatch.setattr(wandb_report.importlib.util, "find_spec", lambda name: object() if name in names else None)
-    yield
-
-
 def test_who_is_not_logged_in_is_told_what_is_missing(results, tmp_path, monkeypatch, capsys):
+    there: set[str] = {"wandb"}
+    monkeypatch.setattr(wandb_report.importlib.util, "find_spec", lambda name: object() if name in there else None)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with installed(monkeypatch, "wandb"):
-        assert wandb_report.main(["--results", str(results)]) == 1
+    assert wandb_report.main(["--results", str(results)]) == 1
     said = capsys.readouterr().err
     assert "pip install wandb-workspaces" in said
     assert "wandb login" in said
     assert "make report" in said
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password a-secret\n")
-    with installed(monkeypatch, "wandb", "wandb_workspaces"):
-        assert wandb_report.missing() == []
-        monkeypatch.setenv("WANDB_MODE", "offline")
-        assert "unset it" in wandb_report.missing()[0]
+    there.add("wandb_workspaces")
+    assert wandb_report.missing() == []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert "unset it" in wandb_report.missing()[0]
     monkeypatch.setenv("WANDB_API_KEY", "another-secret")
-    with installed(monkeypatch):
-        wandb_report.main(["--results", str(results)])
+    there.clear()
+    wandb_report.main(["--results", str(results)])
     said = capsys.readouterr()
     assert "secret" not in said.out + said.err

@@ -257,23 +257,14 @@ def test_a_verdict_is_where_the_interval_lies(ends, fails, verdict):
     assert Statement("a.b", "a paper", "words", "this minus that", estimate, "why", fails).verdict == verdict
 
 
-def test_the_ledger_has_the_statements_with_the_numbers_of_the_study():
+def test_the_ledger_has_the_statements_of_the_study_and_does_not_count_them():
     artefact = find("table", "token_halting_claims")
     table = ledger([Source(artefact, [], "make it")])
-    found = table.frame[table.frame["kind"] == STATEMENT].set_index("claim")
+    found = table.frame[table.frame["kind"] == STATEMENT]
     assert set(found["panel"]) == {"arXiv 2303.05078 (Ye et al., token halting)"}
-    judged = found[found["measured"].notna()]
-    assert len(judged) >= 5
-    for one in judged.itertuples():
-        expected = "reproduced" if one.measured_low > 0 else "not reproduced" if one.measured_high < 0 else "undecided"
-        assert one.verdict == expected or (one.verdict == "not reproduced" and "time" in one.why)
-        assert one.measured_low <= one.measured <= one.measured_high
-    # The table says the same.
-    printed = artefact.build([], artefact.name).frame
-    assert printed["verdict"].tolist() == found["verdict"].tolist()
+    assert artefact.build([], artefact.name).frame["verdict"].tolist() == found["verdict"].tolist()
     claims = table.frame[table.frame["kind"] == "claim"]
     assert f"{claims['claim'].nunique()} numbers in {len(claims)} rows" in table.title
-    assert "token_halting.input_dependent" not in set(claims["claim"])
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------

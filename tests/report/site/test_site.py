@@ -536,17 +536,6 @@ def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once
     assert [one["title"] for one in views.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
 
 
-def test_the_first_sweep_has_something_to_move_through():
-    def sweep(name: str, values: list[str], ordered: bool, deltas: list[float]) -> dict[str, Any]:
-        found = [{"executed_flops_saved_pct": 1.0, "delta_ppl_pct": [delta, delta, delta]} for delta in deltas]
-        return {"title": name, "options": [{"values": values, "ordered": ordered}], "records": found}
-
-    names = sweep("names", ["a", "b", "c", "d"], False, [1.0, 2.0, 3.0, 4.0])
-    flat = sweep("flat", ["1", "2", "3"], True, [1.0, 1.0, 1.0])
-    scale = sweep("scale", ["1", "2", "3"], True, [1.0, 2.0, 3.0])
-    assert [one["title"] for one in sorted([flat, names, scale], key=views._interest)] == ["scale", "names", "flat"]
-
-
 def test_values_are_named_and_in_their_own_order():
     rows = [{"a": value, "b": other} for value, other in (("p25", "x"), ("p5", "y"), ("p10", "z"), ("null", "w"))]
     (option,) = views._options(rows)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-import subprocess
-from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +9,6 @@ import pytest
 from browser import Page, started
 from harness_world import TREEBANK_WORDS, make_treebank, make_world
 
-from quicksilver.data.annotation.trees import joints
 from quicksilver.records.record import Record
 from quicksilver.report.site.pages import make
 from quicksilver.report.site.views import token_views
@@ -108,19 +102,3 @@ def test_classes_are_shown_and_chosen_and_a_sentence_has_its_tree_and_arcs(recor
             browser.set_window_size(width, 900)
             assert page("return document.documentElement.scrollWidth <= innerWidth")
         assert page.errors() == []
-
-
-TREE = "(ROOT (S (NP (DT the) (NN dog)) (VP (VBD saw) (NP (DT a) (NN cat)) (PP (IN in) (NP (DT the) (NN house)))) (. .)))"
-FORMS = ["the", "dog", "saw", "a", "cat", "in", "the", "house", "."]
-CONSTITUENTS = {(0, 1, "NP"), (3, 4, "NP"), (6, 7, "NP"), (5, 7, "PP"), (2, 7, "VP"), (0, 8, "S")}
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's script")
-def test_the_page_finds_the_tree_again():
-    script = files("quicksilver.report.site").joinpath("templates/tokens.js").read_text(encoding="utf-8")
-    found = re.search(r"function constituents.*?\n}\n", script, re.DOTALL)
-    assert found is not None
-    view = json.dumps({"words": {"joints": joints(TREE, FORMS, "here")}})
-    program = f"const view = {view};\n{found[0]}\nconsole.log(JSON.stringify(constituents(0, {len(FORMS) - 1})));"
-    said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True, timeout=60)
-    assert {tuple(one) for one in json.loads(said.stdout)} == CONSTITUENTS

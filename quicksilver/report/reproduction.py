@@ -100,24 +100,22 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
 def recorded(
     artefact: Artefact, jobs: Sequence[Job], store: Store, place: RunContext | None, answers: RecordIndex
 ) -> list[Outcome]:
-    """The outcomes of the artefact as far as they are on disk; nothing is run. A record that is damaged makes its job fail. What was looked
-    up goes into `answers`."""
-    return [_recorded(row, job, store, place, answers) for row, job in zip(artefact.experiment.rows(), jobs, strict=True)]
+    """The outcomes of the artefact as far as they are on disk; nothing is run. A damaged record makes its job fail. `answers` learns them."""
+    from quicksilver.runs.context import RunContext
 
-
-def _recorded(row: Row, job: Job, store: Store, place: RunContext | None, answers: RecordIndex) -> Outcome:
-    try:
-        if job.config is not None:
-            from quicksilver.runs.context import RunContext
-
-            fingerprint = job.planned(place or RunContext()).wanted[0].fingerprint
-            job.record = store.get(fingerprint)
-            answers.put(job.overrides, job.config, Answer(job.record, fingerprint=fingerprint))
-        return _sound(row, job, store)
-    except QuickSilverError as error:
-        job.record = None
-        job.fail(error)
-        return Outcome(row, reason=job.reason)
+    found = []
+    for row, job in zip(artefact.experiment.rows(), jobs, strict=True):
+        try:
+            if job.config is not None:
+                fingerprint = job.planned(place or RunContext()).wanted[0].fingerprint
+                job.record = store.get(fingerprint)
+                answers.put(job.overrides, job.config, Answer(job.record, fingerprint=fingerprint))
+            found.append(_sound(row, job, store))
+        except QuickSilverError as error:
+            job.record = None
+            job.fail(error)
+            found.append(Outcome(row, reason=job.reason))
+    return found
 
 
 def _sound(row: Row, job: Job, store: Store) -> Outcome:

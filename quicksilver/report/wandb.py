@@ -64,7 +64,7 @@ def sweeps(site: Collection) -> dict[str, list[str]]:
 def _publish_pieces(site: Collection, config: TrackerConfig) -> None:
     import wandb
 
-    files = {piece.name: _files(site, piece) for piece in site.pieces if piece.written}
+    files = {piece.name: _files(piece) for piece in site.pieces if piece.written}
     content = hashlib.sha256(b"".join(path.read_bytes() for paths in files.values() for path in paths))
     with start(config, site.root, id=content.hexdigest()[:20], name=TABLES_AND_FIGURES, job_type=TABLES_AND_FIGURES) as run:
         for piece in site.pieces:
@@ -81,12 +81,11 @@ def _publish_pieces(site: Collection, config: TrackerConfig) -> None:
             run.log({"claims": _table(read(site.root / "claims.json"))})
 
 
-def _files(site: Collection, piece: Piece) -> list[Path]:
+def _files(piece: Piece) -> list[Path]:
     """Its own files; what a link leads to was not written here."""
-    pictures = piece.written.pictures if piece.written else ()
-    names = {*pictures, *(f"{piece.name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg"))}
-    folder = site.root / f"{piece.kind}s"
-    return sorted(path for name in names if (path := folder / name).is_file() and not path.is_symlink())
+    names = {f"{piece.name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")} - {*piece.pictures}
+    found = (path for name in names if (path := piece.folder / name).is_file() and not path.is_symlink())
+    return sorted((*found, *(piece.folder / name for name in piece.pictures)))
 
 
 def _table(written: Written) -> Any:

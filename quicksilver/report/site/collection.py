@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,26 +43,36 @@ class Piece:
         name: base name of its files and of its page.
         command: what makes it.
         written: what it says; None: it was not made yet, or its file is damaged.
-        data: its frame as CSV, of `data_bytes`.
         variant: the selection that it is of, where it is a variant of the piece called `of`; "": the default.
     """
 
     name: str
     kind: str
-    title: str
-    command: str
-    order: tuple[Any, ...]
+    folder: Path
+    title: str = ""
+    command: str = ""
+    order: tuple[Any, ...] = ()
     written: Written | None = None
-    data: Path | None = None
-    data_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
     of: str = ""
     variant: str = ""
 
     @property
+    def data(self) -> Path | None:
+        """Its frame as CSV, where there is one: no link, and not empty."""
+        path = self.folder / f"{self.name}.csv"
+        return path if self.written and path.is_file() and not path.is_symlink() and path.stat().st_size > 1 else None
+
+    @property
     def carried_data(self) -> str | None:
         """Name of its frame, where a site has it too."""
-        return self.data.name if self.data is not None and self.data_bytes <= _DATA_LIMIT_BYTES else None
+        return self.data.name if self.data is not None and self.data.stat().st_size <= _DATA_LIMIT_BYTES else None
+
+    @property
+    def pictures(self) -> list[str]:
+        """Names of its pictures that are there; what a link leads to was not written here."""
+        named = self.written.pictures if self.written is not None else ()
+        return [name for name in named if (path := self.folder / name).is_file() and not path.is_symlink()]
 
     @property
     def panels(self) -> dict[str, list[str]]:
@@ -144,7 +153,7 @@ class Collection:
             yield self._piece(name, owner, path.parent.name.removesuffix("s"))
 
     def _piece(self, name: str, artefact: Artefact | None, kind: str) -> Piece:
-        piece = Piece(name, kind, name, "", (2, 0, name))
+        piece = Piece(name, kind, self.root / f"{kind}s", name, order=(2, 0, name))
         if artefact is not None:
             title = artefact.title[:1].upper() + artefact.title[1:]
             piece.title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}" if artefact.is_numbered else title
@@ -152,7 +161,7 @@ class Collection:
             if (variant := of_name(name, artefact.name)) is not None:
                 piece.of, piece.variant = artefact.name, variant.title
                 piece.command = make_command(artefact, variant.overrides)
-        path = self.root / f"{kind}s" / f"{name}.json"
+        path = piece.folder / f"{name}.json"
         if not path.is_file():
             self.note([piece], name, f"it was not made yet: there is no {kind}s/{path.name}.")
             return piece
@@ -164,10 +173,6 @@ class Collection:
         piece.title = piece.written.title or piece.title
         if artefact is not None and name != artefact.name:
             piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"  # of another model or text
-        data = path.with_suffix(".csv")
-        with suppress(OSError):  # it may have gone meanwhile
-            piece.data_bytes = data.lstat().st_size
-            piece.data = data if piece.data_bytes > 1 and not data.is_symlink() else None
         for entry in piece.written.entries:
             if entry.get("status") == "failed":
                 which = " ".join(str(entry.get(key) or "") for key in ("panel", "key")).strip()
@@ -202,7 +207,7 @@ class Collection:
     def _runs(self) -> dict[str, NamedRecord]:
         """Every named record, and the dense record of each, by fingerprint."""
         named: dict[str, list[Piece]] = {}
-        ledger = Piece("claims", "table", "the claims", "make claims", ())
+        ledger = Piece("claims", "table", self.root, "the claims", "make claims")
         judged = sorted({str(row["record"]) for row in self.claims or () if row.get("record")})
         for piece, fingerprints in (*((one, one.written.records) for one in self.pieces if one.written), (ledger, judged)):
             for fingerprint in dict.fromkeys(fingerprints):

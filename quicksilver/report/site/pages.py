@@ -94,12 +94,11 @@ class Site:
                 yield f"{piece.title.partition(':')[0]}, {panel}", pairs
 
     def _piece_pages(self, piece: Piece, place: int) -> dict[str, bytes]:
-        folder = self.there.root / f"{piece.kind}s"
-        named = piece.written.pictures if piece.written is not None else ()
-        pictures = [name for name in named if (folder / name).is_file() and not (folder / name).is_symlink()]
-        if len(pictures) < len(named):
+        pictures, written = piece.pictures, piece.written
+        if written is not None and len(pictures) < len(written.pictures):
             self.there.note([piece], piece.name, f"a picture of it is not in {piece.kind}s.")
-        contents = {f"files/{name}": (folder / name).read_bytes() for name in filter(None, (*pictures, piece.carried_data))}
+        names = filter(None, (*pictures, piece.carried_data))
+        contents = {f"files/{name}": (piece.folder / name).read_bytes() for name in names}
         around = (None, *self.there.pieces, None)
         page = self._page(
             "piece.html", piece=piece, pictures=pictures, runs=[run for run in self.there.runs.values() if piece in run.pieces],

@@ -23,10 +23,9 @@ from tqdm import tqdm
 
 from quicksilver.measure.perplexity import Protocol, check_allowed
 from quicksilver.records.store import Store
-from quicksilver.runs.choices import choices
+from quicksilver.runs.choices import choices, suggest
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.explain import suggest
 from quicksilver.runs.run import calibrated_modules
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops

@@ -87,11 +87,9 @@ from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
-from quicksilver.runtime.quantized.choosing import Kind, choose
 from quicksilver.runtime.quantized.codes import ByWidth
-from quicksilver.runtime.quantized.integer import IntegerExecutor
-from quicksilver.runtime.quantized.kernels import KERNELS
-from quicksilver.runtime.quantized.linear import LinearLayer
+from quicksilver.runtime.quantized.kernels import KERNELS, Kind, choose
+from quicksilver.runtime.quantized.linear import IntegerExecutor, LinearLayer
 
 LAYERS_OF_WIDE = 4  # of shapes wider than --width: a pass of 8 × 512 tokens takes half a minute
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
@@ -821,7 +819,7 @@ def requests(part: str, count: int, words: int) -> list[Any]:
     """Requests of one part on the text that every CPython carries; contexts of `words` words and up to half as many more."""
     from lm_eval.api.instance import Instance
 
-    from quicksilver.data.python_docs import python_docs
+    from quicksilver.data.made_here import python_docs
 
     text = python_docs("test").split()
     starts = range(0, count * 3 * words, 3 * words)

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quicksilver.data.far_context import far_context
-from quicksilver.data.python_docs import python_docs
-from quicksilver.data.python_source import python_source
+from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.spec import FarContext, Part
 
 SCORED_TOKENS, SHORT_TOKENS, SEEN_TOKENS = 64, 128, 8

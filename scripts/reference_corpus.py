@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from quicksilver.data.made_here import PACKAGES, python_source
 from quicksilver.data.overlap import NGRAM_WORDS, ngrams
-from quicksilver.data.python_source import PACKAGES, python_source
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,14 +147,14 @@ def _up_to(texts: dict[bytes, str], size: int) -> Iterator[tuple[bytes, str]]:
 def recall_documents(fillers: list[str], count: int, seed: int = 11) -> Iterator[str]:
     """Facts, a passage, then the facts again or questions about them, in another order. The words are drawn from the fillers; those of
     far-recall are none of them."""
-    from quicksilver.data import far_context
+    from quicksilver.data import made_here
 
     draw = random.Random(seed)
     counts: dict[str, int] = {}
     for text in fillers[:400]:
         for word in re.findall(r"[A-Za-z][a-z]{3,8}\b", text):
             counts[word] = counts.get(word, 0) + 1
-    tested = {*far_context._ADJECTIVES, *far_context._THINGS, *far_context._PLACES}
+    tested = {*made_here._ADJECTIVES, *made_here._THINGS, *made_here._PLACES}
     words = [word for word in sorted(counts, key=lambda w: (-counts[w], w))[150:6000] if word.lower() not in tested]
     lower, names = [w for w in words if w.islower()], [w for w in words if not w.islower()]
     for _ in range(count):

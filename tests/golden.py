@@ -247,8 +247,7 @@ def coarsest(modules: list[RuntimeModule]) -> str:
 def _as_offered(entries: Mapping[str, Any], bench: _Bench) -> dict[str, Any]:
     """With the first kernel of small numbers that this processor has, where the case names one."""
     from quicksilver.runtime.architecture import architecture_of
-    from quicksilver.runtime.quantized.choosing import linears_of
-    from quicksilver.runtime.quantized.kernels import KERNELS, weight_of
+    from quicksilver.runtime.quantized.kernels import KERNELS, linears_of, weight_of
 
     if "fastest_linear" not in entries:
         return dict(entries)

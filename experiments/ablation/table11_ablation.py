@@ -38,6 +38,11 @@ BUDGET = {
     "position": ("oldest", HALTING, ("modules.halting.signal=position",)),
     "drift": ("least drift (paper)", HALTING, ("modules.halting.signal=drift",)),
 }
+# Nothing is fitted, and no layer sees what is cut. Random tokens kept are the null of both.
+TRUNCATED = {
+    "last": ("newest kept", ()),
+    "ends": ("both ends kept", ("modules.prompt_truncation.which=ends",)),
+}
 # What later layers see of the tokens that leave is predicted instead of dropped: the model's own schedules (docs/predicted-kv.md).
 PREDICTED = {"40": ("at 40%", "quicksilver"), "50": ("at 50%", "quicksilver_50")}
 
@@ -61,6 +66,10 @@ def _panel_rows(panel: str) -> Iterator[Row]:
         section = "About 40% of the prompt's work, by which tokens leave after a fifth of the depth"
         for key, (technique, module, overrides) in BUDGET.items():
             yield Row(panel, section, f"budget.{key}", technique, (protocol, f"modules=[{module}]", *overrides), (module,))
+        section = "Truncation: 40% of the prompt cut before the first layer"
+        for key, (technique, overrides) in TRUNCATED.items():
+            module = "prompt_truncation"
+            yield Row(panel, section, f"truncated.{key}", technique, (protocol, f"modules=[{module}]", *overrides), (module,))
         section = "A few of the oldest dropped, nearly all others stopped later with their K/V predicted"
         for key, (technique, module) in PREDICTED.items():
             yield Row(panel, section, f"predicted.{key}", technique, (protocol, f"modules=[{module}]"), (module,))

@@ -1,4 +1,4 @@
-"""Table front: what the paper's mechanisms, two number formats and this package's own schedule do to a prompt, in a few rows.
+"""Table front: what the paper's mechanisms, bfloat16, truncation and this package's own schedule do to a prompt, in a few rows.
 
 Paper's mechanisms as in Table 11, with more windows; README's first screen shows it.
 """
@@ -22,11 +22,15 @@ PAPER = {
     "isolated.fusion": "Token fusion",
     "cumulative.quantization": "All four of the paper",
 }
-OURS = {"bfloat16": ("bfloat16 alone", "bfloat16"), "40": ("Predicted, 40% (ours)", "quicksilver")}
+OURS = {
+    "bfloat16": ("bfloat16 alone", "bfloat16"),
+    "truncated": ("Oldest 40% cut, nothing else", "prompt_truncation"),
+    "40": ("Predicted, 40% (ours)", "quicksilver"),
+}
 
 
 def rows() -> list[Row]:
-    """Dense, the paper's mechanisms, and what is ours."""
+    """Dense, the paper's mechanisms, two plain baselines, and what is ours."""
     found = [Row(PANEL, "", "dense", "Dense", (*ALWAYS, "modules=[]"))]
     for _, key, _, needs, overrides in steps():
         if key in PAPER:

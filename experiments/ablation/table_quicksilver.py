@@ -27,6 +27,12 @@ LEARNED = (
         ("measure=quick",),
     ),
 )
+# The plainest baseline: nothing is fitted, and no layer sees what is cut.
+TRUNCATED = (
+    ("truncated", "oldest 40% of the prompt cut before the first layer", "prompt_truncation", ()),
+    ("truncated_50", "oldest 50% cut", "prompt_truncation", ("modules.prompt_truncation.keep=0.5",)),
+    ("truncated_ends", "middle 40% cut", "prompt_truncation", ("modules.prompt_truncation.which=ends",)),
+)
 # section -> key, what is printed, modules, overrides
 ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
     OURS: SCHEDULES,
@@ -35,6 +41,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
         ("drop_all", "nothing predicted: the second stage is dropped too", "quicksilver", ("modules.quicksilver.missing_kv=drop",)),
         ("project", "projected, not predicted (SwiftKV, untrained)", "quicksilver", ("modules.quicksilver.missing_kv=project",)),
         ("oldest", "nothing but the oldest dropped, at the same work", "halting_attention", ("modules.halting.signal=position",)),
+        *TRUNCATED,
     ),
     CONTROLS: (
         ("fitted", "ridge on the windows of this text alone, true pairs", "fitted_prediction", FIT_WINDOWS),
@@ -66,15 +73,15 @@ ALWAYS = ("protocol=continuation", "dataset.windows=128")
 PANELS: dict[str, tuple[str, dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]], tuple[str, ...]]] = {
     "continuation": ("The model and text that were asked for", ROWS, ()),
     "wikitext103": (
-        "The same on WikiText-103 test", {OURS: SCHEDULES, GATES: LEARNED, "For comparison": (OLDEST,)}, ("dataset=wikitext103", "measure=quick")
+        "The same on WikiText-103 test", {OURS: SCHEDULES, GATES: LEARNED, "For comparison": (OLDEST, *TRUNCATED)}, ("dataset=wikitext103", "measure=quick")
     ),
     "llama": (
         "reference-llama",
-        {OURS: (*SCHEDULES, DEEPER), "For comparison": (OLDEST,), FORMATS: (*ROWS[FORMATS], *DEEPER_HALF)},
+        {OURS: (*SCHEDULES, DEEPER), "For comparison": (OLDEST, *TRUNCATED), FORMATS: (*ROWS[FORMATS], *DEEPER_HALF)},
         ("model=reference-llama",),
     ),
     "llama.wikitext103": (
-        "reference-llama on WikiText-103 test", {OURS: (*SCHEDULES, DEEPER)}, ("model=reference-llama", "dataset=wikitext103", "measure=quick")
+        "reference-llama on WikiText-103 test", {OURS: (*SCHEDULES, DEEPER), "For comparison": TRUNCATED}, ("model=reference-llama", "dataset=wikitext103", "measure=quick")
     ),
 }  # fmt: skip
 

@@ -37,6 +37,7 @@ ROWS: dict[str, tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...]] =
         ("quicksilver", "Ours: oldest dropped, then predicted", ("quicksilver",), ()),
         ("position", "Oldest dropped", ("halting_attention",), ("modules.halting.signal=position",)),
         ("attention", "Least attended dropped", ("halting_attention",), ()),
+        ("truncated", "Truncation, newest kept", ("prompt_truncation",), ()),
         ("random", "Random tokens dropped", ("halting_attention",), ("modules.halting.signal=random",)),
     ),
     PAPER: (("paper", "All four", ("halting", "kv_skipping", "token_fusion", "adaptive_quantization"), ()),),

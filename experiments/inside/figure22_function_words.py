@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.patches import Patch
 
-from quicksilver.data.annotation.function_words import CLASSES, word_classes
+from quicksilver.data.annotation import FUNCTION_OR_CONTENT, word_classes
 from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, HATCHES, PALETTE, Figure, panels, style
@@ -51,7 +51,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         left.set_yticks(range(0, n_layers + 1, 4))
         left.grid(visible=False, axis="x")
         depth = np.arange(1, n_layers + 1)
-        for kind in CLASSES:
+        for kind in FUNCTION_OR_CONTENT:
             halts = windows.loc[windows["class"] == kind, "halts_after_layer"].to_numpy()
             if len(halts):
                 active = [100 * np.mean(halts >= layer) for layer in depth]
@@ -72,7 +72,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         right.legend(title="part of a … word (tokens)", loc="upper right")
         handles = [
             Patch(facecolor=LOOK[k][0], hatch=LOOK[k][1], edgecolor="white", label=k)
-            for k in CLASSES
+            for k in FUNCTION_OR_CONTENT
             if (sentence["class"] == k).any()
         ]
         left.legend(handles=handles, title="part of a … word", loc="upper left", ncols=3)
@@ -91,7 +91,7 @@ def depths(record: Record, text: int) -> pd.DataFrame:
 
 def _caption(outcomes: Sequence[Outcome], windows: pd.DataFrame, n_layers: int) -> tuple[str, ...]:
     halted = windows.assign(halted=windows["halts_after_layer"] < n_layers).groupby("class")["halted"].mean() * 100
-    said = ", ".join(f"{kind} {halted[kind]:.0f}%" for kind in CLASSES if kind in halted)
+    said = ", ".join(f"{kind} {halted[kind]:.0f}%" for kind in FUNCTION_OR_CONTENT if kind in halted)
     return sentences.caption(
         outcomes,
         sentences.FOX,

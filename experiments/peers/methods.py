@@ -35,6 +35,9 @@ FOUR = "paper.four"  # a row of Table 11, and the same record
 FIT_WINDOWS = ("dataset.calibration_windows=40",)  # 20 thousand tokens, ten and more for each coefficient
 # module in conf/modules -> section, what is printed, the dial at this budget
 PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "prompt_truncation": (WORK, "Truncation, newest kept", ()),
+    "prompt_truncation.ends": (WORK, "Truncation, both ends kept", ("modules.prompt_truncation.which=ends",)),
+    "prompt_truncation.random": (WORK, "Truncation, random tokens kept", ("modules.prompt_truncation.which=random",)),
     "static_exit": (WORK, "Static early exit", ("modules.static_exit.depth=0.6",)),
     "confidence_exit": (WORK, "Confidence exit, states (CALM)", ("modules.confidence_exit.threshold=0.994",)),
     "confidence_exit.softmax": (WORK, "Confidence exit, softmax (CALM)", ("modules.confidence_exit.measure=softmax",)),

@@ -34,6 +34,7 @@ PAPER: dict[str, tuple[tuple[str, str, str, str, str], tuple[str, ...]]] = {
     "(not in the paper's table)": (
         ("",) * 5,
         (
+            "PromptTruncation",
             "PromptPruning",
             "OneShotHalting",
             "HeavyHitter",

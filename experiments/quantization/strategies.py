@@ -102,7 +102,7 @@ def paper_percentiles() -> dict[str, dict[str, float]]:
 
 def shares(record: Record) -> dict[str, float]:
     """Percent of the tokens at each width in the layers that hold widths, and the mean width in bits; from the record's trace."""
-    from quicksilver.runtime.quantized.mix import mix_of
+    from quicksilver.runtime.quantized.codes import mix_of
     from quicksilver.runtime.trace import Trace
 
     if record.trace_path is None:

@@ -46,6 +46,10 @@ def _static(depth: float) -> tuple[str, ...]:
     return ("modules=[static_depth]", f"{where}.depth={depth}", f"{where}.protect_last=1", f"{where}.missing_kv=drop")
 
 
+def _truncated(share: float) -> tuple[str, ...]:
+    return ("modules=[prompt_truncation]", f"modules.prompt_truncation.keep={share}")
+
+
 def _predicted(pct: float) -> tuple[str, ...]:
     return ("modules=[quicksilver]", f"modules.quicksilver.save={pct / 100:g}")
 
@@ -65,6 +69,7 @@ TECHNIQUES = {
     "attention": Technique("Halting, least attended", _halting()),
     "drift": Technique("Halting, least drift (paper)", _halting("modules.halting.signal=drift")),
     "random": Technique("Halting, random", _halting("modules.halting.signal=random")),
+    "truncated": Technique("Truncation, newest kept", _truncated, DEPTHS),
     "static": Technique("Static depth", _static, DEPTHS),
 }
 

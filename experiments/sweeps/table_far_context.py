@@ -24,6 +24,8 @@ ROWS = {
     "attention": ("least attended dropped", "halting_attention", ()),
     "fusion": ("least attended, fused", "token_fusion_attention", ()),
     "drift": ("least drift dropped (paper)", "halting_attention", ("modules.halting.signal=drift",)),
+    "truncated": ("oldest cut before the first layer", "prompt_truncation", ()),
+    "truncated_ends": ("middle cut before the first layer", "prompt_truncation", ("modules.prompt_truncation.which=ends",)),
     "random": ("random dropped", "halting_attention", ("modules.halting.signal=random",)),
 }
 

@@ -15,8 +15,8 @@ from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError, KernelError
 from quicksilver.runtime.module import NumberFormat, Transform
-from quicksilver.runtime.quantized.integer import where_it_runs
 from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, LinearKernel, weight_of
+from quicksilver.runtime.quantized.linear import where_it_runs
 
 BACKENDS = ("torch", "torchao")
 

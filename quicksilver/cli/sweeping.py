@@ -34,10 +34,10 @@ from quicksilver.models.spec import ModelConfig
 from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board, duration
 from quicksilver.runs import optuna_sweep as studies
+from quicksilver.runs.choices import explain
 from quicksilver.runs.composing import check_hydra, check_words, hydra_started
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.explain import explain
 from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, make, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work

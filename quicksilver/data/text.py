@@ -12,12 +12,10 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from quicksilver.data.annotation.annotation import Annotation
-from quicksilver.data.annotation.treebank import read_treebank
-from quicksilver.data.far_context import far_context
-from quicksilver.data.python_docs import python_docs
-from quicksilver.data.python_source import python_source
+from quicksilver.data.annotation import Annotation
+from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.spec import ANNOTATED, DatasetConfig, Part
+from quicksilver.data.treebank import read_treebank
 from quicksilver.models.hub import require_hub
 from quicksilver.runtime.errors import ConfigError
 
@@ -86,7 +84,7 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
 
 def _tagged(config: DatasetConfig, part: Part, root: Path | None, cache: Path | None) -> Text:
     """A text of lines with tags that are not gold; what calibrates needs none."""
-    from quicksilver.data.annotation.tagging import tag_text
+    from quicksilver.data.tagging import tag_text
 
     plain = read_text(replace(config, reader="lines", tagger=None), part, root=root, cache=cache)
     if part == "calibration":

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quicksilver.runtime.architecture import architecture_of
-from quicksilver.runtime.attention_function import attention_function, register, sdpa
+from quicksilver.runtime.block_attention import attention_function, register, sdpa
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.translation import KVTranslator, PredictedKV
 

@@ -334,7 +334,7 @@ class FitCost:
 
 def priced(fit: Callable[[], T], *, model: str, layers: list[int], distill_steps: int, tokens: int) -> tuple[T, FitCost]:
     """What `fit` returns, and what it took."""
-    from quicksilver.runtime.quantized.choosing import machine
+    from quicksilver.runtime.quantized.kernels import machine
 
     found: list[T] = []
     began, cpu_began = time.perf_counter(), time.process_time()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quicksilver.measure.bench import Bench
-    from quicksilver.measure.meters import Window
+    from quicksilver.measure.energy import Window
 
 ROUNDS = 2  # that the window is divided into: run and dense in turns, where dense was not read before
 WORLD = "world average"
@@ -77,8 +77,8 @@ class Emissions(Measurement):
         import torch
 
         from quicksilver.measure.bench import forward
+        from quicksilver.measure.energy import J_PER_KWH, meter_of, window
         from quicksilver.measure.latency import shared_weight_copy
-        from quicksilver.measure.meters import J_PER_KWH, meter_of, window
 
         model, batch, protocol = bench.model, bench.batch, bench.protocol
         meter = meter_of(self.country_iso_code)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
-from quicksilver.models.classifier import classification_head
+from quicksilver.models.loading import classification_head
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ class Task(Measurement):
         import pandas as pd
         import torch
 
-        from quicksilver.data.evaluated import load_metric
-        from quicksilver.data.scores import scored
+        from quicksilver.data.scores import load_metric, scored
         from quicksilver.data.tasks import REGRESSION
 
         if bench.examples is None:

@@ -151,7 +151,7 @@ def classes_of(tokens: pd.DataFrame, counted: Counted, n_layers: int, layer: int
     """From `token_frame` with `halt_layer` to the result; `layer` from 0."""
     import numpy as np
 
-    from quicksilver.data.annotation.classes import CLASSES, FUNCTION
+    from quicksilver.data.annotation import CLASSES, FUNCTION
     from quicksilver.measure.strata import deviance_explained
     from quicksilver.measure.words import covariates, strata
 

@@ -97,7 +97,7 @@ class WordSignals(Measurement):
     def run(self, bench: Bench) -> WordSignalsResult:
         import numpy as np
 
-        from quicksilver.data.annotation.classes import CLASSES, FUNCTION
+        from quicksilver.data.annotation import CLASSES, FUNCTION
         from quicksilver.measure.observed import observed
         from quicksilver.measure.strata import r_squared
         from quicksilver.measure.word_classes import halt_layers

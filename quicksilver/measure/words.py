@@ -64,7 +64,7 @@ def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame,
     Raises:
         ConfigError: windows without annotation.
     """
-    from quicksilver.data.annotation.classes import classes
+    from quicksilver.data.annotation import classes
 
     annotated = bench.windows.annotated
     if annotated is None:

@@ -20,7 +20,7 @@ from quicksilver.modules.signals import Signal, make_signal
 from quicksilver.modules.staged_halting import PresetHalting, Schedule, Stage, StagedHalting
 from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted
 from quicksilver.modules.translators import Translator
-from quicksilver.runtime.quantized.mix import mix_of
+from quicksilver.runtime.quantized.codes import mix_of
 
 __all__ = [
     "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ChannelSparsity", "ExponentialDecay", "Fitted", "Halting", "HaltingPolicy",

@@ -19,9 +19,8 @@ from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
 from quicksilver.modules.signals import Random, lowest, make_signal
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, RuntimeModule, SpanPolicy, TokenPolicy
 from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, Precision, TokenState
-from quicksilver.runtime.precision import PrecisionExecutor
 from quicksilver.runtime.run import apply
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.translation import KVTranslator
@@ -167,7 +166,7 @@ class WordClassHalting(HaltingPolicy):
             if sets := self._sets(name):
                 raise ConfigError(
                     f"{name} names the set {sets[0]}, which only a tokenizer knows: give ids, such as token_set({sets[0]!r}, tokenizer) of "
-                    "quicksilver.data.annotation.function_words."
+                    "quicksilver.data.annotation."
                 )
             ids = list(getattr(self, name))
             check_known_ids(name, ids, architecture.vocab_size)

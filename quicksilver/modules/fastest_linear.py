@@ -14,8 +14,18 @@ from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import KernelError
 from quicksilver.runtime.module import NumberFormat, Transform
-from quicksilver.runtime.quantized.choosing import Choices, ChoosesKernels, Kind, choose, linears_of, machine, rows_class
-from quicksilver.runtime.quantized.kernels import KERNELS, Product, weight_of
+from quicksilver.runtime.quantized.kernels import (
+    KERNELS,
+    Choices,
+    ChoosesKernels,
+    Kind,
+    Product,
+    choose,
+    linears_of,
+    machine,
+    rows_class,
+    weight_of,
+)
 from quicksilver.runtime.quantized.proving import instruction_set, processor
 
 AUTO = "auto"

@@ -38,8 +38,7 @@ from quicksilver.runtime.ledger import BETA, BETA_APP_J
 from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.quantized.codes import UNTOUCHED, WIDTHS
-from quicksilver.runtime.quantized.integer import IntegerExecutor
-from quicksilver.runtime.quantized.linear import SimulatedExecutor
+from quicksilver.runtime.quantized.linear import IntegerExecutor, SimulatedExecutor
 from quicksilver.runtime.view import LayerView
 
 NORMALISATIONS = ("none", "log_vocab", "minmax")

@@ -35,10 +35,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from quicksilver.files import fingerprint_of, plain_name
-from quicksilver.measure.measurement import Result
+from quicksilver.measure.measurement import Mistyped, Result, decoded
 from quicksilver.measure.quality import QualityResult
 from quicksilver.measure.signals import LookedInto, SignalsResult
-from quicksilver.measure.typed import Mistyped, decoded
 from quicksilver.records import archive
 from quicksilver.records.description import DenseTotals, Description
 from quicksilver.records.identity import Identity

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quicksilver.files import fingerprint_of, plain_name, write_files
-from quicksilver.measure.typed import decoded
+from quicksilver.measure.measurement import decoded
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

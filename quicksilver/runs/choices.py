@@ -1,10 +1,15 @@
-"""Where conf/ is, and what may be chosen from it."""
+"""Where conf/ is, what may be chosen from it, and what a person is told when a config cannot be composed."""
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from quicksilver.runtime.errors import ConfigError
 
@@ -49,3 +54,75 @@ def _files(folder: str) -> Iterator[tuple[str, int, int]]:
         elif entry.name.endswith((".yaml", ".yml")):
             stat = entry.stat()
             yield entry.path, stat.st_mtime_ns, stat.st_size
+
+
+def explain(error: Exception, overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> str:
+    """One line for what Hydra or OmegaConf raised over `overrides`: the key, the value and what to write."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override!r} is not an override: write key=value, for instance model=gpt2 or modules.halting.resume_layers=4."
+        )
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").partition("/")
+        return no_such_choice(group, name, extra_dirs) if group in GROUPS else _plain(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    said = _explain_key(cause, extra_dirs) if isinstance(cause, OmegaConfBaseException) and cause.full_key else _plain(error)
+    interpolated = next((text for text in overrides if "${" in text), None)
+    if interpolated is not None and "nterpolation" in said:
+        return f"{interpolated}: {said}. ${{…}} stands for another key, ${{model.name}}, or for a variable, ${{oc.env:NAME,otherwise}}."
+    return said
+
+
+def no_such_choice(group: str, name: str | None, extra_dirs: Sequence[Path] = ()) -> str:
+    """That `group=name` chooses nothing, a sentence with the choices."""
+    known = choices(group, extra_dirs)
+    if not name:
+        return f"{group}={'null' if name is None else name} names nothing. Choices: {', '.join(known)}."
+    return f"{group}={name}: there is no such {group.removesuffix('s')}. {suggest(name, known, 'Choices')}"
+
+
+_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "str": "text"}
+
+
+def _explain_key(error: OmegaConfBaseException, extra_dirs: Sequence[Path]) -> str:
+    """What is wrong with the key that OmegaConf names."""
+    key, text = str(error.full_key), str(error).splitlines()[0]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return _unknown_key(key, [str(name) for name in error.parent_node or () if name != "hydra"], extra_dirs)
+    converted = re.match(r"Value '(.*)' of type '(.*)' could not be converted to (\w+)", text)
+    if (converted and converted[2] == "dict") or text.startswith("Cannot convert 'dict'"):
+        return f"{key} is a value, not a section."
+    if converted:
+        return f"{key}={converted[1]}: needs {_TYPES.get(converted[3], converted[3])}."
+    if "is not a valid bool" in text:
+        return f"{key}={text.split(chr(39))[1]}: needs true or false."
+    return f"{key}=null: needs a value." if "is not Optional" in text else f"{key}: {text}"
+
+
+def _unknown_key(key: str, here: Sequence[str], extra_dirs: Sequence[Path]) -> str:
+    where, _, last = key.rpartition(".")
+    if where == "modules":
+        known = choices("modules", extra_dirs)
+        if last in known:
+            return f"{key}: the module {last} is not selected. Add it: modules=[{','.join([*here, last])}]."
+        return f"{key}: there is no module {last}. {suggest(last, known, 'Choices')}"
+    if not here and where:
+        return f"{where} is a value, not a section."
+    close = " or ".join(f"{where}.{name}" if where else name for name in close_to(last, here))
+    hint = f"Did you mean {close}? " if close else ""
+    return f"{key}: there is no such key. {hint}Keys{f' of {where}' if where else ''}: {', '.join(here)}."
+
+
+def _plain(error: Exception) -> str:
+    return " ".join(str(one).splitlines()[0] for one in (error, error.__cause__) if one is not None)
+
+
+def close_to(word: str, known: Sequence[str]) -> list[str]:
+    """At most two of `known` that `word` may stand for."""
+    return difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+
+
+def suggest(word: str, known: Sequence[str], noun: str) -> str:
+    """`Did you mean gpt2? Choices: gpt2, …`"""
+    close = close_to(word, known)
+    return (f"Did you mean {' or '.join(close)}? " if close else "") + f"{noun}: {', '.join(known)}."

@@ -30,8 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from quicksilver.runs.choices import GROUPS, choices, config_dir
-from quicksilver.runs.explain import explain, no_such_choice
+from quicksilver.runs.choices import GROUPS, choices, config_dir, explain, no_such_choice
 from quicksilver.runs.parts import module_entry
 from quicksilver.runtime.errors import ConfigError
 

@@ -26,9 +26,8 @@ from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelConfig
 from quicksilver.records.description import Execution, ProtocolName
 from quicksilver.records.identity import spelled_at_first
-from quicksilver.runs.choices import files_stamp
+from quicksilver.runs.choices import explain, files_stamp, suggest
 from quicksilver.runs.composing import composed, quoted
-from quicksilver.runs.explain import explain, suggest
 from quicksilver.runs.parts import build_measurements, is_on, measurement_class
 from quicksilver.runtime.errors import ConfigError
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
     from quicksilver.measure.fidelity import DensePasses
     from quicksilver.runtime.architecture import Architecture
-    from quicksilver.runtime.quantized.choosing import Choices
+    from quicksilver.runtime.quantized.kernels import Choices
 
 _DIGESTS = "cache/digests.json"
 
@@ -131,7 +131,7 @@ class RunContext:
         return self._identities[key]
 
     def _identity(self, config: RunConfig) -> Identity:
-        from quicksilver.runtime.quantized.choosing import ChoosesKernels
+        from quicksilver.runtime.quantized.kernels import ChoosesKernels
 
         modules = build_modules(config.modules)
         text = self.text(config, "test")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quicksilver.runs.config import RunConfig
-    from quicksilver.runtime.quantized.choosing import Choices
+    from quicksilver.runtime.quantized.kernels import Choices
 
 _KEPT = "cache/kernels.json"
 
@@ -35,7 +35,7 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
     import torch
     import transformers
 
-    from quicksilver.runtime.quantized.choosing import processor
+    from quicksilver.runtime.quantized.kernels import processor
 
     return EnvironmentEntry(
         python=platform.python_version(),
@@ -73,7 +73,7 @@ def kernel_choices(config: RunConfig, weights_digest: str, load: Callable[[], Pr
     import torch
 
     from quicksilver.runtime.architecture import architecture_of
-    from quicksilver.runtime.quantized.choosing import Choices, choose, linears_of, machine
+    from quicksilver.runtime.quantized.kernels import Choices, choose, linears_of, machine
 
     threads = torch.get_num_threads()
     try:

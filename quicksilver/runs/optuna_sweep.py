@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.records.record import Record
-from quicksilver.runs.explain import suggest
+from quicksilver.runs.choices import suggest
 from quicksilver.runs.tracker import differences
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 

@@ -32,10 +32,9 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quicksilver.data.annotation.function_words import TOKEN_SETS, token_set
+from quicksilver.data.annotation import TOKEN_SETS, token_set
 from quicksilver.measure.measurement import Measurement
-from quicksilver.runs.choices import config_dir
-from quicksilver.runs.explain import explain, suggest
+from quicksilver.runs.choices import config_dir, explain, suggest
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

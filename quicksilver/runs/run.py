@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from quicksilver import __version__, numerics
-from quicksilver.measure.typed import encoded
+from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
 from quicksilver.models.loading import Loaded
 from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
@@ -119,7 +119,7 @@ def check_allowed_by_protocol(config: RunConfig) -> None:
         ConfigError: names the value and the ways out.
     """
     from quicksilver.measure.perplexity import check_allowed
-    from quicksilver.runtime.checks import check_together
+    from quicksilver.runtime.module import check_together
 
     modules = build_modules(config.modules)
     check_together(modules)
@@ -388,7 +388,7 @@ def _put_dense_beside(scalars: dict[str, Any], bench: Bench, dense: Record) -> N
 def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> tuple[list[Any], CalibrationEntry | None]:
     """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
     from quicksilver.modules.calibration import calibrate_modules
-    from quicksilver.runtime.quantized.choosing import ChoosesKernels
+    from quicksilver.runtime.quantized.kernels import ChoosesKernels
 
     modules = build_modules(config.modules, context.model(config).tokenizer)
     for module in modules:

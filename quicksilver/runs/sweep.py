@@ -32,8 +32,7 @@ from omegaconf import OmegaConf
 from quicksilver.files import fingerprint_of, own_path
 from quicksilver.records import lease
 from quicksilver.records.store import Store
-from quicksilver.runs.choices import config_dir
-from quicksilver.runs.explain import no_such_choice
+from quicksilver.runs.choices import config_dir, no_such_choice
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 SCHEMA_VERSION = 1

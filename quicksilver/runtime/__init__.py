@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture, architecture_of
     from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
     from quicksilver.runtime.ledger import Flops
-    from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
+    from quicksilver.runtime.module import (
+        EvictionPolicy,
+        MergePolicy,
+        PrecisionExecutor,
+        RuntimeModule,
+        SpanPolicy,
+        TokenPolicy,
+        Transform,
+    )
     from quicksilver.runtime.pass_state import (
         MISSING_KV,
         CacheMerge,
@@ -22,7 +30,6 @@ if TYPE_CHECKING:
         Precision,
         TokenState,
     )
-    from quicksilver.runtime.precision import PrecisionExecutor
     from quicksilver.runtime.run import EXECUTIONS, KVBytes, Run, apply
     from quicksilver.runtime.trace import PassTrace, Trace
     from quicksilver.runtime.translation import KVTranslator

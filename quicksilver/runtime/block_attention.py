@@ -1,21 +1,46 @@
 """Attention as products of blocks of queries, for narrow heads on a CPU.
 
 torch's fused kernel visits a tile of scores at a time and makes two small products for each. With heads of 32 numbers those products are so
-thin that the kernel takes longer than writing the scores of a block of queries down, in one batched product for all heads.
-"""
+thin that the kernel takes longer than writing the scores of a block of queries down, in one batched product for all heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.attention_function import attention_function, register, sdpa
 from quicksilver.runtime.errors import ConfigError
+
+
+def register(name: str, function: Callable[..., Any]) -> None:
+    """`function` may now be asked for by that name; it gets the masks that sdpa gets."""
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def sdpa(*arguments: Any, **options: Any) -> Any:
+    """transformers' own, for whatever a function of ours leaves to it."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](*arguments, **options)
+
+
+@contextmanager
+def attention_function(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """All layers of the model attend by the function of that name."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation_internal = name  # transformers' own setter asks whether a kernel of that name can be downloaded
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
 
 _NAME = "quicksilver_blocks"
 _BLOCK = "_quicksilver_block"  # on an attention module: queries of a block

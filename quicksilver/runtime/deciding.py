@@ -8,11 +8,11 @@ import torch
 from transformers.cache_utils import Cache
 
 from quicksilver.runtime.cache import CacheLayer, Entries
-from quicksilver.runtime.execution.plan import Attended, LayerCall, LayerResult, Machine, Packing, or_all
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, TokenPolicy
 from quicksilver.runtime.pass_state import CacheMerge, Eviction, TokenState
 from quicksilver.runtime.phases import phase
+from quicksilver.runtime.plan import Attended, LayerCall, LayerResult, Machine, Packing, or_all
 from quicksilver.runtime.view import CacheView, LayerView
 from quicksilver.runtime.visibility import Visibility
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.execution.plan import KV, Attended, Packing
 from quicksilver.runtime.ledger import PassWork
 from quicksilver.runtime.pass_state import PassState
+from quicksilver.runtime.plan import KV, Attended, Packing
 from quicksilver.runtime.translation import KVTranslator, PredictedKV
 
 if TYPE_CHECKING:
-    from quicksilver.runtime.execution.planner import Arrangement, Situation
+    from quicksilver.runtime.planner import Arrangement, Situation
 
 
 class Forward:

@@ -5,8 +5,8 @@ rotary factors and a mask built from their slots, and the result is scattered ba
 and what should not have happened is undone: the paper's way, which saves nothing and serves as the reference. Under `decide` the modules
 decide and everything is executed: the price of the policy.
 
-A token's way through a layer: the planner makes a plan of the state of the pass (`execution.planner`), one of four executions follows it
-(`execution.plain`, `append`, `compact`, `masked`), and the modules decide for the next layer (`deciding`).
+A token's way through a layer: the planner makes a plan of the state of the pass (`planner`), one of four executions follows it
+(`executions`), and the modules decide for the next layer (`deciding`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,26 @@ from transformers.cache_utils import Cache
 
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.cache import CacheLayer, take_over
-from quicksilver.runtime.checks import check_modules, the_precision, the_span
 from quicksilver.runtime.deciding import Deciding
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.runtime.execution import append, compact, masked, plain
-from quicksilver.runtime.execution.plan import LayerCall, LayerPlan, LayerResult, Machine
-from quicksilver.runtime.execution.planner import Planner
+from quicksilver.runtime.executions import execute_append, execute_compact, execute_masked, execute_plain, keys_per_query
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.generation import user_prompts_only
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
-from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, SpanPolicy, TokenPolicy, Transform
+from quicksilver.runtime.module import (
+    EvictionPolicy,
+    MergePolicy,
+    RuntimeModule,
+    SpanPolicy,
+    TokenPolicy,
+    Transform,
+    check_modules,
+    the_precision,
+    the_span,
+)
 from quicksilver.runtime.phases import phase
+from quicksilver.runtime.plan import LayerCall, LayerPlan, LayerResult, Machine
+from quicksilver.runtime.planner import Planner
 from quicksilver.runtime.rows import take_rows
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.visibility import Visibility
@@ -251,7 +260,7 @@ class Run:
         work = current.work
         if not self.modules:
             for layer in range(self.arch.n_layers):
-                keys = plain.keys_per_query(self._visibility, layer, current, keeps_all=False)
+                keys = keys_per_query(self._visibility, layer, current, keeps_all=False)
                 work.layers.append(LayerWork(current.batch, current.n, keys))
             current.past_lengths = [current.past_real] * self.arch.n_layers
         work.past_real, work.past_lengths = current.past_real, current.past_lengths
@@ -296,7 +305,7 @@ class Run:
         if store is None or store.is_complete or not self._planner.can_append(store, layer, current):
             return None
         current.past_lengths.append(store.length)
-        result = append.execute(LayerCall(layer, original, arguments, store), current, self._machine)
+        result = execute_append(LayerCall(layer, original, arguments, store), current, self._machine)
         current.work.layers.append(result.work)
         return result.output
 
@@ -353,13 +362,13 @@ class Run:
     def _execute(self, plan: LayerPlan, call: LayerCall, current: Forward) -> LayerResult:
         match plan.way:
             case "plain":
-                return plain.execute(plan, call, current, self._machine, self._visibility)
+                return execute_plain(plan, call, current, self._machine, self._visibility)
             case "append":
-                return append.execute(call, current, self._machine)
+                return execute_append(call, current, self._machine)
             case "compact":
-                return compact.execute(plan, call, current, self._machine)
+                return execute_compact(plan, call, current, self._machine)
             case _:
-                return masked.execute(plan, call, current, self._machine)
+                return execute_masked(plan, call, current, self._machine)
 
     def _policies(self, layer: int, current: Forward) -> list[TokenPolicy]:
         """Who is asked after this layer."""

@@ -12,7 +12,7 @@ from quicksilver.runtime.errors import QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture, Rotary
-    from quicksilver.runtime.execution.plan import Attended
+    from quicksilver.runtime.plan import Attended
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
-from .boxes import average_precision, matches
-from .model import PillarDetector
-from .pillars import Batch, decode
-from .scenes import CLASSES, Grid
+from .model import Batch, PillarDetector, decode
+from .scenes import CLASSES, Grid, average_precision, matches
 
 STRICT = (0.5, 0.3)  # rotated IoU from which a box is found, by class
 LOOSE = (0.3, 0.15)

@@ -23,8 +23,7 @@ from quicksilver.fitting.equivalent import Derivative, equivalent_forward
 from quicksilver.runtime.errors import ConfigError
 
 from .evaluate import Evaluation, ap_difference, evaluate
-from .model import PillarDetector
-from .pillars import Batch
+from .model import Batch, PillarDetector
 from .runs import LEARNED, RULES, Key, Measured, SeedRuns, gated
 from .training import detection_loss
 

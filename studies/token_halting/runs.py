@@ -22,10 +22,8 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 
 from .evaluate import Evaluation, ScenePolicy, evaluate
-from .model import Shape, detector
-from .pillars import Batch, batch_of
-from .readers import read_scenes
-from .scenes import Scene, SceneMaker
+from .model import Batch, Shape, batch_of, detector
+from .scenes import Scene, SceneMaker, read_scenes
 from .training import Recipe, Trained, train, trained
 
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on

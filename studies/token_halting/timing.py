@@ -30,8 +30,7 @@ from quicksilver.runtime.run import apply
 
 from .evaluate import Evaluation, ScenePolicy, ap_difference, evaluate
 from .frames import DRAWS, compared
-from .model import PillarDetector, Shape, detector
-from .pillars import N_FEATURES, N_MEASURED, N_OUTPUTS, N_WAVES, decode, features
+from .model import N_FEATURES, N_MEASURED, N_OUTPUTS, N_WAVES, PillarDetector, Shape, decode, detector, features
 from .runs import LEARNED, PARTS, Key, SeedRuns, gated, ruled, tasks
 from .scenes import Grid, Scene, SceneMaker
 from .training import Trained

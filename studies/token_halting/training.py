@@ -23,8 +23,7 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
-from .model import PillarDetector, Shape, detector
-from .pillars import Batch
+from .model import Batch, PillarDetector, Shape, detector
 from .scenes import CLASSES
 
 N_CLASSES = len(CLASSES)

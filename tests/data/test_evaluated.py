@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from quicksilver.data.evaluated import load_metric
-from quicksilver.data.scores import scored
+from quicksilver.data.scores import load_metric, scored
 from quicksilver.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

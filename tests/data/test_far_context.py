@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from quicksilver.data.far_context import far_context
+from quicksilver.data.made_here import far_context
 from quicksilver.runs.config import compose
 
 

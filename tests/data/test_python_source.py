@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from quicksilver.data import python_source as source
+from quicksilver.data import made_here as source
 from quicksilver.data.text import read_text
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 from harness_world import make_model
 from transformers import AutoTokenizer
 
-from quicksilver.data.python_docs import python_docs
+from quicksilver.data.made_here import python_docs
 from quicksilver.data.spec import DatasetConfig, FilesConfig, HubDatasetConfig
 from quicksilver.data.text import read_text
 from quicksilver.data.windows import encode

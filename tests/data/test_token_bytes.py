@@ -13,7 +13,7 @@ from thinning import first
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from quicksilver.data.token_bytes import token_byte_lengths
+from quicksilver.data.windows import token_byte_lengths
 from quicksilver.runtime import ConfigError
 
 DATA = Path(os.environ.get("QUICKSILVER_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from harness_world import make_world
 
-from quicksilver.measure import meters
+from quicksilver.measure import energy as meters
 from quicksilver.measure.emissions import EmissionsResult
-from quicksilver.measure.energy import BELOW, _per_token
-from quicksilver.measure.meters import CodeCarbonMeter, energy, meter_of
+from quicksilver.measure.energy import BELOW, CodeCarbonMeter, _per_token, energy, meter_of
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 from quicksilver.runtime import ConfigError

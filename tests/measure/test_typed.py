@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.measure.typed import Mistyped, decoded, encoded
+from quicksilver.measure.measurement import Mistyped, decoded, encoded
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import nn
 from quicksilver.modules import Halting
 from quicksilver.modules.fastest_linear import FastestLinear
 from quicksilver.runtime import ConfigError, apply
-from quicksilver.runtime.quantized.choosing import Choices, Kind, linears_of
-from quicksilver.runtime.quantized.kernels import KERNELS, weight_of
+from quicksilver.runtime.quantized.kernels import KERNELS, Choices, Kind, linears_of, weight_of
 
 pytestmark = pytest.mark.processor
 EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))

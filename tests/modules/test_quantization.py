@@ -25,9 +25,8 @@ from quicksilver.measure.flop_counter import count_executed
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion, calibrate, shuffled
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
-from quicksilver.runtime.quantized.codes import quantize_dequantize
-from quicksilver.runtime.quantized.integer import kernel_for
-from quicksilver.runtime.quantized.mix import mix_of
+from quicksilver.runtime.quantized.codes import mix_of, quantize_dequantize
+from quicksilver.runtime.quantized.linear import kernel_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 from harness_world import make_world
 
-from quicksilver.data.annotation.function_words import TOKEN_SETS, word_classes
+from quicksilver.data.annotation import TOKEN_SETS, word_classes
 from quicksilver.modules import WordClassHalting
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext

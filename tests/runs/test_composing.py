@@ -15,10 +15,9 @@ from thinning import first
 
 from quicksilver.data.spec import FilesConfig
 from quicksilver.runs import composing
-from quicksilver.runs.choices import choices
+from quicksilver.runs.choices import choices, explain
 from quicksilver.runs.composing import check_words, hydra_started, quoted
 from quicksilver.runs.config import RunConfig, compose, run_config
-from quicksilver.runs.explain import explain
 from quicksilver.runs.parts import build_measurements
 from quicksilver.runtime.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness_world import make_world
 
-from quicksilver.measure import meters
+from quicksilver.measure import energy
 from quicksilver.measure.bench import Bench
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
@@ -48,8 +48,8 @@ class Meter:
 
 def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
     """What the measurements of such a run put into record.json."""
-    monkeypatch.setattr(meters, "MIN_WINDOW_S", 0.0)
-    monkeypatch.setattr(meters, "meter_of", lambda country: Meter())
+    monkeypatch.setattr(energy, "MIN_WINDOW_S", 0.0)
+    monkeypatch.setattr(energy, "meter_of", lambda country: Meter())
     config = compose([*make_world(folder), *COST, *overrides])
     config.measure["energy"]["window_s"] = 0.02
     context = RunContext()

@@ -11,9 +11,8 @@ import pytest
 from quicksilver.runs import ensure
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runtime.quantized import choosing
-from quicksilver.runtime.quantized.choosing import Choices, Kind
-from quicksilver.runtime.quantized.kernels import weight_of
+from quicksilver.runtime.quantized import kernels
+from quicksilver.runtime.quantized.kernels import Choices, Kind, weight_of
 
 
 class Machine:
@@ -24,14 +23,14 @@ class Machine:
 
     def choose(self, linears) -> Choices:
         self.measured += 1
-        kinds = {str(Kind.of(weight_of(linear), rows)) for linear in linears for rows in choosing.ROWS}
+        kinds = {str(Kind.of(weight_of(linear), rows)) for linear in linears for rows in kernels.ROWS}
         return Choices(dict.fromkeys(sorted(kinds), self.name), dict.fromkeys(kinds, 2.0))
 
 
 @pytest.fixture
 def machine(monkeypatch) -> Machine:
     found = Machine("weight_only")
-    monkeypatch.setattr(choosing, "choose", found.choose)
+    monkeypatch.setattr(kernels, "choose", found.choose)
     return found
 
 
@@ -75,7 +74,7 @@ def choosing_machine(config) -> str:
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        return choosing.machine()
+        return kernels.machine()
     finally:
         torch.set_num_threads(threads)
 
@@ -85,6 +84,6 @@ def test_the_layers_of_a_model_are_what_is_measured(tmp_path: Path, machine: Mac
     found = RunContext().kernel_choices(compose(words))
     assert set(found.by_kind) == {
         str(Kind(rows, width, channels, "float32"))
-        for rows in choosing.ROWS
+        for rows in kernels.ROWS
         for width, channels in ((16, 48), (16, 16), (16, 64), (64, 16))
     }

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from harness_world import make_world
 
-from quicksilver.runs import side_by_side
+from quicksilver.runs import jobs as side_by_side
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import RecordIndex, make_job
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -38,12 +38,12 @@ def two_texts(tmp_path, monkeypatch):
 def test_each_text_goes_to_one_worker_and_every_run_gets_its_record(two_texts):
     jobs, given, records = two_texts
     said = []
-    side_by_side.make(jobs, 2, watch=_watch(said))
+    side_by_side.make_side_by_side(jobs, 2, watch=_watch(said))
     assert [len(words) for words in given] == [2, 2]  # the one of more windows first
     asked = [{[word for word in run if word.startswith("dataset.windows=")][-1] for run in words} for words in given]
     assert asked == [{"dataset.windows=3"}, {"dataset.windows=2"}]
     assert len(list(records.glob("*/record.json"))) == 4
-    side_by_side.make(jobs, 2)
+    side_by_side.make_side_by_side(jobs, 2)
     assert len(given) == 2  # everything is there: no worker is started
 
 
@@ -59,16 +59,16 @@ def test_what_fails_is_left_without_a_record_and_the_others_go_on(two_texts, mon
         return real(configs, **options)
 
     monkeypatch.setattr(harness_run, "ensure", ensure)
-    side_by_side.make(jobs, 2)
+    side_by_side.make_side_by_side(jobs, 2)
     assert len(list(records.glob("*/record.json"))) == 3
 
 
 def test_one_worker_leaves_everything_to_this_process(two_texts):
     jobs, given, _ = two_texts
-    side_by_side.make(jobs, 1)
+    side_by_side.make_side_by_side(jobs, 1)
     assert given == []
     with pytest.raises(ConfigError, match="workers=0"):
-        side_by_side.make(jobs, 0)
+        side_by_side.make_side_by_side(jobs, 0)
 
 
 def test_what_reads_a_clock_or_may_be_large_is_made_alone():

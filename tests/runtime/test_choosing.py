@@ -10,8 +10,18 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.measure.flop_counter import count_executed
-from quicksilver.runtime.quantized.choosing import ROWS, Choices, Kind, choose, rows_class
-from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS, LinearKernel, Product, weight_of
+from quicksilver.runtime.quantized.kernels import (
+    DYNAMIC_INT8,
+    KERNELS,
+    ROWS,
+    Choices,
+    Kind,
+    LinearKernel,
+    Product,
+    choose,
+    rows_class,
+    weight_of,
+)
 
 pytestmark = pytest.mark.processor
 ALL = KERNELS | {kernel.name: kernel for kernel in DYNAMIC_INT8}

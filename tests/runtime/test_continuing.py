@@ -8,7 +8,7 @@ import torch
 
 from quicksilver.modules import StagedHalting
 from quicksilver.runtime import apply
-from quicksilver.runtime.execution.planner import Planner
+from quicksilver.runtime.planner import Planner
 from quicksilver.runtime.run import Run
 
 EVEN = torch.arange(1, 25).view(2, 12)

@@ -19,8 +19,7 @@ from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.records import lease
 from quicksilver.runtime.errors import KernelError
 from quicksilver.runtime.quantized import proving
-from quicksilver.runtime.quantized.choosing import choose
-from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS
+from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS, choose
 
 pytestmark = pytest.mark.processor
 EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))

@@ -15,9 +15,8 @@ from quicksilver.measure.flop_counter import count_executed
 from quicksilver.modules.fastest_linear import FastestLinear
 from quicksilver.runtime.errors import ConfigError, KernelError
 from quicksilver.runtime.quantized import proving
-from quicksilver.runtime.quantized.choosing import choose
-from quicksilver.runtime.quantized.integer import INT_MM, int_mm_fault, kernel_for
-from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS, weight_of
+from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS, choose, weight_of
+from quicksilver.runtime.quantized.linear import INT_MM, int_mm_fault, kernel_for
 from quicksilver.runtime.quantized.proving import INTEGER, wrong
 
 pytestmark = pytest.mark.processor

@@ -16,10 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime import ConfigError, UnsupportedModelError
 from quicksilver.runtime.cache import CacheLayer
-from quicksilver.runtime.quantized import integer
+from quicksilver.runtime.quantized import linear
 from quicksilver.runtime.quantized.codes import STORED_AS, ByWidth, encode, pack, quantize_dequantize, unpack
-from quicksilver.runtime.quantized.integer import IntegerExecutor
-from quicksilver.runtime.quantized.linear import SimulatedExecutor, encode_weight
+from quicksilver.runtime.quantized.linear import IntegerExecutor, SimulatedExecutor, encode_weight, kernel_for
 
 # On a processor without VNNI the executor says so; its numbers are tested all the same.
 pytestmark = [pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product"), pytest.mark.processor]
@@ -337,7 +336,7 @@ def test_without_an_exact_kernel_there_is_one_warning_and_the_same_numbers(monke
         exact = IntegerExecutor(weights="int8")
         expected = exact.run_layer(block, widths, lambda: block(x))
     before = len(caught)
-    monkeypatch.setattr(integer, "int_mm_fault", lambda device: "overflows")
+    monkeypatch.setattr(linear, "int_mm_fault", lambda device: "overflows")
     executor = IntegerExecutor(weights="int8")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -354,9 +353,9 @@ def test_without_an_exact_kernel_there_is_one_warning_and_the_same_numbers(monke
 
 
 def test_a_shape_for_which_a_device_has_no_integer_product_is_multiplied_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert integer.kernel_for("cuda", 64, 36) == "float products of the codes"  # cuBLASLt wants multiples of 8
+    assert kernel_for("cuda", 64, 36) == "float products of the codes"  # cuBLASLt wants multiples of 8
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert integer.kernel_for("cpu", 64, 64) == "float products of the codes"
+    assert kernel_for("cpu", 64, 64) == "float products of the codes"
 
 
 @pytest.mark.parametrize("executor", [SimulatedExecutor(), IntegerExecutor(weights="int8")])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.runtime.execution.plan import Packing
+from quicksilver.runtime.plan import Packing
 from quicksilver.runtime.rows import join_kv, put_rows, take_kv, take_rows
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(0, 6))

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.studies.token_halting.readers import KITTI_SENSOR_M, read_scenes
 from quicksilver.studies.token_halting.runs import Plan
-from quicksilver.studies.token_halting.scenes import Grid
+from quicksilver.studies.token_halting.scenes import KITTI_SENSOR_M, Grid, read_scenes
 
 GRID = Grid()
 # x, y, length, width, yaw; the second is outside of the grid, the third has no points

@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quicksilver.runtime import ConfigError
-from quicksilver.studies.token_halting.boxes import all_ious, average_precision, inside_boxes, keep_by_nms, matches, rotated_iou
-from quicksilver.studies.token_halting.pillars import N_FEATURES, Detections, batch_of, decode, features
-from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
+from quicksilver.studies.token_halting.model import N_FEATURES, Detections, batch_of, decode, features
+from quicksilver.studies.token_halting.scenes import (
+    Grid,
+    SceneMaker,
+    all_ious,
+    average_precision,
+    inside_boxes,
+    keep_by_nms,
+    matches,
+    rotated_iou,
+)
 
 MAKER = SceneMaker()
 SCENES = [MAKER.scene(seed) for seed in range(6)]

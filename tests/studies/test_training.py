@@ -19,8 +19,7 @@ from quicksilver.runtime.run import apply
 from quicksilver.studies.token_halting import runs, timing
 from quicksilver.studies.token_halting.evaluate import ap_difference, evaluate
 from quicksilver.studies.token_halting.frames import accuracy, effects
-from quicksilver.studies.token_halting.model import Shape, detector
-from quicksilver.studies.token_halting.pillars import Batch, batch_of
+from quicksilver.studies.token_halting.model import Batch, Shape, batch_of, detector
 from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, Workers, gated, halted_shares, needs, ruled, tasks
 from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
 from quicksilver.studies.token_halting.training import Recipe, Trained, imitation_loss, read_checkpoint, train, trained

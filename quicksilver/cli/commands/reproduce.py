@@ -30,8 +30,7 @@ from quicksilver.cli.progress import counted, explain, show_fault, watched, widt
 from quicksilver.records.record import TRACE
 from quicksilver.report.artefacts import Artefact, artefacts, find
 from quicksilver.report.reproduction import base_config, build, command_of, jobs_of
-from quicksilver.runs import side_by_side
-from quicksilver.runs.jobs import RecordIndex, run_missing
+from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_missing, text_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def reproduce(
     if missing and base.model.name in LONG:
         with suppress(ConfigError):  # of what cannot be known before, nothing is said
             _say_estimates(missing)
-    side_by_side.make(jobs, workers, watch=watched)
+    make_side_by_side(jobs, workers, watch=watched)
     run_missing(jobs, answers, watch=watched, on_fault=show_fault)
     failed = [job for job in jobs if job.error is not None]
     if jobs and all(job.record is None for job in jobs):
@@ -149,7 +148,7 @@ def reproduce_all(overrides: Sequence[str], *, plan: bool = False, workers: int 
     if plan:
         _say_estimates(_without_record([job.config for job in every if job.config is not None]))
         return 0
-    side_by_side.make(every, workers, watch=watched)
+    make_side_by_side(every, workers, watch=watched)
     # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.
     left = sorted((job for job in every if job.config is not None), key=_text_of)
     run_missing(left, answers, shared=base, watch=watched, on_fault=show_fault)
@@ -172,7 +171,7 @@ def reproduce_all(overrides: Sequence[str], *, plan: bool = False, workers: int 
 
 
 def _text_of(job: Job) -> str:
-    return side_by_side.text_of(job.config) if job.config is not None else ""
+    return text_of(job.config) if job.config is not None else ""
 
 
 def jobs_of_all(

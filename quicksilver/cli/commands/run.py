@@ -25,10 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.cli.arguments import SweepOptions, split_own
 from quicksilver.cli.main import say
-from quicksilver.runs.choices import config_dir
+from quicksilver.runs.choices import config_dir, explain
 from quicksilver.runs.composing import check_files, check_hydra, check_overrides, check_words, parsed, quoted
 from quicksilver.runs.config import RunConfig, run_config
-from quicksilver.runs.explain import explain
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 OWN_HELP = True  # Hydra's: it lists the choices

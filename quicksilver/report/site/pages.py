@@ -21,7 +21,7 @@ import yaml
 from markupsafe import Markup, escape
 
 from quicksilver.files import publish
-from quicksilver.measure.typed import encoded
+from quicksilver.measure.measurement import encoded
 from quicksilver.records.archive import ENTRY
 from quicksilver.records.record import EVENTS, Record
 from quicksilver.report import provenance

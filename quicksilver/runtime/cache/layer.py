@@ -12,10 +12,8 @@ from typing import Literal
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from quicksilver.runtime.cache.dense import DenseColumns, DenseRows
-from quicksilver.runtime.cache.entries import Entries, KVLayout, QuantizeDequantize
-from quicksilver.runtime.cache.packed import PackedCodes
-from quicksilver.runtime.cache.storage import KV, Storage
+from quicksilver.runtime.cache.entries import KV, Entries, KVLayout, QuantizeDequantize, Storage
+from quicksilver.runtime.cache.stores import DenseColumns, DenseRows, PackedCodes
 from quicksilver.runtime.errors import UnsupportedModelError
 from quicksilver.runtime.phases import phase
 

@@ -8,7 +8,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.phases import phase
+from quicksilver.runtime.trace import Trace
 
 WIDTHS = (2, 4, 8, 16)
 UNTOUCHED = 16
@@ -205,3 +207,21 @@ class ByWidth:
 def rows_of(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """x[rows]; None: all of x."""
     return x if rows is None else x[rows]
+
+
+def mix_of(trace: Trace) -> dict[int, float]:
+    """What the null needs: the share of each width among the active tokens of the layers after the first decision on widths.
+
+    Raises:
+        ConfigError: no token was given a width.
+    """
+    counts = dict.fromkeys(WIDTHS, 0)
+    for p in trace.passes:
+        for layer in range(min((q.layer for q in p.precisions), default=trace.n_layers) + 1, trace.n_layers):
+            bits = p.bits(layer)[p.active(layer)]
+            for width in WIDTHS:
+                counts[width] += int((bits == width).sum())
+    total = sum(counts.values())
+    if not total:
+        raise ConfigError("No token of this trace was given a width: run the model under AdaptiveQuantization.")
+    return {width: n / total for width, n in counts.items()}

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.data.annotation.alignment import align
-from quicksilver.data.annotation.conllu import sentences
-from quicksilver.data.annotation.treebank import joined
+from quicksilver.data.annotation import align
+from quicksilver.data.treebank import joined, sentences
 from quicksilver.runtime.errors import ConfigError
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from harness_world import make_treebank
 
-from quicksilver.data.annotation import tagging
-from quicksilver.data.annotation.classes import classes
-from quicksilver.data.annotation.tagging import tag_text
+from quicksilver.data import tagging
+from quicksilver.data.annotation import classes
 from quicksilver.data.spec import DatasetConfig, FilesConfig, TaggerConfig
+from quicksilver.data.tagging import tag_text
 from quicksilver.data.text import read_text
 from quicksilver.runtime.errors import ConfigError
 

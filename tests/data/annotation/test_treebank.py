@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from harness_world import make_treebank
 
-from quicksilver.data.annotation.classes import CLASSES, classes, table
-from quicksilver.data.annotation.conllu import sentences
-from quicksilver.data.annotation.treebank import joined, read_treebank
-from quicksilver.data.annotation.trees import joints, trees
+from quicksilver.data.annotation import CLASSES, classes, table
 from quicksilver.data.text import read_text
+from quicksilver.data.treebank import joined, joints, read_treebank, sentences, trees
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 

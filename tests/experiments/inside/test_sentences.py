@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 from thinning import first
 
-from quicksilver.data.annotation.function_words import word_classes
+from quicksilver.data.annotation import word_classes
 from quicksilver.experiments.inside import sentences
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout, join_entries
-from quicksilver.runtime.execution.plan import HaltedKV, LayerCall, LayerPlan, Packing, or_all
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.pass_state import PassState
+from quicksilver.runtime.plan import HaltedKV, LayerCall, LayerPlan, Packing, or_all
 from quicksilver.runtime.visibility import Span, Visibility
 
 

@@ -1,7 +1,6 @@
 """Tags for text that has none: spaCy's English models where one is installed, else a perceptron trained on a treebank with gold tags.
 
-Not gold: with the tags comes a sentence that names the tagger and the share of a held-out treebank's words that it tags right.
-"""
+Not gold: with the tags comes a sentence that names the tagger and the share of a held-out treebank's words that it tags right."""
 
 from __future__ import annotations
 
@@ -17,10 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quicksilver.data.annotation.annotation import Annotation
-from quicksilver.data.annotation.classes import check_tags, table
-from quicksilver.data.annotation.conllu import Sentence, sentences
+from quicksilver.data.annotation import Annotation, check_tags, table
 from quicksilver.data.spec import TaggerConfig
+from quicksilver.data.treebank import Sentence, sentences
 from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
 

@@ -11,8 +11,8 @@ import torch
 from quicksilver.runtime.architecture import Architecture, Rotary
 from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout
 from quicksilver.runtime.ledger import LayerWork
+from quicksilver.runtime.module import PrecisionExecutor
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.precision import PrecisionExecutor
 from quicksilver.runtime.rows import put_rows, take_rows
 
 KV = tuple[torch.Tensor, torch.Tensor]

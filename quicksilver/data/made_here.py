@@ -1,0 +1,149 @@
+"""Texts that are made here: Python's own documentation and source, and passages that need far context."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from pathlib import Path
+from typing import get_args
+
+from quicksilver.data.spec import FarContext, Part
+
+_REPEATED_FROM = 40  # characters; shorter paragraphs ("See also:") repeat because they are phrases, not because text was copied
+_CALIBRATES_ONE_IN = 5
+
+
+def python_docs(part: Part) -> str:
+    """The text of one part; topics in the order of their names, each topic wholly in one part.
+
+    A fifth of the language reference appears under several topics. Every paragraph is kept where it comes first only: scored
+    twice it would pass for more evidence than it is, and in both parts it would calibrate on what is scored.
+    """
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    kept = []
+    for name in sorted(topics):
+        paragraphs = []
+        for paragraph in topics[name].strip().split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words not in seen:
+                paragraphs.append(paragraph)
+            if len(words) >= _REPEATED_FROM:
+                seen.add(words)
+        if paragraphs and _part_of(name) == part:
+            kept.append("\n\n".join(paragraphs))
+    return "\n\n".join(kept)
+
+
+def _part_of(topic: str) -> Part:
+    # By the name's digest: a topic that a new CPython adds moves no other topic to the other part.
+    number = int(hashlib.sha256(topic.encode()).hexdigest(), 16)
+    return "calibration" if number % _CALIBRATES_ONE_IN == 0 else "test"
+
+
+# Packages that every Python from 3.11 on carries. Their text is removed from what the far-context models learn (scripts/reference_corpus.py).
+# reference-gpt2, reference-llama and the ladder learned from docstrings of these packages, though not from their code.
+PACKAGES: dict[Part, tuple[str, ...]] = {
+    "test": ("concurrent", "email", "logging", "wsgiref", "xml"),
+    "calibration": ("html", "http", "xmlrpc"),
+}
+
+
+def python_source(part: Part) -> str:
+    """The files of one part, each whole; a package is wholly in one part.
+
+    Raises:
+        FileNotFoundError: this Python carries no source of its library.
+    """
+    return "\n\n".join(path.read_text(encoding="utf-8").strip() for path in source_files(part))
+
+
+def source_files(part: Part) -> list[Path]:
+    """Files of a part below the folder of the standard library, without its tests."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for package in PACKAGES[part]:
+        files = sorted(path for path in (library / package).rglob("*.py") if "test" not in path.parts and path.stat().st_size)
+        if not files:
+            raise FileNotFoundError(f"{library / package} has no Python files: dataset=python-source needs the library's source.")
+        found += files
+    return found
+
+
+_SEEDS = {"test": 20, "calibration": 21}
+_PASSAGE_CHARACTERS = 900  # some 250 tokens of the reference models
+_FILLER_CHARACTERS = 600
+_COPIES, _FACTS = 3, 12
+_ADJECTIVES = [
+    "brass",
+    "silver",
+    "broken",
+    "painted",
+    "wooden",
+    "heavy",
+    "small",
+    "ancient",
+    "green",
+    "narrow",
+    "hollow",
+    "square",
+]
+_THINGS = [
+    "kettle",
+    "lantern",
+    "ladder",
+    "mirror",
+    "compass",
+    "violin",
+    "saddle",
+    "anchor",
+    "basket",
+    "clock",
+    "barrel",
+    "candle",
+]
+_PLACES = ["cellar", "attic", "garden", "stable", "library", "kitchen", "tower", "harbour", "chapel", "market", "orchard", "mill"]
+
+
+def far_context(kind: str, part: Part) -> str:
+    """The text of one part.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind not in get_args(FarContext):
+        raise ValueError(f"{kind} is no text of far context: {', '.join(get_args(FarContext))}.")
+    draw = random.Random(_SEEDS[part])
+    passages = _passages(python_docs(part), _PASSAGE_CHARACTERS if kind == "copy" else _FILLER_CHARACTERS)
+    draw.shuffle(passages)
+    if kind == "copy":
+        return "\n\n".join("\n\n".join([passage] * _COPIES) for passage in passages)
+    return "\n\n".join(_with_questions(passage, draw) for passage in passages)
+
+
+def _passages(text: str, characters: int) -> list[str]:
+    """Whole paragraphs in the order of the text, put together until they have that many characters; longer ones are cut at a space."""
+    found, open_ = [], ""
+    for paragraph in text.split("\n\n"):
+        open_ = f"{open_}\n\n{paragraph}" if open_ else paragraph
+        if len(open_) >= characters:
+            end = open_.rfind(" ", 0, characters)
+            found.append(open_[: end if end > 0 else characters].strip())
+            open_ = ""
+    return found
+
+
+def _with_questions(passage: str, draw: random.Random) -> str:
+    things = [
+        f"{adjective} {thing}" for adjective, thing in zip(_shuffled(_ADJECTIVES, draw), _shuffled(_THINGS, draw), strict=True)
+    ]
+    facts = [f"Where is the {thing}? In the {place}." for thing, place in zip(things, _shuffled(_PLACES, draw), strict=True)][
+        :_FACTS
+    ]
+    return "\n\n".join(["\n".join(facts), passage, "\n".join(_shuffled(facts, draw))])
+
+
+def _shuffled(items: list[str], draw: random.Random) -> list[str]:
+    return draw.sample(items, len(items))

@@ -1,0 +1,33 @@
+"""Peers by their own code: the loop that runs beside kvpress scores as this package does."""
+
+from __future__ import annotations
+
+import peers_kvpress
+import pytest
+import tiny
+import torch
+
+from quicksilver.measure.perplexity import Protocol, score
+
+
+def test_dense_windows_are_scored_as_here():
+    model, windows = tiny.load("llama"), torch.arange(1, 49).reshape(2, 24)
+    found = peers_kvpress.scored(model, windows, 16, None)
+    assert found["nll_nats"] == pytest.approx(
+        score(model, windows, Protocol("continuation", 24, 16)).windows["nll_nats"].tolist(), rel=1e-5
+    )
+    assert found["kl_nats"] == pytest.approx([0, 0], abs=1e-6)
+    assert found["top1_agreement"] == [1, 1]
+
+
+def test_methods_here_keep_the_share_that_is_asked_for():
+    for _, modules in peers_kvpress.of_this_package(448, 0.2):
+        (one,) = modules
+        kept = getattr(one, "keep", None) or getattr(one, "window", 0) + getattr(one, "sinks", 0) or one.heavy + one.recent
+        assert kept == 90
+
+
+def test_a_share_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        peers_kvpress.main(["--kept", "0.2", "2"])
+    assert "--kept 2: give shares above 0 and below 1" in capsys.readouterr().err

@@ -15,32 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.modules.fitted import ModelShape
 from quicksilver.modules.translators import BoundTranslator, Translator
@@ -63,19 +38,10 @@ WIDTH = 32
 POSITIONS = 96
 SLIDING_WINDOW = 7
 FAMILIES = (
-    "gpt2",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen2-mixed",
-    "qwen3",
-    "smollm3",
-    "gpt_neox",
-    "olmo2",
-    "phi3",
-    "gemma2",
+    *("gpt2", "llama", "mistral", "qwen2", "qwen2-mixed", "qwen3", "smollm3", "gpt_neox", "olmo2", "phi3", "gemma2"),
     "gemma3",
 )
+MODEL_TYPES = {"qwen2-mixed": "qwen2", "gemma3": "gemma3_text"}
 EAGER_ONLY = ("gemma2",)  # caps the scores of its attention, which sdpa cannot
 STORIES = "stories260K"
 MODELS = (*FAMILIES, STORIES)
@@ -114,56 +80,34 @@ def data_folder() -> Path | None:
 # -- models ----------------------------------------------------------------------------------------------------------------------
 
 
+KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+GEMMA: dict[str, Any] = dict(head_dim=16, query_pre_attn_scalar=9, sliding_window=SLIDING_WINDOW)
+# What the config of a family has beside the sizes that all share.
+OWN: dict[str, dict[str, Any]] = {
+    "gpt2": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=POSITIONS),
+    "mistral": dict(sliding_window=SLIDING_WINDOW),
+    "qwen2-mixed": dict(use_sliding_window=True, sliding_window=SLIDING_WINDOW, max_window_layers=2),
+    "qwen3": dict(head_dim=16),
+    "gemma2": GEMMA | dict(attn_logit_softcapping=1.5, final_logit_softcapping=3.0),
+    "gemma3": GEMMA | dict(layer_types=KINDS),
+}
+
+
 def build(family: str, **changes: Any) -> PreTrainedModel:
     """A random model of `family`, in eval mode; `changes` go into its config.
 
     Biases and norms are random too, so that a projection which forgets one shows; `qwen2-mixed` has full layers below sliding ones.
     """
-    sizes: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=40,
-        max_position_embeddings=POSITIONS, initializer_range=0.15, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    grouped = sizes | {"num_key_value_heads": 2}
+    sizes: dict[str, Any] = dict(vocab_size=VOCABULARY, initializer_range=0.15, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    if family != "gpt2":
+        sizes |= dict(
+            hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=40, max_position_embeddings=POSITIONS
+        )  # fmt: skip
+    if family not in ("gpt2", "gpt_neox"):
+        sizes |= dict(num_key_value_heads=2)
     torch.manual_seed(len(family))
-    match family:
-        case "gpt2":
-            own = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=POSITIONS)
-            kept = {k: v for k, v in sizes.items() if k in ("vocab_size", "initializer_range") or k.endswith("_token_id")}
-            model = GPT2LMHeadModel(GPT2Config(**own | kept | changes))
-        case "gpt_neox":
-            model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes | changes))
-        case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**grouped | changes))
-        case "mistral":
-            model = MistralForCausalLM(MistralConfig(**grouped | {"sliding_window": SLIDING_WINDOW} | changes))
-        case "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**grouped | changes))
-        case "qwen2-mixed":
-            window = dict(use_sliding_window=True, sliding_window=SLIDING_WINDOW, max_window_layers=2)
-            model = Qwen2ForCausalLM(Qwen2Config(**grouped | window | changes))
-        case "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**grouped | {"head_dim": 16} | changes))
-        case "olmo2":
-            model = Olmo2ForCausalLM(Olmo2Config(**grouped | changes))
-        case "phi3":
-            model = Phi3ForCausalLM(Phi3Config(**grouped | changes))
-        case "gemma2":
-            own = dict(
-                head_dim=16,
-                query_pre_attn_scalar=9,
-                sliding_window=SLIDING_WINDOW,
-                attn_logit_softcapping=1.5,
-                final_logit_softcapping=3.0,
-            )
-            model = Gemma2ForCausalLM(Gemma2Config(**grouped | own | dict(attn_implementation="eager") | changes))
-        case "gemma3":
-            kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-            own = dict(head_dim=16, query_pre_attn_scalar=9, sliding_window=SLIDING_WINDOW, layer_types=kinds)
-            model = Gemma3ForCausalLM(Gemma3TextConfig(**grouped | own | changes))
-        case "smollm3":
-            model = SmolLM3ForCausalLM(SmolLM3Config(**grouped | changes))
-        case _:
-            raise ValueError(family)
+    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **sizes | OWN.get(family, {}) | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family in EAGER_ONLY else None)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

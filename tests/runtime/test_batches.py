@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import tiny
 import torch
@@ -33,40 +31,6 @@ def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(
         alone = tiny.forward(model, batch.alone(i), modules, execution=execution)
         tiny.assert_same_decisions(decided[i : i + 1], tiny.decisions(batch.alone(i), alone.trace))
         tiny.assert_close([logits], alone.logits)
-
-
-@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-@given(data=st.data(), extra=st.integers(1, 5))
-@settings(max_examples=draws(5))
-def test_more_padding_is_no_difference(name: str, extra: int, data: st.DataObject) -> None:
-    model = tiny.load(name)
-    batch = data.draw(tiny.batches(low=2))
-    modules = data.draw(tiny.policies())
-    found = tiny.forward(model, batch, modules)
-    wider = dataclasses.replace(batch, extra=batch.extra + extra)
-    padded = tiny.forward(model, wider, modules)
-    tiny.assert_same_decisions(tiny.decisions(batch, found.trace), tiny.decisions(wider, padded.trace))
-    tiny.assert_close(batch.real(found.logits), wider.real(padded.logits))
-    for p in padded.trace.passes:
-        assert not p.valid[:, :extra].any()
-        for layer in range(tiny.LAYERS):
-            assert not p.active(layer)[:, :extra].any()
-            assert not p.kv_present(layer)[:, :extra].any()
-
-
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-@given(batch=tiny.batches(low=2, padded=True), policy=tiny.hashed(), fill=st.integers(0, tiny.VOCABULARY - 1))
-@settings(max_examples=draws(5))
-@torch.no_grad()
-def test_what_stands_in_the_padding_does_not_matter(name: str, execution: str, batch: Batch, policy: Hashed, fill: int) -> None:
-    model = tiny.load(name)
-    expected = tiny.forward(model, batch, [policy], execution=execution)
-    inputs = batch.inputs()
-    inputs["input_ids"] = torch.where(batch.mask.bool(), inputs["input_ids"], fill)
-    with apply(model, [policy], execution=execution):
-        found = model(**inputs, use_cache=False).logits
-    tiny.assert_close(batch.real(found), batch.real(expected.logits), atol=1e-6)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

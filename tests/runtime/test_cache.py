@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
-from quicksilver.modules import Halting
-from quicksilver.runtime import Run, UnsupportedModelError, apply
+from quicksilver.modules import Halting, StagedHalting
+from quicksilver.runtime import Run, apply
 from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.cache.layer import Kind
+from quicksilver.runtime.planner import Planner
 from quicksilver.runtime.run import Execution
 
 HEADS, HEAD_DIM = 2, 4
@@ -107,11 +108,32 @@ def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(name: str, monk
     assert [part.tolist() for part in slots] == [part.tolist() for part in expected]
 
 
-def test_outside_the_context_a_thinned_cache_is_refused() -> None:
-    model, ids = tiny.load("llama"), torch.arange(2, 18).view(1, 16)
-    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop", resume_layers=0)
-    with torch.no_grad():
-        with apply(model, [module]):
-            cache = model(ids, use_cache=True).past_key_values
-        with pytest.raises(UnsupportedModelError, match="lacks tokens in some layers"):
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+EVEN = torch.arange(1, 25).view(2, 12)
+DROP = {"before": 2, "share": 0.4, "signal": "position", "missing_kv": "drop"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_a_step_in_which_nobody_acts_is_the_one_that_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes straight to its layers."""
+    model = tiny.load(name)
+    planned: list[int] = []
+    plan = Planner.plan
+    monkeypatch.setattr(
+        Planner, "plan", lambda self, call, *args, **options: planned.append(call.layer) or plan(self, call, *args, **options)
+    )
+    found = []
+    for quick in (True, False):
+        planned.clear()
+        if not quick:
+            monkeypatch.setattr(Run, "_nobody_acts_in", lambda self, current: False)
+        with apply(model, [StagedHalting(stages=[DROP], protect_last=2, protect_first=0, missing_kv="project")]) as run:
+            cache = model(EVEN, use_cache=True).past_key_values
+            logits = [model(EVEN[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3)]
+        found.append((torch.stack(logits), run.flops, run.kv_bytes, len(planned)))
+    (quick_logits, *quick_ledgers, few), (logits_, *ledgers, all_) = found
+    assert torch.equal(quick_logits, logits_)
+    assert quick_ledgers == ledgers
+    layers = len(model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h)
+    assert all_ == 4 * layers
+    assert few == layers + 3 * 2  # in the prompt all; then those two that have all entries and are the model's own

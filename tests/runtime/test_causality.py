@@ -13,7 +13,7 @@ from thinning import draws
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
-from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
+from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState
 
 # -- 3: passes -------------------------------------------------------------------------------------------------------------------
 
@@ -35,27 +35,6 @@ def test_one_pass_is_many(name: str, attention: str, execution: str, data: st.Da
         assert len(cut.trace.passes) == len(chunks)
         tiny.assert_same_decisions(tiny.decisions(batch, cut.trace), tiny.decisions(batch, whole.trace))
         tiny.assert_close(batch.real(cut.logits), batch.real(whole.logits))
-
-
-@given(data=st.data())
-@settings(max_examples=draws(10))
-def test_the_cache_of_a_prompt_does_not_remember_how_it_was_filled(data: st.DataObject) -> None:
-    """Same entries, same slots, same bytes in every layer, whether the prompt came at once or in pieces."""
-    model = tiny.load("llama")
-    batch = data.draw(tiny.batches(low=3))
-    policy = data.draw(tiny.hashed())
-    with torch.no_grad(), apply(model, [policy]):
-        caches = [
-            tiny.passes(model, batch.inputs(), chunks)[-1].past_key_values
-            for chunks in ([batch.width], data.draw(tiny.chunkings(batch.width)))
-        ]
-    for one, many in zip(caches[0].layers, caches[1].layers, strict=True):
-        assert one.get_seq_length() == many.get_seq_length() == batch.width
-        assert torch.equal(one.lengths, many.lengths)
-        assert one.billed_bytes() == many.billed_bytes()
-        for row, n in enumerate(one.lengths.tolist()):
-            assert torch.equal(one.slots[row, :n], many.slots[row, :n])
-        torch.testing.assert_close(one.padded(), many.padded(), atol=1e-5, rtol=1e-5)
 
 
 # -- 4: no lookahead -------------------------------------------------------------------------------------------------------------

@@ -14,9 +14,6 @@ from tiny import Batch, HaltAll, Hashed
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertLMHeadModel,
     DynamicCache,
     GPT2Model,
     StaticCache,
@@ -37,42 +34,75 @@ from quicksilver.runtime import (
 from quicksilver.runtime.architecture import LlamaArchitecture, architecture_of, families
 
 BATCH = Batch((tuple(range(1, 13)),))
-
-
-def bert(kind: Any) -> Any:
-    return kind(BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, is_decoder=kind is BertLMHeadModel)).eval()  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", [BertForMaskedLM, BertLMHeadModel])
-def test_an_unknown_family_names_the_known_ones_and_the_page(kind: Any) -> None:
-    with pytest.raises(UnsupportedModelError) as refused:
-        apply(bert(kind), [])
-    message = str(refused.value)
-    assert "'bert'" in message
-    for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox"):
-        assert family in message
-    assert "docs/" in message
-    assert ".md" in message
-
-
 SMALL: dict[str, Any] = dict(
     vocab_size=61, hidden_size=16, n_embd=16, num_hidden_layers=1, n_layer=1, num_attention_heads=2, n_head=2, intermediate_size=16,
     num_key_value_heads=2, rotary_dim=4, num_local_experts=2, bos_token_id=0, eos_token_id=0, pad_token_id=0,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "why"), [("gptj", "rotary factors itself"), ("bloom", "ALiBi"), ("mixtral", "experts")])
-def test_a_family_that_cannot_be_served_says_why(model_type: str, why: str) -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL)).eval()
-    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' has no adapter: .*{why}.*There are: .*llama"):
-        apply(model, [])
+def of_type(model_type: str) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL)).eval()
 
 
-def test_a_gemma_whose_scores_are_capped_is_not_run_without_the_cap() -> None:
-    model = tiny.build("gemma2")
-    model.config._attn_implementation = "sdpa"
-    with pytest.raises(UnsupportedModelError, match=r"'sdpa' leaves out the cap.*attn_implementation='eager'"):
-        apply(model, [])
+def with_attention(name: str, attention: str) -> Any:
+    model = tiny.build(name)
+    model.config._attn_implementation = attention
+    return model
+
+
+class TextPipeline:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+class Decides(RuntimeModule):
+    def decide(self, view: LayerView, tokens: TokenState) -> None: ...
+
+
+class AfterOne(TokenPolicy):
+    def acts_at(self, layer: int) -> bool:
+        return layer == 1
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None: ...
+
+
+MODELS = {
+    r"'bert'.*gpt2.*gpt_neox.*llama.*mistral.*qwen2.*qwen3.*smollm3.*docs/.*\.md": lambda: of_type("bert"),
+    "'gptj' has no adapter: .*rotary factors itself.*There are: .*llama": lambda: of_type("gptj"),
+    "'bloom' has no adapter: .*ALiBi.*There are: .*llama": lambda: of_type("bloom"),
+    "'mixtral' has no adapter: .*experts.*There are: .*llama": lambda: of_type("mixtral"),
+    "'sdpa' leaves out the cap.*attn_implementation='eager'": lambda: with_attention("gemma2", "sdpa"),
+    "'flex_attention'.*'sdpa' or 'eager'": lambda: with_attention("llama", "flex_attention"),
+    r"TextPipeline holds a model: apply to that, apply\(pipe\.model, …\)": lambda: TextPipeline(tiny.load("gpt2")),
+    r"no decoder layer \(num_hidden_layers=0\)": lambda: tiny.build("llama", num_hidden_layers=0),
+    "GPT2Model has no output head.*AutoModelForCausalLM": lambda: GPT2Model(tiny.load("gpt2").config).eval(),
+    "'Linear'": lambda: torch.nn.Linear(2, 2).eval(),
+}
+
+
+@pytest.mark.parametrize("says", MODELS)
+def test_a_model_that_cannot_be_served_says_why(says: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=says):
+        apply(MODELS[says](), [Hashed()])
+
+
+@pytest.mark.parametrize(
+    ("modules", "options", "says"),
+    [
+        ([], {"execution": "compct"}, "'compct'.*compact, masked, decide"),
+        ([Decides()], {}, "Decides is no kind of runtime module: derive it from one or more of TokenPolicy, Merge"),
+        ([AfterOne()], {"decision_layers": [0, 2]}, r"\[0, 2\]: AfterOne would never be asked, it acts after layer 1"),
+        ([], {"decision_layers": [5]}, r"\[5\].*0 to 4"),
+        ([], {"decision_layers": [-1, 2]}, r"\[-1\].*0 to 4"),
+        ([], {"decision_layers": [0, 1, 77]}, r"\[77\].*0 to 4"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_value(modules: list[Any], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        apply(tiny.load("gpt2"), modules, **options)
+    apply(tiny.load("gpt2"), [AfterOne()], decision_layers=[1, 2])
+    with pytest.raises(ConfigError, match=r"training mode.*model\.eval\(\)"):
+        apply(tiny.build("gpt2").train(), [])
 
 
 def test_a_subclass_of_a_family_is_found_by_its_own_model_types() -> None:
@@ -91,79 +121,6 @@ def test_a_subclass_of_a_family_is_found_by_its_own_model_types() -> None:
     assert type(architecture_of(model)) is Mine
     assert Plain not in families().values()
     assert LlamaArchitecture in families()["olmo2"].__mro__
-
-
-def test_a_pipeline_says_what_to_apply_to() -> None:
-    class TextPipeline:
-        def __init__(self, model: Any) -> None:
-            self.model = model
-
-    with pytest.raises(UnsupportedModelError, match=r"TextPipeline holds a model: apply to that, apply\(pipe\.model, …\)"):
-        apply(TextPipeline(tiny.load("gpt2")), [])  # type: ignore[arg-type]
-
-
-def test_a_model_without_layers_says_so() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no decoder layer \(num_hidden_layers=0\)"):
-        apply(tiny.build("llama", num_hidden_layers=0), [])
-
-
-def test_a_model_without_a_head_says_which_class_to_load() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"GPT2Model has no output head.*AutoModelForCausalLM"):
-        apply(GPT2Model(tiny.load("gpt2").config).eval(), [])
-
-
-def test_what_is_no_model_is_no_model() -> None:
-    with pytest.raises(UnsupportedModelError, match="'Linear'"):
-        apply(torch.nn.Linear(2, 2).eval(), [])  # type: ignore[arg-type]
-
-
-def test_a_model_in_training_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"training mode.*model\.eval\(\)"):
-        apply(tiny.build("gpt2").train(), [])
-
-
-def test_a_misspelt_execution_lists_the_right_ones() -> None:
-    with pytest.raises(ConfigError, match="'compct'.*compact, masked, decide"):
-        apply(tiny.load("gpt2"), [], execution="compct")  # type: ignore[arg-type]
-
-
-def test_a_module_of_no_kind_is_refused() -> None:
-    class Decides(RuntimeModule):
-        def decide(self, view: LayerView, tokens: TokenState) -> None: ...
-
-    with pytest.raises(
-        ConfigError, match="Decides is no kind of runtime module: derive it from one or more of TokenPolicy, Merge"
-    ):
-        apply(tiny.load("gpt2"), [Decides()])
-
-
-def test_a_module_that_would_never_be_asked_says_where_it_acts() -> None:
-    class AfterOne(TokenPolicy):
-        def acts_at(self, layer: int) -> bool:
-            return layer == 1
-
-        def decide(self, view: LayerView, tokens: TokenState) -> None: ...
-
-    with pytest.raises(ConfigError, match=r"decision_layers=\[0, 2\]: AfterOne would never be asked, it acts after layer 1"):
-        apply(tiny.load("gpt2"), [AfterOne()], decision_layers=[0, 2])
-    apply(tiny.load("gpt2"), [AfterOne()], decision_layers=[1, 2])
-
-
-@pytest.mark.parametrize("layers", [[5], [-1, 2], [0, 1, 77]])
-def test_decision_layers_that_do_not_exist_are_named(layers: list[int]) -> None:
-    wrong = [layer for layer in layers if not 0 <= layer < tiny.LAYERS]
-    with pytest.raises(ConfigError) as refused:
-        apply(tiny.load("gpt2"), [], decision_layers=layers)
-    assert str(wrong) in str(refused.value)
-    assert "0 to 4" in str(refused.value)
-
-
-@pytest.mark.parametrize("attention", ["flex_attention"])
-def test_an_attention_that_cannot_mask_by_slot_is_refused(attention: str) -> None:
-    model = tiny.build("llama")
-    model.config._attn_implementation = attention
-    with pytest.raises(UnsupportedModelError, match="'flex_attention'.*'sdpa' or 'eager'"):
-        apply(model, [Hashed()])
 
 
 @torch.no_grad()

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from thinning import diagonal, draws
 from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from quicksilver.measure.flop_counter import aten
 from quicksilver.runtime import (
     Architecture,
     LayerView,
@@ -36,14 +38,17 @@ def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> No
     model = tiny.load(name, attention)
     batch = data.draw(tiny.batches())
     modules = data.draw(tiny.policies())
-    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    layers = data.draw(st.none() | st.sampled_from([(0,), (2,), (0, 3), (1, 2)]))  # states stay packed between them
+    if layers and not all(any(map(module.acts_at, layers)) for module in modules):
+        layers = None
+    options: dict[str, Any] = {"chunks": data.draw(st.none() | tiny.chunkings(batch.width)), "decision_layers": layers}
     with tiny.unless_blind(model) as blind:
-        masked = tiny.forward(model, batch, modules, chunks=chunks, execution="masked")
+        masked = tiny.forward(model, batch, modules, execution="masked", **options)
     if blind:
         with pytest.raises(QuickSilverError, match="no key left"):
-            tiny.forward(model, batch, modules, chunks=chunks)
+            tiny.forward(model, batch, modules, **options)
         return
-    compact = tiny.forward(model, batch, modules, chunks=chunks)
+    compact = tiny.forward(model, batch, modules, **options)
     tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, masked.trace))
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
 
@@ -62,6 +67,8 @@ def test_the_modes_differ_from_dense_and_from_each_other(name: str, missing_kv: 
     counts = found.trace.active_counts().tolist()
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] < counts[0] == 32
+    skipped = tiny.forward(model, batch, [SkipLeastAttended(0.2)])
+    assert (skipped.logits - dense.logits).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
@@ -464,10 +471,49 @@ def test_a_module_that_looks_ahead_acts_in_prompts_only_unless_told_otherwise(ba
     assert {index for index, _ in everywhere.seen} == with_tokens
 
 
-@pytest.mark.parametrize("module", [Capacity(0.5, at=(1,)), SkipLeastAttended(0.2)], ids=["capacity", "skip"])
-def test_a_prompt_policy_has_an_effect(module: RuntimeModule) -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(30, 41))))
-    dense, found = tiny.forward(model, batch, []), tiny.forward(model, batch, [module])
-    assert max((a - b).abs().max() for a, b in zip(batch.real(dense.logits), batch.real(found.logits), strict=True)) > 1e-3
-    if isinstance(module, Capacity):
-        assert found.trace.active_counts().tolist() == [27, 27, 14, 14, 14]  # half of 16, half of 11 rounded up
+# -- states that stay packed where nobody looks --------------------------------------------------------------------------------------
+
+EVEN = Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
+
+
+@pytest.mark.parametrize("missing_kv", ["drop", "project", "predict"])
+@torch.no_grad()
+def test_whoever_asks_for_the_states_between_layers_gets_them_whole(missing_kv: str) -> None:
+    model = tiny.build("llama")
+    asked = {"use_cache": False, "output_hidden_states": True}
+    with apply(model, [Hashed(0.5, missing_kv=missing_kv)], decision_layers=[1], execution="masked"):
+        wanted = model(**EVEN.inputs(), **asked).hidden_states
+    model = tiny.build("llama")  # without the hooks that transformers has just set
+    with apply(model, [Hashed(0.5, missing_kv=missing_kv)], decision_layers=[1]):
+        carried = model(**EVEN.inputs(), use_cache=False).logits
+        found = model(**EVEN.inputs(), **asked)
+        tiny.assert_close(found.hidden_states, wanted)
+        assert torch.equal(found.logits, carried)
+    seen: list[torch.Tensor] = []
+    model = tiny.build("llama")
+    handle = model.model.layers[3].register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    with apply(model, [Hashed(0.5, missing_kv=missing_kv)], decision_layers=[1]):
+        assert torch.equal(model(**EVEN.inputs(), use_cache=False).logits, carried)
+    handle.remove()
+    tiny.assert_close(seen[0], wanted[3])
+
+
+@torch.no_grad()
+def test_states_are_gathered_and_put_back_once_for_layers_with_the_same_tokens() -> None:
+    class Puts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func.overloadpacket is aten.index_copy
+            return func(*args, **(kwargs or {}))
+
+    def puts(model, hooked: bool) -> int:
+        handles = [layer.register_forward_hook(lambda *_: None) for layer in model.model.layers] if hooked else []
+        with apply(model, [Hashed(0.5, missing_kv="drop")], decision_layers=[0]), Puts() as counting:
+            model(**EVEN.inputs(), use_cache=False)
+        for handle in handles:
+            handle.remove()
+        return counting.count
+
+    model = tiny.build("llama")
+    assert puts(model, hooked=False) == 1 < puts(model, hooked=True) == tiny.LAYERS - 1

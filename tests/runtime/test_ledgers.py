@@ -164,48 +164,48 @@ def test_billed_is_what_was_decided_and_what_is_resident(name: str, data: st.Dat
 @pytest.mark.parametrize("modules", [[tiny.Never()], [HaltAll(2)], [Hashed(0.4, 0.3, "drop")]], ids=["dense", "even", "uneven"])
 @torch.no_grad()
 def test_resident_bytes_are_the_bytes_that_are_kept_alive(name: str, modules: list[RuntimeModule]) -> None:
-    model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
-    with apply(model, modules) as run:
-        outputs = tiny.passes(model, batch.inputs(), [12, 1, 3])
-        cache = outputs[-1].past_key_values
-        assert storage_bytes(cache) == run.kv_bytes.resident
-        del outputs
-        cache.crop(-5)
-        assert storage_bytes(cache) == run.kv_bytes.resident
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
-@torch.no_grad()
-def test_a_prompts_cache_keeps_no_queries_alive(name: str) -> None:
     """GPT-2 and GPT-NeoX compute q, k and v in one product: K and V as views of it would keep the queries as well."""
     model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
-    with apply(model, [tiny.Never()]) as run:
-        cache = model(batch.ids, use_cache=True).past_key_values
+    cache = None
+    with apply(model, modules) as run:
+        for first, stop in ((0, 12), (12, 13), (13, 16)):
+            cache = model(batch.ids[:, first:stop], past_key_values=cache, use_cache=True).past_key_values
+            assert storage_bytes(cache) == run.kv_bytes.resident
+        cache.crop(-5)
         assert storage_bytes(cache) == run.kv_bytes.resident
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
-@settings(max_examples=draws(10))
+@settings(max_examples=draws(20))
 @torch.no_grad()
-def test_crop_and_go_on_is_never_having_seen_the_rest(
+def test_a_rearranged_cache_goes_on_as_the_sequences_it_now_holds(
     name: str, execution: str, data: st.DataObject, batch: Batch, policy: Hashed
 ) -> None:
-    model = tiny.load(name)
-    shortest = min(len(row) for row in batch.rows)
-    removed = data.draw(st.integers(1, shortest - 1))
-    kept = batch.width - removed
-    inputs = batch.inputs()
+    """Cropped, or its rows reordered: as if nothing else had ever been in it."""
+    model, order = tiny.load(name), list(range(len(batch.rows)))
+    by = data.draw(st.sampled_from(["crop", "reorder_cache", "batch_select_indices"]))
+    removed = data.draw(st.integers(1, min(map(len, batch.rows)) - 1)) if by == "crop" else 1
+    kept = filled = batch.width - removed
+    if by == "crop":
+        filled = batch.width
+    else:
+        order = data.draw(st.lists(st.sampled_from(order), min_size=1, max_size=4))
+    after = Batch(tuple(batch.rows[i] for i in order), batch.width - max(len(batch.rows[i]) for i in order))
+
+    def columns(inputs: dict[str, torch.Tensor], first: int, stop: int) -> dict[str, torch.Tensor]:
+        return {k: v[:, :stop] if k == "attention_mask" else v[:, first:stop] for k, v in inputs.items()}
+
     with apply(model, [policy], execution=execution) as run:
-        cache = tiny.passes(model, inputs, data.draw(tiny.chunkings(batch.width)))[-1].past_key_values
-        cache.crop(-removed)
-        cropped = run.kv_bytes
+        chunks = data.draw(tiny.chunkings(filled))
+        cache = tiny.passes(model, columns(batch.inputs(), 0, filled), chunks)[-1].past_key_values
+        getattr(cache, by)(-removed if by == "crop" else torch.tensor(order))
+        rearranged = run.kv_bytes
         assert cache.get_seq_length() == kept
         run.reset()
-        short = {k: v[:, :kept] for k, v in inputs.items()}
-        fresh = tiny.passes(model, short, [kept])[-1].past_key_values
-        assert cropped == run.kv_bytes
-        rest = {k: v if k == "attention_mask" else v[:, kept:] for k, v in inputs.items()}
+        fresh = tiny.passes(model, columns(after.inputs(), 0, kept), [kept])[-1].past_key_values
+        assert rearranged == run.kv_bytes
+        rest = columns(after.inputs(), kept, batch.width)
         again, expected = (model(**rest, past_key_values=c, use_cache=True).logits for c in (cache, fresh))
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
 
@@ -217,6 +217,8 @@ def test_a_cache_cropped_to_nothing_is_a_new_one(execution: str) -> None:
     with apply(model, [Hashed(0.4, 0.2)], execution=execution) as run:
         output = model(batch.ids, use_cache=True)
         cache, full = output.past_key_values, run.kv_bytes
+        with pytest.raises(ValueError, match="negative"):  # a positive number once meant the length to keep
+            cache.crop(5)
         cache.crop(0)
         assert run.kv_bytes == full
         cache.crop(-16)
@@ -224,43 +226,6 @@ def test_a_cache_cropped_to_nothing_is_a_new_one(execution: str) -> None:
         again = model(batch.ids, past_key_values=cache).logits
         assert run.kv_bytes == full
     torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-@torch.no_grad()
-def test_crop_takes_the_number_of_tokens_to_remove_and_nothing_else(execution: str) -> None:
-    """A positive number once meant the length to keep: transformers refuses it, and so must we rather than remove as many."""
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
-    with apply(model, [Hashed(0.4, 0.2)], execution=execution):
-        cache = model(batch.ids, use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="negative"):
-            cache.crop(5)
-        assert cache.get_seq_length() == 16
-
-
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-@given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
-@settings(max_examples=draws(10))
-@torch.no_grad()
-def test_a_reordered_cache_goes_on_as_the_sequences_it_now_holds(
-    name: str, execution: str, data: st.DataObject, batch: Batch, policy: Hashed
-) -> None:
-    model = tiny.load(name)
-    kept = batch.width - 1
-    order = data.draw(st.lists(st.integers(0, len(batch.rows) - 1), min_size=1, max_size=4))
-    by = data.draw(st.sampled_from(["reorder_cache", "batch_select_indices"]))
-    shuffled = Batch(tuple(batch.rows[i] for i in order), batch.width - max(len(batch.rows[i]) for i in order))
-    with apply(model, [policy], execution=execution) as run:
-        cache = tiny.passes(model, {k: v[:, :kept] for k, v in batch.inputs().items()}, [kept])[-1].past_key_values
-        getattr(cache, by)(torch.tensor(order))
-        moved = run.kv_bytes
-        run.reset()
-        inputs = shuffled.inputs()
-        fresh = tiny.passes(model, {k: v[:, :kept] for k, v in inputs.items()}, [kept])[-1].past_key_values
-        assert moved == run.kv_bytes
-        last = {k: v if k == "attention_mask" else v[:, kept:] for k, v in inputs.items()}
-        again, expected = (model(**last, past_key_values=c, use_cache=True).logits for c in (cache, fresh))
-    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

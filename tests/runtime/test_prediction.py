@@ -142,19 +142,6 @@ def test_its_work_is_in_the_ledgers() -> None:
 
 
 @torch.no_grad()
-def test_who_resumes_has_keys_of_its_own() -> None:
-    model = tiny.load("llama")
-    arch = architecture_of(model)
-    caches = []
-    for execution in ("compact", "masked"):
-        with apply(model, [EverySecond(Constant(arch), resume_layers=1)], execution=execution):
-            caches.append(model(**BATCH.inputs(), use_cache=True).past_key_values)
-    last, reference = (cache.layers[-1] for cache in caches)
-    assert last.lengths.tolist() == reference.lengths.tolist() == [14, 14]
-    torch.testing.assert_close(last.padded(), reference.padded(), atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
 def test_predicted_entries_are_packed_at_their_width() -> None:
     model = tiny.load("llama")
     arch = architecture_of(model)
@@ -168,23 +155,6 @@ def test_predicted_entries_are_packed_at_their_width() -> None:
             assert run.kv_bytes.billed == run.kv_bytes.resident
             assert output.past_key_values.layers[-1].is_packed
     torch.testing.assert_close(logits[:2], logits[2:], atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "how", [{"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"]
-)
-def test_what_is_generated_after_predicted_tokens_is_the_same_in_both_executions(how: dict[str, object]) -> None:
-    model = tiny.load("llama")
-    batch = Batch((tuple(range(1, 15)), tuple(range(40, 31, -1))))
-    written = []
-    for execution in ("compact", "masked"):
-        torch.manual_seed(1)
-        module = EverySecond(Constant(architecture_of(model)))
-        with apply(model, [module], execution=execution):
-            ids, mask = batch.ids, batch.mask
-            written.append(model.generate(ids, attention_mask=mask, max_new_tokens=8, pad_token_id=0, **how))
-    assert torch.equal(*written)
 
 
 class Wrong(TokenPolicy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,12 +63,6 @@ def test_rotary_factors_are_packed_once_for_each_kind() -> None:
     assert packing.rotary(other, 1) is not first
     assert first is not None
     assert torch.equal(first[0], one[0][:, [0, 2]])
-
-
-@pytest.mark.parametrize("ndim", [2, 3, 4])
-def test_nothing_taken_is_empty(ndim: int) -> None:
-    states = torch.ones(2, 3, *[4] * (ndim - 2))
-    assert take_rows(states, torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, *[4] * (ndim - 2))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8))

@@ -51,7 +51,21 @@ def halting(**options: Any) -> Halting:
     return Halting(**({"rule": "capacity", "missing_kv": "drop", "resume_layers": 0} | options))
 
 
+class PredictsHalf(tiny.Halts):
+    """Half of a prompt of 16 stops, its K/V predicted, and says how many that are."""
+
+    missing_kv = "predict"
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == 1
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        mask, translator = tokens.active & (view.slots % 2 == 1), self.translators[1]
+        tokens.halt(mask, missing_kv="predict", translator=translator, count_per_row=8)
+
+
 STATIC = {
+    "predicted": lambda: [PredictsHalf()],
     "one shot": lambda: [halting(schedule="one_shot", signal="random")],
     "gradual, drift": lambda: [halting(schedule="gradual", signal="drift")],
     "exponential, oldest": lambda: [halting(schedule="exponential", signal="position")],
@@ -71,29 +85,22 @@ STATIC = {
 )
 def test_a_prompt_of_static_shapes_asks_the_device_nothing(policy: str, name: str, use_cache: bool) -> None:
     model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
-    with torch.inference_mode(), waits() as of_its_own:  # transformers looks at the ids; not while a graph is captured
-        model(ids, use_cache=use_cache, logits_to_keep=1)
-    with torch.inference_mode(), apply(model, STATIC[policy]()) as run:
-        with waits() as found:
-            model(ids, use_cache=use_cache, logits_to_keep=1)
-        assert found == of_its_own
-        # ... and something happened: fewer tokens than came in go through the last layers but those that resume.
-        assert int(run.trace.passes[0].halt_layer.min()) < run.arch.n_layers - 1
 
-
-def test_nor_does_a_token_stopped_at_half_depth() -> None:
-    model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
-
-    def one_more() -> list[str]:
-        cache = model(ids, use_cache=True).past_key_values
-        with waits() as found:
-            model(ids[:, :1], use_cache=True, past_key_values=cache)
+    def asked() -> list[str]:
+        with waits() as found:  # transformers looks at the ids; not while a graph is captured
+            cache = model(ids, use_cache=use_cache, logits_to_keep=1).past_key_values
+        if policy == "static depth" and use_cache:  # its tokens after the prompt stop at half depth too
+            with waits() as later:
+                model(ids[:, :1], use_cache=True, past_key_values=cache)
+            found += later
         return found
 
     with torch.inference_mode():
-        of_its_own = one_more()
-        with apply(model, [StaticDepth(depth=0.5, missing_kv="drop")]):
-            assert one_more() == of_its_own
+        of_its_own = asked()
+    with torch.inference_mode(), apply(model, STATIC[policy]()) as run:
+        assert asked() == of_its_own
+        # ... and something happened: fewer tokens than came in go through the last layers but those that resume.
+        assert int(run.trace.passes[0].halt_layer.min()) < run.arch.n_layers - 1
 
 
 @pytest.mark.parametrize(
@@ -110,30 +117,6 @@ def test_what_depends_on_the_data_does_ask(modules: Sequence[RuntimeModule]) -> 
     with torch.inference_mode(), apply(model, modules), waits() as found:
         model(ids, use_cache=False)
     assert len(found) > len(of_its_own)
-
-
-class PredictsHalf(tiny.Halts):
-    """Half of a prompt of 16 stops, its K/V predicted, and says how many that are."""
-
-    missing_kv = "predict"
-
-    def acts_at(self, layer: int) -> bool:
-        return layer == 1
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        mask, translator = tokens.active & (view.slots % 2 == 1), self.translators[1]
-        tokens.halt(mask, missing_kv="predict", translator=translator, count_per_row=8)
-
-
-def test_nor_do_predicted_tokens() -> None:
-    model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
-    with torch.inference_mode(), waits() as of_its_own:
-        model(ids, use_cache=False)
-    with torch.inference_mode(), apply(model, [PredictsHalf()]) as run:
-        with waits() as found:
-            model(ids, use_cache=False)
-        assert found == of_its_own
-        assert int((run.trace.passes[0].halt_layer == 1).sum()) == 16
 
 
 class Miscounted(TokenPolicy):

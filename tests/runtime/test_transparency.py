@@ -197,33 +197,6 @@ def test_a_run_may_be_entered_again() -> None:
     assert len(run.trace.passes) == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
-@torch.no_grad()
-def test_a_forward_that_accelerate_put_on_the_layers_is_called_and_put_back(name: str) -> None:
-    """`device_map` replaces `forward` on instances, which is where the runtime stands too."""
-    model, batch = tiny.build(name), Batch((tuple(range(1, 12)), tuple(range(20, 31))))
-    expected = tiny.forward(model, batch, [Hashed(0.4)]).logits
-    layers = architecture_of(model).layers
-    calls: list[int] = []
-
-    def hooked(layer: nn.Module, number: int) -> Any:
-        plain = layer.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(number)
-            return plain(*args, **kwargs)
-
-        return forward
-
-    mine = [hooked(layer, i) for i, layer in enumerate(layers[:3])]
-    for layer, forward in zip(layers, mine, strict=False):
-        layer.forward = forward
-    with left_untouched(model):
-        assert torch.equal(tiny.forward(model, batch, [Hashed(0.4)]).logits, expected)
-    assert calls == [0, 1, 2]
-    assert [layer.__dict__.get("forward") for layer in layers] == [*mine, None, None]
-
-
 @torch.no_grad()
 def test_accelerates_own_hooks_survive() -> None:
     hooks = pytest.importorskip("accelerate.hooks")

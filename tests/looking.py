@@ -62,7 +62,7 @@ class Pass:
         view = LayerView(
             layer=layer, n_layers=self.n_layers, pass_index=0, is_prompt=self.is_prompt, before=before, after=after,
             slots=self.slots, index=torch.arange(self.shape[1]).expand(self.shape), input_ids=self.ids, n_tokens=self.lengths,
-            logits=self._logits, attention=lambda last_queries, reduce: attention, count_flops=lambda n: None,
+            head=self._logits, received=lambda last_queries, reduce: attention, add_signal_flops=lambda n: None,
         )  # fmt: skip
         return view, TokenState(self.state, view, None, self.state.active(layer))
 

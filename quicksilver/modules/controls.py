@@ -356,19 +356,12 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
                 f"Pass {self.first_pass + view.pass_index + 1} of the trace has rows of {expected} tokens and the model was "
                 f"given {found}: replay the same batches in the same order."
             )
-        self._pass = _on(p, view.index.device)
+        self._pass = p.mapped(lambda tensor: tensor.to(view.index.device))
         # How a token is held while halted, as one number: missing_kv and resume_layers.
         self._how = self._pass.halted_kv.long() * (p.n_layers + 1) + (p.n_layers - self._pass.resume_layer.long())
         self._codes = self._how[_halted(self._pass)].unique().tolist()
         self._kv_layers = set(p.kv_layer[p.valid].unique().tolist()) - {p.n_layers - 1}
         self._loaded = view.pass_index
-
-
-def _on(p: PassTrace, device: torch.device) -> PassTrace:
-    tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(p).items() if isinstance(x, torch.Tensor)}
-    fusions = tuple(Fusion(f.layer, f.into.to(device), f.weight.to(device)) for f in p.fusions)
-    precisions = tuple(Precision(q.layer, q.bits.to(device)) for q in p.precisions)
-    return dataclasses.replace(p, **tensors, fusions=fusions, precisions=precisions)
 
 
 def _halted(p: PassTrace) -> torch.Tensor:

@@ -105,9 +105,9 @@ class Deciding:
             layer=call.layer, n_layers=arch.n_layers, pass_index=forward.index, is_prompt=forward.is_prompt,
             before=packing.take(call.hidden) if result.before is None else result.before, after=after, slots=own_slots, index=index,
             input_ids=None if forward.input_ids is None else packing.take(forward.input_ids), n_tokens=forward.n_real,
-            logits=logits, attention=None if attended is None else attention, count_flops=lambda n: self._count(forward, n), pass_ids=forward.pass_ids,
-            all_heads=arch.ranks.all_heads,
-            keys=None if attended is None else attended.new_keys, attention_output=attention_output,
+            head=logits, received=None if attended is None else attention, add_signal_flops=lambda n: self._count(forward, n),
+            pass_ids=forward.pass_ids, all_heads=arch.ranks.all_heads,
+            own_keys=None if attended is None else attended.new_keys, own_attention_output=attention_output,
             tokens_per_row=forward.decisions.tokens_per_row,
         )  # fmt: skip
 

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import lzma
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,12 @@ SCHEMA = "quicksilver-trace-2"
 PACKED = ".xz"  # suffix of a file that `pack` made; `Trace.load` reads both
 _ABOUT = "quicksilver"  # key of the one entry of metadata, a JSON object
 _TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
+_EVENTS: dict[str, type[Any]] = {
+    "fusion": Fusion,
+    "precision": Precision,
+    "merge": CacheMerge,
+    "eviction": Eviction,
+}  # kept as `fusions`, …
 
 
 @dataclass(frozen=True)
@@ -87,27 +94,27 @@ class PassTrace:
         counts = [e.gone.sum(1) for e in self.evictions if e.layer == layer]
         return sum(counts, self.valid.new_zeros(self.valid.shape[0], dtype=torch.long))
 
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PassTrace:
+        """The same with every tensor (B, …) changed."""
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _TENSORS}
+        for name in _EVENTS:
+            events = getattr(self, f"{name}s")
+            changed[f"{name}s"] = tuple(
+                dataclasses.replace(event, **{part: change(tensor) for part, tensor in _parts(event)}) for event in events
+            )
+        return dataclasses.replace(self, **changed)
+
     def row(self, row: int) -> PassTrace:
         """One sequence of the pass, as a batch of one."""
-        rows = slice(row, row + 1)
-        return dataclasses.replace(
-            self,
-            **{name: getattr(self, name)[rows] for name in _TENSORS},
-            fusions=tuple(Fusion(f.layer, f.into[rows], f.weight[rows]) for f in self.fusions),
-            precisions=tuple(Precision(p.layer, p.bits[rows]) for p in self.precisions),
-            merges=tuple(CacheMerge(m.layer, m.into[rows]) for m in self.merges),
-            evictions=tuple(Eviction(e.layer, e.gone[rows]) for e in self.evictions),
-        )
+        return self.mapped(lambda tensor: tensor[row : row + 1])
 
     def cpu(self) -> PassTrace:
-        return dataclasses.replace(
-            self,
-            **{name: getattr(self, name).cpu() for name in _TENSORS},
-            fusions=tuple(Fusion(f.layer, f.into.cpu(), f.weight.cpu()) for f in self.fusions),
-            precisions=tuple(Precision(p.layer, p.bits.cpu()) for p in self.precisions),
-            merges=tuple(CacheMerge(m.layer, m.into.cpu()) for m in self.merges),
-            evictions=tuple(Eviction(e.layer, e.gone.cpu()) for e in self.evictions),
-        )
+        return self.mapped(torch.Tensor.cpu)
+
+
+def _parts(event: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an event."""
+    return ((name, value) for name, value in vars(event).items() if name != "layer")
 
 
 @dataclass
@@ -137,15 +144,11 @@ class Trace:
         tensors: dict[str, torch.Tensor] = {}
         for i, one in enumerate(self.passes):
             tensors |= {f"{i:06d}.{name}": getattr(one, name).cpu().contiguous() for name in _TENSORS}
-            for k, fusion in enumerate(one.fusions):
-                tensors[f"{i:06d}.fusion.{k}.{fusion.layer}.into"] = fusion.into.to("cpu", torch.int32).contiguous()
-                tensors[f"{i:06d}.fusion.{k}.{fusion.layer}.weight"] = fusion.weight.cpu().contiguous()
-            for k, precision in enumerate(one.precisions):
-                tensors[f"{i:06d}.precision.{k}.{precision.layer}.bits"] = precision.bits.cpu().contiguous()
-            for k, merge in enumerate(one.merges):
-                tensors[f"{i:06d}.merge.{k}.{merge.layer}.into"] = merge.into.to("cpu", torch.int32).contiguous()
-            for k, eviction in enumerate(one.evictions):
-                tensors[f"{i:06d}.eviction.{k}.{eviction.layer}.gone"] = eviction.gone.cpu().contiguous()
+            for name in _EVENTS:
+                for k, event in enumerate(getattr(one, f"{name}s")):
+                    for part, tensor in _parts(event):
+                        kept = tensor.to("cpu", torch.int32 if tensor.dtype == torch.long else tensor.dtype)
+                        tensors[f"{i:06d}.{name}.{k}.{event.layer}.{part}"] = kept.contiguous()
         about = {"schema": SCHEMA, "n_layers": self.n_layers, "first_columns": [p.first_column for p in self.passes]}
         # One entry: safetensors writes several in an order of its own, and the same trace shall be the same bytes.
         save_file(tensors, str(path), metadata={_ABOUT: json.dumps(about)})
@@ -192,19 +195,13 @@ def _plain(path: Path) -> Iterator[Path]:
 
 def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_column: int) -> PassTrace:
     prefix = f"{i:06d}."
-    events: dict[str, list[tuple[int, int]]] = {"fusion": [], "precision": [], "merge": [], "eviction": []}
-    for name in tensors:
+    found: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in _EVENTS}
+    for name, tensor in tensors.items():
         parts = name.split(".")
-        if name.startswith(prefix) and len(parts) == 5 and parts[4] != "weight":
-            events[parts[1]].append((int(parts[2]), int(parts[3])))
-    fusions = tuple(
-        Fusion(layer, tensors[f"{prefix}fusion.{k}.{layer}.into"].long(), tensors[f"{prefix}fusion.{k}.{layer}.weight"])
-        for k, layer in sorted(events["fusion"])
-    )
-    precisions = tuple(
-        Precision(layer, tensors[f"{prefix}precision.{k}.{layer}.bits"]) for k, layer in sorted(events["precision"])
-    )
-    merges = tuple(CacheMerge(layer, tensors[f"{prefix}merge.{k}.{layer}.into"].long()) for k, layer in sorted(events["merge"]))
-    evictions = tuple(Eviction(layer, tensors[f"{prefix}eviction.{k}.{layer}.gone"]) for k, layer in sorted(events["eviction"]))
-    own = {name: tensors[prefix + name] for name in _TENSORS}
-    return PassTrace(n_layers, first_column, **own, fusions=fusions, precisions=precisions, merges=merges, evictions=evictions)
+        if name.startswith(prefix) and len(parts) == 5:
+            _, kind, k, layer, part = parts
+            event = found[kind].setdefault(int(k), {"layer": int(layer)})
+            event[part] = tensor.long() if tensor.dtype == torch.int32 else tensor
+    own: dict[str, Any] = {f"{kind}s": tuple(_EVENTS[kind](**of[k]) for k in sorted(of)) for kind, of in found.items()}
+    own |= {name: tensors[prefix + name] for name in _TENSORS}
+    return PassTrace(n_layers, first_column, **own)

@@ -10,6 +10,7 @@ import torch
 from quicksilver.runtime.errors import ConfigError
 
 
+@dataclass(eq=False)
 class LayerView:
     """One layer of one pass after it ran: what a module may look at.
 
@@ -24,48 +25,32 @@ class LayerView:
         n_tokens: (B, 1) long, real tokens of each row in this pass.
         pass_ids: (B, N) long, the ids of the whole pass, -1 for padding; None as `input_ids`.
         tokens_per_row: what `n_tokens` says of every row, where no row is padded; else None.
+        add_signal_flops: counts what a signal took.
+        head, received, own_keys, own_attention_output, all_heads: what the methods read.
     """
 
-    def __init__(
-        self,
-        *,
-        layer: int,
-        n_layers: int,
-        pass_index: int,
-        is_prompt: bool,
-        before: torch.Tensor,
-        after: torch.Tensor,
-        slots: torch.Tensor,
-        index: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        n_tokens: torch.Tensor,
-        logits: Callable[..., torch.Tensor],
-        attention: Callable[[int | None, str], torch.Tensor] | None,
-        count_flops: Callable[[int], None],
-        all_heads: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
-        pass_ids: torch.Tensor | None = None,
-        keys: torch.Tensor | None = None,
-        attention_output: torch.Tensor | None = None,
-        tokens_per_row: int | None = None,
-    ) -> None:
-        self.tokens_per_row = tokens_per_row
-        self.layer, self.n_layers, self.pass_index, self.is_prompt = layer, n_layers, pass_index, is_prompt
-        self.before, self.after, self.slots, self.index, self.input_ids, self.n_tokens = (
-            before,
-            after,
-            slots,
-            index,
-            input_ids,
-            n_tokens,
-        )
-        self.pass_ids = pass_ids
-        self._keys, self._attention_output = keys, attention_output
-        self._logits, self._attention = logits, attention
-        self.add_signal_flops, self._all_heads = count_flops, all_heads
+    layer: int
+    n_layers: int
+    pass_index: int
+    is_prompt: bool
+    before: torch.Tensor
+    after: torch.Tensor
+    slots: torch.Tensor
+    index: torch.Tensor
+    input_ids: torch.Tensor | None
+    n_tokens: torch.Tensor
+    head: Callable[..., torch.Tensor]
+    received: Callable[[int | None, str], torch.Tensor] | None
+    add_signal_flops: Callable[[int], None]
+    all_heads: Callable[[torch.Tensor], torch.Tensor] = lambda states: states
+    pass_ids: torch.Tensor | None = None
+    own_keys: torch.Tensor | None = None
+    own_attention_output: torch.Tensor | None = None
+    tokens_per_row: int | None = None
 
     def logits(self, mask: torch.Tensor) -> torch.Tensor:
         """Logit lens of the K tokens in mask (B, M) bool, in row-major order: (K, V). Its cost goes into the ledger."""
-        return self._logits(self.after[mask])
+        return self.head(self.after[mask])
 
     def logit_entropy_nats(
         self, mask: torch.Tensor, head_input: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -104,7 +89,7 @@ class LayerView:
         # In pieces: K x V logits of a long prompt and a large vocabulary would be gigabytes.
         return torch.cat(
             [
-                reduce((self._logits(piece) if head_input is None else self._logits(head_input(piece), True)).float())
+                reduce((self.head(piece) if head_input is None else self.head(head_input(piece), True)).float())
                 for piece in selected.split(1024)
             ]
         )
@@ -119,22 +104,22 @@ class LayerView:
         """
         if reduce not in ("mean", "max"):
             raise ConfigError(f"attention_received(reduce={reduce!r}): give 'mean' or 'max'.")
-        if self._attention is None:
+        if self.received is None:
             raise ConfigError(
                 f"Attention was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
             )
-        return self._attention(last_queries, reduce)
+        return self.received(last_queries, reduce)
 
     @property
     def keys(self) -> torch.Tensor:
         """The tokens' own keys of this layer, as they are attended to: (B, H_kv, M, head_dim). Raises ConfigError as
         `attention_received`."""
-        return self._all_heads(self._watched(self._keys, "keys"))
+        return self.all_heads(self._watched(self.own_keys, "keys"))
 
     @property
     def attention_output(self) -> torch.Tensor:
         """What the layer's attention adds to the residual stream: (B, M, D). Raises ConfigError as `attention_received`."""
-        return self._watched(self._attention_output, "attention_output")
+        return self._watched(self.own_attention_output, "attention_output")
 
     def _watched(self, value: torch.Tensor | None, name: str) -> torch.Tensor:
         if value is None:

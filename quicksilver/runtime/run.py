@@ -401,6 +401,6 @@ class Run:
 
     def _new_store(self) -> CacheLayer:
         if self.execution == "masked":
-            return CacheLayer.masked()
+            return CacheLayer("masked")
         precision = self._machine.precision
-        return CacheLayer.ragged() if precision is None else precision.new_store()
+        return CacheLayer("ragged") if precision is None else precision.new_store()

@@ -454,7 +454,7 @@ def test_merged_entries_are_means_by_size_in_both_caches(seed: int, n: int) -> N
     entries = {"slots": torch.arange(n).expand(2, n), "size": torch.randint(1, 4, (2, n), generator=generator).float()}
     joined = torch.rand(2, n, generator=generator) < 0.5
     into = group_closest(torch.where(joined, 0.0, math.inf), torch.ones(2, n, dtype=torch.bool), entries["size"], None, None)
-    ragged, masked = CacheLayer.ragged(), CacheLayer.masked()
+    ragged, masked = CacheLayer("ragged"), CacheLayer("masked")
     ragged.write(ragged.plan(entries, None), keys, values)
     masked.write(masked.plan(entries, None), keys, values)
     for layer in (ragged, masked):

@@ -147,7 +147,7 @@ def test_a_packed_layer_reads_as_a_plain_one_that_was_given_what_is_held(
 ) -> None:
     """Every way a cache is written and rearranged, with rows of different lengths and entries of different widths."""
     executor = SimulatedExecutor(kv_group_size=group)
-    packed, plain = executor.new_store(), CacheLayer.ragged()
+    packed, plain = executor.new_store(), CacheLayer("ragged")
     assert packed.kind == "packed"
     batch = data.draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
@@ -223,7 +223,7 @@ def test_a_mix_of_three_and_a_half_bits_takes_less_than_three_tenths_of_bfloat16
     assert bits.double().mean() == pytest.approx(3.7)
     bits = torch.tensor([8] * 5 + [4] * 15 + [2] * 20, dtype=torch.uint8)[None]
     assert bits.double().mean() == 3.5
-    layer = CacheLayer.packed()
+    layer = CacheLayer("packed")
     keys, values = torch.randn(1, heads, n, head_dim), torch.randn(1, heads, n, head_dim)
     layer.write(layer.plan({"slots": torch.arange(n)[None], "bits": bits}, None), keys, values)
     in_bfloat16 = 2 * heads * n * head_dim * 2
@@ -236,7 +236,7 @@ def test_a_plain_cache_is_taken_over_and_goes_on_packed() -> None:
     cache = DynamicCache()
     keys, values = torch.randn(2, HEADS, 3, HEAD_DIM), torch.randn(2, HEADS, 3, HEAD_DIM)
     cache.update(keys, values, 0)
-    layer = CacheLayer.packed()
+    layer = CacheLayer("packed")
     layer.adopt(cache.layers[0], torch.tensor([[0, 1, 1], [1, 1, 1]]).bool())
     assert not layer.is_packed
     new = torch.randn(2, HEADS, 1, HEAD_DIM)

@@ -252,18 +252,24 @@ class Storage(ABC):
     def is_complete(self, n_columns: int) -> bool:
         """Each of the `n_columns` columns seen has a plain entry."""
 
-    @abstractmethod
     def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
         """Layout after adding tokens with facts `new` (B, M), of which `keep` (B, M) bool get an entry (None: all); `in_order`: their
         slots ascend."""
+        return self.table.plan_packed(new, keep, in_order)
 
     @abstractmethod
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Add new K, V (B, H_kv, M, head_dim) by `layout`; returns all K and V, padded with anything on the right."""
 
-    @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
         """Add plain tokens, (B, H_kv, M, head_dim), from `first_slot` on; returns all K and V."""
+        slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
+        return self.write(self.plan({"slots": slots}, None), keys, values)
+
+    def after_stored(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        """What there is, padded, with new K, V (B, H_kv, M, head_dim) behind it."""
+        past = self.padded()
+        return (keys, values) if past is None else (torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2))
 
     @abstractmethod
     def padded(self) -> KV | None:
@@ -285,13 +291,16 @@ class Storage(ABC):
     def select_rows(self, rows: torch.Tensor) -> None:
         """The batch becomes rows `rows` (B',) of itself."""
 
-    @abstractmethod
     def resident_bytes(self) -> int:
         """Bytes of the tensors that hold K and V."""
+        return 0 if self.keys is None else sum(part.nbytes for part in self.stored_kv)
 
-    @abstractmethod
     def billed_bytes(self) -> int:
         """Bytes the decisions ask for: entries times the size of one."""
+        if self.keys is None:
+            return 0
+        heads, head_dim = self.keys.shape[1], self.keys.shape[-1]  # in both dense representations
+        return int(self.table.lengths.sum()) * 2 * heads * head_dim * self.keys.element_size()
 
 
 def own(x: torch.Tensor) -> torch.Tensor:

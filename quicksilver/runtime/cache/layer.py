@@ -43,18 +43,6 @@ class CacheLayer(DynamicLayer):
         super().__init__()
         self._forget()
 
-    @classmethod
-    def ragged(cls) -> CacheLayer:
-        return cls("ragged")
-
-    @classmethod
-    def masked(cls) -> CacheLayer:
-        return cls("masked")
-
-    @classmethod
-    def packed(cls, group_size: int = 32) -> CacheLayer:
-        return cls("packed", group_size)
-
     def empty(self) -> CacheLayer:
         """Another one of the same kind, with nothing in it."""
         return CacheLayer(self.kind, self.group_size)

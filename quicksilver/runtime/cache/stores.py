@@ -36,28 +36,18 @@ class DenseRows(Storage):
         table = self.table
         return table.present is None and bool(table.length == n_columns) and len(table.facts) == 1
 
-    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
-        return self.table.plan_packed(new, keep, in_order)
-
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
-        past = self.padded()
-        if past is not None:
-            keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        keys, values = self.after_stored(keys, values)
         if layout.order is not None:
             keys, values = take_kv(keys, layout.order), take_kv(values, layout.order)
         self._store(layout.entries, layout.valid, keys, values)
         return keys, values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
-        n = keys.shape[2]
-        if self.keys is not None:
-            past_keys, past_values = self.stored_kv
-            keys, values = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
-            self.keys, self.values = keys, values
-        else:
-            self.keys, self.values = own(keys), own(values)
-        self.table.add_plain(n, first_slot, keys.shape[0], keys.device)
-        return keys, values
+        all_keys, all_values = self.after_stored(keys, values)
+        self.keys, self.values = own(all_keys), own(all_values)
+        self.table.add_plain(keys.shape[2], first_slot, keys.shape[0], keys.device)
+        return all_keys, all_values
 
     def padded(self) -> KV | None:
         """Rows are padded with zeros."""
@@ -98,15 +88,6 @@ class DenseRows(Storage):
         else:
             self._store_trimmed(entries, self.table.present[rows], keys, values)
 
-    def resident_bytes(self) -> int:
-        return 0 if self.keys is None else sum(part.nbytes for part in self.stored_kv)
-
-    def billed_bytes(self) -> int:
-        if self.keys is None:
-            return 0
-        heads, head_dim = self.keys.shape[1], self.keys.shape[-1]  # in both representations
-        return int(self.table.lengths.sum()) * 2 * heads * head_dim * self.keys.element_size()
-
     def _store(self, entries: Entries, present: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.table.put(entries, present)
         if present is None:
@@ -136,16 +117,9 @@ class DenseColumns(Storage):
         return self.table.plan_in_place(new, keep)
 
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
-        if self.keys is not None:
-            past_keys, past_values = self.stored_kv
-            keys, values = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
-        self.keys, self.values = keys, values
+        self.keys, self.values = self.after_stored(keys, values)
         self.table.put(layout.entries, layout.valid)
-        return keys, values
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
-        slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
-        return self.write(self.plan({"slots": slots}, None), keys, values)
+        return self.stored_kv
 
     def padded(self) -> KV | None:
         return None if self.keys is None else self.stored_kv
@@ -169,15 +143,6 @@ class DenseColumns(Storage):
             self.keys, self.values = (part[rows] for part in self.stored_kv)
             entries = {name: fact[rows] for name, fact in self.stored_entries.items()}
             self.table.put(entries, self.table.is_entry[rows])
-
-    def resident_bytes(self) -> int:
-        return 0 if self.keys is None else sum(part.nbytes for part in self.stored_kv)
-
-    def billed_bytes(self) -> int:
-        if self.keys is None:
-            return 0
-        heads, head_dim = self.keys.shape[1], self.keys.shape[-1]
-        return int(self.table.lengths.sum()) * 2 * heads * head_dim * self.keys.element_size()
 
 
 Pool = tuple[torch.Tensor, ...]
@@ -211,9 +176,6 @@ class PackedCodes(Storage):
     def is_complete(self, n_columns: int) -> bool:
         return False
 
-    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
-        return self.table.plan_packed(new, keep, in_order)
-
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         batch = keys.shape[0]
         bits = layout.new.get("bits")
@@ -231,10 +193,6 @@ class PackedCodes(Storage):
             at = torch.cat([at, new_at], dim=1)
             self._keep_places(layout.entries, layout.valid, at if layout.order is None else at.gather(1, layout.order), pools)
         return self.stored_rows
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
-        slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
-        return self.write(self.plan({"slots": slots}, None), keys, values)
 
     def padded(self) -> KV | None:
         bits = self.stored_entries["bits"]

@@ -120,7 +120,7 @@ class SimulatedExecutor(PrecisionExecutor):
         return by_width.quantize_dequantize(tokens, self.kv_group_size, STORED_AS).view(batch, n, heads, width).transpose(1, 2)
 
     def new_store(self) -> CacheLayer:
-        return CacheLayer.packed(self.kv_group_size) if self.kv else CacheLayer.ragged()
+        return CacheLayer("packed", self.kv_group_size) if self.kv else CacheLayer("ragged")
 
     def quantize_dequantize_states(self, states: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         by_width = ByWidth.of(bits)

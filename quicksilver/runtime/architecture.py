@@ -7,8 +7,11 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +29,27 @@ if TYPE_CHECKING:
 Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin), each (B, M, rotary_dim)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a family's models are, as dotted names.
+
+    Attributes:
+        layers, final_norm, embeddings: of the base model; `embeddings` are the tables whose rows are added up to the first states.
+        attention, input_norm: of a layer; the norm is what states pass on their way into the attention.
+        readers: of a layer, each norm of the residual stream with the linear maps that read what it gives; None: a norm stands between
+            the sublayers and the stream.
+        writers: of a layer, the linear maps whose output is added to the residual stream.
+    """
+
+    layers: str
+    final_norm: str
+    embeddings: tuple[str, ...]
+    attention: str
+    input_norm: str
+    readers: Mapping[str, tuple[str, ...]] | None
+    writers: tuple[str, ...]
+
+
 class Architecture(ABC):
     """One model, seen through its family's adapter.
 
@@ -39,6 +63,7 @@ class Architecture(ABC):
 
     family: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
+    parts: ClassVar[Parts]
     cache_argument: ClassVar[str] = "past_key_values"  # the layer's name for the cache
     shares: int = 1  # into how many equal parts the products are cut that `of_rank` has one of
     causal: ClassVar[bool] = True  # a token sees those before it; False: all of its pass
@@ -48,7 +73,7 @@ class Architecture(ABC):
         self.config = model.config
         self.attention_implementation: str = model.config._attn_implementation
         self.base: Any = model.base_model  # torch types what a module has as Tensor | Module
-        self.layers: list[nn.Module] = list(self._find_layers())
+        self.layers: list[nn.Module] = list(attrgetter(self.parts.layers)(self.base))
         self.n_layers = len(self.layers)
         if not self.layers:
             raise UnsupportedModelError(
@@ -91,16 +116,13 @@ class Architecture(ABC):
         own.vocab_size = local(self.output_head.weight).shape[0]
         return own
 
-    @abstractmethod
-    def _find_layers(self) -> nn.ModuleList: ...
-
     @property
-    @abstractmethod
-    def final_norm(self) -> nn.Module: ...
+    def final_norm(self) -> nn.Module:
+        return attrgetter(self.parts.final_norm)(self.base)
 
-    @abstractmethod
     def attention(self, layer: int) -> nn.Module:
         """The attention module of a layer."""
+        return attrgetter(self.parts.attention)(self.layers[layer])
 
     def mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer; every family here calls it `mlp`."""
@@ -110,22 +132,32 @@ class Architecture(ABC):
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer `layer` for states entering it: hidden (B, M, D) -> two of (B, H_kv, M, head_dim)."""
 
-    @abstractmethod
     def input_norm(self, layer: int) -> nn.Module:
         """The norm that states pass on their way into a layer's attention."""
+        return attrgetter(self.parts.input_norm)(self.layers[layer])
 
     @property
-    @abstractmethod
     def embeddings(self) -> list[nn.Module]:
         """The tables whose rows are added up to the first states."""
+        return [attrgetter(name)(self.base) for name in self.parts.embeddings]
 
-    @abstractmethod
     def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Each norm of a layer's residual stream with the linear maps that read what it gives."""
+        """Each norm of a layer's residual stream with the linear maps that read what it gives.
 
-    @abstractmethod
+        Raises:
+            UnsupportedModelError: a norm stands between the sublayers and the stream.
+        """
+        if self.parts.readers is None:
+            raise UnsupportedModelError(
+                f"The residual stream of {self.family} cannot be rotated: a norm stands between its sublayers and the stream. "
+                "Leave channel_sparsity out."
+            )
+        of = self.layers[layer]
+        return [(attrgetter(norm)(of), [attrgetter(name)(of) for name in maps]) for norm, maps in self.parts.readers.items()]
+
     def residual_writers(self, layer: int) -> list[nn.Module]:
         """The linear maps of a layer whose output is added to the residual stream."""
+        return [attrgetter(name)(self.layers[layer]) for name in self.parts.writers]
 
     def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What that norm gives before its gain and bias: hidden (..., D) -> (..., D), in float32."""
@@ -178,30 +210,10 @@ class Architecture(ABC):
 class GPT2Architecture(Architecture):
     family = "gpt2"
     model_types = ("gpt2",)
-
-    def _find_layers(self) -> nn.ModuleList:
-        return self.base.h
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.base.ln_f
-
-    def attention(self, layer: int) -> nn.Module:
-        return self._layer(layer).attn
-
-    def input_norm(self, layer: int) -> nn.Module:
-        return self._layer(layer).ln_1
-
-    @property
-    def embeddings(self) -> list[nn.Module]:
-        return [self.base.wte, self.base.wpe]
-
-    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        block = self._layer(layer)
-        return [(block.ln_1, [block.attn.c_attn]), (block.ln_2, [block.mlp.c_fc])]
-
-    def residual_writers(self, layer: int) -> list[nn.Module]:
-        return [self._layer(layer).attn.c_proj, self._layer(layer).mlp.c_proj]
+    parts = Parts(
+        layers="h", final_norm="ln_f", embeddings=("wte", "wpe"), attention="attn", input_norm="ln_1",
+        readers={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)}, writers=("attn.c_proj", "mlp.c_proj"),
+    )  # fmt: skip
 
     def _columns(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of the fused q, k, v projection (Conv1D keeps its weight as (in, out))."""
@@ -223,34 +235,14 @@ class LlamaArchitecture(Architecture):
 
     family = "llama"
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-
-    def _find_layers(self) -> nn.ModuleList:
-        return self.base.layers
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.base.norm
-
-    def attention(self, layer: int) -> nn.Module:
-        return self._layer(layer).self_attn
-
-    def input_norm(self, layer: int) -> nn.Module:
-        return self._layer(layer).input_layernorm
-
-    @property
-    def embeddings(self) -> list[nn.Module]:
-        return [self.base.embed_tokens]
-
-    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        block = self._layer(layer)
-        attention, mlp = block.self_attn, block.mlp
-        return [
-            (block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj]),
-            (block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj]),
-        ]
-
-    def residual_writers(self, layer: int) -> list[nn.Module]:
-        return [self._layer(layer).self_attn.o_proj, self._layer(layer).mlp.down_proj]
+    parts: ClassVar[Parts] = Parts(
+        layers="layers", final_norm="norm", embeddings=("embed_tokens",), attention="self_attn", input_norm="input_layernorm",
+        readers={
+            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+        writers=("self_attn.o_proj", "mlp.down_proj"),
+    )  # fmt: skip
 
     def rotates(self, layer: int) -> bool:
         return getattr(self.attention(layer), "use_rope", True)
@@ -293,38 +285,16 @@ class GPTNeoXArchitecture(Architecture):
 
     family = "gpt_neox"
     model_types = ("gpt_neox",)
+    parts = Parts(
+        layers="layers", final_norm="final_layer_norm", embeddings=("embed_in",), attention="attention", input_norm="input_layernorm",
+        readers={"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        writers=("attention.dense", "mlp.dense_4h_to_h"),
+    )  # fmt: skip
     cache_argument = "layer_past"
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.projection_params_per_layer = self.query_params_per_layer = 3 * self.width * self.n_heads * self.head_dim
-
-    def _find_layers(self) -> nn.ModuleList:
-        return self.base.layers
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.base.final_layer_norm
-
-    def attention(self, layer: int) -> nn.Module:
-        return self._layer(layer).attention
-
-    def input_norm(self, layer: int) -> nn.Module:
-        return self._layer(layer).input_layernorm
-
-    @property
-    def embeddings(self) -> list[nn.Module]:
-        return [self.base.embed_in]
-
-    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        block = self._layer(layer)
-        return [
-            (block.input_layernorm, [block.attention.query_key_value]),
-            (block.post_attention_layernorm, [block.mlp.dense_h_to_4h]),
-        ]
-
-    def residual_writers(self, layer: int) -> list[nn.Module]:
-        return [self._layer(layer).attention.dense, self._layer(layer).mlp.dense_4h_to_h]
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary
@@ -410,6 +380,7 @@ class Olmo2Architecture(LlamaArchitecture):
 
     family = "olmo2"
     model_types: ClassVar[tuple[str, ...]] = ("olmo2",)
+    parts = replace(LlamaArchitecture.parts, readers=None)
 
     def input_norm(self, layer: int) -> nn.Module:
         return nn.Identity()
@@ -426,15 +397,16 @@ class Olmo2Architecture(LlamaArchitecture):
         attention = self._layer(layer).self_attn
         return self._rotate(layer, self._heads(attention.q_norm(attention.q_proj(hidden))), rotary)
 
-    def residual_readers(self, layer: int) -> NoReturn:
-        _refuse_rotation(self.family)
-
 
 class Phi3Architecture(LlamaArchitecture):
     """Phi-3 and Phi-4: q, k and v in one projection, in that order; rotary on the first part of each head where it is partial."""
 
     family = "phi3"
     model_types: ClassVar[tuple[str, ...]] = ("phi3",)
+    parts = replace(
+        LlamaArchitecture.parts,
+        readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
+    )
 
     def _rows(self, layer: int, hidden: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of the fused projection's weight, which is (out, in)."""
@@ -458,10 +430,6 @@ class Phi3Architecture(LlamaArchitecture):
     def attention_window(self, layer: int) -> int | None:
         return self.config.sliding_window
 
-    def residual_readers(self, layer: int) -> list[tuple[nn.Module, list[nn.Module]]]:
-        block: Any = self._layer(layer)
-        return [(block.input_layernorm, [block.self_attn.qkv_proj]), (block.post_attention_layernorm, [block.mlp.gate_up_proj])]
-
 
 class GemmaArchitecture(LlamaArchitecture):
     """Gemma 2 and 3: norms before and behind each sublayer, gains counted from one, sliding and full layers in turn.
@@ -475,6 +443,7 @@ class GemmaArchitecture(LlamaArchitecture):
 
     family = "gemma"
     model_types: ClassVar[tuple[str, ...]] = ("gemma2", "gemma3_text")
+    parts = replace(LlamaArchitecture.parts, readers=None)
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -491,19 +460,9 @@ class GemmaArchitecture(LlamaArchitecture):
     def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden.float(), (self.width,), eps=self.input_norm(layer).eps)  # type: ignore[arg-type]
 
-    def residual_readers(self, layer: int) -> NoReturn:
-        _refuse_rotation(self.family)
-
     def score_cap(self, layer: int) -> float | None:
         return getattr(self.attention(layer), "attn_logit_softcapping", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits, cap = super().logits(hidden), getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def _refuse_rotation(family: str) -> NoReturn:
-    raise UnsupportedModelError(
-        f"The residual stream of {family} cannot be rotated: a norm stands between its sublayers and the stream. "
-        "Leave channel_sparsity out."
-    )

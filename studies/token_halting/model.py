@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quicksilver.runtime.architecture import Architecture, Rotary
+from quicksilver.runtime.architecture import Architecture, Parts, Rotary
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
 
 from .scenes import CLASSES, Grid, Scene, inside_boxes, keep_by_nms
@@ -274,6 +274,10 @@ class EncoderArchitecture(Architecture):
 
     family = "torch_encoder"
     model_types: ClassVar[tuple[str, ...]] = ("torch_encoder",)
+    parts = Parts(
+        layers="layers", final_norm="norm", embeddings=(), attention="self_attn", input_norm="norm1", readers=None,
+        writers=("self_attn.out_proj", "linear2"),
+    )  # fmt: skip
     causal = False
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -287,35 +291,15 @@ class EncoderArchitecture(Architecture):
         # The fused projection of nn.MultiheadAttention is a bare parameter, which no nn.Linear holds.
         self.linear_params_per_layer += self._layer(0).self_attn.in_proj_weight.numel()
 
-    def _find_layers(self) -> nn.ModuleList:
-        return self.base.layers
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.base.norm
-
-    def attention(self, layer: int) -> nn.Module:
-        return self._layer(layer).self_attn
-
     def mlp(self, layer: int) -> NoReturn:
         raise UnsupportedModelError(
             "A torch encoder layer has no module that is its feed-forward part: linear1 and linear2 lie in the layer."
         )
 
-    def input_norm(self, layer: int) -> nn.Module:
-        return self._layer(layer).norm1
-
-    @property
-    def embeddings(self) -> list[nn.Module]:
-        return []
-
     def residual_readers(self, layer: int) -> NoReturn:
         raise UnsupportedModelError(
             "The residual stream of torch_encoder cannot be rotated: its norms take the mean off. Leave channel_sparsity out."
         )
-
-    def residual_writers(self, layer: int) -> list[nn.Module]:
-        return [self._layer(layer).self_attn.out_proj, self._layer(layer).linear2]
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._layer(layer).self_attn.heads(self.input_norm(layer)(hidden), 1, 2)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import check_choice, check_count, check_number
 from quicksilver.modules.halting import HaltingPolicy
+from quicksilver.runtime.options import Fractions, Positive, Share, between
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
-
-MEASURES = ("softmax", "state")
 
 
 @dataclass(kw_only=True)
@@ -41,18 +39,10 @@ class ConfidenceExit(HaltingPolicy):
     """
 
     measure: Literal["softmax", "state"] = "state"
-    threshold: float = 0.9
-    temperature: float | None = None
-    horizon: int = 512
-    window: tuple[float, float] = (0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        check_choice("measure", self.measure, MEASURES)
-        check_number("threshold", self.threshold, 0.0, 1.0)
-        if self.temperature is not None:
-            check_number("temperature", self.temperature, 0.0)
-        check_count("horizon", self.horizon, 1)
-        super().__post_init__()
+    threshold: Share = 0.9
+    temperature: Annotated[float, between(0.0)] | None = None
+    horizon: Positive = 512
+    window: Fractions = (0.0, 1.0)
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         if self.measure == "state":

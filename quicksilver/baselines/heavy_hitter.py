@@ -8,12 +8,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import check_choice, check_count
 from quicksilver.modules.signals import lowest, slot_draw
 from quicksilver.runtime.module import EvictionPolicy
+from quicksilver.runtime.options import Count, Positive
 from quicksilver.runtime.view import CacheView
-
-CRITERIA = ("attention", "random")
 
 
 @dataclass(kw_only=True)
@@ -41,17 +39,11 @@ class HeavyHitter(EvictionPolicy):
         ConfigError: an option out of range.
     """
 
-    heavy: int = 45
-    recent: int = 45
+    heavy: Count = 45
+    recent: Positive = 45
     criterion: Literal["attention", "random"] = "attention"
-    seed: int = 0
+    seed: Count = 0
     priority: ClassVar[int] = 20
-
-    def __post_init__(self) -> None:
-        check_count("heavy", self.heavy)
-        check_count("recent", self.recent, 1)
-        check_choice("criterion", self.criterion, CRITERIA)
-        check_count("seed", self.seed)
 
     @property
     def causal(self) -> bool:

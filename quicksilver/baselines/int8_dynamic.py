@@ -11,14 +11,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError, KernelError
 from quicksilver.runtime.module import NumberFormat, Transform
 from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, LinearKernel, weight_of
 from quicksilver.runtime.quantized.linear import where_it_runs
-
-BACKENDS = ("torch", "torchao")
 
 
 @dataclass(kw_only=True)
@@ -45,7 +42,7 @@ class Int8Dynamic(Transform):
     backend: Literal["torch", "torchao"] = "torch"
 
     def __post_init__(self) -> None:
-        check_choice("backend", self.backend, BACKENDS)
+        super().__post_init__()
         if self.backend == "torchao":
             _torchao()
         self._ran: dict[str, None] = {}

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from quicksilver.modules.checks import check_number
 from quicksilver.modules.halting import HaltingPolicy, fill_up
+from quicksilver.runtime.options import Count, Share
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
@@ -32,18 +32,16 @@ class OneShotHalting(HaltingPolicy):
         ConfigError: an option out of range; by `bind`, a start after which nothing is left to save.
     """
 
-    halted_share: float = 0.54
-    start: float = 0.3
+    halted_share: Share = 0.54
+    start: Share = 0.3
     missing_kv: MissingKV = "drop"
-    protect_first: int = 4
+    protect_first: Count = 4
     window: tuple[float, float] = field(default=(0.3, 1.0), init=False)
     chooses_causally: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number("halted_share", self.halted_share, 0.0, 1.0)
-        check_number("start", self.start, 0.0, 1.0)
-        self.window = (self.start, 1.0)
         super().__post_init__()
+        self.window = (self.start, 1.0)
 
     def acts_at(self, layer: int) -> bool:
         return layer == self.first_layer and self.halted_share > 0

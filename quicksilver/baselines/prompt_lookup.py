@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quicksilver.modules.checks import check_count
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.module import Transform
+from quicksilver.runtime.options import Positive
 
 
 @dataclass(kw_only=True)
@@ -31,13 +31,9 @@ class PromptLookup(Transform):
         ConfigError: an option out of range.
     """
 
-    tokens: int = 10
-    ngram: int = 2
+    tokens: Positive = 10
+    ngram: Positive = 2
     changes_weights: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_count("tokens", self.tokens, 1)
-        check_count("ngram", self.ngram, 1)
 
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:

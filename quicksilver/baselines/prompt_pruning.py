@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from quicksilver.modules.checks import check_number, layer_after
+from quicksilver.modules.checks import layer_after
 from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import AttentionReceived
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Count, Fractions, check_number
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
@@ -40,11 +41,12 @@ class PromptPruning(HaltingPolicy):
     layers: Sequence[float] = (0.2, 0.5, 0.75)
     kept: Sequence[float] = (0.7, 0.5, 0.4)
     missing_kv: MissingKV = "drop"
-    protect_first: int = 4
-    window: tuple[float, float] = (0.0, 1.0)
+    protect_first: Count = 4
+    window: Fractions = (0.0, 1.0)
     chooses_causally: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("layers", "kept"):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
@@ -59,7 +61,6 @@ class PromptPruning(HaltingPolicy):
                 f"layers={list(self.layers)} must rise and kept={list(self.kept)} must fall: what was dropped stays dropped."
             )
         self._attention = AttentionReceived(last_queries=1)
-        super().__post_init__()
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)

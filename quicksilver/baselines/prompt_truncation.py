@@ -10,13 +10,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import check_choice, check_count, check_number
 from quicksilver.modules.signals import lowest, slot_draw
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import Transform
-
-WHICH = ("last", "ends", "random")
+from quicksilver.runtime.options import Count, check_count, check_number
 
 
 @dataclass(kw_only=True)
@@ -41,7 +39,7 @@ class PromptTruncation(Transform):
 
     keep: int | float = 0.6
     which: Literal["last", "ends", "random"] = "last"
-    seed: int = 0
+    seed: Count = 0
     changes_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -51,8 +49,7 @@ class PromptTruncation(Transform):
             raise ConfigError(
                 f"keep={self.keep!r} leaves no prompt: give more than 0, such as 0.6 for 60%, or a number of tokens."
             )
-        check_choice("which", self.which, WHICH)
-        check_count("seed", self.seed)
+        super().__post_init__()
 
     @property
     def causal(self) -> bool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quicksilver.modules.checks import check_count
 from quicksilver.runtime.module import EvictionPolicy, SpanPolicy
+from quicksilver.runtime.options import Count, Positive
 from quicksilver.runtime.view import CacheView
 from quicksilver.runtime.visibility import Span
 
@@ -30,12 +30,8 @@ class SinkAttention(SpanPolicy, EvictionPolicy):
         ConfigError: an option out of range.
     """
 
-    window: int = 86
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        check_count("window", self.window, 1)
-        check_count("sinks", self.sinks)
+    window: Positive = 86
+    sinks: Count = 4
 
     def span(self, layer: int) -> Span:
         return Span(self.window, self.sinks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quicksilver.baselines.sink_attention import SinkAttention
+from quicksilver.runtime.options import Count, Positive
 
 
 @dataclass(kw_only=True)
@@ -22,5 +23,5 @@ class SlidingWindow(SinkAttention):
         sinks: 0; with some it is `SinkAttention`.
     """
 
-    window: int = 90
-    sinks: int = 0
+    window: Positive = 90
+    sinks: Count = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quicksilver.modules.controls import StaticDepth
 from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.options import Share
 from quicksilver.runtime.pass_state import MissingKV
 
 
@@ -23,7 +24,7 @@ class StaticExit(StaticDepth):
         depth: fraction of the layers that are run; 1: all of them, the dense model.
     """
 
-    depth: float = 0.6
+    depth: Share = 0.6
     missing_kv: MissingKV = "drop"
 
     def bind(self, architecture: Architecture) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import by_place, check_choice, check_count, check_number, layer_after
+from quicksilver.modules.checks import by_place, layer_after
 from quicksilver.modules.signals import lowest, share_of
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.options import Count, Share, between
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
-
-METRICS = ("keys", "states")
 
 
 @dataclass(kw_only=True)
@@ -47,21 +46,14 @@ class TokenMerging(TokenPolicy):
         ConfigError: an option out of range.
     """
 
-    r: float = 0.05
+    r: Annotated[float, between(0.0, 0.5)] = 0.05
     metric: Literal["keys", "states"] = "keys"
-    start: float = 0.0
+    start: Share = 0.0
     proportional: bool = True
-    protect_first: int = 4
-    protect_last: int = 1
+    protect_first: Count = 4
+    protect_last: Count = 1
     lookahead: bool = False
     priority: ClassVar[int] = 30
-
-    def __post_init__(self) -> None:
-        check_number("r", self.r, 0.0, 0.5)
-        check_choice("metric", self.metric, METRICS)
-        check_number("start", self.start, 0.0, 1.0)
-        check_count("protect_first", self.protect_first)
-        check_count("protect_last", self.protect_last)
 
     @property
     def causal(self) -> bool:

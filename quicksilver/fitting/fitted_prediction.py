@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.fitting.fit import CONTROLS, fit_translators
+from quicksilver.fitting.fit import fit_translators
 from quicksilver.fitting.schedules import saved_pct
 from quicksilver.fitting.text import FitText
-from quicksilver.modules.checks import check_choice
 from quicksilver.modules.staged_halting import PresetHalting, Schedule, schedule_of
 from quicksilver.modules.thresholds import Fitted
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Positive
 
 NONE = "none"
 
@@ -39,14 +39,13 @@ class FittedPrediction(PresetHalting, Fitted):
             little text, or a budget that no layer reaches; by `apply`, a module that was not fitted.
     """
 
-    control: str = "none"
+    control: Literal["none", "shuffled", "mean"] = "none"
     drop_oldest: bool = True
-    prompt_tokens: int = 448
+    prompt_tokens: Positive = 448
     translator: ClassVar[str] = EMBEDDED  # type: ignore[misc]  # no option: it is fitted here
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("control", self.control, (NONE, *CONTROLS))
         if not self.drop_oldest and self.schedule is not None:
             raise ConfigError("drop_oldest=false chooses its own schedule: give save instead of a schedule.")
         self._map: Translator | None = None

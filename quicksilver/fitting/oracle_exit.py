@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from torch import nn
 from quicksilver.fitting.fit import RIDGE, check_enough, fit_translators
 from quicksilver.fitting.text import FitText
 from quicksilver.measure.latency import shared_weight_copy
-from quicksilver.modules.checks import check_choice, check_count, check_share
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.thresholds import Fitted
 from quicksilver.modules.translators import BoundTranslator, Translator
@@ -22,6 +21,7 @@ from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import LayerWork, head_flops
 from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.options import Count, InnerShare
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
@@ -73,18 +73,15 @@ class OracleExit(TokenPolicy, Fitted):
             not fitted, or that was fitted to other weights.
     """
 
-    save: float = 0.2
-    head: str = "fitted"
-    missing_kv: str = "predict"
-    protect_first: int = 4
+    save: InnerShare = 0.2
+    head: Literal["fitted", "lens"] = "fitted"
+    missing_kv: Literal["predict", "project"] = "predict"
+    protect_first: Count = 4
     lookahead: bool = False
     priority: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        check_share("save", self.save)
-        check_choice("head", self.head, ("fitted", "lens"))
-        check_choice("missing_kv", self.missing_kv, ("predict", "project"))
-        check_count("protect_first", self.protect_first)
+        super().__post_init__()
         self._exit: Exit | None = None
         self._map: Translator | None = None
         self._digest: str | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quicksilver.measure.measurement import Measurement, Result, at_least
+from quicksilver.measure.measurement import Measurement, Result
+from quicksilver.runtime.options import Positive
 
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
@@ -44,13 +45,10 @@ class Audit(Measurement):
         probes: positions per window behind which the tokens are replaced.
     """
 
-    probes: int = 3
+    probes: Positive = 3
 
     share = 0.08
     windows_speak = True
-
-    def check(self, setting: object) -> None:
-        at_least("probes", self.probes, 1)
 
     def run(self, bench: Bench) -> AuditResult:
         from quicksilver.measure.perplexity import audit

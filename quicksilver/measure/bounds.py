@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.measure.strata import Share
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Positive
 
 if TYPE_CHECKING:
     import torch
@@ -94,19 +95,16 @@ class Bounds(Measurement):
         depths: fractions of the depth at which a token halts or is fused.
     """
 
-    windows: int = 4
-    tokens: int = 96
-    followed: int = 8
-    iterations: int = 3
+    windows: Positive = 4
+    tokens: Positive = 96
+    followed: Positive = 8
+    iterations: Positive = 3
     depths: list[float] = field(default_factory=lambda: [0.4, 0.5, 0.667])
 
     share = 0.3
     of_dense = "alone"
 
     def check(self, setting: Setting) -> None:
-        at_least("windows", self.windows, 1)
-        at_least("followed", self.followed, 1)
-        at_least("iterations", self.iterations, 1)
         if not self.followed < self.tokens <= setting.window_tokens:
             raise ConfigError(
                 f"tokens={self.tokens} is out of range: more than followed={self.followed}, at most the {setting.window_tokens} of a window."

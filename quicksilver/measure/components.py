@@ -7,9 +7,10 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Quartiles, Result
+from quicksilver.runtime.options import Count, at_least
 
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
@@ -95,15 +96,11 @@ class Components(Measurement):
         repeats: timed rounds, at least 3 (App. J: 50).
     """
 
-    warmup: int = 1
-    repeats: int = 5
+    warmup: Count = 1
+    repeats: Annotated[int, at_least(3)] = 5
 
     share = 0.07
     timed = True
-
-    def check(self, setting: Setting) -> None:
-        at_least("warmup", self.warmup, 0)
-        at_least("repeats", self.repeats, 3)
 
     def run(self, bench: Bench) -> ComponentsResult:
         import torch

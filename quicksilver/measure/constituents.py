@@ -14,6 +14,7 @@ from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.measure.strata import AgainstNull, Share
 from quicksilver.measure.words import Counted, check_annotated
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import InnerShare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,14 +92,12 @@ class Constituents(Measurement):
         closest_share: of all neighbours, the closest in each layer of the dense model (paper D.3: the 15th percentile).
     """
 
-    closest_share: float = 0.15
+    closest_share: InnerShare = 0.15
 
     share = 0.05
     of_dense = "never"
 
     def check(self, setting: Setting) -> None:
-        if not 0 < self.closest_share < 1:
-            raise ConfigError(f"closest_share={self.closest_share:g} is out of range: a share between 0 and 1.")
         check_annotated(setting)
 
     def run(self, bench: Bench) -> ConstituentsResult:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread, at_least
+from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Count, at_least, check_positive
 
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
@@ -86,22 +87,16 @@ class Deployment(Measurement):
         repeats: timed rounds, at least 3.
     """
 
-    prompt_tokens: int = 256
-    new_tokens: int = 64
-    budget_ms: float = 50.0
-    warmup: int = 1
-    repeats: int = 5
+    prompt_tokens: Annotated[int, at_least(2)] = 256
+    new_tokens: Annotated[int, at_least(2)] = 64
+    budget_ms: Annotated[float, check_positive] = 50.0
+    warmup: Count = 1
+    repeats: Annotated[int, at_least(3)] = 5
 
     share = 0.05
     timed = True
 
     def check(self, setting: Setting) -> None:
-        at_least("warmup", self.warmup, 0)
-        at_least("repeats", self.repeats, 3)
-        at_least("prompt_tokens", self.prompt_tokens, 2)
-        at_least("new_tokens", self.new_tokens, 2)
-        if self.budget_ms <= 0:
-            raise ConfigError(f"budget_ms={self.budget_ms:g} is out of range: more than 0 milliseconds a token.")
         if self.prompt_tokens > setting.window_tokens:
             raise ConfigError(
                 f"prompt_tokens={self.prompt_tokens}: the prompt is the beginning of a window, and a window has "

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from quicksilver.measure.measurement import Measurement, Result, Setting
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.measure.measurement import Measurement, Result
+from quicksilver.runtime.options import between
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,15 +63,11 @@ class Emissions(Measurement):
     """
 
     country_iso_code: str | None = None
-    window_s: float = 1.0
+    window_s: Annotated[float, between(1.0)] = 1.0
 
     share = 0.04
     timed = True
     in_identity = False
-
-    def check(self, setting: Setting) -> None:
-        if self.window_s < 1:
-            raise ConfigError(f"window_s={self.window_s:g} is out of range: counters need at least 1 second.")
 
     def run(self, bench: Bench) -> EmissionsResult:
         import torch

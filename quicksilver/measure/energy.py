@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import at_least, between
 
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
@@ -302,8 +303,8 @@ class Energy(Measurement):
     """
 
     country_iso_code: str | None = None
-    window_s: float = 3.0
-    rounds: int = 3
+    window_s: Annotated[float, between(1.0)] = 3.0
+    rounds: Annotated[int, at_least(2)] = 3
 
     share = 0.08
     timed = True
@@ -311,9 +312,6 @@ class Energy(Measurement):
     def check(self, setting: Setting) -> None:
         if self.country_iso_code is None:
             raise ConfigError("country_iso_code has no value: give the country whose electricity it is, such as DEU.")
-        at_least("rounds", self.rounds, 2)
-        if self.window_s < 1:
-            raise ConfigError(f"window_s={self.window_s:g} is out of range: counters need at least 1 second.")
 
     def run(self, bench: Bench) -> EnergyResult:
         import torch

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.options import Positive, at_least, check_positive
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,27 +89,21 @@ class Generation(Measurement):
         prompts: how many windows; fewer where there are not as many.
         prompt_tokens, new_tokens: lengths of prompts and continuations.
         sampled: also draw, not only take the likeliest token.
-        temperature: of the draws.
+        temperature: of the draws, above 0; without draws there is `sampled=false`.
         batch_size: prompts that are computed together; it decides nothing.
     """
 
-    prompts: int = 16
-    prompt_tokens: int = 256
-    new_tokens: int = 64
+    prompts: Positive = 16
+    prompt_tokens: Annotated[int, at_least(2)] = 256
+    new_tokens: Annotated[int, at_least(REPEATED_NGRAM)] = 64
     sampled: bool = True
-    temperature: float = 1.0
-    batch_size: int = 8
+    temperature: Annotated[float, check_positive] = 1.0
+    batch_size: Positive = 8
 
     share = 0.3
     of_dense: ClassVar[Literal["always", "alone", "never"]] = "never"  # it is the other side of every comparison
 
     def check(self, setting: Setting) -> None:
-        at_least("prompts", self.prompts, 1)
-        at_least("prompt_tokens", self.prompt_tokens, 2)
-        at_least("new_tokens", self.new_tokens, REPEATED_NGRAM)
-        at_least("batch_size", self.batch_size, 1)
-        if self.temperature <= 0:
-            raise ConfigError(f"temperature={self.temperature:g} is out of range: more than 0; sampled=false is greedy alone.")
         if self.prompt_tokens > setting.window_tokens:
             raise ConfigError(
                 f"prompt_tokens={self.prompt_tokens}: a prompt is the beginning of a window, and a window has "

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread, at_least
+from quicksilver.measure.measurement import Measurement, Quartiles, Result, Spread
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.options import Count, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -322,15 +323,11 @@ class Latency(Measurement):
         repeats: timed rounds, at least 3.
     """
 
-    warmup: int = 1
-    repeats: int = 3
+    warmup: Count = 1
+    repeats: Annotated[int, at_least(MIN_REPEATS)] = 3
 
     share = 0.18
     timed = True
-
-    def check(self, setting: Setting) -> None:
-        at_least("warmup", self.warmup, 0)
-        at_least("repeats", self.repeats, MIN_REPEATS)
 
     def run(self, bench: Bench) -> LatencyResult:
         import torch

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Result
+from quicksilver.runtime.options import at_least
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,14 +78,11 @@ class Lenses(Measurement):
         windows: how many, at least 8; an interval needs them.
     """
 
-    windows: int = 16
+    windows: Annotated[int, at_least(8)] = 16
 
     share = 0.3
     of_dense = "alone"
     reads = ("tuned_lens",)  # modules.lens.TUNED_LENS, whose import would bring torch
-
-    def check(self, setting: Setting) -> None:
-        at_least("windows", self.windows, 8)
 
     def run(self, bench: Bench) -> LensesResult:
         import numpy as np

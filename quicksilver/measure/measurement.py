@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options
 
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
@@ -176,8 +176,8 @@ class Setting:
 
 
 @dataclass
-class Measurement(ABC):
-    """One pass over a model, its windows and its modules. The options are the fields of the dataclass.
+class Measurement(Options, ABC):
+    """One pass over a model, its windows and its modules. The options are the fields of the dataclass, checked by their annotations.
 
     Attributes:
         share: rough share of a run's time, beside the others' shares.
@@ -197,8 +197,8 @@ class Measurement(ABC):
     reads: ClassVar[tuple[str, ...]] = ()
     of_dense: ClassVar[Literal["always", "alone", "never"]] = "always"
 
-    def check(self, setting: Setting) -> None:  # noqa: B027  (optional)
-        """Refuse options out of range, or that do not go with the run: raises ConfigError, whose message begins with the option."""
+    def check(self, setting: Setting) -> None:
+        """Refuse options that do not go with the run: raises ConfigError, whose message begins with the option."""
 
     @abstractmethod
     def run(self, bench: Bench) -> Result | None:
@@ -207,12 +207,6 @@ class Measurement(ABC):
     def identity(self) -> dict[str, Any]:
         """The options that decide a number: all of them."""
         return dataclasses.asdict(self)
-
-
-def at_least(option: str, value: float, least: float) -> None:
-    """Raises ConfigError, naming the option."""
-    if value < least:
-        raise ConfigError(f"{option}={value:g} is out of range: at least {least:g}.")
 
 
 @dataclass(frozen=True)

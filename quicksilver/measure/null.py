@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quicksilver.measure.measurement import Measurement, Result, at_least
+from quicksilver.measure.measurement import Measurement, Result
+from quicksilver.runtime.options import Positive
 
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
@@ -48,14 +49,11 @@ class Null(Measurement):
         seeds: how often they are dealt; each window's `null_nll_nats` is the mean over them.
     """
 
-    seeds: int = 1
+    seeds: Positive = 1
 
     share = 0.15
     windows_speak = True
     of_dense = "never"
-
-    def check(self, setting: object) -> None:
-        at_least("seeds", self.seeds, 1)
 
     def identity(self) -> dict[str, Any]:
         return {} if self.seeds == 1 else {"seeds": self.seeds}

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Count
 
 if TYPE_CHECKING:
     import torch
@@ -61,14 +62,13 @@ class Signals(Measurement):
     """
 
     sentences: list[str] = field(default_factory=list)
-    windows: int = 0
+    windows: Count = 0
     attribution: bool = False
 
     share = 0.05
     of_dense = "alone"  # a look inside a run shows the dense model as well
 
     def check(self, setting: Setting) -> None:
-        at_least("windows", self.windows, 0)
         if not (self.sentences or self.windows):
             raise ConfigError("sentences has no text to look into: give sentences=['A sentence.'] or windows=1.")
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.models.loading import classification_head
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.options import Positive
 
 if TYPE_CHECKING:
     from quicksilver.data.spec import TaskConfig
@@ -80,13 +81,10 @@ class Task(Measurement):
         evaluate: a metric of Hugging Face's `evaluate` beside our own: the path of a script, or a name of the hub (`glue/sst2`).
     """
 
-    batch_size: int = 8
+    batch_size: Positive = 8
     evaluate: str | None = None
 
     share = 0.6
-
-    def check(self, setting: Setting) -> None:
-        at_least("batch_size", self.batch_size, 1)
 
     def identity(self) -> dict[str, Any]:
         # A metric beside the others moves none of them: what asks for none is what it was before there were any.

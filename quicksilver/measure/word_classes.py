@@ -13,6 +13,7 @@ from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.measure.strata import AgainstNull, Share
 from quicksilver.measure.words import Counted, check_annotated
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import InnerShare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +79,7 @@ class WordClassesResult(Result):
         model: nested models; empty where all or none have halted at `depth`.
     """
 
-    depth: float
+    depth: InnerShare
     layer: int
     counted: Counted
     classes: list[ClassHalting]
@@ -115,14 +116,12 @@ class WordClasses(Measurement):
         depth: fraction of the depth at which rates are compared (paper: layer 15 of 30).
     """
 
-    depth: float = 0.5
+    depth: InnerShare = 0.5
 
     share = 0.02
     of_dense = "never"
 
     def check(self, setting: Setting) -> None:
-        if not 0 < self.depth < 1:
-            raise ConfigError(f"depth={self.depth:g} is out of range: a fraction of the depth, between 0 and 1.")
         check_annotated(setting)
 
     def run(self, bench: Bench) -> WordClassesResult:

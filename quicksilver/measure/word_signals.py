@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quicksilver.measure.measurement import Measurement, Result, Setting, at_least
+from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.measure.words import Counted, check_annotated
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Count, InnerShare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,16 +82,13 @@ class WordSignals(Measurement):
         depth: whoever has halted after this fraction of the depth is "halted".
     """
 
-    windows: int = 32
-    depth: float = 0.5
+    windows: Count = 32
+    depth: InnerShare = 0.5
 
     share = 0.1
     of_dense = "never"
 
     def check(self, setting: Setting) -> None:
-        at_least("windows", self.windows, 0)
-        if not 0 < self.depth < 1:
-            raise ConfigError(f"depth={self.depth:g} is out of range: a fraction of the depth, between 0 and 1.")
         check_annotated(setting)
 
     def run(self, bench: Bench) -> WordSignalsResult:

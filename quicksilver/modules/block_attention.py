@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quicksilver.modules.checks import check_count
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.block_attention import attention_in_blocks
 from quicksilver.runtime.module import Transform
+from quicksilver.runtime.options import Positive
 
 
 @dataclass(kw_only=True)
@@ -27,10 +27,7 @@ class BlockAttention(Transform):
 
     changes_weights: ClassVar[bool] = False
 
-    block: int = 64
-
-    def __post_init__(self) -> None:
-        self.block = check_count("block", self.block, low=1)
+    block: Positive = 64
 
     def applied(self, architecture: Architecture) -> AbstractContextManager[None]:
         return attention_in_blocks(architecture, self.block)

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.modules.checks import check_number
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.thresholds import Fitted
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
 from quicksilver.runtime.module import Transform
+from quicksilver.runtime.options import Share
 
 # Energies of products are filed by their binary logarithm, 64 bins an octave, from 2^-80 to 2^48.
 _BINS_PER_OCTAVE, _LOWEST, _HIGHEST = 64, -80, 48
@@ -49,11 +49,11 @@ class ChannelSparsity(Transform, Fitted):
         ConfigError: an option out of range; by `apply`, a module that was not fitted, or that was fitted to other weights.
     """
 
-    error: float = 0.0006
+    error: Share = 0.0006
     rotate: bool = True
 
     def __post_init__(self) -> None:
-        check_number("error", self.error, 0.0, 1.0)
+        super().__post_init__()
         self._skippable = torch.zeros((), dtype=torch.int64)
         self._digest: str | None = None
         self._rotation: torch.Tensor | None = None  # (D, D) float64

@@ -10,16 +10,17 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import check_choice, check_count, check_known_ids, check_number, check_token_ids
+from quicksilver.modules.checks import check_known_ids
 from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
 from quicksilver.modules.signals import Random, lowest, make_signal
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, RuntimeModule, SpanPolicy, TokenPolicy
+from quicksilver.runtime.options import Count, Fractions, Share, between, check_choice, check_count, check_token_ids
 from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, Precision, TokenState
 from quicksilver.runtime.run import apply
 from quicksilver.runtime.trace import PassTrace, Trace
@@ -37,13 +38,12 @@ if TYPE_CHECKING:
 class StaticDepth(HaltingPolicy):
     """Every token stops after the same `depth`, a fraction of the layers: early exit that reads no state. Causal."""
 
-    depth: float = 0.5
+    depth: Share = 0.5
     window: tuple[float, float] = field(default=(0.5, 1.0), init=False)
 
     def __post_init__(self) -> None:
-        check_number("depth", self.depth, 0.0, 1.0)
-        self.window = (self.depth, 1.0)
         super().__post_init__()
+        self.window = (self.depth, 1.0)
 
     def halted_share_after(self, layer: int) -> float | None:
         return 1.0
@@ -59,14 +59,13 @@ class RandomHalting(HaltingPolicy):
     The draw is a hash of (seed, layer, slot, token id): the same alone, in a batch, in prefill and in decoding.
     """
 
-    rate: float = 0.1
-    seed: int = 0
-    resume_layers: int = 4
+    rate: Share = 0.1
+    seed: Count = 0
+    resume_layers: Count = 4
 
     def __post_init__(self) -> None:
-        check_number("rate", self.rate, 0.0, 1.0)
-        self._random = Random(self.seed)
         super().__post_init__()
+        self._random = Random(self.seed)
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         return eligible & (self._random(view, tokens, eligible) < self.rate)
@@ -84,15 +83,14 @@ class ExponentialDecay(HaltingPolicy):
         window: from which depth on, and up to which.
     """
 
-    alpha: float = 0.07
+    alpha: Annotated[float, between(0.0)] = 0.07
     even: bool = True
-    seed: int = 0
-    window: tuple[float, float] = (0.0, 1.0)
+    seed: Count = 0
+    window: Fractions = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        check_number("alpha", self.alpha, 0.0)
-        self._random = Random(self.seed)
         super().__post_init__()
+        self._random = Random(self.seed)
 
     @property
     def chooses_causally(self) -> bool:  # type: ignore[override]
@@ -112,9 +110,6 @@ class ExponentialDecay(HaltingPolicy):
         if self.even:
             return fill_up(view, tokens, eligible, draw, self._halted_shares[view.layer])
         return eligible & (draw < 1 - math.exp(-self.alpha))
-
-
-WORD_CLASSES = ("function", "content")
 
 
 @dataclass(kw_only=True)
@@ -137,27 +132,25 @@ class WordClassHalting(HaltingPolicy):
     """
 
     halted: Literal["function", "content"] = "function"
-    depth: float = 0.5
+    depth: Share = 0.5
     at_random: bool = False
-    seed: int = 0
+    seed: Count = 0
     function_ids: Sequence[int | str] = ("@function_words",)
     letter_ids: Sequence[int | str] = ("@with_letters",)
     begin_ids: Sequence[int | str] = ("@begins_with_a_letter",)
     end_ids: Sequence[int | str] = ("@ends_with_a_letter",)
     missing_kv: MissingKV = "drop"
-    protect_first: int = 1
-    protect_last: int | None = 1
+    protect_first: Count = 1
+    protect_last: Count | None = 1
     window: tuple[float, float] = field(default=(0.5, 0.5), init=False)
     chooses_causally: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_choice("halted", self.halted, WORD_CLASSES)
-        check_number("depth", self.depth, 0.0, 1.0)
+        super().__post_init__()
         for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
             if not self._sets(name):
                 setattr(self, name, check_token_ids(name, getattr(self, name)))
         self.window = (self.depth, self.depth)
-        super().__post_init__()
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)
@@ -228,12 +221,12 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     """
 
     trace: Trace
-    first_pass: int = 0
+    first_pass: Count = 0
     like: Sequence[RuntimeModule] = ()
     priority: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        check_count("first_pass", self.first_pass)
+        super().__post_init__()
         decided = {layer for p in self.trace.passes for layer in torch.cat([p.halt_layer[p.valid], p.kv_layer[p.valid]]).tolist()}
         events = {f.layer for p in self.trace.passes for f in p.fusions} | {
             q.layer for p in self.trace.passes for q in p.precisions

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.modules.checks import check_choice
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import KernelError
 from quicksilver.runtime.module import NumberFormat, Transform
+from quicksilver.runtime.options import check_choice
 from quicksilver.runtime.quantized.kernels import (
     KERNELS,
     Choices,
@@ -60,6 +60,7 @@ class FastestLinear(Transform, ChoosesKernels):
     product: str = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("product", self.product, (AUTO, *KERNELS))
         self.choices: Choices | None = None
         self._ran: dict[str, None] = {}

@@ -7,36 +7,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import (
-    by_id,
-    by_place,
-    by_slot,
-    check_choice,
-    check_count,
-    check_known_ids,
-    check_mask,
-    check_number,
-    check_odd,
-    check_token_ids,
-    layer_after,
-)
+from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw
 from quicksilver.modules.thresholds import (
     Calibrated,
     Calibration,
     Thresholds,
-    check_thresholds,
     is_percentile,
     resolve_thresholds,
 )
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import MergePolicy, TokenPolicy
+from quicksilver.runtime.options import Count, Odd, Options, Positive, Share, TokenIds, at_least, between, check_token_ids
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import CacheView, LayerView
 
@@ -125,9 +113,6 @@ class NeighbourDistance(Signal):
     kind: Literal["l2", "relative", "cosine"] = "l2"
     name: ClassVar[str] = "neighbour"
 
-    def __post_init__(self) -> None:
-        check_choice("neighbour", self.kind, DISTANCES)
-
     @property
     def key(self) -> str:
         return f"neighbour-{self.kind}"
@@ -155,13 +140,9 @@ class ContextDivergence(NeighbourDistance):
     encoder). It looks ahead by half a window.
     """
 
-    window: int = 32
+    window: Positive = 32
     name: ClassVar[str] = "context"
     causal: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("context_window", self.window, 1)
 
     @property
     def key(self) -> str:
@@ -209,7 +190,7 @@ def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(kw_only=True)
-class Exemptions:
+class Exemptions(Options):
     """The options that name tokens which are never fused.
 
     Args:
@@ -225,20 +206,16 @@ class Exemptions:
             smaller vocabulary.
     """
 
-    exempt_ids: Sequence[int] = ()
-    exempt_mask: torch.Tensor | None = None
+    exempt_ids: TokenIds = ()
+    exempt_mask: TokenMask = None
     anchors: Sequence[Sequence[int]] = ()
     token_counts: Sequence[int] | torch.Tensor | Path | str | None = None
-    rare_below: int = 0
-    protect_first: int = 4
-    protect_last: int = 1
+    rare_below: Count = 0
+    protect_first: Count = 4
+    protect_last: Count = 1
 
-    def check_exemptions(self) -> None:
-        """Check and normalise the options; raises ConfigError."""
-        for name in ("rare_below", "protect_first", "protect_last"):
-            check_count(name, getattr(self, name))
-        self.exempt_ids = check_token_ids("exempt_ids", self.exempt_ids)
-        check_mask("exempt_mask", self.exempt_mask)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.anchors = _anchors(self.anchors)
         self._counts = _counts(self.token_counts, self.rare_below)
 
@@ -316,9 +293,6 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
 # -- the module --------------------------------------------------------------------------------------------------------------------
 
 
-RULES = ("threshold", "capacity")
-
-
 @dataclass(kw_only=True)
 class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
     """Carry neighbours whose states are close on as one super-token, in the slot of the last of them (paper 2.3, App. D, I).
@@ -387,46 +361,32 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
 
     rule: Literal["threshold", "capacity"] = "threshold"
     tau_fuse: Thresholds | None = "p15"
-    fused_share: float = 0.3
+    fused_share: Share = 0.3
     criterion: Literal["l2", "relative", "cosine", "attention", "random"] = "l2"
-    seed: int = 0
-    max_group: int | None = None
+    seed: Count = 0
+    max_group: Annotated[int, at_least(2)] | None = None
     calibration: Calibration | Path | str | None = None
-    start: float = 0.4
-    every: int = 0
+    start: Share = 0.4
+    every: Count = 0
     first: Literal["halting", "fusion"] = "halting"
     merge: Literal["size", "mean", "attention"] = "size"
     proportional: bool = False
-    attention_queries: int | None = 16
-    attention_pool: int = 1
+    attention_queries: Positive | None = 16
+    attention_pool: Odd = 1
     tau_context: Thresholds | None = None
-    context_window: int = 32
-    tau_attention: float | None = None
-    decode_every: int = 0
+    context_window: Positive = 32
+    tau_attention: Annotated[float, between(-1.0, 1.0)] | None = None
+    decode_every: Count = 0
     lookahead: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("rule", self.rule, RULES)
-        check_choice("criterion", self.criterion, (*DISTANCES, "attention", "random"))
-        check_choice("merge", self.merge, ("size", "mean", "attention"))
-        check_choice("first", self.first, ("halting", "fusion"))
-        check_number("start", self.start, 0.0, 1.0)
-        check_number("fused_share", self.fused_share, 0.0, 1.0)
-        for name in ("every", "decode_every", "seed"):
-            check_count(name, getattr(self, name))
-        if self.attention_queries is not None:
-            check_count("attention_queries", self.attention_queries, 1)
-        check_odd("attention_pool", self.attention_pool)
-        self.check_exemptions()
+        super().__post_init__()
         self._check_rule()
         kind: Any = self.criterion if self.criterion in DISTANCES else "l2"
         self._distance, self._context = NeighbourDistance(kind), ContextDivergence(kind, self.context_window)
         self._random = Random(self.seed)
 
     def _check_rule(self) -> None:
-        for name, tau in (("tau_fuse", self.tau_fuse), ("tau_context", self.tau_context)):
-            if tau is not None:
-                check_thresholds(name, tau)
         if self.rule == "threshold":
             if self.tau_fuse is None:
                 raise ConfigError("rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'.")
@@ -435,20 +395,16 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
                     f"criterion={self.criterion!r} gives numbers from 0 to 1, and tau_fuse={self.tau_fuse!r} is a percentile of "
                     "measured distances: give a number, or rule='capacity'."
                 )
-        if self.tau_attention is not None:
-            check_number("tau_attention", self.tau_attention, -1.0, 1.0)
-            if self.rule == "capacity" or self.criterion not in DISTANCES:
-                raise ConfigError(
-                    f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse, and has no meaning with "
-                    f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
-                )
-        if self.max_group is not None:
-            check_count("max_group", self.max_group, 2)
-            if self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
-                raise ConfigError(
-                    f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group} tokens: "
-                    f"give at most {1 - 1 / self.max_group:.3g}, or a larger max_group."
-                )
+        if self.tau_attention is not None and (self.rule == "capacity" or self.criterion not in DISTANCES):
+            raise ConfigError(
+                f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse, and has no meaning with "
+                f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
+            )
+        if self.max_group is not None and self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
+            raise ConfigError(
+                f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group} tokens: "
+                f"give at most {1 - 1 / self.max_group:.3g}, or a larger max_group."
+            )
 
     halts: ClassVar[bool] = False
 

@@ -5,33 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import (
-    by_id,
-    by_place,
-    by_slot,
-    check_choice,
-    check_count,
-    check_fractions,
-    check_known_ids,
-    check_mask,
-    check_number,
-    check_share,
-    check_token_ids,
-    layer_after,
-)
+from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.modules.thresholds import (
     Calibrated,
     Calibration,
     Thresholds,
-    check_thresholds,
     is_percentile,
     resolve_thresholds,
 )
@@ -39,7 +25,8 @@ from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translato
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
+from quicksilver.runtime.options import Count, Fractions, Share, TokenIds, between, check_choice, check_share
+from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.run import apply
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
@@ -48,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ENOUGH = 8  # tokens, fewer of which may all halt by chance
-SCHEDULES = ("one_shot", "gradual", "exponential")
 UNITS = {"nats": 1.0, "bits": math.log(2)}  # in nats
 
 
@@ -83,33 +69,22 @@ class HaltingPolicy(TokenPolicy):
         ConfigError: an option out of range; by `bind`, options that leave no layer to halt at.
     """
 
-    window: tuple[float, float] = (0.2, 0.8)
-    full_ids: Sequence[int] = ()
-    full_mask: torch.Tensor | None = None
-    forced_ids: Sequence[int] = ()
-    forced_mask: torch.Tensor | None = None
-    protect_first: int = 0
-    protect_last: int | None = None
+    window: Fractions = (0.2, 0.8)
+    full_ids: TokenIds = ()
+    full_mask: TokenMask = None
+    forced_ids: TokenIds = ()
+    forced_mask: TokenMask = None
+    protect_first: Count = 0
+    protect_last: Count | None = None
     missing_kv: MissingKV = "project"
-    resume_layers: int = 0
+    resume_layers: Count = 0
     lookahead: bool = False
     priority: ClassVar[int] = 10
     chooses_causally: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.window = check_fractions("window", self.window)
-        self.full_ids, self.forced_ids = (
-            check_token_ids("full_ids", self.full_ids),
-            check_token_ids("forced_ids", self.forced_ids),
-        )
-        check_mask("full_mask", self.full_mask)
-        check_mask("forced_mask", self.forced_mask)
-        check_count("protect_first", self.protect_first)
+        super().__post_init__()
         self._translators: dict[int, BoundTranslator] = {}  # by the layer that tokens halt after
-        check_count("resume_layers", self.resume_layers)
-        check_choice("missing_kv", self.missing_kv, MISSING_KV)
-        if self.protect_last is not None:
-            check_count("protect_last", self.protect_last)
 
     @abstractmethod
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
@@ -255,32 +230,23 @@ class Halting(HaltingPolicy, Calibrated):
     calibration: Calibration | Path | str | None = None
     signal: SignalSpec = "drift"
     schedule: Literal["one_shot", "gradual", "exponential"] = "gradual"
-    halted_share: float = 0.5
-    alpha: float = 0.07
-    resume_layers: int = 4
+    halted_share: Share = 0.5
+    alpha: Annotated[float, between(0.0)] = 0.07
+    resume_layers: Count = 4
 
     def __post_init__(self) -> None:
         if self.preset is not None:
             check_choice("preset", self.preset, PRESETS)
             for name, value in PRESETS[self.preset].items():
                 setattr(self, name, value)
-        thresholds = {"tau_drift": self.tau_drift, "tau_entropy": self.tau_entropy}
-        given = {name: tau for name, tau in thresholds.items() if tau is not None}
-        check_choice("rule", self.rule, ("threshold", "capacity"))
-        check_choice("unit", self.unit, UNITS)
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_number("halted_share", self.halted_share, 0.0, 1.0)
-        check_number("alpha", self.alpha, 0.0)
-        for name, tau in given.items():
-            check_thresholds(name, tau)
-        if self.rule == "threshold" and not given:
+        super().__post_init__()
+        if self.rule == "threshold" and self.tau_drift is None and self.tau_entropy is None:
             raise ConfigError(
                 "rule='threshold' needs tau_drift or tau_entropy: a number, one number per layer, or a percentile such as 'p25'."
             )
         self._drift = Drift(self.drift)
         self._entropy: Signal = Entropy(self.entropy)
         self._signal: Signal = make_signal(self.signal, kind=self.drift, of=self.entropy)
-        super().__post_init__()
 
     @classmethod
     def from_preset(cls, model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:

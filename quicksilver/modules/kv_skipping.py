@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-import torch
-
-from quicksilver.modules.checks import (
-    by_id,
-    by_place,
-    by_slot,
-    check_choice,
-    check_count,
-    check_known_ids,
-    check_mask,
-    check_number,
-    check_token_ids,
-    layer_after,
-)
+from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
 from quicksilver.modules.thresholds import (
     Calibrated,
@@ -34,10 +21,9 @@ from quicksilver.modules.thresholds import (
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.options import Count, Share, TokenIds
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
-
-CRITERIA = ("halted", "attention", "halted_and_attention")
 
 
 @dataclass(kw_only=True)
@@ -69,30 +55,21 @@ class KVSkipping(TokenPolicy, Calibrated):
     """
 
     criterion: Literal["halted", "attention", "halted_and_attention"] = "halted"
-    tau_kv: Thresholds | None = None
-    skipped_share: float | None = None
+    tau_kv: Annotated[Thresholds, partial(check_thresholds, high=1.0)] | None = None
+    skipped_share: Share | None = None
     last_queries: int | None = 16
-    min_depth: float = 0.0
-    keep_ids: Sequence[int] = ()
-    keep_mask: torch.Tensor | None = None
-    protect_first: int = 4
-    protect_last: int = 0
+    min_depth: Share = 0.0
+    keep_ids: TokenIds = ()
+    keep_mask: TokenMask = None
+    protect_first: Count = 4
+    protect_last: Count = 0
     calibration: Calibration | Path | str | None = None
     lookahead: bool = False
     priority: ClassVar[int] = 20
     halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_choice("criterion", self.criterion, CRITERIA)
-        self.keep_ids = check_token_ids("keep_ids", self.keep_ids)
-        check_mask("keep_mask", self.keep_mask)
-        check_number("min_depth", self.min_depth, 0.0, 1.0)
-        check_count("protect_first", self.protect_first)
-        check_count("protect_last", self.protect_last)
-        if self.tau_kv is not None:
-            check_thresholds("tau_kv", self.tau_kv, 0.0, 1.0)
-        if self.skipped_share is not None:
-            check_number("skipped_share", self.skipped_share, 0.0, 1.0)
+        super().__post_init__()
         self._attention = AttentionReceived(self.last_queries, "max")
         if self.criterion == "attention" and (self.tau_kv is None) == (self.skipped_share is None):
             given = f"tau_kv={self.tau_kv!r} and skipped_share={self.skipped_share!r}"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from quicksilver.modules import translators
-from quicksilver.modules.checks import check_number
 from quicksilver.modules.fitted import FittedFile
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.translators import EMBEDDED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Count, check_number
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
@@ -104,8 +104,8 @@ class LearnedHalting(HaltingPolicy):
 
     gates: TrainedGates | Path | str = "predict"
     threshold: float | Sequence[float] = 0.5
-    protect_first: int = 4
-    protect_last: int | None = 32
+    protect_first: Count = 4
+    protect_last: Count | None = 32
     window: tuple[float, float] = field(default=(0.0, 1.0), init=False)
     missing_kv: MissingKV | None = None  # type: ignore[assignment]
 

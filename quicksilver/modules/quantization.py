@@ -10,25 +10,13 @@ from typing import ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import (
-    by_id,
-    by_place,
-    by_slot,
-    check_choice,
-    check_count,
-    check_known_ids,
-    check_mask,
-    check_number,
-    check_token_ids,
-    layer_after,
-)
+from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.signals import Entropy, Random, Signal
 from quicksilver.modules.thresholds import (
     Calibrated,
     Calibration,
     Thresholds,
-    check_thresholds,
     is_percentile,
     resolve_thresholds,
 )
@@ -36,12 +24,12 @@ from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import BETA, BETA_APP_J
 from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.options import Count, Positive, Share, TokenIds, check_number
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.quantized.codes import UNTOUCHED, WIDTHS
 from quicksilver.runtime.quantized.linear import IntegerExecutor, SimulatedExecutor
 from quicksilver.runtime.view import LayerView
 
-NORMALISATIONS = ("none", "log_vocab", "minmax")
 BETAS = {"bits_over_16": BETA, "app_j": BETA_APP_J}
 
 
@@ -90,36 +78,35 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             another.
     """
 
-    depth: float = 0.5
+    depth: Share = 0.5
     widths: Sequence[int] = (2, 4, 8)
     bits: int | None = None
     mix: Sequence[float] | None = None
-    seed: int = 0
+    seed: Count = 0
     source: Literal["logit_lens", "tuned_lens", "latent", "histogram"] = "logit_lens"
     unit: Literal["nats", "bits"] = "nats"
     normalisation: Literal["none", "log_vocab", "minmax"] = "none"
     tau_low: Thresholds = 1.0
     tau_high: Thresholds = 2.3
     calibration: Calibration | Path | str | None = None
-    protected_ids: Sequence[int] = ()
-    protected_mask: torch.Tensor | None = None
+    protected_ids: TokenIds = ()
+    protected_mask: TokenMask = None
     protected_bits: int = 8
-    protect_first: int = 0
+    protect_first: Count = 0
     reassign: bool = False
     execution: Literal["simulate", "int8"] = "simulate"
     scope: Literal["linear", "residual"] = "linear"
     weights: Literal["float", "int8", "token"] | None = None
-    group_size: int | None = 32
+    group_size: Positive | None = 32
     kv: bool = True
-    kv_group_size: int = 32
+    kv_group_size: Positive = 32
     beta: Literal["bits_over_16", "app_j"] = "bits_over_16"
     lookahead: bool = False
     priority: ClassVar[int] = 40
     halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number("depth", self.depth, 0.0, 1.0)
-        check_count("seed", self.seed)
+        super().__post_init__()
         self.widths = _widths(self.widths)
         if self.bits is not None:
             _width("bits", self.bits)
@@ -128,18 +115,12 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             if self.bits is not None:
                 raise ConfigError(f"bits={self.bits} and mix={list(self.mix)} are mutually exclusive: remove one.")
         self._check_entropy()
-        self.protected_ids = check_token_ids("protected_ids", self.protected_ids)
-        check_mask("protected_mask", self.protected_mask)
         if self.protected_bits not in (8, 16):
             raise ConfigError(f"protected_bits={self.protected_bits!r} protects nothing: give 8 (R.2) or 16.")
-        check_count("protect_first", self.protect_first)
-        check_choice("beta", self.beta, BETAS)
         self._executor = self._make_executor()
         self._random = Random(self.seed)
 
     def _check_entropy(self) -> None:
-        check_choice("unit", self.unit, UNITS)
-        check_choice("normalisation", self.normalisation, NORMALISATIONS)
         self._entropy = Entropy(self.source)
         normalised = self.normalisation != "none"
         if normalised and self.unit != "nats":
@@ -147,7 +128,6 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
                 f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares of it then."
             )
         for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
-            check_thresholds(name, tau, 0.0, math.inf)
             if is_percentile(tau) and self.normalisation == "minmax":
                 raise ConfigError(
                     f"{name}={tau!r}: percentiles are of raw entropies, and normalisation='minmax' scales each batch anew: "
@@ -157,11 +137,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             _in_order([self.tau_low], [self.tau_high])  # type: ignore[list-item]
 
     def _make_executor(self) -> SimulatedExecutor:
-        check_choice("execution", self.execution, ("simulate", "int8"))
-        check_choice("scope", self.scope, ("linear", "residual"))
         integers = self.execution == "int8"
         weights = ("int8" if integers else "float") if self.weights is None else self.weights
-        check_choice("weights", weights, ("float", "int8", "token"))
         if integers and weights == "float":
             raise ConfigError(
                 "execution='int8' multiplies integers, and weights='float' are none: give weights='int8' or 'token', or simulate."
@@ -171,9 +148,6 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
                 f"scope='residual' holds the hidden state alone, so execution={self.execution!r} with weights={weights!r} has "
                 "nothing to multiply: give scope='linear', or execution='simulate' with weights='float'."
             )
-        if self.group_size is not None:
-            check_count("group_size", self.group_size, 1)
-        check_count("kv_group_size", self.kv_group_size, 1)
         return (IntegerExecutor if integers else SimulatedExecutor)(
             scope=self.scope, weights=weights, group_size=self.group_size, kv=self.kv, kv_group_size=self.kv_group_size,
             beta=BETAS[self.beta],

@@ -10,25 +10,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import check_choice, check_count, check_odd
 from quicksilver.modules.lens import TUNED_LENS, Lens, lens_for
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Count, Odd, Options, Positive, at_least, check_choice
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
-DRIFTS = ("relative", "l2", "cosine")
-ENTROPIES = ("logit_lens", TUNED_LENS, "latent", "histogram")
 
-
-class Signal(ABC):
+class Signal(Options, ABC):
     """A score per token.
 
     Class attributes:
@@ -70,9 +67,6 @@ class Drift(Signal):
 
     kind: Literal["relative", "l2", "cosine"] = "relative"
     name: ClassVar[str] = "drift"
-
-    def __post_init__(self) -> None:
-        check_choice("drift", self.kind, DRIFTS)
 
     @property
     def key(self) -> str:
@@ -119,12 +113,8 @@ class Entropy(Signal):
     """
 
     of: Literal["logit_lens", "tuned_lens", "latent", "histogram"] = "logit_lens"
-    bins: int = 64
+    bins: Annotated[int, at_least(2)] = 64
     name: ClassVar[str] = "entropy"
-
-    def __post_init__(self) -> None:
-        check_choice("entropy", self.of, ENTROPIES)
-        check_count("bins", self.bins, 2)
 
     @property
     def key(self) -> str:
@@ -187,18 +177,12 @@ class AttentionReceived(Signal):
     `pool` active tokens around it: what stands beside something looked at is kept with it (there, too).
     """
 
-    last_queries: int | None = 16
+    last_queries: Positive | None = 16
     reduce: Literal["mean", "max"] = "mean"
-    pool: int = 1
+    pool: Odd = 1
     name: ClassVar[str] = "attention"
     causal: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.last_queries is not None:
-            check_count("last_queries", self.last_queries, 1)
-        check_choice("reduce", self.reduce, ("mean", "max"))
-        check_odd("pool", self.pool)
 
     @property
     def key(self) -> str:
@@ -243,11 +227,8 @@ class Random(Signal):
     windows would not average over the draws; a model that is given embeddings has no ids and falls back to the slot.
     """
 
-    seed: int = 0
+    seed: Count = 0
     name: ClassVar[str] = "random"
-
-    def __post_init__(self) -> None:
-        check_count("seed", self.seed)
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
         return slot_draw(self.seed, view.layer, view.slots, view.input_ids)

@@ -12,20 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import yaml
 
-from quicksilver.modules.checks import check_choice, check_count, check_number, check_share, layer_after
+from quicksilver.modules.checks import layer_after
 from quicksilver.modules.fitted import MODELS_FOLDER, model_digest
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.modules.thresholds import Calibrated, Calibration, check_thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, Translator, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.options import Count, InnerShare, Options, Positive, Share, check_choice, check_count, check_number
 from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
@@ -44,7 +45,7 @@ _LOWEST = {"position": "oldest", "random": "random", "attention": "least attende
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(Options):
     """One stage of halting.
 
     Args:
@@ -65,17 +66,18 @@ class Stage:
     """
 
     before: int | float
-    count: int | None = None
-    share: float | None = None
+    count: Positive | None = None
+    share: Share | None = None
     rest: bool = False
-    below: float | str | None = None
+    below: Thresholds | None = None
     signal: SignalSpec | None = None
-    missing_kv: str | None = None
+    missing_kv: MissingKV | None = None
     translator: Path | str | BoundTranslator | None = None
-    protect_first: int | None = None
-    protect_last: int | None = None
+    protect_first: Count | None = None
+    protect_last: Count | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.before, float):
             check_number("before", self.before, 0.0, 1.0)
         else:
@@ -84,23 +86,12 @@ class Stage:
         if len(given) != 1:
             said = f"it gives {' and '.join(given)}" if given else "it gives none"
             raise ConfigError(f"a stage needs exactly one of count, share, rest and below, and {said}.")
-        if self.count is not None:
-            check_count("count", self.count, 1)
-        if self.share is not None:
-            check_number("share", self.share, 0.0, 1.0)
-        if self.below is not None:
-            check_thresholds("below", self.below)
         if self.rest and self.signal is not None:
             raise ConfigError(f"signal={self.signal!r} has no effect with rest=true, which halts every token: remove one.")
         if not self.rest and self.signal is None:
             raise ConfigError(f"{given[0]}={getattr(self, given[0])!r} needs a signal, such as position, drift or attention.")
         if self.signal is not None:
             make_signal(self.signal)  # an unknown one is refused here
-        if self.missing_kv is not None:
-            check_choice("missing_kv", self.missing_kv, MISSING_KV_LABELS)
-        for name in ("protect_first", "protect_last"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
 
     @property
     def score(self) -> Signal | None:
@@ -181,7 +172,7 @@ def stages_of(
                 if seen == "predict"
                 else f"stages[{i}]: translator={str(stage.translator)!r} has no effect with missing_kv={seen!r}: remove one."
             )
-        made.insert(0, replace(stage, missing_kv=seen, protect_first=wanted_first, protect_last=wanted_last))
+        made.insert(0, replace(stage, missing_kv=cast(MissingKV, seen), protect_first=wanted_first, protect_last=wanted_last))
     _check_together(made)
     return tuple(made)
 
@@ -305,8 +296,8 @@ class StagedHalting(HaltingPolicy, Calibrated):
         {"before": 0.5, "share": 0.4, "signal": "attention", "missing_kv": "drop"},
     )
     missing_kv: MissingKV = "drop"
-    protect_first: int = 4
-    protect_last: int | None = 1
+    protect_first: Count = 4
+    protect_last: Count | None = 1
     window: tuple[float, float] = field(default=(0.0, 1.0), init=False)
     calibration: Calibration | Path | str | None = None
 
@@ -401,7 +392,7 @@ REMEDY = "give schedule={drop_before, drop_share, predict_before, protect_last} 
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Options):
     """Which tokens of a prompt stop where.
 
     Args:
@@ -414,18 +405,15 @@ class Schedule:
         ConfigError: a share outside [0, 1], layers out of order.
     """
 
-    drop_before: int
-    drop_share: float
-    predict_before: int
-    protect_first: int = 4
-    protect_last: int = 32
+    drop_before: Positive
+    drop_share: Share
+    predict_before: Positive
+    protect_first: Count = 4
+    protect_last: Count = 32
+    prefix: ClassVar[str] = "schedule."
 
     def __post_init__(self) -> None:
-        for name in ("protect_first", "protect_last"):
-            check_count(f"schedule.{name}", getattr(self, name))
-        for name in ("drop_before", "predict_before"):
-            check_count(f"schedule.{name}", getattr(self, name), 1)
-        check_number("schedule.drop_share", self.drop_share, 0.0, 1.0)
+        super().__post_init__()
         if self.drop_before >= self.predict_before:
             raise ConfigError(
                 f"schedule: tokens are dropped before layer {self.drop_before} and predicted before layer {self.predict_before}: drop earlier "
@@ -464,7 +452,7 @@ class PresetHalting(TokenPolicy):
             layer for, a translator that does not fit.
     """
 
-    save: float | None = 0.4
+    save: InnerShare | None = 0.4
     schedule: Schedule | Mapping[str, Any] | None = None
     missing_kv: str = "predict"
     translator: str | Path = "embedded"
@@ -473,9 +461,8 @@ class PresetHalting(TokenPolicy):
 
     def __post_init__(self) -> None:
         self._halting: StagedHalting | None = None
-        if self.save is not None:
-            check_share("save", self.save)
-        elif self.schedule is None:
+        super().__post_init__()
+        if self.save is None and self.schedule is None:
             raise ConfigError(
                 "save=None and schedule=None: give one of them, a share such as save=0.4 or a schedule of your own."
             )

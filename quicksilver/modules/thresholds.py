@@ -9,14 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
 
-from quicksilver.modules.checks import check_number
 from quicksilver.modules.fitted import FittedFile, model_digest
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import check_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 SHIPPED_CALIBRATIONS = Path(__file__).resolve().parent / "calibrations"  # of the reference models (scripts/ship_calibrations.py)
 
-Thresholds = float | Sequence[float] | str  # one for all layers, one per layer, or a calibrated percentile such as "p25"
 _PERCENTILE = re.compile(r"p(\d+(?:\.\d+)?)")
 
 
@@ -145,7 +144,7 @@ def is_percentile(value: object) -> bool:
     return isinstance(value, str) and _PERCENTILE.fullmatch(value) is not None
 
 
-def check_thresholds(name: str, value: Thresholds, low: float = 0.0, high: float = math.inf) -> None:
+def check_thresholds(name: str, value: float | Sequence[float] | str, low: float = 0.0, high: float = math.inf) -> None:
     """What can be said of thresholds before the model is known; raises ConfigError."""
     if is_percentile(value):
         return
@@ -158,6 +157,10 @@ def check_thresholds(name: str, value: Thresholds, low: float = 0.0, high: float
         )
     else:
         check_number(name, value, low, high)
+
+
+# One for all layers, one per layer, or a calibrated percentile such as "p25".
+Thresholds = Annotated[float | Sequence[float] | str, check_thresholds]
 
 
 def resolve_thresholds(

@@ -352,6 +352,8 @@ def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
             built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
         except OmegaConfBaseException as error:
             raise ConfigError(f"measure.{name}.{explain(error)}") from error
+        except ConfigError as error:
+            raise ConfigError(f"measure.{name}.{error}") from error
         assert isinstance(built, Measurement)
         _built[options] = built
     return copy.deepcopy(_built[options])

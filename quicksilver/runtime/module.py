@@ -25,6 +25,7 @@ from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
 from quicksilver.runtime.ledger import BETA
+from quicksilver.runtime.options import Options
 from quicksilver.runtime.visibility import Span
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ class PrecisionExecutor(ABC):
 NumberFormat = Literal["float32", "bfloat16", "integer"]  # ascending: what two processors may differ by
 
 
-class RuntimeModule:
+class RuntimeModule(Options):
     """What all kinds share. Derive from a kind, not from this: `apply` refuses a module of no kind.
+    The options of a dataclass are checked by their annotations (`quicksilver.runtime.options`).
 
     `priority` orders the modules at one layer: halting 10, KV skipping 20, fusion 30, quantization 40 (paper 2.4).
     `lookahead` lets a module that looks ahead act outside a prompt too (the paper's variant); every number it touches is marked.

@@ -70,7 +70,7 @@ def test_masked_and_compact_agree() -> None:
 
 def test_bad_input_is_refused() -> None:
     model = tiny.load("gpt2")
-    with pytest.raises(ConfigError, match="save=20 is no share of the work: give save=0.2 for 20%"):
+    with pytest.raises(ConfigError, match="save=20 is out of range: give save=0.2 for 20%"):
         OracleExit(save=20)
     with pytest.raises(ConfigError, match="save=0.95: not even all tokens leaving before layer 1 saves so much"):
         OracleExit(save=0.95).fit(model, text())

@@ -152,8 +152,8 @@ def test_mauve_is_asked_where_it_is_installed(world, monkeypatch):
     ("words", "says"),
     [
         (["measure.generation.prompt_tokens=40"], "prompt_tokens=40: a prompt is the beginning of a window"),
-        (["measure.generation.new_tokens=2"], "new_tokens=2 is out of range"),
-        (["measure.generation.temperature=0"], "temperature=0 is out of range"),
+        (["measure.generation.new_tokens=2"], "new_tokens=2 must be a whole number of at least"),
+        (["measure.generation.temperature=0"], "temperature=0.0 is out of range"),
     ],
 )
 def test_what_cannot_be_is_refused(world, words, says):

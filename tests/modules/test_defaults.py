@@ -80,5 +80,5 @@ def test_modules_and_presets_come_from_the_package_itself(name: str) -> None:
     ],
 )
 def test_a_share_to_save_is_a_share_everywhere(make: Any) -> None:
-    with pytest.raises(ConfigError, match="save=40 is no share of the work: give save=0.4 for 40%"):
+    with pytest.raises(ConfigError, match="save=40 is out of range: give save=0.4 for 40%"):
         make(40)

@@ -99,7 +99,7 @@ WORDS: dict[str, tuple[list[str], list[str]]] = {
     "a threshold that is no number": ([*HALTING, "modules.halting.tau_drift=nan"], ["tau_drift=nan", "finite"]),
     "a budget that is no number": (["measure.deployment.budget_ms=nan"], ["measure.deployment.budget_ms=nan is not finite"]),
     "a budget that is no number, used": ([*DEPLOYED, "measure.deployment.budget_ms=inf"], ["measure.deployment.budget_ms=inf is not finite"]),
-    "no budget": ([*DEPLOYED, "measure.deployment.budget_ms=0"], ["measure.deployment.budget_ms=0", "more than 0 milliseconds"]),
+    "no budget": ([*DEPLOYED, "measure.deployment.budget_ms=0"], ["measure.deployment.budget_ms=0", "above 0"]),
     "a window of energy that is no number": (
         ["measure.energy.enabled=true", "measure.energy.country_iso_code=DEU", "measure.energy.window_s=nan"],
         ["measure.energy.window_s=nan is not finite"],

@@ -178,7 +178,7 @@ MISTAKES = {
     "model.dtype=float3": ["Did you mean float32", "bfloat16"],
     "execution=maskd": ["Did you mean masked"],
     "dataset.windows=0": ["dataset.windows=0 is out of range: at least 1"],
-    "measure.latency.repeats=2": ["measure.latency.repeats=2 is out of range: at least 3"],
+    "measure.latency.repeats=2": ["measure.latency.repeats=2 must be a whole number of at least 3"],
     "seed=-1": ["seed=-1 is out of range"],
     "seed.x=1": ["seed is a value, not a section"],
     "model=folder": ["model.name has no value"],

@@ -1,0 +1,196 @@
+"""What pages, messages, pictures and comments name is there: files, commands, targets of make, choices, numbered entries and sections."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quicksilver.cli import main as console
+from quicksilver.runs.choices import GROUPS, choices
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+INVENTED = ("quiet_tokens", "batch_speed")  # by pages that say how to add a module or a measurement
+
+# -- pages -----------------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and mkdocs make them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().strip().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    broken = []
+    for link in (link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    named = re.findall(r"`((?:quicksilver|conf|tests|experiments|studies|scripts|docs)/[\w./-]+)`", text)
+    broken += [name for name in named if not (ROOT / name).exists() and not re.search("|".join(INVENTED), name)]
+    targets = (name for pair in re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", text, re.MULTILINE) for name in pair if name)
+    broken += [name for name in targets if name not in TARGETS]
+    for group, name in re.findall(r"\b(model|dataset|protocol|measure)=([\w.-]+)", text, re.IGNORECASE):
+        broken += [name] if name not in (*choices(group.lower()), *INVENTED) else []
+    modules = (name for names in re.findall(r"\bmodules=\[([^\]]*)\]", text) for name in names.split(",") if name)
+    broken += [name for name in modules if name not in (*choices("modules"), *INVENTED)]
+    assert broken == []
+    assert set(GROUPS) >= {"model", "dataset", "modules", "protocol", "measure"}
+
+
+def leaves(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from leaves(entry)
+
+
+def test_every_page_is_in_the_navigation_once_and_the_api_names_packages_that_say_what_they_are():
+    assert sorted(leaves(SITE["nav"])) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    named = {name for page in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)}
+    packages = ("runtime", "modules", "baselines", "measure", "records", "runs", "report")
+    assert named >= {f"quicksilver.{name}" for name in packages}
+    assert [name for name in named if not importlib.import_module(name).__doc__] == []
+
+
+def test_files_that_a_picture_names_are_there():
+    for picture in {*(DOCS / "assets").glob("*.svg")} - {DOCS / "assets" / "demo.svg"}:
+        named = []
+        for name in re.findall(
+            r"(?:quicksilver|experiments|studies|conf)/[\w./{},-]*[\w/}]", picture.read_text(encoding="utf-8")
+        ):
+            before, options, after = re.fullmatch(r"([^{]*)(?:\{([^}]*)\}(.*))?", name).groups()
+            named += [f"{before}{option}{after or ''}" for option in (options or "").split(",")]
+        assert len(named) > 10
+        assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="`make docs` installs mkdocs")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    loaded = re.compile(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(https?:[^"]*)"')
+    assert {str(path): found for path, text in pages.items() if (found := loaded.findall(text))} == {}
+    runtime = (tmp_path / "api" / "runtime.html").read_text(encoding="utf-8")
+    for name in ("apply", "Architecture", "TokenState", "LayerView"):
+        assert f'id="quicksilver.runtime.{name}"' in runtime
+    # A line of a docstring that begins with a number sign would be a heading.
+    assert re.findall(r'id="quicksilver[^"]*--[^"]*"', "".join(pages.values())) == []
+
+
+# -- messages --------------------------------------------------------------------------------------------------------------------
+
+COMMAND = re.compile(r"(?:(?<=`)|^)quicksilver (?P<word>[a-z_]+)|quicksilver (?P<with_options>[a-z_]+) [a-z_]+=", re.MULTILINE)
+TARGET = re.compile(r"(?:(?<=`)|(?<=\())make (?P<target>[a-z]+(?:-[a-z]+)*)|make (?P<with_options>[a-z-]+) [A-Z]+=")
+PLACE = re.compile(r"((?<![\w/.{}~-])(?:conf|docs|experiments|quicksilver|scripts|studies|tests)/[\w./…*-]+[\w…*])")
+MODULES = re.compile(r"modules=\[(?P<names>[\w,]+)\]")
+
+
+def strings() -> Iterator[tuple[str, str]]:
+    """Every string of the source with where it stands; what is filled in when it is said reads as `…`."""
+    inside: set[int] = set()  # parts of a string that is told whole
+    for path in (
+        path for folder in ("quicksilver", "experiments", "scripts", "studies") for path in (ROOT / folder).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                yield where, node.value
+            elif isinstance(node, ast.JoinedStr) and id(node) not in inside:
+                inside |= {id(part) for part in node.values}
+                yield where, "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+STRINGS = list(strings())
+
+
+def is_there(name: str) -> bool:
+    return (ROOT / name.rstrip(".")).exists() or name == "quicksilver/conf" or bool(re.search(r"…|[A-Z]{4}|\*", name))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "known", "gone"),
+    [
+        (PLACE, 20, None, "a file of scripts/calibrate.py."),
+        (
+            COMMAND,
+            20,
+            {*console.commands(), "without"},
+            "run `quicksilver calibrat`",
+        ),  # "quicksilver without modules" is the harness
+        (TARGET, 5, set(TARGETS), "or `make calibrat`."),
+        (MODULES, 20, {*choices("modules"), "NAME", "module"}, "give modules=[halting,haltin]"),
+    ],
+    ids=["files", "commands", "targets", "modules"],
+)
+def test_what_a_message_names_is_there(pattern: re.Pattern[str], least: int, known: Collection[str] | None, gone: str) -> None:
+    def missing(texts: list[tuple[str, str]]) -> tuple[int, list[tuple[str, str]]]:
+        named = [
+            (where, name)
+            for where, text in texts
+            for match in pattern.finditer(text)
+            for name in next(filter(None, match.groups()), "").split(",")
+        ]
+        return len(named), [one for one in named if not (is_there(one[1]) if known is None else one[1] in known)]
+
+    count, found = missing(STRINGS)
+    assert found == []
+    assert count > least
+    assert len(missing([("here", gone)])[1]) == 1
+
+
+# -- citations: entries of docs/conflicts.md by number, sections of docs/design.md -----------------------------------------------
+
+CITING = ("README.md", "conf", "docs", "experiments", "quicksilver", "scripts", "studies", "tests")
+
+
+def texts() -> dict[str, str]:
+    """Path of every written file -> its text."""
+    roots = [ROOT / name for name in CITING]
+    files = [path for root in roots for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
+    written = [path for path in files if path.suffix in (".py", ".yaml", ".md", ".html", ".css", ".js")]
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in written}
+
+
+def test_everything_cited_is_there_and_only_what_is_in_the_repository_is_cited():
+    entries, sections = (
+        [int(number) for number in re.findall(r"^## (\d+)\. ", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)]
+        for page in ("conflicts.md", "design.md")
+    )
+    assert (entries, sections) == (list(range(1, 28)), list(range(1, 10)))
+    cited = [
+        (name, there, int(number))
+        for name, text in texts().items()
+        for pattern, there in ((r"conflicts\.md\s+(#\d+(?:,\s*#\d+)*)", entries), (r"design\.md §(\d+)", sections))
+        for found in re.finditer(pattern, text)
+        for number in re.findall(r"\d+", found[1])
+    ]
+    assert [(name, number) for name, there, number in cited if number not in there] == []
+    assert len(cited) > 40
+    listed = yaml.safe_load((ROOT / "quicksilver" / "report" / "claims" / "contradictions.yaml").read_text(encoding="utf-8"))
+    numbers = {row["conflict"] for row in listed["contradictions"] if "conflict" in row}
+    assert numbers <= set(entries)
+    assert len(numbers) > 20
+    vague = re.compile(r"\bDESIGN\b(?!\.md)|(?<!docs/)\bconflicts\.md\s+#|\bconflicts #\d")
+    here = str(Path(__file__).relative_to(ROOT))
+    assert {name: found for name, text in texts().items() if name != here and (found := vague.findall(text))} == {}

@@ -19,21 +19,36 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from quicksilver import numerics
+from quicksilver.baselines import int8_dynamic
+from quicksilver.baselines.bfloat16 import BFloat16
+from quicksilver.data.windows import encode
+from quicksilver.measure.audit import Audit
+from quicksilver.measure.bench import Bench, run_measurements
+from quicksilver.measure.fidelity import DenseLogits
+from quicksilver.measure.flops import Flops
+from quicksilver.measure.inside import look_inside
+from quicksilver.measure.memory import Memory
+from quicksilver.measure.null import Null
+from quicksilver.measure.perplexity import Protocol, check_allowed, score
+from quicksilver.measure.quality import Quality
+from quicksilver.models import loading
+from quicksilver.models.spec import ModelConfig
+from quicksilver.modules.calibration import calibrate_modules
 from quicksilver.runs.choices import choices
 from quicksilver.runs.parts import build_modules, module_entry
+from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-
-if TYPE_CHECKING:
-    from quicksilver.measure.perplexity import Protocol
-    from quicksilver.runtime.module import RuntimeModule
-    from quicksilver.runtime.trace import Trace
+from quicksilver.runtime.module import RuntimeModule, Transform
+from quicksilver.runtime.quantized import kernels
+from quicksilver.runtime.quantized.kernels import KERNELS, linears_of, weight_of
+from quicksilver.runtime.trace import Trace
 
 _COMMAND = "python tests/golden.py --write"
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -126,9 +141,6 @@ class _InFloat64(TorchFunctionMode):
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """float64 for every float, and products of codes or of bfloat16 weights that are not rounded."""
-    from quicksilver.baselines import int8_dynamic
-    from quicksilver.baselines.bfloat16 import BFloat16
-    from quicksilver.runtime.quantized import kernels
 
     class Exact(kernels._IntMM):
         bound = None  # nothing to prove
@@ -168,16 +180,9 @@ class _Bench:
     """A model of the package, cut to six layers, and its windows of `TEXT`."""
 
     def __init__(self, protocol: str, exact: bool) -> None:
-        from quicksilver.data.windows import encode
-        from quicksilver.measure.fidelity import DenseLogits
-        from quicksilver.measure.perplexity import Protocol
-        from quicksilver.models.loading import load, locate
-        from quicksilver.models.spec import ModelConfig
-        from quicksilver.runtime.architecture import architecture_of
-
         name = MODELS[protocol]
         config = ModelConfig(name=name, path=f"embedded:{name}")
-        loaded = load(config, locate(config))
+        loaded = loading.load(config, loading.locate(config))
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         layers = architecture_of(self.model).layers
         kept = torch.nn.ModuleList([layers[i] for i in LAYERS])
@@ -195,8 +200,6 @@ class _Bench:
         self.dense = DenseLogits(self.model, self.protocol)
 
     def modules(self, entries: Mapping[str, Any], calibrations: Path) -> list[RuntimeModule]:
-        from quicksilver.modules.calibration import calibrate_modules
-
         modules = build_modules(copy.deepcopy(dict(entries)), self.tokenizer)
         calibrate_modules(modules, calibrations, self.model, self.calibrating, batch_size=CALIBRATING)
         return modules
@@ -208,8 +211,6 @@ def run(exact: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     Args:
         exact: False: in float32, and by this processor's kernels. Passes beside scoring are left out, and `format` names the number format.
     """
-    from quicksilver.measure.perplexity import check_allowed
-
     benches: dict[str, _Bench] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -237,8 +238,6 @@ def run(exact: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def coarsest(modules: list[RuntimeModule]) -> str:
     """The number format with the widest bound; `threshold` of a module that leaves out activations below one."""
-    from quicksilver.runtime.module import Transform
-
     if any(isinstance(module, Transform) and module.skippable_flops for module in modules):
         return "threshold"
     return max((module.number_format for module in modules), key=list(BOUNDS).index, default="float32")
@@ -246,9 +245,6 @@ def coarsest(modules: list[RuntimeModule]) -> str:
 
 def _as_offered(entries: Mapping[str, Any], bench: _Bench) -> dict[str, Any]:
     """With the first kernel of small numbers that this processor has, where the case names one."""
-    from quicksilver.runtime.architecture import architecture_of
-    from quicksilver.runtime.quantized.kernels import KERNELS, linears_of, weight_of
-
     if "fastest_linear" not in entries:
         return dict(entries)
     weights = [weight_of(linear) for linear in linears_of(architecture_of(bench.model).layers)]
@@ -259,8 +255,6 @@ def _as_offered(entries: Mapping[str, Any], bench: _Bench) -> dict[str, Any]:
 
 
 def _numbers(bench: _Bench, modules: list[RuntimeModule], whole: bool) -> dict[str, Any]:
-    from quicksilver.measure.perplexity import score
-
     if whole:
         return _all_passes(bench, modules)
     dense = bench.dense if modules else None
@@ -279,14 +273,6 @@ def _of_scores(windows: Any, trace: Trace | None) -> dict[str, Any]:
 
 
 def _all_passes(bench: _Bench, modules: list[RuntimeModule]) -> dict[str, Any]:
-    from quicksilver.measure.audit import Audit
-    from quicksilver.measure.bench import Bench, run_measurements
-    from quicksilver.measure.flops import Flops
-    from quicksilver.measure.inside import look_inside
-    from quicksilver.measure.memory import Memory
-    from quicksilver.measure.null import Null
-    from quicksilver.measure.quality import Quality
-
     windows = dataclasses.replace(bench.windows, ids=bench.scored)
     shared = Bench(bench.model, windows, bench.protocol, modules, batch_windows=BATCH)
     passes = {"quality": Quality(), "null": Null(), "audit": Audit(probes=1), "flops": Flops(), "memory": Memory()}

@@ -34,42 +34,26 @@ def modules(model):
     torch.manual_seed(1)
     weight = 0.1 * torch.randn(1 + shape.width, shape.n_layers - 3, 2, shape.n_kv_heads, shape.head_dim)
     predict = Translator(2, weight, shape, model_digest(model)).bound(arch)
-    stage = {"before": 2, "share": 0.4, "protect_first": 1, "protect_last": 1}
+
+    def staged(missing_kv: str, signal: str = "position", **more: object) -> list[StagedHalting]:
+        stage = {
+            "before": 2,
+            "share": 0.4,
+            "protect_first": 1,
+            "protect_last": 1,
+            "signal": signal,
+            "missing_kv": missing_kv,
+            **more,
+        }
+        return [StagedHalting(stages=[stage], protect_first=0, protect_last=None, missing_kv="project")]
+
     return {
         "none": [],
         "project": [Halting(tau_drift=0.9, tau_entropy=3.9, missing_kv="project", resume_layers=0)],
-        "zero": [
-            StagedHalting(
-                stages=[stage | {"signal": "position", "missing_kv": "zero"}],
-                protect_first=0,
-                protect_last=None,
-                missing_kv="project",
-            )
-        ],
-        "copy": [
-            StagedHalting(
-                stages=[stage | {"signal": "position", "missing_kv": "copy"}],
-                protect_first=0,
-                protect_last=None,
-                missing_kv="project",
-            )
-        ],
-        "predict": [
-            StagedHalting(
-                stages=[stage | {"signal": "position", "missing_kv": "predict", "translator": predict}],
-                protect_first=0,
-                protect_last=None,
-                missing_kv="project",
-            )
-        ],
-        "attention": [
-            StagedHalting(
-                stages=[stage | {"signal": "attention", "missing_kv": "drop"}],
-                protect_first=0,
-                protect_last=None,
-                missing_kv="project",
-            )
-        ],
+        "zero": staged("zero"),
+        "copy": staged("copy"),
+        "predict": staged("predict", translator=predict),
+        "attention": staged("drop", "attention"),
         "kv_skipping": [KVSkipping(criterion="attention", skipped_share=0.4, last_queries=4, protect_first=1)],
         "fusion": [TokenFusion(tau_fuse=30.0, tau_attention=-0.5, max_group=3)],
         "merging": [TokenMerging(r=0.1)],

@@ -376,15 +376,6 @@ def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_pa
     assert (copy / "report" / "index.html").read_bytes() == before
 
 
-def test_pages_of_what_is_gone_are_removed(copy):
-    make(copy)
-    (copy / "figures" / "figure99.json").unlink()
-    assert (copy / "report" / "figure99.html").is_file()
-    make(copy)
-    assert not (copy / "report" / "figure99.html").exists()
-    assert not (copy / "report" / "files" / "figure99.png").exists()
-
-
 @pytest.fixture
 def victim(copy) -> Iterator[Path]:
     """A file outside of the report that nothing may change, show or link."""
@@ -534,15 +525,6 @@ def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once
     assert sweep_of(records, "signal.drift", "all") == []  # other modules are another sweep, and one record is none
     pairs = [(records[key], records["dense"]) for key in ("signal.drift", "share")]
     assert [one["title"] for one in views.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
-
-
-def test_values_are_named_and_in_their_own_order():
-    rows = [{"a": value, "b": other} for value, other in (("p25", "x"), ("p5", "y"), ("p10", "z"), ("null", "w"))]
-    (option,) = views._options(rows)
-    assert option["values"] == ["p5", "p10", "p25", "null"]
-    assert option["also"] == [{"name": "b", "values": ["y", "z", "x", "w"]}]
-    values = [None, True, [0.27, 0.8], ["and", "to"], {"low": 2}, [], 0.5, "p25"]
-    assert list(map(views._named, values)) == ["none", "on", "0.27 to 0.8", "and, to", "low: 2", "none", "0.5", "p25"]
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------------------

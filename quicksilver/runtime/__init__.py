@@ -36,18 +36,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.view import CacheView, LayerView
     from quicksilver.runtime.visibility import Span
 
-_HOME = {
-    "architecture": ("Architecture", "architecture_of"),
-    "run": ("EXECUTIONS", "KVBytes", "Run", "apply"),
-    "errors": ("ConfigError", "QuickSilverError", "UnsupportedModelError"),
-    "ledger": ("Flops",),
-    "module": ("EvictionPolicy", "MergePolicy", "PrecisionExecutor", "RuntimeModule", "SpanPolicy", "TokenPolicy", "Transform"),
-    "pass_state": ("MISSING_KV", "CacheMerge", "Eviction", "Fusion", "PassState", "Precision", "TokenState"),
-    "trace": ("PassTrace", "Trace"),
-    "translation": ("KVTranslator",),
-    "view": ("CacheView", "LayerView"),
-    "visibility": ("Span",),
-}
+_HOMES = ("errors", "architecture", "ledger", "module", "pass_state", "run", "trace", "translation", "view", "visibility")
 
 __all__ = [
     "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Eviction", "EvictionPolicy", "Flops",
@@ -58,7 +47,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    for home, names in _HOME.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

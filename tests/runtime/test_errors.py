@@ -245,7 +245,8 @@ def test_the_runtime_stands_on_its_own() -> None:
     assert {name.split(".")[0] for name in found - ours} - sys.stdlib_module_names <= {"torch", "transformers", "safetensors"}
 
 
-def test_apply_is_the_public_name() -> None:
+def test_public_names_are_there() -> None:
     assert quicksilver.apply is apply
+    assert [name for name in runtime.__all__ if not hasattr(runtime, name)] == []
     with pytest.raises(AttributeError, match="aply"):
         _ = quicksilver.aply

@@ -216,55 +216,6 @@ def test_halting_by_hand(
     tiny.assert_close(found.logits, arch.logits(hidden))
 
 
-class LensAtHalt(TokenPolicy):
-    """Halts by hash and notes what the logit lens says of each token it halts, and every state it sees."""
-
-    priority = 10
-
-    def __init__(self, resume_layers: int) -> None:
-        self.inner = Hashed(0.4, missing_kv="drop", resume_layers=resume_layers)
-        self.lens: dict[tuple[int, int], torch.Tensor] = {}
-        self.before: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.after: dict[tuple[int, int, int], torch.Tensor] = {}
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        real = tokens.active | (view.slots >= 0)
-        for row, m in real.nonzero().tolist():
-            slot = int(view.slots[row, m])
-            self.before[view.layer, row, slot], self.after[view.layer, row, slot] = view.before[row, m], view.after[row, m]
-        self.inner.decide(view, tokens)
-        for (row, m), logits in zip(tokens.newly_halted.nonzero().tolist(), view.logits(tokens.newly_halted), strict=True):
-            self.lens[row, int(view.slots[row, m])] = logits
-
-
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-@given(batch=tiny.batches(low=6))
-@settings(max_examples=draws(3))
-def test_a_halted_tokens_logits_are_the_logit_lens_where_it_halted(name: str, execution: str, batch: Batch) -> None:
-    module = LensAtHalt(resume_layers=0)
-    found = tiny.forward(tiny.load(name), batch, [module], execution=execution)
-    rows = batch.real(found.logits)
-    for (row, slot), logits in module.lens.items():
-        torch.testing.assert_close(rows[row][slot], logits, atol=1e-5, rtol=1e-5)
-    halted = sum(int((d["halt_layer"] < tiny.LAYERS - 1).sum()) for d in tiny.decisions(batch, found.trace))
-    assert halted == len(module.lens)
-
-
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_a_resumed_token_goes_on_from_its_frozen_state(execution: str) -> None:
-    module, batch = LensAtHalt(resume_layers=2), Batch((tuple(range(1, 17)),))
-    (row,) = tiny.decisions(batch, tiny.forward(tiny.load("llama"), batch, [module], execution=execution).trace)
-    first = tiny.LAYERS - 2
-    long_halted = [slot for slot in range(16) if row["halt_layer"][slot] < first - 1]
-    assert long_halted
-    for slot in long_halted:
-        assert row["resume_layer"][slot] == first
-        frozen = module.after[int(row["halt_layer"][slot]), 0, slot]
-        assert torch.equal(module.before[first, 0, slot], frozen)
-        assert not torch.equal(module.after[first, 0, slot], frozen)
-
-
 def test_several_modules_are_asked_in_order_of_priority_and_see_what_came_before() -> None:
     asked: list[tuple[int, int, int]] = []
 

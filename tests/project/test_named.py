@@ -108,16 +108,18 @@ MODULES = re.compile(r"modules=\[(?P<names>[\w,]+)\]")
 
 def strings() -> Iterator[tuple[str, str]]:
     """Every string of the source with where it stands; what is filled in when it is said reads as `…`."""
-    inside: set[int] = set()  # parts of a string that is told whole
     for path in (
         path for folder in ("quicksilver", "experiments", "scripts", "studies") for path in (ROOT / folder).rglob("*.py")
     ):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        inside = {
+            id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values
+        }  # of a string that is told whole
+        for node in (node for node in nodes if id(node) not in inside):
             where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield where, node.value
-            elif isinstance(node, ast.JoinedStr) and id(node) not in inside:
-                inside |= {id(part) for part in node.values}
+            elif isinstance(node, ast.JoinedStr):
                 yield where, "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
 
 

@@ -350,9 +350,7 @@ class Latency(Measurement):
             theirs = calls(dense, batch, protocol, before=note)
             ours = calls(model, batch, protocol, before=run.reset)  # or the traces of all rounds pile up
             for prefix, times in zip(
-                prefixes,
-                alternate_steps({"dense": theirs, "run": ours}, self.warmup, self.repeats, model.device),
-                strict=True,
+                prefixes, alternate_steps({"dense": theirs, "run": ours}, self.warmup, self.repeats, model.device), strict=True
             ):
                 for key, name in ((f"{prefix}latency_ms", "run"), (f"dense_{prefix}latency_ms", "dense")):
                     found[key] = Spread(times[name].median, times[name].iqr, times[name].ms)

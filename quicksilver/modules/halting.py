@@ -14,13 +14,7 @@ import torch
 
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.modules.thresholds import (
-    Calibrated,
-    Calibration,
-    Thresholds,
-    is_percentile,
-    resolve_thresholds,
-)
+from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError

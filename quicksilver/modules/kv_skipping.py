@@ -21,7 +21,7 @@ from quicksilver.modules.thresholds import (
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.options import Count, Share, TokenIds
+from quicksilver.runtime.options import Count, Positive, Share, TokenIds
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import LayerView
 
@@ -57,7 +57,7 @@ class KVSkipping(TokenPolicy, Calibrated):
     criterion: Literal["halted", "attention", "halted_and_attention"] = "halted"
     tau_kv: Annotated[Thresholds, partial(check_thresholds, high=1.0)] | None = None
     skipped_share: Share | None = None
-    last_queries: int | None = 16
+    last_queries: Positive | None = 16
     min_depth: Share = 0.0
     keep_ids: TokenIds = ()
     keep_mask: TokenMask = None

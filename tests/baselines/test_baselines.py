@@ -572,23 +572,12 @@ def test_prompt_lookup_decodes_what_greedy_decoding_does_in_fewer_passes(family:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: StaticExit(depth=1.5), r"depth=1\.5"),
-        (lambda: ConfidenceExit(measure="entropy"), r"measure='entropy'.*softmax, state"),
-        (lambda: ConfidenceExit(threshold=2), "threshold=2"),
-        (lambda: TokenMerging(r=0.7), r"r=0\.7.*0 to 0\.5"),
-        (lambda: TokenMerging(metric="values"), r"metric='values'"),
         (lambda: PromptPruning(layers=(0.5, 0.2), kept=(0.7, 0.4)), "must rise"),
         (lambda: PromptPruning(layers=(0.2, 0.5), kept=(0.4, 0.7)), "must fall"),
         (lambda: PromptPruning(layers=(0.2,), kept=(0.4, 0.2)), "one share for each"),
         (lambda: PromptPruning(layers=0.2), "must be a list"),
         (lambda: PromptPruning(layers=(0.5, 0.52), kept=(0.5, 0.4)).bind(architecture()), "layers of their own"),
-        (lambda: OneShotHalting(halted_share=-1), "halted_share=-1"),
         (lambda: OneShotHalting(start=1.0).bind(architecture()), "Nothing would ever halt"),
-        (lambda: SinkAttention(window=0), "window=0"),
-        (lambda: HeavyHitter(recent=0), "recent=0"),
-        (lambda: HeavyHitter(criterion="values"), "criterion='values'"),
-        (lambda: Int8Dynamic(backend="jax"), "backend='jax'"),
-        (lambda: PromptLookup(tokens=0), "tokens=0"),
         (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),
     ],
 )

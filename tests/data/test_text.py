@@ -64,11 +64,7 @@ def test_scored_and_calibrating_documents_are_disjoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [
-        (b"\x00\x01text", "is binary"),
-        (b"caf\xe9", "is not UTF-8 text (byte 3"),
-        (b" \n\n ", "has no text in its test part"),
-    ],
+    [(b"\x00\x01text", "is binary"), (b"caf\xe9", "is not UTF-8 text (byte 3"), (b" \n\n ", "has no text in its test part")],
 )
 def test_what_is_no_text_is_named(tmp_path, content, says):
     (tmp_path / "file").write_bytes(content)

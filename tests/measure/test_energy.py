@@ -92,11 +92,7 @@ def test_a_counter_that_does_not_move_gives_no_zero(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [
-        ({"window_s": 0.5}, "window_s=0.5"),
-        ({"rounds": 1}, "rounds=1"),
-        ({"tokens_per_call": 0}, "tokens_per_call=0"),
-    ],
+    [({"window_s": 0.5}, "window_s=0.5"), ({"rounds": 1}, "rounds=1"), ({"tokens_per_call": 0}, "tokens_per_call=0")],
 )
 def test_windows_that_resolve_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
     bench = Bench(monkeypatch)

@@ -13,15 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import load
 
-from quicksilver.measure.generation import (
-    TEXTS,
-    GenerationResult,
-    compared,
-    continued,
-    distinct,
-    edit_distance,
-    gumbel_noise,
-)
+from quicksilver.measure.generation import TEXTS, GenerationResult, compared, continued, distinct, edit_distance, gumbel_noise
 from quicksilver.modules import StaticDepth
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure

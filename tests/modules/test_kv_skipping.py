@@ -132,21 +132,13 @@ def test_attention_criteria_leave_decoding_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"criterion": "atention"}, ["criterion='atention'", "Did you mean 'attention'?"]),
         ({"criterion": "attention"}, ["criterion='attention'", "one of tau_kv and skipped_share"]),
         ({"criterion": "attention", "tau_kv": 0.1, "skipped_share": 0.5}, ["tau_kv=0.1", "skipped_share=0.5", "one of"]),
         ({"criterion": "halted_and_attention"}, ["needs tau_kv", "'p95'"]),
         ({"criterion": "attention", "tau_kv": 1.5}, ["tau_kv=1.5", "from 0 to 1"]),
-        ({"criterion": "attention", "tau_kv": "low"}, ["tau_kv='low'", "not a number"]),
         ({"criterion": "attention", "tau_kv": [0.1] * 3}, ["tau_kv has 3 values", "10 layers"]),
         ({"criterion": "attention", "tau_kv": "p95"}, ["tau_kv='p95'", "no calibration", "quicksilver calibrate"]),
-        ({"criterion": "attention", "skipped_share": -0.1}, ["skipped_share=-0.1", "from 0 to 1"]),
-        ({"min_depth": 12}, ["min_depth=12", "from 0 to 1"]),
         ({"min_depth": 1.0}, ["min_depth=1.0", "10 layers", "smaller fraction"]),
-        ({"last_queries": 0}, ["last_queries=0", "at least 1"]),
-        ({"keep_ids": 5}, ["keep_ids=5", "list of token ids"]),
-        ({"keep_mask": torch.ones(2)}, ["keep_mask", "mask.bool()"]),
-        ({"protect_first": -1}, ["protect_first=-1", "at least 0"]),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused_with_the_value_and_the_remedy(options: dict[str, Any], said: list[str]) -> None:

@@ -30,6 +30,11 @@ def gates(seed: int = 0, bias: float = 0.3) -> HaltingGates:
     return made
 
 
+def learned(**options) -> LearnedHalting:
+    """Nobody is protected."""
+    return LearnedHalting(**{"protect_first": 0, "protect_last": None} | options)
+
+
 def trained(model, seed: int = 0, **about) -> TrainedGates:
     return gates(seed).trained(tiny.Run(model, [], "compact", None).arch, **about)
 
@@ -38,9 +43,7 @@ def trained(model, seed: int = 0, **about) -> TrainedGates:
 @given(family=st.sampled_from(["gpt2", "llama"]), batch=tiny.batches(low=4), seed=st.integers(0, 20), resume=st.integers(0, 1))
 def test_a_language_model_under_gates_is_causal_and_compact_is_masked(family, batch, seed, resume):
     model = tiny.load(family)
-    policy = LearnedHalting(
-        gates=trained(model, seed), resume_layers=resume, missing_kv="project", protect_first=0, protect_last=None
-    )
+    policy = learned(gates=trained(model, seed), resume_layers=resume, missing_kv="project")
     assert policy.causal
     compact, masked = (tiny.forward(model, batch, [policy], execution=execution) for execution in ("compact", "masked"))
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
@@ -55,7 +58,7 @@ def test_the_module_halts_whom_the_trained_forward_masks():
     learnt, given_states = gates(), states(2, 20)
     with equivalent_forward(ENCODER, learnt.gate) as mask:
         equivalent = ENCODER(given_states)
-    with apply(ENCODER, [LearnedHalting(gates=trained(ENCODER), protect_first=0, protect_last=None)]) as run:
+    with apply(ENCODER, [learned(gates=trained(ENCODER))]) as run:
         halted = ENCODER(given_states)
     torch.testing.assert_close(equivalent, halted, atol=2e-6, rtol=1e-5)
     left = run.trace.passes[0].active(LAYERS - 1)
@@ -70,9 +73,7 @@ def test_the_module_halts_whom_the_trained_forward_masks():
 def test_a_threshold_is_a_dial_between_nobody_and_everybody():
     halted = []
     for threshold in (0.0, 0.3, 0.6, 1.0):
-        with apply(
-            ENCODER, [LearnedHalting(gates=trained(ENCODER), threshold=threshold, protect_first=0, protect_last=None)]
-        ) as run:
+        with apply(ENCODER, [learned(gates=trained(ENCODER), threshold=threshold)]) as run:
             ENCODER(states(2, 20))
         halted.append(40 - int(run.trace.active_counts()[-1]))
     assert halted[0] == 0
@@ -87,9 +88,7 @@ def test_a_threshold_is_a_dial_between_nobody_and_everybody():
 def test_gates_that_halt_nobody_are_dense_inference_bit_for_bit(rows, resume):
     plain = ENCODER(states(rows, 20))
     for changed in ({"threshold": 0.0}, {"gates": gates(bias=50.0).trained(tiny.Run(ENCODER, [], "compact", None).arch)}):
-        policy = LearnedHalting(
-            **({"gates": trained(ENCODER), "resume_layers": resume} | changed), protect_first=0, protect_last=None
-        )
+        policy = learned(**({"gates": trained(ENCODER), "resume_layers": resume} | changed))
         with apply(ENCODER, [policy]) as run:
             assert torch.equal(ENCODER(states(rows, 20)), plain)
         assert run.trace.active_counts().tolist() == [rows * 20] * LAYERS
@@ -179,7 +178,7 @@ def test_gates_that_read_the_place_halt_as_in_training_and_each_row_by_its_own_l
     learnt = HaltingGates(WIDTH, [0, 2], prompt_tokens=1)
     for part in learnt.parameters():
         torch.nn.init.normal_(part, std=0.3, generator=torch.Generator().manual_seed(seed))
-    policy = LearnedHalting(gates=learnt.trained(arch), protect_last=0, protect_first=0)
+    policy = learned(gates=learnt.trained(arch), protect_last=0)
     assert not policy.causal  # it reads where the prompt ends
     together = tiny.decisions(batch, tiny.forward(model, batch, [policy]).trace)
     for ids, decided in zip(batch.rows, together, strict=True):
@@ -197,7 +196,7 @@ def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
     again = TrainedGates.load(path)
     assert torch.equal(again.weight, made.weight)
     assert (again.layers, again.missing_kv, again.provenance) == (made.layers, "project", {"steps": 3})
-    policy = LearnedHalting(gates=path, protect_first=0, protect_last=None)
+    policy = learned(gates=path)
     batch = Batch(((1, 2, 3, 4, 5, 6),))
     halted = tiny.forward(model, batch, [policy])
     assert policy.missing_kv == "project"
@@ -205,11 +204,9 @@ def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
     with pytest.raises(ConfigError, match="fitted to other weights"):
         tiny.forward(tiny.load("llama"), batch, [policy])
     with pytest.raises(ConfigError, match=rf"layers={LAYERS} and this one has 3"):
-        tiny.forward(tiny.build("gpt2", n_layer=3), batch, [LearnedHalting(gates=path, protect_first=0, protect_last=None)])
+        tiny.forward(tiny.build("gpt2", n_layer=3), batch, [learned(gates=path)])
     with pytest.raises(ConfigError, match="There is no set of gates .*train gates for this model"):
-        LearnedHalting(gates=tmp_path / "none", protect_first=0, protect_last=None).bind(
-            tiny.Run(model, [], "compact", None).arch
-        )
+        learned(gates=tmp_path / "none").bind(tiny.Run(model, [], "compact", None).arch)
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ConfigError, match="cannot be read as a set of gates"):
         TrainedGates.load(path)
@@ -221,25 +218,17 @@ def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
 def test_options_that_do_not_fit_are_refused():
     model = tiny.load("gpt2")
     with pytest.raises(ConfigError, match="threshold=1.5 is out of range"):
-        LearnedHalting(threshold=1.5, protect_first=0, protect_last=None)
+        learned(threshold=1.5)
     with pytest.raises(ConfigError, match="threshold has 3 numbers for gates after 2 layers"):
-        tiny.forward(
-            model,
-            Batch(((1, 2, 3),)),
-            [LearnedHalting(gates=trained(model), threshold=[0.5, 0.5, 0.5], protect_first=0, protect_last=None)],
-        )
+        tiny.forward(model, Batch(((1, 2, 3),)), [learned(gates=trained(model), threshold=[0.5, 0.5, 0.5])])
     with pytest.raises(ConfigError, match=r"Gates after layers \[2\] save nothing with resume_layers=2"):
-        tiny.forward(
-            model,
-            Batch(((1, 2, 3),)),
-            [LearnedHalting(gates=trained(model), resume_layers=2, protect_first=0, protect_last=None)],
-        )
+        tiny.forward(model, Batch(((1, 2, 3),)), [learned(gates=trained(model), resume_layers=2)])
     with pytest.raises(ConfigError, match="not finite"):
         TrainedGates((0,), torch.tensor([[float("nan")]]), torch.zeros(1), 3)
     with pytest.raises(ConfigError, match=r"place of a set of gates has shape \(2, 1\) where \(2, 2\) is needed"):
         TrainedGates((0, 1), torch.zeros(2, 4), torch.zeros(2), 3, place=torch.zeros(2, 1))
     with pytest.raises(ConfigError, match="gates='predict': one ships with .*, none with this model"):
-        tiny.forward(model, Batch(((1, 2, 3),)), [LearnedHalting(protect_first=0, protect_last=None)])
+        tiny.forward(model, Batch(((1, 2, 3),)), [learned()])
     with pytest.raises(ConfigError, match="no gate stands after layer 1; there are"):
         trained(model, predicts=(1,))
 
@@ -248,15 +237,11 @@ def test_gates_say_layer_by_layer_what_is_dropped_and_what_is_predicted(monkeypa
     model = tiny.load("gpt2")
     translators = tiny.random_translators(tiny.Run(model, [], "compact", None).arch)
     monkeypatch.setattr(learned_halting, "translator_for", lambda arch, source, layer: translators[layer - 1])
-    policy = LearnedHalting(gates=trained(model, seed=3, predicts=(2,)), threshold=0.6, protect_first=0, protect_last=None)
+    policy = learned(gates=trained(model, seed=3, predicts=(2,)), threshold=0.6)
     halted = tiny.forward(model, Batch((tuple(range(1, 25)),)), [policy]).trace.passes[0]
     how = {layer: set(halted.halted_kv[halted.halt_layer == layer].tolist()) for layer in (0, 2)}
     assert how == {0: {MISSING_KV.index("drop")}, 2: {MISSING_KV.index("predict")}}
-    dropped = tiny.forward(
-        model,
-        Batch((tuple(range(1, 25)),)),
-        [LearnedHalting(gates=policy.gates, threshold=0.6, missing_kv="drop", protect_first=0, protect_last=None)],
-    )
+    dropped = tiny.forward(model, Batch((tuple(range(1, 25)),)), [learned(gates=policy.gates, threshold=0.6, missing_kv="drop")])
     assert set(dropped.trace.passes[0].halted_kv[dropped.trace.passes[0].halt_layer == 2].tolist()) == {MISSING_KV.index("drop")}
 
 

@@ -260,10 +260,7 @@ def _numbers(bench: _Bench, modules: list[RuntimeModule], whole: bool) -> dict[s
     dense = bench.dense if modules else None
     scores = score(bench.model, bench.scored, bench.protocol, bench.windows.token_bytes, modules=modules, dense=dense)
     numbers = _of_scores(scores.windows, scores.trace)
-    return numbers | {
-        "kv_bytes_billed": scores.kv_bytes_billed,
-        "kv_bytes_resident": scores.kv_bytes_resident,
-    }
+    return numbers | {"kv_bytes_billed": scores.kv_bytes_billed, "kv_bytes_resident": scores.kv_bytes_resident}
 
 
 def _of_scores(windows: Any, trace: Trace | None) -> dict[str, Any]:

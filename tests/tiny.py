@@ -160,11 +160,7 @@ class Batch:
     def inputs(self) -> dict[str, torch.Tensor]:
         if not self.is_padded:
             return {"input_ids": self.ids}
-        return {
-            "input_ids": self.ids,
-            "attention_mask": self.mask,
-            "position_ids": (self.mask.cumsum(1) - 1).clamp(min=0),
-        }
+        return {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": (self.mask.cumsum(1) - 1).clamp(min=0)}
 
     def real(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The rows of x (B, N, ...) without their padding."""
@@ -484,12 +480,7 @@ class Outcome:
 
 @torch.no_grad()
 def forward(
-    model: PreTrainedModel,
-    batch: Batch,
-    modules: Sequence[RuntimeModule],
-    *,
-    chunks: Sequence[int] | None = None,
-    **options: Any,
+    model: PreTrainedModel, batch: Batch, modules: Sequence[RuntimeModule], *, chunks: Sequence[int] | None = None, **options: Any
 ) -> Outcome:
     """The logits of `batch` under `modules`: in one pass without a cache, or in passes of `chunks` columns with one."""
     inputs = batch.inputs()

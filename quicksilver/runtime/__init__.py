@@ -21,15 +21,7 @@ if TYPE_CHECKING:
         TokenPolicy,
         Transform,
     )
-    from quicksilver.runtime.pass_state import (
-        MISSING_KV,
-        CacheMerge,
-        Eviction,
-        Fusion,
-        PassState,
-        Precision,
-        TokenState,
-    )
+    from quicksilver.runtime.pass_state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, TokenState
     from quicksilver.runtime.run import EXECUTIONS, KVBytes, Run, apply
     from quicksilver.runtime.trace import PassTrace, Trace
     from quicksilver.runtime.translation import KVTranslator

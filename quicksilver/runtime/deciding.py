@@ -118,13 +118,7 @@ class Deciding:
         return or_all(packing.real, like)
 
     def _received(
-        self,
-        call: LayerCall,
-        forward: Forward,
-        packing: Packing,
-        attended: Attended,
-        last_queries: int | None,
-        reduce: str,
+        self, call: LayerCall, forward: Forward, packing: Packing, attended: Attended, last_queries: int | None, reduce: str
     ) -> torch.Tensor:
         """Attention received from tokens of the pass, by slot: (B, S) float32. Its cost goes into the ledger."""
         slots = packing.take(forward.decisions.slots)

@@ -11,13 +11,7 @@ import pytest
 import tiny
 import torch
 from tiny import Batch, HaltAll, Hashed
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    GPT2Model,
-    StaticCache,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPT2Model, StaticCache
 
 import quicksilver
 from quicksilver import runtime

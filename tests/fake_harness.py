@@ -17,7 +17,7 @@ from quicksilver.runtime.errors import QuickSilverError
 
 
 class Harness:
-    """Stands for `plan` and `make`: records are made by hand, and `broken` runs fail."""
+    """Stands for `plan` and for making one run: records are made by hand, and `broken` runs fail."""
 
     def __init__(self, results: Path) -> None:
         self.results, self.broken, self.made = results, set[str](), list[str]()
@@ -42,17 +42,14 @@ class Harness:
             wanted.append(steps[self.name(config)])
         return Plan(tuple(steps.values()), tuple(wanted), context or RunContext())
 
-    def make(self, planned, *, progress=None):
-        missing = [step for step in planned.steps if not step.done]
-        for number, step in enumerate(missing):
-            name = self.name(step.config)
-            progress(harness_run.Progress(number, len(missing), name, "quality", number / len(missing)))
-            if name in self.broken:
-                raise QuickSilverError(f"the logits of {name} are not finite")
-            self.made.append(name)
-            options = {} if step.dense is None else {"per_token": 0.02, "null_per_token": 0.03, "saved": 0.1}
-            fakes.make(self.results, name, name.split()[-1], **options)
-        return [step.record for step in planned.wanted]
+    def make_one(self, step, context, report):
+        name = self.name(step.config)
+        report("quality", 0.0)
+        if name in self.broken:
+            raise QuickSilverError(f"the logits of {name} are not finite")
+        self.made.append(name)
+        options = {} if step.dense is None else {"per_token": 0.02, "null_per_token": 0.03, "saved": 0.1}
+        fakes.make(self.results, name, name.split()[-1], **options)
 
 
 COMPOSED: dict[tuple[str, ...], RunConfig] = {}
@@ -72,5 +69,5 @@ def harness(tmp_path, monkeypatch):
 
     monkeypatch.setattr(harness_config, "compose", remembered)
     monkeypatch.setattr(harness_run, "plan", fake.plan)
-    monkeypatch.setattr(harness_run, "make", fake.make)
+    monkeypatch.setattr(harness_run, "_make_one", fake.make_one)
     return fake

@@ -47,23 +47,22 @@ def show_fault(error: Exception) -> None:
 @contextmanager
 def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
     """Say on stderr how much there is to do and how far it is: a bar with the time left on a terminal, else one line a run."""
-    from quicksilver.runs.terminal import progress_bar, relative_cost, share_done
+    from quicksilver.runs.terminal import progress_bar
 
-    costs = [relative_cost(step.config) for step in steps if not step.done]
-    missing = len(costs)
+    missing = sum(not step.done for step in steps)
     if missing:
         print(
             f"{len(steps)} runs behind this, {len(steps) - missing} with a record, {missing} to do.", file=sys.stderr, flush=True
         )
     announced: set[int] = set()
     started = time.monotonic()
-    with progress_bar(costs) as bar:
+    with progress_bar() as bar:
 
         def show(progress: Progress) -> None:
             bar(progress)
             if not sys.stderr.isatty() and progress.run not in announced:
                 announced.add(progress.run)
-                left = _time_left(time.monotonic() - started, share_done(progress, costs))
+                left = _time_left(time.monotonic() - started, progress.fraction)
                 print(f"[{progress.run + 1}/{progress.runs}] {progress.label}{left}", file=sys.stderr, flush=True)
 
         yield show

@@ -1,6 +1,6 @@
 """Rows of tables and figures on their way to records: what is remembered is read, what is refused says why, what is missing is run.
 
-Unlike `ensure`, which stops at the first run that fails, `run_missing` goes on with the others.
+Where a run fails, `run_missing` goes on with the others.
 
 `RecordIndex` remembers which record answers a command line, so that what is there is found without composing configs or importing torch. Only
 for models and texts that come with the package: others lie in files that may change, and are looked at every time. Whatever changes in the
@@ -127,21 +127,50 @@ def run_missing(
     Args:
         shared: where the jobs have models and texts of their own: what most of them use.
         watch: shows progress.
-        on_fault: told of what is no QuickSilverError, a fault of ours or of a library, and of records that the tracker did not take.
+        on_fault: told of every error once, those of a tracker included.
 
     Raises:
         QuickSilverError: what `shared`, or else the first run, needs (model, text) cannot be had; the others need it too.
     """
-    if all(job.config is None for job in jobs):
-        answers.save()
-        return
+    from quicksilver.runs.run import joined, make
+
+    failed: dict[str, Exception] = {}
     try:
-        _run(jobs, run_context(shared, jobs), strict=shared is None, watch=watch, on_fault=on_fault)
+        wanted = _planned(jobs, shared) if any(job.config is not None for job in jobs) else []
+        if not wanted:
+            return
+        whole = joined([plan for _, plan in wanted])
+        with watch(whole.steps) if watch is not None else nullcontext() as report:
+            make(whole, progress=report, failed=failed)
+        if on_fault is not None:
+            for fault in dict.fromkeys(failed.values()):
+                on_fault(fault)
+        for (job, _), step in zip(wanted, whole.wanted, strict=True):
+            try:
+                job.record = step.record
+            except QuickSilverError as error:
+                job.fail(error)
+            else:
+                if job.record is None:
+                    job.fail(failed[step.fingerprint])
+                else:
+                    answers.put(job.overrides, step.config, Answer(job.record))
     finally:
-        for job in jobs:
-            if job.config is not None and job.record is not None:
-                answers.put(job.overrides, job.config, Answer(job.record))
         answers.save()
+
+
+def _planned(jobs: Sequence[Job], shared: RunConfig | None) -> list[tuple[Job, Plan]]:
+    """The jobs with a config that can be planned, with their plans; what `run_missing` raises."""
+    place, found = run_context(shared, jobs), []
+    for job in jobs:
+        try:
+            if job.config is not None:
+                found.append((job, job.planned(place)))
+        except QuickSilverError as error:
+            if shared is None and not found and all(other.record is None for other in jobs):
+                raise
+            job.fail(error)
+    return found
 
 
 def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContext:
@@ -157,77 +186,6 @@ def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContex
     if shared is not None:
         plan([shared], place)
     return place
-
-
-def _run(
-    jobs: Sequence[Job],
-    place: RunContext,
-    *,
-    strict: bool,
-    watch: Watch | None,
-    on_fault: Callable[[Exception], None] | None,
-) -> None:
-    from quicksilver.runs.run import joined, make
-    from quicksilver.runs.tracker import NotMirrored
-
-    waiting: list[Job] = []
-    for job in jobs:
-        if job.config is None:
-            continue
-        try:
-            job.planned(place)
-        except QuickSilverError as error:
-            if strict and not waiting and all(other.record is None for other in jobs):
-                raise
-            job.fail(error)
-        else:
-            waiting.append(job)
-    while waiting:
-        try:
-            whole = joined([job.planned(place) for job in waiting])
-            with watch(whole.steps) if watch is not None else nullcontext() as report:
-                records = make(whole, progress=report)
-        except NotMirrored as error:
-            # The run has its record, and so one run less is missing: the others go on.
-            if on_fault is not None:
-                on_fault(error)
-            continue
-        except Exception as error:
-            if on_fault is not None and not isinstance(error, QuickSilverError):
-                on_fault(error)
-            waiting = _without_failed(waiting, error, place)
-            continue
-        for job, record in zip(waiting, records, strict=True):
-            job.record = record
-        return
-
-
-def _without_failed(waiting: Sequence[Job], error: Exception, place: RunContext) -> list[Job]:
-    """Mark the jobs that the run which just failed stood for (rows may share one; all rows of a protocol need its dense run)."""
-    planned = [job.planned(place).steps for job in waiting]
-    broken = next((step.fingerprint for steps in planned for step in steps if not step.done), None)
-    if broken is None:
-        # Every run has its record by now: reading one back failed, or somebody else was faster.
-        return _one_by_one(waiting, place)
-    left = []
-    for job, steps in zip(waiting, planned, strict=True):
-        if any(step.fingerprint == broken for step in steps):
-            job.fail(error)
-        else:
-            left.append(job)
-    return left
-
-
-def _one_by_one(waiting: Sequence[Job], place: RunContext) -> list[Job]:
-    """Give each job its record, or the error that reading it raises; none is left."""
-    from quicksilver.runs.run import make
-
-    for job in waiting:
-        try:
-            (job.record,) = make(job.planned(place))
-        except Exception as error:  # of a damaged record, whatever it does
-            job.fail(error)
-    return []
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------------------
@@ -434,18 +392,14 @@ def _tell(report: Callable[[Progress], None], steps: Sequence[Planned]) -> None:
 
 
 def _make_all(jobs: Sequence[tuple[str, ...]]) -> None:
-    """In a worker: its share of the runs of one text, one after the other."""
+    """In a worker: its share of the runs of one text. What fails is made again by the process that tells it."""
     import torch
 
     from quicksilver.runs.config import compose
-    from quicksilver.runs.context import RunContext
-    from quicksilver.runs.run import ensure
+    from quicksilver.runs.run import make, plan
 
     torch.set_num_threads(1)
-    place = RunContext()
-    for overrides in jobs:
-        with suppress(Exception):  # made again by the process that tells it
-            ensure([compose(overrides)], context=place)
+    make(plan([compose(overrides) for overrides in jobs]), failed={})
 
 
 def _end_with_the_parent() -> None:

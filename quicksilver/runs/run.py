@@ -28,7 +28,7 @@ from quicksilver.runs.config import RunConfig
 from quicksilver.runs.context import RunContext, asks_for_calibration
 from quicksilver.runs.machine import environment
 from quicksilver.runs.parts import build_measurements, build_modules
-from quicksilver.runs.tracker import check_tracker, mirror
+from quicksilver.runs.tracker import NotMirrored, check_tracker, mirror
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -184,13 +184,18 @@ def ensure(
 
 
 def make(
-    planned: Plan, *, progress: Callable[[Progress], None] | None = None, labels: Mapping[str, str] | None = None
+    planned: Plan,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    labels: Mapping[str, str] | None = None,
+    failed: dict[str, Exception] | None = None,
 ) -> list[Record]:
     """Make the runs of a plan that have no record; the records of all that is wanted, in their order.
 
     Args:
         progress: called often; cheap callbacks only.
         labels: by fingerprint, what runs are called in a sweep; it stands before what they are.
+        failed: gets the errors by fingerprint; all runs are tried but those whose dense run failed. None: the first error is raised.
 
     Raises:
         ConfigError: a run that cannot be made here; nothing was run then.
@@ -204,7 +209,14 @@ def make(
     missing = [step for step in planned.steps if not step.done]
     for number, step in enumerate(missing):
         label = " | ".join(filter(None, ((labels or {}).get(step.fingerprint), step.config.label)))
-        _make_one(step, planned.context, _Reporter(progress, number, len(missing), label))
+        try:
+            if failed and isinstance(error := failed.get(step.dense or ""), Exception) and not isinstance(error, NotMirrored):
+                raise error
+            _make_one(step, planned.context, _Reporter(progress, number, len(missing), label))
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[step.fingerprint] = error
     records = [step.record for step in planned.wanted]
     return [record for record in records if record is not None]  # all of them: each was there, or was made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -19,36 +19,12 @@ from quicksilver.measure.null import NullResult
 from quicksilver.measure.task import TaskResult
 from quicksilver.records.record import Record
 from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
-from quicksilver.runs.config import RunConfig
 from quicksilver.runs.run import Progress
 
 
-def relative_cost(config: RunConfig) -> float:
-    """Time of a run over that of a dense run under `all`, as the runs of Table 11 took it; for progress bars. A run with modules makes its null
-    and its signals as well; under `all` the predictions of every position are compared with the dense model's."""
-    dense, whole = not config.modules, config.protocol.name == "all"
-    return {(True, True): 1.0, (False, True): 1.8, (True, False): 1.0, (False, False): 1.4}[dense, whole]
-
-
-def share_done(progress: Progress, costs: Sequence[float]) -> float:
-    """Share of all work that is done, 0 to 1.
-
-    Args:
-        costs: of the runs that `progress` counts, in any unit; none: all cost the same.
-    """
-    if len(costs) != progress.runs:
-        return progress.fraction
-    of_this_run = progress.fraction * progress.runs - progress.run
-    return (sum(costs[: progress.run]) + of_this_run * costs[progress.run]) / sum(costs)
-
-
 @contextmanager
-def progress_bar(costs: Sequence[float] = ()) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr over all missing runs; nothing when stderr is not a terminal, or nothing has to run.
-
-    Args:
-        costs: of the missing runs, as in `share_done`: the time left follows from them.
-    """
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr over all missing runs; nothing when stderr is not a terminal, or nothing has to run."""
     bar: tqdm | None = None
 
     def show(progress: Progress) -> None:
@@ -64,7 +40,7 @@ def progress_bar(costs: Sequence[float] = ()) -> Iterator[Callable[[Progress], N
             )
         bar.set_description_str(f"run {progress.run + 1}/{progress.runs} {progress.label}", refresh=False)
         bar.set_postfix_str(progress.phase, refresh=False)
-        bar.update(max(0.0, 100 * share_done(progress, costs) - bar.n))
+        bar.update(max(0.0, 100 * progress.fraction - bar.n))
 
     try:
         yield show

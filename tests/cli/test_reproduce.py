@@ -203,10 +203,10 @@ def test_a_model_that_cannot_be_had_is_one_message(harness, monkeypatch, capsys)
 
 
 def test_an_interruption_says_how_to_go_on(harness, monkeypatch, capsys):
-    def interrupted(configs, *, progress=None, context=None):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(harness_run, "make", interrupted)
+    monkeypatch.setattr(harness_run, "_make_one", interrupted)
     assert table11(harness) == 130
     assert "same command" in capsys.readouterr().err
 
@@ -446,7 +446,7 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
     monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: experiments)
     monkeypatch.setattr(harness_config, "compose", compose)
     monkeypatch.setattr(harness_run, "plan", harness.plan)
-    monkeypatch.setattr(harness_run, "make", harness.make)
+    monkeypatch.setattr(harness_run, "_make_one", harness.make_one)
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("dense all")))
     harness.made.clear()
     assert console.main(["reproduce", *words]) == 0

@@ -35,18 +35,20 @@ def test_an_error_after_the_last_run_leaves_every_row_its_record(jobs, monkeypat
     assert all(row.error is None for row in rows)
 
 
-def test_an_error_of_every_record_is_that_of_each_row(jobs, monkeypatch):
+def test_an_error_of_the_dense_run_is_told_once_and_is_that_of_each_row(jobs, monkeypatch):
     answers, rows = jobs
-    run_missing(rows, answers)
-    for row in rows:
-        row.record = None
+    told, run = [], harness_run._run
 
-    def fails(*_, **__):
-        raise QuickSilverError("the record is damaged")
+    def fails(*_):
+        raise QuickSilverError("the logits are not finite")
 
-    monkeypatch.setattr(harness_run, "make", fails)
+    monkeypatch.setattr(harness_run, "_run", fails)
+    run_missing(rows, answers, on_fault=told.append)
+    assert [(row.record, row.reason, str(row.error)) for row in rows] == [(None, FAILED, "the logits are not finite")] * 2
+    assert len(told) == 1
+    monkeypatch.setattr(harness_run, "_run", lambda step, *rest: fails() if step.config.modules else run(step, *rest))
     run_missing(rows, answers)
-    assert [(row.record, row.reason, str(row.error)) for row in rows] == [(None, FAILED, "the record is damaged")] * 2
+    assert [row.record is not None for row in rows] == [True, False]  # one that fails leaves the others alone
 
 
 @pytest.mark.processor

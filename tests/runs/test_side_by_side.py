@@ -51,14 +51,14 @@ def test_what_fails_is_left_without_a_record_and_the_others_go_on(two_texts, mon
     import quicksilver.runs.run as harness_run
 
     jobs, _, records = two_texts
-    real = harness_run.ensure
+    real = harness_run._run
 
-    def ensure(configs, **options):
-        if configs[0].modules and configs[0].dataset.windows == 3:
+    def run(step, *rest):
+        if step.config.modules and step.config.dataset.windows == 3:
             raise QuickSilverError("not finite")
-        return real(configs, **options)
+        return real(step, *rest)
 
-    monkeypatch.setattr(harness_run, "ensure", ensure)
+    monkeypatch.setattr(harness_run, "_run", run)
     side_by_side.make_side_by_side(jobs, 2)
     assert len(list(records.glob("*/record.json"))) == 3
 

@@ -20,7 +20,7 @@ from quicksilver.report.claims.reported import reported
 from quicksilver.report.table import Panel, Table
 
 from ..quantization import strategies
-from ..sweeps import fair_trial
+from ..sweeps import table_fair_trial as fair_trial
 from .techniques import steps
 
 PANELS = {

@@ -5,11 +5,13 @@ Percentiles are chosen so that about as many tokens have halted at half of the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from quicksilver.measure.word_classes import WORDS
 from quicksilver.records.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.table import NO_VALUE, Lines, number
 from quicksilver.runtime.errors import ConfigError
 
 TREEBANK = ("dataset=gum",)  # unless a person names another
@@ -79,3 +81,39 @@ def whose_tags(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     return tuple(
         f"Tags are not gold: the text is {said}." for _, mark, said in (one.partition("; ") for one in sorted(sources)) if mark
     )
+
+
+Cell = Callable[[Mapping[str, Any]], Lines]
+
+
+def words(column: str) -> Cell:
+    """The text of a column."""
+    return lambda row: (str(row[column]),)
+
+
+def plain(column: str, decimals: int = 1) -> Cell:
+    """A number without a sign."""
+
+    def cell(row: Mapping[str, Any]) -> Lines:
+        value = number(row, column)
+        return (NO_VALUE if value is None else f"{value:,.{decimals}f}",)
+
+    return cell
+
+
+def with_ends(column: str, *, sign: bool) -> Cell:
+    """A number over its interval, which stands in `_low` and `_high`."""
+
+    def cell(row: Mapping[str, Any]) -> Lines:
+        ends = [number(row, f"{column}{end}") for end in ("", "_low", "_high")]
+        if ends[0] is None:
+            return (NO_VALUE,)
+        value, low, high = (f"{end:{'+' if sign else ''}.1f}" for end in ends)
+        return (value, f"[{low} {high}]")
+
+    return cell
+
+
+def percent(name: str, value: float, low: float, high: float) -> dict[str, float]:
+    """A share with its ends as three columns, in percent."""
+    return {name: 100 * value, f"{name}_low": 100 * low, f"{name}_high": 100 * high}

@@ -21,7 +21,7 @@ from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.table import Column, Panel, Table
 
 from . import runs
-from .cells import percent, plain, with_ends, words
+from .runs import percent, plain, with_ends, words
 
 READS = (*runs.WORD_BY_WORD, WORDS)  # all of the words: notebook 4 deals the decisions anew
 # class here -> what is printed, entry of reported_tasks.yaml

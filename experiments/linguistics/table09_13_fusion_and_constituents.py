@@ -20,7 +20,7 @@ from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.table import Column, Panel, Table
 
 from . import runs
-from .cells import percent, plain, with_ends
+from .runs import percent, plain, with_ends
 
 READS = (
     *runs.WORD_BY_WORD,

@@ -12,8 +12,7 @@ import pandas as pd
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import PALETTE, Figure, panels, style
 
-from . import attributes
-from .table01_attributes import PAPER
+from . import table01_attributes as attributes
 
 # The first verb that a class has says what it decides about.
 BRANCHES = {
@@ -28,7 +27,7 @@ BRANCHES = {
 }
 _OTHER = "several of these: a preset"
 COLUMNS = ["branch", "module", "class", "acts", "weights", "source", "quicksilver", "height"]
-OURS = PAPER["QuickSilver"][1]
+OURS = attributes.PAPER["QuickSilver"][1]
 
 
 def rows() -> list[Row]:
@@ -80,7 +79,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     said = (
         "Every mechanism of conf/modules but the nulls, grouped by what it decides about; bold: the paper's four. acts anywhere: a decision reads a "
         "token and those before it; in prompts: it reads later tokens too; between passes: it changes the cache alone. None of them trains the model.",
-        "Categories of the paper that are not implemented here: " + ", ".join(one.lower() for one, (_, classes) in PAPER.items() if not classes) + ".",
+        "Categories of the paper that are not implemented here: " + ", ".join(one.lower() for one, (_, classes) in attributes.PAPER.items() if not classes) + ".",
     )  # fmt: skip
     return Figure(name, "Figure 1: taxonomy of what is implemented", frame, drawing, said)
 

@@ -13,7 +13,7 @@ import pandas as pd
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import Column, Lines, Panel, Table
 
-from . import attributes
+from . import table01_attributes as attributes
 
 # Table 6 of the paper: aspect -> halting, fusion.
 PAPER = {

@@ -11,7 +11,7 @@ from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.figure import Figure, style
 
-from . import threshold_grid
+from . import table_quantization_grid as threshold_grid
 
 rows = threshold_grid.SWEEP.rows
 

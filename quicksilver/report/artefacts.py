@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,13 @@ from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither
     from quicksilver.records.record import Record
+    from quicksilver.report.claims.ledger import AnsweredBy
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
 
-# `table11_ablation.py`, `figure08_15_speed.py`; `table_factorial.py` has no number in the paper and is asked for by its name
-_FILE_NAME = re.compile(r"(table|figure)(?:(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*|_([a-z]\w*))\.py")
+# `table11_ablation.py`, `figure08_15_speed.py`; `table_front.py` has no number in the paper and is asked for by its name;
+# `table_figure_factorial.py` makes the table and the figure of that name, of the same rows.
+_FILE_NAME = re.compile(r"(table_figure|table|figure)(?:(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*|_([a-z]\w*))\.py")
 _AFTER_THE_NUMBERED = 1000
 _NAMED_MODELS = 3  # more do not fit above a figure
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -79,7 +81,7 @@ class Outcome:
 
 
 class Experiment(Protocol):
-    """What a file of `experiments/` provides: the runs, and `table` or `figure`, as its name says."""
+    """What a file of `experiments/` provides: the runs, and `table`, `figure` or both, as its name says."""
 
     def rows(self) -> Sequence[Row]:
         """The rows, in printed order; none for what is data alone."""
@@ -146,7 +148,14 @@ class Artefact:
     def claims(self) -> tuple[str, ...]:
         """What the paper reports that is answered here: entries of reported*.yaml, or entry.quantity."""
         named = (row.reported for row in self.experiment.rows() if row.reported)
-        return tuple(dict.fromkeys((*named, *getattr(self.experiment, "ANSWERS", {}))))
+        return tuple(dict.fromkeys((*named, *self.answered)))
+
+    @property
+    def answered(self) -> Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]]:
+        """Claims to what answers them (`ANSWERS` in the file). They are the table's where a file makes a table and a figure."""
+        if self.kind == "figure" and self.path.name.startswith("table"):
+            return {}
+        return getattr(self.experiment, "ANSWERS", {})
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -221,7 +230,8 @@ def artefacts(folder: Path | None = None) -> list[Artefact]:
     for path in (path for each in folders for path in each.rglob("*.py")):
         if match := _FILE_NAME.fullmatch(path.name):
             kind, numbers, name = match.groups()
-            found.append(Artefact(kind, (name,) if name else tuple(map(_plain, numbers.split("_"))), path))
+            called = (name,) if name else tuple(map(_plain, numbers.split("_")))
+            found += [Artefact(one, called, path) for one in kind.split("_")]
     return sorted(found, key=lambda artefact: artefact.order)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from quicksilver.experiments.sweeps import fair_trial, table_fair_trial
+from quicksilver.experiments.sweeps import table_fair_trial as fair_trial
 from quicksilver.runs.config import compose
 from quicksilver.runs.parts import build_modules
 
@@ -45,8 +45,8 @@ def test_the_page_says_what_the_best_of_all_settings_costs_where_that_one_was_fr
         columns=["panel", "section", "key", "technique", "kl_nats", "prompt_executed_flops_saved_pct", "delta_ppl_pct", "still_wins"],
     )  # fmt: skip
     rows["delta_ppl_pct_low"], rows["delta_ppl_pct_high"] = rows["delta_ppl_pct"] - 1, rows["delta_ppl_pct"] + 1
-    (said,) = table_fair_trial._verdict(rows)
+    (said,) = fair_trial._verdict(rows)
     assert "for 5% Token fusion (B), which on the test text saves 17.0% and costs +4.0% [+3.0, +5.0] perplexity" in said
     assert "for 15% Token fusion (B), which was not frozen and so not tested" in said
     assert "25%" not in said  # no setting saves as much
-    assert table_fair_trial._verdict(rows[rows["panel"] == "test"]) == ()
+    assert fair_trial._verdict(rows[rows["panel"] == "test"]) == ()

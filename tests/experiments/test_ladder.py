@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from quicksilver.experiments.sweeps import figure_ladder, ladder
+from quicksilver.experiments.sweeps import figure_ladder as ladder
 from quicksilver.fitting.schedules import saved_pct
 from quicksilver.modules import Halting
 from quicksilver.modules.staged_halting import Schedule
@@ -127,7 +127,7 @@ def outcomes(results: Path) -> list[Outcome]:
     """The larger model loses half of what the smaller one loses."""
     dense = fakes.make(results, "dense continuation", "continuation")
     found = []
-    for row in figure_ladder.rows():
+    for row in ladder.rows():
         if row.key == "dense":
             found.append(Outcome(row, dense, dense))
             continue
@@ -145,7 +145,7 @@ def outcomes(results: Path) -> list[Outcome]:
 
 
 def test_missing_rungs_are_named_and_the_others_drawn(models: Path, tmp_path: Path) -> None:
-    made = figure_ladder.figure(outcomes(tmp_path / "results"), "figure_ladder")
+    made = ladder.figure(outcomes(tmp_path / "results"), "figure_ladder")
     assert set(made.frame["panel"]) == {"ladder-gpt2-1m", "ladder-gpt2-8m", "reference-gpt2", "reference-llama", ladder.TREND}
     said = " ".join(made.caption)
     assert "the weights are not here: ladder-gpt2-2m, ladder-gpt2-4m" in said
@@ -154,7 +154,7 @@ def test_missing_rungs_are_named_and_the_others_drawn(models: Path, tmp_path: Pa
 
 
 def test_the_trend_is_of_the_rungs_and_says_what_else_differs(models: Path, tmp_path: Path) -> None:
-    made = figure_ladder.figure(outcomes(tmp_path / "results"), "figure_ladder")
+    made = ladder.figure(outcomes(tmp_path / "results"), "figure_ladder")
     trends = made.frame[made.frame["panel"] == ladder.TREND].set_index("key")
     for key, lost in COSTS.items():  # three doublings halve it
         assert trends.loc[key, "kl_nats_per_doubling"] == pytest.approx(-lost / 6, rel=1e-3)
@@ -167,7 +167,7 @@ def test_the_trend_is_of_the_rungs_and_says_what_else_differs(models: Path, tmp_
 
 
 def test_the_best_signal_stands_beside_the_next_and_beside_prediction(models: Path, tmp_path: Path) -> None:
-    frame = ladder.frame(outcomes(tmp_path / "results"))
+    frame = ladder.measured(outcomes(tmp_path / "results"))
     mine = frame[frame["panel"] == "ladder-gpt2-1m"].set_index("key")
     assert mine["beside"].dropna().to_dict() == {"predicted": "position", "position": "attention"}
     assert mine.loc["position", "beside_kl_nats"] == pytest.approx(0.02)
@@ -175,7 +175,7 @@ def test_the_best_signal_stands_beside_the_next_and_beside_prediction(models: Pa
 
 
 def test_without_any_record_the_figure_says_so(models: Path) -> None:
-    made = figure_ladder.figure([Outcome(row, reason="failed") for row in figure_ladder.rows()], "figure_ladder")
+    made = ladder.figure([Outcome(row, reason="failed") for row in ladder.rows()], "figure_ladder")
     assert "One size is no trend" in " ".join(made.caption)
     assert pd.isna(made.frame["kl_nats"]).all()
     assert "no record: ladder-gpt2-1m dense, ladder-gpt2-1m predicted" in " ".join(made.caption)

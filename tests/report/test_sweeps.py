@@ -16,8 +16,9 @@ import thinning
 import yaml
 from thinning import first
 
-from quicksilver.experiments.ablation import factorial
-from quicksilver.experiments.quantization import strategies, threshold_grid
+from quicksilver.experiments.ablation import table_figure_factorial as factorial
+from quicksilver.experiments.quantization import strategies
+from quicksilver.experiments.quantization import table_quantization_grid as threshold_grid
 from quicksilver.records.store import Store
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row, find

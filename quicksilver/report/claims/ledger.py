@@ -135,8 +135,7 @@ class Source:
         """
         experiment, path = self.artefact.experiment, self.artefact.path
         found = [(row.reported, AnsweredBy(row.panel, row.key)) for row in experiment.rows() if row.reported]
-        declared: Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]] = getattr(experiment, "ANSWERS", {})
-        for claim, given in declared.items():
+        for claim, given in self.artefact.answered.items():
             found += [(claim, one) for one in ((given,) if isinstance(given, AnsweredBy) else given)]
         rows = {(row.panel, row.key) for row in experiment.rows()}
         known = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities} | reported().keys()

@@ -7,7 +7,7 @@ from pathlib import Path
 import fakes
 import pytest
 
-from quicksilver.experiments.sweeps import fair_trial
+from quicksilver.experiments.sweeps import table_fair_trial as fair_trial
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.reported import reported

@@ -11,7 +11,8 @@ import pytest
 from thinning import first
 
 import quicksilver
-from quicksilver.experiments.peers import attributes, methods
+from quicksilver.experiments.peers import methods
+from quicksilver.experiments.peers import table01_attributes as attributes
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.measurement import Quartiles, Spread
 from quicksilver.report.artefacts import Outcome, find

@@ -1,8 +1,8 @@
-"""All combinations of the four mechanisms: main effects, interactions, and the synergy δ of P.1 with its sign.
+"""Table and figure factorial: all 16 combinations of the four mechanisms, interactions and the synergy δ (Appendix P).
 
-An effect of a set of mechanisms is the difference that all of them together make beyond what their parts make, averaged over the settings
-of the others: of one mechanism the mean change when it joins, of two the change that one makes to what the other does. Perplexity is
-taken as nats per token, because there independent causes add up.
+The mechanisms are those that stand alone in Table 11, and the same wherever they take part. Quality and operations only, nothing timed.
+
+Claims: P.4's isolated and joint savings, the sign of their synergy, and that no composition adds more than 0.2 of perplexity.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 from quicksilver.records.stats import bootstrap, paired_records
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
+from quicksilver.runtime.errors import QuickSilverError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a table needs no matplotlib
     from matplotlib.figure import Figure as Drawing
+
+    from quicksilver.report.figure import Figure
 
 # letter of P -> module of conf/modules in the combinations, claim of P.4, name
 FACTORS = {
@@ -300,3 +304,25 @@ def draw(rows: pd.DataFrame) -> Drawing:
     plot.set_title("Synergy δ (P.1): below 0, savings overlap", fontsize=8)
     plot.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
     return drawing
+
+
+def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Matrices of effects, bars of δ.
+
+    Raises:
+        QuickSilverError: a combination has no record, so there are no interactions.
+    """
+    from quicksilver.report.figure import Figure, style
+
+    found = frame(outcomes)
+    if not found["panel"].eq(EFFECTS).any():
+        raise QuickSilverError("interactions need a record of every combination, and not every one has one.")
+    with style():
+        drawing = draw(found)
+    caption = (*legend(), *sweeps.notes(outcomes, name))
+    return Figure(name, "All combinations of the four mechanisms", found, drawing, caption)
+
+
+ANSWERS = {f"p4.isolated.{claim}": AnsweredBy("factorial", letter) for letter, (_, claim, _) in FACTORS.items()}
+ANSWERS |= {"p4.joint": AnsweredBy("factorial", LETTERS), "p4.half": AnsweredBy("factorial", LETTERS)}
+ANSWERS["p4.stability.delta_ppl"] = AnsweredBy("factorial", LETTERS, of=worst, note="the combination of the 15 that adds most")

@@ -336,48 +336,6 @@ def test_tokens_of_diverging_contexts_stay_apart() -> None:
 # -- execution -------------------------------------------------------------------------------------------------------------------
 
 
-def fusions() -> st.SearchStrategy[TokenFusion]:
-    return st.builds(
-        TokenFusion,
-        rule=st.sampled_from(["capacity", "threshold"]),
-        criterion=st.sampled_from(["l2", "cosine", "attention", "random"]),
-        attention_queries=st.sampled_from([3, None]),
-        tau_fuse=st.just(0.5),
-        fused_share=st.sampled_from([0.2, 0.5]),
-        start=st.sampled_from([0.2, 0.4]),
-        every=st.sampled_from([0, 1]),
-        merge=st.sampled_from(["size", "mean", "attention"]),
-        proportional=st.booleans(),
-        first=st.sampled_from(["halting", "fusion"]),
-        protect_first=st.just(1),
-    )
-
-
-def different_tokens() -> st.SearchStrategy[tiny.Batch]:
-    """Rows without a token twice: which of two equal distances is the lower is for rounding to say, and that depends on shapes."""
-    row = st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=4, max_size=16, unique=True).map(tuple)
-    return st.builds(tiny.Batch, st.lists(row, min_size=1, max_size=3).map(tuple), st.integers(0, 2))
-
-
-@settings(max_examples=draws(25))
-@given(different_tokens(), fusions(), st.sampled_from(HALTING), st.sampled_from(["gpt2", "llama", "qwen2-mixed", "gpt_neox"]))
-def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(
-    batch: tiny.Batch, fusion: TokenFusion, others: list[RuntimeModule], family: str
-) -> None:
-    modules, model = [*others, fusion], tiny.load(family)
-    compact = tiny.forward(model, batch, modules)
-    masked = tiny.forward(model, batch, modules, execution="masked")
-    again = tiny.forward(model, batch, [Replay(compact.trace, like=modules)])
-    for other in (masked, again):
-        tiny.assert_close(batch.real(compact.logits), batch.real(other.logits), atol=2e-5)
-        left, right = compact.trace.passes[0], other.trace.passes[0]
-        for name in ("halt_layer", "kv_layer", "fused_layer"):
-            assert torch.equal(getattr(left, name)[left.valid], getattr(right, name)[right.valid])
-    for i in range(len(batch.rows)):
-        alone = tiny.forward(model, batch.alone(i), modules)
-        tiny.assert_close(alone.logits, batch.real(compact.logits)[i][None], atol=2e-5)
-
-
 @pytest.mark.parametrize(("others", "family"), diagonal(OTHERS, ("gpt2", "mistral")))
 def test_a_prompt_and_its_continuation(others: str, family: str) -> None:
     """A sliding window counts slots, not entries: with fewer entries than its width it may still end among them."""

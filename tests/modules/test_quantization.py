@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from drawing import bits_of, quantizing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
-from thinning import diagonal, draws
+from thinning import draws
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.measure.perplexity import Protocol, audit, check_allowed
-from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion, calibrate, shuffled
+from quicksilver.modules import AdaptiveQuantization, KVSkipping, RandomHalting, Replay, calibrate, shuffled
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
 from quicksilver.runtime.quantized.codes import mix_of, quantize_dequantize
 from quicksilver.runtime.quantized.linear import kernel_for
@@ -234,21 +235,6 @@ def test_percentiles_are_calibrated(normalisation: Any) -> None:
 # -- the invariants --------------------------------------------------------------------------------------------------------------
 
 
-def quantizing(causal: bool = True) -> st.SearchStrategy[AdaptiveQuantization]:
-    """Entropies of the tiny models lie between 2.9 and 4.1 nats."""
-    rules = [{"tau_low": 3.5, "tau_high": 3.8}, {"mix": (0.3, 0.4, 0.3)}, {"bits": 4}, {"widths": (2, 8, 16), "mix": (0.3, 0.4, 0.3)},
-             {"source": "latent", "tau_low": 2.2, "tau_high": 2.8}]  # fmt: skip
-    if not causal:
-        rules = [*rules, {"normalisation": "minmax", "tau_low": 0.3, "tau_high": 0.6}]
-    executions: list[dict[str, Any]] = [{}, {"execution": "int8"}, {"execution": "int8", "weights": "token"}, {"weights": "token"},
-                                        {"scope": "residual"}, {"group_size": None}]  # fmt: skip
-    return st.builds(
-        lambda rule, execution, depth, **options: AdaptiveQuantization(**rule, **execution, depth=depth, **options),
-        st.sampled_from(rules), st.sampled_from(executions), st.sampled_from([0.2, 0.5]), reassign=st.booleans(), kv=st.booleans(),
-        kv_group_size=st.sampled_from([32, 3]),
-    )  # fmt: skip
-
-
 def companions() -> st.SearchStrategy[list[RuntimeModule]]:
     """What else may run: nothing, what is causal."""
     return st.one_of(
@@ -257,53 +243,6 @@ def companions() -> st.SearchStrategy[list[RuntimeModule]]:
         st.builds(RandomHalting, rate=st.just(0.2), missing_kv=st.sampled_from(["drop", "project", "copy", "zero"]), window=st.just((0.0, 1.0)),
                   resume_layers=st.sampled_from([0, 1])).map(lambda m: [m, KVSkipping(protect_first=1)]),
     )  # fmt: skip
-
-
-def prompt_companions() -> st.SearchStrategy[list[RuntimeModule]]:
-    """What looks at the whole prompt: all the mechanisms of the paper at once, too."""
-    halting = st.builds(
-        Halting, rule=st.just("capacity"), signal=st.sampled_from(["drift", "attention"]), halted_share=st.just(0.4), window=st.just((0.0, 0.6)),
-        missing_kv=st.sampled_from(["drop", "project"]), resume_layers=st.sampled_from([0, 1]),
-    )  # fmt: skip
-    fusion = st.builds(
-        TokenFusion, rule=st.just("capacity"), fused_share=st.just(0.3), start=st.sampled_from([0.2, 0.6]), protect_first=st.just(1),
-        proportional=st.booleans(), decode_every=st.sampled_from([0, 2]),
-    )  # fmt: skip
-    skipping = st.builds(KVSkipping, criterion=st.just("attention"), skipped_share=st.just(0.3), protect_first=st.just(1))
-    return st.one_of(
-        fusion.map(lambda m: [m]),
-        st.tuples(halting, fusion).map(list),
-        st.tuples(halting, skipping).map(list),
-        st.tuples(halting, skipping, fusion).map(list),
-    )
-
-
-@pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.FAMILIES), ("sdpa", "eager"), n=4))
-@given(data=st.data())
-@settings(max_examples=draws(5))
-def test_compact_is_masked(name: str, attention: str, data: st.DataObject) -> None:
-    model, batch = precise(name, attention), data.draw(tiny.batches(low=2))
-    quantization, others = data.draw(quantizing(causal=False)), data.draw(st.one_of(companions(), prompt_companions()))
-    if "mistral" in name or "mixed" in name:  # fusion refuses a sliding window
-        others = [m for m in others if not isinstance(m, TokenFusion)]
-    modules = [quantization, *others]
-    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    with tiny.unless_blind(model) as blind:
-        masked = tiny.forward(model, batch, modules, chunks=chunks, execution="masked")
-    if blind:
-        return
-    compact = tiny.forward(model, batch, modules, chunks=chunks)
-    tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, masked.trace))
-    assert_same_bits(batch, compact.trace, masked.trace)
-    tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
-    if chunks is not None:
-        assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
-
-
-def bits_of(batch: Batch, trace: Trace) -> list[torch.Tensor]:
-    """By row, (L, n): the width of its real tokens in every layer."""
-    joined = torch.stack([torch.cat([p.bits(layer) for p in trace.passes], dim=1) for layer in range(trace.n_layers)], dim=1)
-    return [row.T for row in batch.real(joined.transpose(1, 2))]
 
 
 def assert_same_bits(batch: Batch, one: Trace, other: Trace) -> None:
@@ -327,28 +266,6 @@ def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> Non
         tiny.assert_close(batch.real(cut.logits), batch.real(whole.logits))
 
 
-@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-@given(data=st.data())
-@settings(max_examples=draws(5))
-def test_a_sequence_is_the_same_alone_and_in_a_left_padded_batch(name: str, data: st.DataObject) -> None:
-    model, batch = precise(name), data.draw(tiny.batches(low=2))
-    modules = [data.draw(quantizing()), *data.draw(companions())]
-    together = tiny.forward(model, batch, modules)
-    bits = bits_of(batch, together.trace)
-    for i, logits in enumerate(batch.real(together.logits)):
-        alone = tiny.forward(model, batch.alone(i), modules)
-        assert torch.equal(bits_of(batch.alone(i), alone.trace)[0], bits[i])
-        tiny.assert_close([logits], alone.logits)
-
-
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 0},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "several": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
-}
-
-
 @torch.no_grad()
 def generate(
     model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], execution: str, **options: Any
@@ -359,18 +276,6 @@ def generate(
     return ids, run
 
 
-@pytest.mark.parametrize(("name", "strategy"), diagonal(("gpt2", "llama", "gpt_neox"), STRATEGIES))
-@given(data=st.data())
-@settings(max_examples=draws(3))
-def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
-    model, batch = precise(name), data.draw(tiny.batches(low=2, high=10))
-    modules = [data.draw(quantizing(causal=False)), *data.draw(st.one_of(companions(), prompt_companions()))]
-    compact, run = generate(model, batch, modules, "compact", **STRATEGIES[strategy])
-    masked, _ = generate(model, batch, modules, "masked", **STRATEGIES[strategy])
-    assert torch.equal(compact, masked)
-    assert run.kv_bytes.billed == run.kv_bytes.resident
-
-
 def test_candidates_that_are_rejected_leave_the_packed_cache() -> None:
     """Assisted decoding crops: the packed entries of rejected tokens go, and greedy generation is what it was."""
     model, batch = precise("llama"), Batch((tuple(range(1, 12)),))
@@ -379,20 +284,6 @@ def test_candidates_that_are_rejected_leave_the_packed_cache() -> None:
     looked_up, run = generate(model, batch, modules, "compact", do_sample=False, prompt_lookup_num_tokens=3)
     assert torch.equal(plain, looked_up)
     assert run.kv_bytes.billed == run.kv_bytes.resident
-
-
-@given(data=st.data(), name=st.sampled_from(["gpt2", "llama", "gpt_neox"]))
-@settings(max_examples=draws(10))
-def test_a_replayed_trace_gives_the_run_again(data: st.DataObject, name: str) -> None:
-    model, batch = precise(name), data.draw(tiny.batches(low=2))
-    modules = [data.draw(quantizing(causal=False)), *data.draw(st.one_of(companions(), prompt_companions()))]
-    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    made = tiny.forward(model, batch, modules, chunks=chunks)
-    again = tiny.forward(model, batch, [Replay(made.trace, like=modules)], chunks=chunks)
-    tiny.assert_same_decisions(tiny.decisions(batch, again.trace), tiny.decisions(batch, made.trace))
-    assert_same_bits(batch, again.trace, made.trace)
-    tiny.assert_close(batch.real(again.logits), batch.real(made.logits))
-    assert again.run.flops.paper == made.run.flops.paper
 
 
 def test_a_trace_keeps_its_bits_in_a_file_and_its_null_has_the_same_mix(tmp_path: Any) -> None:

@@ -9,6 +9,7 @@ import functools
 import itertools
 from typing import Any
 
+import drawing
 import pytest
 import tiny
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from quicksilver.measure import Protocol, check_allowed, count_executed, score
 from quicksilver.measure.perplexity import audit
-from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 
 MECHANISMS: dict[str, Any] = {
@@ -30,7 +31,10 @@ MECHANISMS: dict[str, Any] = {
     "quantization": lambda: AdaptiveQuantization(depth=0.2, tau_low=3.4, tau_high=3.7),
 }
 COMBINATIONS = [names for n in range(5) for names in itertools.combinations(MECHANISMS, n)]
-HOW: dict[str, Any] = {"greedy": {"do_sample": False}, "sampling": {"do_sample": True, "top_k": 0}, "beams": {"num_beams": 3}}
+HOW: dict[str, Any] = {
+    "greedy": {"do_sample": False}, "sampling": {"do_sample": True, "top_k": 0}, "beams": {"num_beams": 3},
+    "several": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+}  # fmt: skip
 FAMILIES = ("gpt2", "llama", "qwen2-mixed", "gpt_neox")
 EVERY = pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
 PROTOCOL = Protocol("continuation", window_tokens=24, prompt_tokens=15, batch_size=4)
@@ -58,34 +62,74 @@ def ragged() -> st.SearchStrategy[Batch]:
     return st.builds(Batch, st.lists(row, min_size=1, max_size=3).map(tuple), st.integers(0, 2))
 
 
+def fusions() -> st.SearchStrategy[TokenFusion]:
+    return st.builds(
+        TokenFusion, rule=st.sampled_from(["capacity", "threshold"]), criterion=st.sampled_from(["l2", "cosine", "attention", "random"]),
+        attention_queries=st.sampled_from([3, None]), tau_fuse=st.just(0.5), fused_share=st.sampled_from([0.2, 0.5]),
+        start=st.sampled_from([0.2, 0.4]), every=st.sampled_from([0, 1]), merge=st.sampled_from(["size", "mean", "attention"]),
+        proportional=st.booleans(), first=st.sampled_from(["halting", "fusion"]), protect_first=st.just(1),
+        decode_every=st.sampled_from([0, 2]),
+    )  # fmt: skip
+
+
+def halting() -> st.SearchStrategy[RuntimeModule]:
+    seen, resumed = st.sampled_from(["drop", "project", "copy", "zero"]), st.sampled_from([0, 1])
+    everywhere = st.just((0.0, 1.0))
+    return st.one_of(
+        st.builds(RandomHalting, rate=st.just(0.2), missing_kv=seen, window=everywhere, resume_layers=resumed),
+        st.builds(Halting, tau_drift=st.just(0.95), tau_entropy=st.none(), window=everywhere, missing_kv=seen, resume_layers=resumed),
+        st.builds(Halting, rule=st.just("capacity"), signal=st.sampled_from(["drift", "attention"]), halted_share=st.just(0.4),
+                  window=st.just((0.0, 0.6)), missing_kv=seen, resume_layers=resumed),
+    )  # fmt: skip
+
+
+def drawn(names: tuple[str, ...]) -> st.SearchStrategy[list[RuntimeModule]]:
+    """The mechanisms of these names with any options."""
+    options = {"halting": halting(), "fusion": fusions(), "quantization": drawing.quantizing(causal=False)}
+    return st.tuples(*(options.get(name, st.just(None)) for name in names)).map(
+        lambda made: [fixed if one is None else one for one, fixed in zip(made, modules_of(names), strict=True)]
+    )
+
+
 @EVERY
-@settings(max_examples=draws(3))
-@given(batch=ragged(), family=st.sampled_from(FAMILIES))
-def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(names: tuple[str, ...], batch: Batch, family: str) -> None:
-    model, modules = exact(family), modules_of(names)
-    compact = tiny.forward(model, batch, modules)
-    masked = tiny.forward(model, batch, modules, execution="masked")
-    again = tiny.forward(model, batch, [Replay(compact.trace, like=modules)] if modules else [])
+@settings(max_examples=draws(4))
+@given(data=st.data(), batch=ragged(), family=st.sampled_from(FAMILIES))
+def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(
+    names: tuple[str, ...], data: st.DataObject, batch: Batch, family: str
+) -> None:
+    model, modules = exact(family), data.draw(drawn(names))
+    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
+    compact = tiny.forward(model, batch, modules, chunks=chunks)
+    masked = tiny.forward(model, batch, modules, chunks=chunks, execution="masked")
+    again = tiny.forward(model, batch, [Replay(compact.trace, like=modules)] if modules else [], chunks=chunks)
     for other in (masked, again):
         tiny.assert_close(batch.real(compact.logits), batch.real(other.logits))
+        tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, other.trace))
+        assert all(map(torch.equal, drawing.bits_of(batch, compact.trace), drawing.bits_of(batch, other.trace)))
+        assert compact.run.flops.paper == other.run.flops.paper
+    if chunks is not None:
+        assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
+        return
     for i in range(len(batch.rows)):
-        tiny.assert_close(tiny.forward(model, batch.alone(i), modules).logits, batch.real(compact.logits)[i][None])
+        alone = tiny.forward(model, batch.alone(i), modules)
+        tiny.assert_close(alone.logits, batch.real(compact.logits)[i][None])
+        assert torch.equal(drawing.bits_of(batch.alone(i), alone.trace)[0], drawing.bits_of(batch, compact.trace)[i])
 
 
 @pytest.mark.parametrize(
     ("names", "how"), diagonal(COMBINATIONS, HOW, n=20), ids=lambda one: one if isinstance(one, str) else "+".join(one) or "none"
 )
 @settings(max_examples=1)
-@given(batch=ragged(), family=st.sampled_from(FAMILIES))
+@given(data=st.data(), batch=ragged(), family=st.sampled_from(FAMILIES))
 @torch.no_grad()
 def test_compact_generates_what_masked_generates_in_left_padded_batches(
-    names: tuple[str, ...], how: str, batch: Batch, family: str
+    names: tuple[str, ...], how: str, data: st.DataObject, batch: Batch, family: str
 ) -> None:
-    model, written = exact(family), []
+    model, modules, written = exact(family), data.draw(drawn(names)), []
     for execution in ("compact", "masked"):
         torch.manual_seed(1)
-        with apply(model, modules_of(names), execution=execution) as run:  # type: ignore[arg-type]
-            written.append(model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=4, min_new_tokens=4, **HOW[how]))
+        with apply(model, modules, execution=execution) as run:  # type: ignore[arg-type]
+            written.append(model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=6, min_new_tokens=6, **HOW[how]))
         if execution == "compact":
             assert run.kv_bytes.billed == run.kv_bytes.resident > 0
     assert torch.equal(*written)

@@ -1,0 +1,33 @@
+"""Quantization with drawn options, and the widths of a trace. Nothing here is a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from tiny import Batch
+
+from quicksilver.modules import AdaptiveQuantization
+from quicksilver.runtime import Trace
+
+
+def quantizing(causal: bool = True) -> st.SearchStrategy[AdaptiveQuantization]:
+    """Entropies of the tiny models lie between 2.9 and 4.1 nats."""
+    rules = [{"tau_low": 3.5, "tau_high": 3.8}, {"mix": (0.3, 0.4, 0.3)}, {"bits": 4}, {"widths": (2, 8, 16), "mix": (0.3, 0.4, 0.3)},
+             {"source": "latent", "tau_low": 2.2, "tau_high": 2.8}]  # fmt: skip
+    if not causal:
+        rules = [*rules, {"normalisation": "minmax", "tau_low": 0.3, "tau_high": 0.6}]
+    executions: list[dict[str, Any]] = [{}, {"execution": "int8"}, {"execution": "int8", "weights": "token"}, {"weights": "token"},
+                                        {"scope": "residual"}, {"group_size": None}]  # fmt: skip
+    return st.builds(
+        lambda rule, execution, depth, **options: AdaptiveQuantization(**rule, **execution, depth=depth, **options),
+        st.sampled_from(rules), st.sampled_from(executions), st.sampled_from([0.2, 0.5]), reassign=st.booleans(), kv=st.booleans(),
+        kv_group_size=st.sampled_from([32, 3]),
+    )  # fmt: skip
+
+
+def bits_of(batch: Batch, trace: Trace) -> list[torch.Tensor]:
+    """By row, (L, n): the width of its real tokens in every layer."""
+    joined = torch.stack([torch.cat([p.bits(layer) for p in trace.passes], dim=1) for layer in range(trace.n_layers)], dim=1)
+    return [row.T for row in batch.real(joined.transpose(1, 2))]

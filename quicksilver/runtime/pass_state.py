@@ -6,6 +6,7 @@ A pass is one forward of the model: N new columns of B sequences, after whatever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +23,35 @@ MissingKV = Literal["drop", "project", "copy", "zero", "predict"]
 MISSING_KV: tuple[str, ...] = ("drop", "project", "copy", "zero", "predict")  # the code of a mode is its index
 
 
-class PassState:
+class Decisions:
+    """Who takes part where, from the decisions of one pass: `PassState` while it goes on, `PassTrace` afterwards."""
+
+    valid: torch.Tensor
+    halt_layer: torch.Tensor
+    halted_kv: torch.Tensor
+    resume_layer: torch.Tensor
+    kv_layer: torch.Tensor
+    fused_layer: torch.Tensor
+
+    def active(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: takes part in `layer`."""
+        return self.valid & ((self.halt_layer >= layer) | (self.resume_layer <= layer)) & (self.fused_layer >= layer)
+
+    def writes_kv(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: an active token of `layer` would store its K/V there."""
+        return self.kv_layer >= layer
+
+    def kept(self, layer: int, mode: str | None = None) -> torch.Tensor:
+        """(B, N) bool: halted in `layer`, but later queries still see an entry for it (in `mode`, or any)."""
+        code = self.halted_kv != MISSING_KV.index("drop") if mode is None else self.halted_kv == MISSING_KV.index(mode)
+        return self.valid & ~self.active(layer) & code & (self.fused_layer >= layer) & self.writes_kv(layer)
+
+    def kv_present(self, layer: int) -> torch.Tensor:
+        """(B, N) bool: has a K/V entry in `layer`."""
+        return (self.active(layer) & self.writes_kv(layer)) | self.kept(layer)
+
+
+class PassState(Decisions):
     """The decisions of one pass, in pass coordinates.
 
     Args:
@@ -77,13 +106,20 @@ class PassState:
 
     def n_active(self, layer: int) -> int | None:
         """How many tokens of each row take part in `layer`, where all rows have as many and the host knows it."""
+        return self._left_of(lambda halt: halt.resume_layer > layer)
+
+    @property
+    def n_not_halted(self) -> int | None:
+        """How many tokens of each row have not been halted, likewise."""
+        return self._left_of(lambda halt: True)
+
+    def _left_of(self, without: Callable[[CountedHalt], bool]) -> int | None:
         if self.tokens_per_row is None or self.counted is None:
             return None
-        return self.tokens_per_row - sum(halt.tokens for halt in self.counted if halt.resume_layer > layer)
+        return self.tokens_per_row - sum(halt.tokens for halt in self.counted if without(halt))
 
     def n_kept(self, layer: int, mode: str, halted_after: int | None = None) -> int | None:
-        """How many tokens of each row `kept` has, where all rows have as many and the host knows it; of those that halted after layer
-        `halted_after` (None: any)."""
+        """How many tokens of each row `kept` has, likewise; of those that halted after layer `halted_after` (None: any)."""
         if self.tokens_per_row is None or self.counted is None or self.any_kv_skipped:
             return None
         return sum(
@@ -92,33 +128,12 @@ class PassState:
             if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer)
         )
 
-    @property
-    def n_not_halted(self) -> int | None:
-        """How many tokens of each row have not been halted, where all rows have as many and the host knows it."""
-        if self.tokens_per_row is None or self.counted is None:
-            return None
-        return self.tokens_per_row - sum(halt.tokens for halt in self.counted)
-
     def active(self, layer: int) -> torch.Tensor:
-        """(B, N) bool: takes part in `layer`."""
         if not (self.any_halted or self.fusions):
             return self.valid
         if not (self.resume_layers or self.fusions):
             return self.valid & (self.halt_layer >= layer)
-        return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)
-
-    def writes_kv(self, layer: int) -> torch.Tensor:
-        """(B, N) bool: an active token of `layer` would store its K/V there."""
-        return self.kv_layer >= layer
-
-    def kept(self, layer: int, mode: str | None = None) -> torch.Tensor:
-        """(B, N) bool: halted in `layer`, but later queries still see an entry for it (in `mode`, or any)."""
-        code = self.halted_kv != MISSING_KV.index("drop") if mode is None else self.halted_kv == MISSING_KV.index(mode)
-        return self.valid & ~self.active(layer) & code & (self.fused_layer >= layer) & self.writes_kv(layer)
-
-    def kv_present(self, layer: int) -> torch.Tensor:
-        """(B, N) bool: has a K/V entry in `layer`."""
-        return (self.active(layer) & self.writes_kv(layer)) | self.kept(layer)
+        return super().active(layer)
 
     def representatives(self) -> torch.Tensor:
         """(B, N) long: the column that carries each token in the end; its own for a token that was not fused."""
@@ -171,12 +186,6 @@ class Eviction:
 
     layer: int
     gone: torch.Tensor
-
-
-def active_tokens(
-    valid: torch.Tensor, halt_layer: torch.Tensor, resume_layer: torch.Tensor, fused_layer: torch.Tensor, layer: int
-) -> torch.Tensor:
-    return valid & ((halt_layer >= layer) | (resume_layer <= layer)) & (fused_layer >= layer)
 
 
 class TokenState:

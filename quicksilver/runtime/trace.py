@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.pass_state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, active_tokens
+from quicksilver.runtime.pass_state import CacheMerge, Decisions, Eviction, Fusion, PassState, Precision
 
 SCHEMA = "quicksilver-trace-2"
 PACKED = ".xz"  # suffix of a file that `pack` made; `Trace.load` reads both
@@ -32,7 +32,7 @@ _EVENTS: dict[str, type[Any]] = {
 
 
 @dataclass(frozen=True)
-class PassTrace:
+class PassTrace(Decisions):
     """The decisions of one forward pass; tensors are (B, N), their meaning is that of `PassState`.
 
     `first_column` counts the columns cached before the pass.
@@ -72,22 +72,6 @@ class PassTrace:
             return True
         stopped = (self.halt_layer, self.kv_layer, self.fused_layer)
         return any(int(layers.min()) < self.n_layers - 1 for layers in stopped if layers.numel())
-
-    def active(self, layer: int) -> torch.Tensor:
-        """(B, N) bool: took part in `layer`."""
-        return active_tokens(self.valid, self.halt_layer, self.resume_layer, self.fused_layer, layer)
-
-    def kv_present(self, layer: int) -> torch.Tensor:
-        """(B, N) bool: left a K/V entry in `layer`."""
-        active = self.active(layer)
-        kept = (
-            self.valid
-            & ~active
-            & (self.halted_kv != MISSING_KV.index("drop"))
-            & (self.fused_layer >= layer)
-            & (self.kv_layer >= layer)
-        )
-        return (active & (self.kv_layer >= layer)) | kept
 
     def evicted(self, layer: int) -> torch.Tensor:
         """(B,) long: entries that left the cache of `layer` after the pass, whichever pass they came from."""

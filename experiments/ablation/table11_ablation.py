@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pandas as pd
+
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -60,9 +62,9 @@ def _panel_rows(panel: str) -> Iterator[Row]:
     if panel == "continuation":
         section = "The paper's best chance: the settings that won on calibration text"
         for mechanism, (module, budget) in BEST.items():
-            overrides = (protocol, *fair_trial.settings(mechanism)[fair_trial.WINNERS[mechanism, budget]])
             title = f"{fair_trial.MECHANISMS[mechanism]}, from {budget}%"
-            yield Row(panel, section, f"best.{mechanism}", title, overrides, (module,))
+            row = Row(panel, section, f"best.{mechanism}", title, (protocol,), (module,))
+            yield fair_trial.tuned(row, mechanism, budget)
         section = "About 40% of the prompt's work, by which tokens leave after a fifth of the depth"
         for key, (technique, module, overrides) in BUDGET.items():
             yield Row(panel, section, f"budget.{key}", technique, (protocol, f"modules=[{module}]", *overrides), (module,))
@@ -89,16 +91,16 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     for key, title in PANELS.items():
         notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
         panels.append(
-            Panel(key, title, comparison.columns(prompt=key == "continuation"), (*comparison.noise(frame, key), *notes))
+            Panel(key, title, comparison.columns(prompt=key == "continuation"), (*comparison.cautions(frame, key), *notes))
         )
     title = "Table 11: combined ablation, reported beside measured"
-    return Table(name, title, frame, tuple(panels), (*comparison.legend(frame), _best_chance(), _elsewhere()))
+    return Table(name, title, frame, tuple(panels), (*comparison.legend(frame), _best_chance(frame), _elsewhere()))
 
 
-def _best_chance() -> str:
-    settings = "; ".join(
-        f"{fair_trial.MECHANISMS[mechanism]}: {fair_trial.WINNERS[mechanism, budget]}" for mechanism, (_, budget) in BEST.items()
-    )
+def _best_chance(frame: pd.DataFrame) -> str:
+    model = next((model for model in frame["model"].dropna() if model in fair_trial.WINNERS), fair_trial.FIRST)
+    winners = fair_trial.WINNERS[model]
+    settings = "; ".join(f"{fair_trial.MECHANISMS[one]}: {winners[one, budget]}" for one, (_, budget) in BEST.items())
     return f"The paper's best chance: of all settings that table fair_trial searched, the one of least KL that saves as much. {settings}."
 
 

@@ -80,7 +80,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             if model == key
             else f"{model}, calibration text: the choice of the error"
         )
-        panels.append(Panel(key, title, comparison.columns(prompt=False), (*comparison.noise(frame, key), *notes)))
+        panels.append(Panel(key, title, comparison.columns(prompt=False), (*comparison.cautions(frame, key), *notes)))
     return Table(
         name, "All positions scored: work inside a token, and tokens that stop", frame, tuple(panels), comparison.legend(frame)
     )

@@ -127,7 +127,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             PANEL,
             "The preset at 40% of the prompt's work, composed",
             comparison.columns(prompt=True),
-            (*said, *comparison.noise(frame, PANEL), *provenance.notes(by_panel[PANEL])),
+            (*said, *comparison.cautions(frame, PANEL), *provenance.notes(by_panel[PANEL])),
         ),
         Panel(
             SEARCH,
@@ -135,7 +135,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             comparison.columns(prompt=True),
             (
                 *choices(by_panel[SEARCH], frame[frame["panel"] == SEARCH]),
-                *comparison.noise(frame, SEARCH),
+                *comparison.cautions(frame, SEARCH),
                 *provenance.notes(by_panel[SEARCH]),
             ),
         ),

@@ -106,7 +106,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             key,
             title,
             comparison.columns(prompt=True),
-            (*comparison.noise(frame, key), *provenance.notes([one for one in outcomes if one.row.panel == key])),
+            (*comparison.cautions(frame, key), *provenance.notes([one for one in outcomes if one.row.panel == key])),
         )
         for key, (title, _, _) in PANELS.items()
     )

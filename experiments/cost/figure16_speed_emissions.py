@@ -88,7 +88,7 @@ def _step(outcome: Outcome) -> dict[str, Any]:
         "gross_j_per_token": found.gross_j_per_token,
     }
     row |= {"net_gco2_per_token": found.net_gco2_per_token, "resolution_j_per_token": found.resolution_j_per_token}
-    if record.dense_fingerprint is not None:
+    if record.dense_fingerprint is not None and not record.simulated:
         latency = record.measured("latency", LatencyResult)
         ratio = latency.latency_ratio
         row |= {"speedup_pct": 100 * (1 - ratio.median), "speedup_pct_low": 100 * (1 - ratio.high)}

@@ -134,9 +134,9 @@ _MORE = ("prompt_time_ratio", "token_ratio", "token_ratio_low", "token_ratio_hig
 
 
 def prompt_timing(record: Record) -> Timing | None:
-    """Times of the prompt; None: it was not timed."""
+    """Times of the prompt; None: it was not timed, or its widths are simulated."""
     latency = record.found("latency", LatencyResult)
-    return None if latency is None else latency.timing(prompt=True)
+    return None if latency is None or record.simulated else latency.timing(prompt=True)
 
 
 def _more(outcome: Outcome) -> dict[str, Any]:

@@ -23,5 +23,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A section for what a method saves."""
     frame = methods.frame(outcomes)
     title = "Protocol continuation: modules may look ahead inside the prompt; only the tokens after it are scored"
-    panel = Panel(methods.PANEL, title, methods.columns(), (*comparison.noise(frame, methods.PANEL), *provenance.notes(outcomes)))
+    panel = Panel(
+        methods.PANEL, title, methods.columns(), (*comparison.cautions(frame, methods.PANEL), *provenance.notes(outcomes))
+    )
     return Table(name, "Peers and ours in the same run", frame, (panel,), (*methods.findings(frame), *methods.LEGEND))

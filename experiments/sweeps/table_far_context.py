@@ -30,14 +30,18 @@ ROWS = {
 }
 
 
+def always(panel: str) -> tuple[str, ...]:
+    """What every row of a panel has."""
+    return (*ALWAYS, f"dataset={panel}")
+
+
 def rows() -> list[Row]:
     """Dense and every row, a panel a text."""
     found = []
     for panel in PANELS:
-        always = (*ALWAYS, f"dataset={panel}")
-        found.append(Row(panel, "", "dense", "Dense", (*always, "modules=[]")))
+        found.append(Row(panel, "", "dense", "Dense", (*always(panel), "modules=[]")))
         for key, (technique, module, overrides) in ROWS.items():
-            found.append(Row(panel, "", key, technique, (*always, f"modules=[{module}]", *overrides), (module,)))
+            found.append(Row(panel, "", key, technique, (*always(panel), f"modules=[{module}]", *overrides), (module,)))
     return found
 
 
@@ -49,7 +53,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             key,
             title,
             comparison.columns(prompt=True),
-            (*comparison.noise(frame, key), *provenance.notes([one for one in outcomes if one.row.panel == key])),
+            (*comparison.cautions(frame, key), *provenance.notes([one for one in outcomes if one.row.panel == key])),
         )
         for key, title in PANELS.items()
     )

@@ -218,3 +218,8 @@ class Description:
     seconds: float
     batch_windows: int
     confirmed: Confirmed | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether float products stand in for quantised ones: its quality and ledgers count, its time says nothing."""
+        return any(how.startswith("float products") for how in self.kernels.values())

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +46,7 @@ class Row:
         needs: modules (names in conf/modules) without which this version cannot make the row.
         reported: id in reported.yaml of what the paper says; None where it says nothing.
         defaults: overrides that hold where the user gives none of that key, such as the model that an experiment is about.
+        of_model: name of a model -> what stands there in the place of `overrides`, such as settings that were searched for it.
     """
 
     panel: str
@@ -56,13 +57,15 @@ class Row:
     needs: tuple[str, ...] = ()
     reported: str | None = None
     defaults: tuple[str, ...] = ()
+    of_model: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """The run as `quicksilver run` takes it, with the overrides of a person: theirs count more than `defaults`, and less than `overrides`."""
-        given = {override.lstrip("+~").partition("=")[0] for override in overrides}
-        own = {override.partition("=")[0] for override in self.overrides}
+        given = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
+        words = self.of_model.get(given.get("model", ""), self.overrides)
+        own = {override.partition("=")[0] for override in words}
         theirs = [override for override in overrides if override.partition("=")[0] not in own]
-        return (*(one for one in self.defaults if one.partition("=")[0] not in given), *theirs, *self.overrides)
+        return (*(one for one in self.defaults if one.partition("=")[0] not in given), *theirs, *words)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from quicksilver.measure.audit import AuditResult
@@ -22,7 +23,16 @@ from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.null import NullResult
 from quicksilver.records.record import Record
-from quicksilver.records.stats import PairedInterval, bootstrap, check_pairs, false_discovery, mean, paired_records, sign_flip_p
+from quicksilver.records.stats import (
+    PairedInterval,
+    bootstrap,
+    check_pairs,
+    false_discovery,
+    mean,
+    paired_records,
+    pairs_of,
+    sign_flip_p,
+)
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
@@ -52,7 +62,7 @@ LEGEND = (
     "time or of the work is saved. The dense row shows the whole: milliseconds a batch, and operations (G = 10⁹).",
     "speedup: wall clock of one batch, under continuation of its prompt as well; median of rounds that alternate with the dense model; within: no larger than the noise "
     "floor of the panel, which stands below it: how far the dense model is from itself (A/A), the root mean square over the panel's runs; or than "
-    "that of the row's own run, where it is larger.",
+    "that of the row's own run, where it is larger. simulated: no time, because float products stand in for the quantised ones.",
     "CO₂e: grams that CodeCarbon charges a token, saved in percent; the dense row shows micrograms a token. Below the table stands what it "
     "read: without an energy counter it multiplies a nominal power by time, and says no more than speedup does.",
     "FLOPs saved, three ledgers: exec = operations of what really ran, signals and modules included; nominal = the dense formula "
@@ -84,14 +94,19 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
     """
     row: dict[str, Any] = {
         **{"record": record.fingerprint, "dense_record": dense.fingerprint, "lookahead": bool(record.lookahead)},
-        **{"execution": record.execution, "tokens": record.quality.tokens, "windows": record.data.windows},
+        **{
+            "execution": record.execution,
+            "simulated": record.simulated,
+            "tokens": record.quality.tokens,
+            "windows": record.data.windows,
+        },
         **{"ppl": record.quality.ppl, "bits_per_byte": record.quality.bits_per_byte, "dense_ppl": dense.quality.ppl},
     }
     audit, null, latency, emissions = (record.found(name, result) for name, result in _MEASUREMENTS.items())
     if audit is not None:
         row |= {key: getattr(audit, key.removeprefix("audit_")) for key in AUDIT}
     if record.fingerprint != dense.fingerprint:
-        row |= interval("delta_ppl", paired_records(record, dense)) | divergence(record)
+        row |= interval("delta_ppl", paired_records(record, dense)) | divergence(record) | spread(record, dense)
         if null is not None:
             row |= {"null_kl_nats": null.kl_nats, "null_ppl": null.ppl, "null_kind": null.kind}
             row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
@@ -103,15 +118,16 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
         row |= {f"{ledger}_flops": record.flops(ledger), f"{ledger}_flops_saved_pct": record.flops_saved_pct(ledger)}
     if record.dense is not None and record.dense.kv_bytes:
         row["kv_bytes_saved_pct"] = 100 * (1 - record.quality.kv_bytes_resident / record.dense.kv_bytes)
-    # A latency of masked execution says nothing: everything is computed there, then undone (docs/design.md §4).
-    for phase in ("", "prompt_") if record.execution == "compact" else ():
+    # Masked execution computes everything, then undoes it; simulated widths are computed in float (docs/design.md §4). Neither has a time.
+    has_time = record.execution == "compact" and not record.simulated
+    for phase in ("", "prompt_") if has_time else ():
         timing = None if latency is None else latency.timing(prompt=bool(phase))
         if timing is not None:
             row |= {f"{phase}latency_ms": timing.run_ms.median, f"{phase}noise_floor_pct": timing.noise_floor_pct}
             # Round by round against the dense model of the same run: both were timed under the same load of the machine.
             for end, ratio in zip(ENDS, (timing.ratio.median, timing.ratio.high, timing.ratio.low), strict=True):
                 row[f"{phase}speedup_pct{end}"] = 100 * (1 - ratio)
-    if emissions is not None and record.execution == "compact":
+    if emissions is not None and has_time:
         row["gco2_per_token"] = emissions.gco2_per_token
         if emissions.dense_gco2_per_token > 0:
             row["co2_saved_pct"] = 100 * (1 - emissions.gco2_per_token / emissions.dense_gco2_per_token)
@@ -134,6 +150,16 @@ def divergence(record: Record) -> dict[str, float]:
     found = bootstrap(mean, record.windows["kl_nats"])
     row = {"kl_nats": record.quality.kl_nats, "kl_nats_low": found.low, "kl_nats_high": found.high}
     return row if record.quality.top1_agreement is None else row | {"top1_agreement": record.quality.top1_agreement}
+
+
+def spread(record: Record, dense: Record) -> dict[str, float]:
+    """How the added loss lies over windows: `delta_nats` a token, `delta_nats_median` of the windows, and `worst5_share_pct`, what the five
+    windows that lose most have of the sum; absent where the run loses nothing."""
+    nats, tokens, dense_nats, dense_tokens = pairs_of(record, dense)
+    added = np.sort(nats - dense_nats)
+    row = {"delta_nats": float(added.sum() / tokens.sum())}
+    row["delta_nats_median"] = float(np.median(nats / tokens - dense_nats / dense_tokens))
+    return row | {"worst5_share_pct": 100 * float(added[-5:].sum() / added.sum())} if added.sum() > 0 else row
 
 
 def interval(name: str, paired: PairedInterval) -> dict[str, float]:
@@ -241,7 +267,10 @@ def _flops(ledger: str) -> Callable[[Mapping[str, Any]], Lines]:
 
 
 def _speedup(phase: str = "") -> Callable[[Mapping[str, Any]], Lines]:
-    return _absolute_in_dense_row(f"{phase}latency_ms", "{:.0f} ms".format, lambda row: speedup_cell(row, f"{phase}speedup_pct"))
+    def others(row: Mapping[str, Any]) -> Lines:
+        return ("simulated",) if row["simulated"] is True else speedup_cell(row, f"{phase}speedup_pct")
+
+    return _absolute_in_dense_row(f"{phase}latency_ms", "{:.0f} ms".format, others)
 
 
 _emissions = _absolute_in_dense_row(
@@ -257,10 +286,11 @@ COLUMNS = [
     *("prompt_noise_floor_pct", "prompt_pooled_noise_floor_pct"),
     *("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
     *("kv_bytes_saved_pct", "ppl", "dense_ppl", *with_interval("delta_ppl")),
+    *("delta_nats", "delta_nats_median", "worst5_share_pct"),
     *("kl_nats", "kl_nats_low", "kl_nats_high", "top1_agreement", "null_kl_nats"),
     *("null_kind", "null_ppl", *with_interval("null_delta_ppl"), *with_interval("versus_null_ppl")),
     *("versus_null_p", "versus_null_p_adjusted", "null_seeds", "null_ppl_low", "null_ppl_high"),
-    *(*AUDIT, "lookahead", "execution", "bits_per_byte"),
+    *(*AUDIT, "lookahead", "execution", "simulated", "bits_per_byte"),
     *("latency_ms", "prompt_latency_ms", "executed_flops", "nominal_flops", "paper_flops", "prompt_executed_flops"),
     *("gco2_per_token", "co2_saved_pct"),
     *("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "record", "dense_record"),
@@ -290,9 +320,17 @@ def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
             row[floor] = max(row[pooled], own[row["record"]])
 
 
-def noise(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
-    """The sentence below a panel of `frame` that says its A/A floor; nothing where no run was timed."""
-    return noise_note(rows[rows["panel"] == panel].to_dict("records"), "a batch's time")
+def cautions(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
+    """The sentences below a panel of `frame`: its A/A floor where runs were timed, and rows whose loss lies in a few windows."""
+    members = rows[rows["panel"] == panel].to_dict("records")
+    few = [
+        f"{row['technique']} {row['worst5_share_pct']:.0f}% (mean {signed(100 * row['delta_nats'], 2)}, "
+        f"median {signed(100 * row['delta_nats_median'], 2)} nats × 100)"
+        for row in members
+        if (number(row, "worst5_share_pct") or 0) > 50 and row["delta_ppl_low"] > 0
+    ]
+    said = (f"Five windows hold more than half of the loss of: {'; '.join(few)}.",) if few else ()
+    return (*noise_note(members, "a batch's time"), *said)
 
 
 def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     if tuned := _tuned(records):
         lines.append(tuned)
     if kernels := dict.fromkeys(how for record in records for how in record.kernels.values()):
-        lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
+        no_time = " (simulated: times with them say nothing)" if any(record.simulated for record in records) else ""
+        lines.append(f"Quantised tokens: {' / '.join(kernels)}{no_time}.")
     seeds = _each(records, lambda record: str(record.config["seed"]))
     timed = "; of times: quartiles of rounds" if any(record.found("latency", LatencyResult) for record in records) else ""
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window{timed}.")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 UNUSABLE = "its record cannot be used"  # what is wrong with it is said beside the table
 # Where something is or goes does not change what is measured: no other name for the table.
+FOUND = "Found: "  # begins a line of a table's legend that README shows above the table's rows
 _NEUTRAL = ("results_dir", "records", "data.root", "tracker")
 LOCAL_SUFFIX = "-mine"  # behind the name of what has records of this machine: what the repository has is not overwritten
 
@@ -307,7 +308,11 @@ def fill_readme(readme: Path, results: Path) -> str:
             (first, *_) = written.panels
             text = markdown(dataclasses.replace(written, panels=(dataclasses.replace(first, notes=()),), legend=()))
             rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-            said = f"{rows}\n\n<sub>{' '.join(first.notes[:4])} [What the columns mean, and the records]({link}).</sub>\n"
+            sentences = (line.removeprefix(FOUND) for line in written.legend if line.startswith(FOUND))
+            found = "".join(f"- {line[:1].upper()}{line[1:]}\n" for line in sentences)
+            said = (
+                f"{found}\n{rows}\n\n<sub>{' '.join(first.notes[:4])} [What the columns mean, and the records]({link}).</sub>\n"
+            )
         else:
             said = markdown(written, level=3)  # one level deeper: the table is a part of the README
         return begin + said + end

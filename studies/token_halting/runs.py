@@ -200,7 +200,7 @@ class SeedRuns:
         shape = plan.wide if prefix else plan.shape
         shape = shape if part.layers else replace(shape, layers=0)
         recipe = part.recipe(plan, self.seed)
-        path = self.folder / f"seed{self.seed}" / f"{name}.pt"
+        path = self.folder / f"seed{self.seed}" / f"{name}.safetensors"
         if path.is_file() or not self.may_train:
             found = trained(path, shape)
             if found.step == recipe.steps:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
+import json
 import math
-import pickle
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -262,7 +262,7 @@ def _order(n: int, recipe: Recipe, step: int) -> torch.Tensor:
 
 
 class Checkpoint:
-    """The state of a training on disk: weights, gates, optimisers, curve, in one file that `torch.load(weights_only=True)` reads."""
+    """The state of a training on disk: weights, gates, optimisers, curve, in one safetensors file; what is no tensor is JSON in its header."""
 
     def __init__(
         self, path: Path | None, recipe: Recipe, model: PillarDetector, gates: HaltingGates | None, control: SparsityController | None,
@@ -270,16 +270,17 @@ class Checkpoint:
     ) -> None:  # fmt: skip
         self.path, self.control, self.processor_s = path, control, 0.0
         self.parts: list[Any] = [model, *optimisers] if gates is None else [model, *optimisers, gates]
-        self.of = {"recipe": asdict(recipe), "shape": asdict(model.shape), "gates": None if gates is None else list(gates.layers)}
+        of = {"recipe": asdict(recipe), "shape": asdict(model.shape), "gates": None if gates is None else list(gates.layers)}
+        self.of: dict[str, Any] = json.loads(json.dumps(of))  # as it comes back from the file
 
     def save(self, step: int, curve: list[dict[str, float]]) -> None:
         if self.path is None:
             return
         strength = None if self.control is None else self.control.strength
         about = {**self.of, "step": step, "curve": curve, "strength": strength, "processor_s": self.processor_s}
-        content = io.BytesIO()
-        torch.save({**about, "parts": [part.state_dict() for part in self.parts]}, content)
-        write_atomically(self.path, content.getvalue())
+        tensors: dict[str, torch.Tensor] = {}
+        content = _without_tensors({**about, "parts": [part.state_dict() for part in self.parts]}, "", tensors)
+        write_atomically(self.path, safetensors.torch.save(tensors, {"content": json.dumps(content)}))
 
     def load(self) -> tuple[int, list[dict[str, float]]]:
         """The step to go on from, and the curve so far.
@@ -304,6 +305,27 @@ class Checkpoint:
         return found["step"], found["curve"]
 
 
+def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The value as JSON has it; its tensors are put into `tensors`, by their place. Keys of a mapping may be integers, as an optimiser's are."""
+    if isinstance(value, torch.Tensor):
+        tensors[place] = value.detach().clone().contiguous()
+        return {"tensor": place}
+    if isinstance(value, Mapping):
+        return {"items": [[key, _without_tensors(one, f"{place}/{key}", tensors)] for key, one in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(one, f"{place}/{i}", tensors) for i, one in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of `_without_tensors`; tuples come back as lists."""
+    if isinstance(value, dict):
+        return (
+            tensors[value["tensor"]] if "tensor" in value else {key: _with_tensors(one, tensors) for key, one in value["items"]}
+        )
+    return [_with_tensors(one, tensors) for one in value] if isinstance(value, list) else value
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What a checkpoint is of, and the states of its parts: detector, optimisers, gates.
 
@@ -311,11 +333,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ConfigError: it is not there or cannot be read.
     """
     try:
-        found = torch.load(path, weights_only=True)
+        with safetensors.safe_open(path, framework="pt") as file:
+            content, names = json.loads(file.metadata()["content"]), file.keys()
+            found = _with_tensors(content, {name: file.get_tensor(name) for name in names})
         return {name: found[name] for name in ("recipe", "shape", "gates", "step", "curve", "strength", "processor_s", "parts")}
     except FileNotFoundError:
         raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, ValueError) as error:
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{path} cannot be read ({reason}): remove it and train again, python scripts/train_halting.py."
@@ -328,7 +352,7 @@ def trained(path: Path, shape: Shape) -> Trained:
     Raises:
         ConfigError: no such checkpoint, or one of another shape.
     """
-    found, wanted = read_checkpoint(path), asdict(shape)
+    found, wanted = read_checkpoint(path), json.loads(json.dumps(asdict(shape)))
     for name, own in wanted.items():
         if found["shape"][name] != own:
             raise ConfigError(

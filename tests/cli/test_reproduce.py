@@ -20,7 +20,7 @@ from quicksilver.records import archive
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.comparison import Committed, committed, distance
-from quicksilver.report.reproduction import UNUSABLE, fill_readme
+from quicksilver.report.reproduction import FOUND, UNUSABLE, fill_readme
 from quicksilver.report.table import Heading, PrintedPanel, PrintedRow, Section, Written
 from quicksilver.runs import jobs as answers
 from quicksilver.runs.jobs import FAILED, REFUSED
@@ -325,7 +325,7 @@ def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path):
     panel = PrintedPanel(
         "p", "Panel", (Heading("", "what"),), (Section("", (PrintedRow(0, (("a",),)),)),), ("Model: m.", "Text: t.")
     )
-    written = Written("table", "table_front", "Title", ("x",), ((1,),), (panel, panel), ("legend",))
+    written = Written("table", "table_front", "Title", ("x",), ((1,),), (panel, panel), (f"{FOUND}it saves 4%.", "legend"))
     (tables / "table_front.json").write_bytes(written.json())
     with pytest.raises(ConfigError, match="make claims"):
         fill_readme(readme, tmp_path / "results")
@@ -334,6 +334,7 @@ def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path):
         fill_readme(readme, tmp_path / "results")
         content = readme.read_text()
         assert content.count("| a |") == 1
+        assert content.count("- It saves 4%.\n") == 1
         assert "Model: m. Text: t." in content
         assert "legend" not in content
         assert "[3 reproduced]" in content

@@ -18,11 +18,14 @@ def test_every_setting_composes_and_no_two_are_the_same_run() -> None:
         assert build_modules(compose([*fair_trial.SEARCHED, *overrides]).modules), name
 
 
-def test_the_frozen_winners_are_settings_of_the_search() -> None:
-    assert fair_trial.WINNERS
-    for (mechanism, budget), name in fair_trial.WINNERS.items():
-        assert name in fair_trial.settings(mechanism)
+@pytest.mark.parametrize("model", fair_trial.WINNERS)
+def test_each_model_is_tested_with_its_own_frozen_winners(model: str) -> None:
+    tested = {row.key: row for row in fair_trial.rows() if row.panel == fair_trial.TEST}
+    for (mechanism, budget), name in fair_trial.WINNERS[model].items():
         assert budget in fair_trial.BUDGETS_PCT
+        words = tested[f"{mechanism}.{budget}"].words([f"model={model}"])
+        assert words == (f"model={model}", *fair_trial.TESTED, *fair_trial.settings(mechanism)[name])
+    assert tested["halting.15"].words(["model=gpt2-large"])[1:] == tested["halting.15"].overrides
 
 
 @pytest.mark.parametrize(("kl", "saved", "place"), [((0.3, 0.1, 0.2), (30, 4, 20), 2), ((0.3, None, 0.2), (1, 50, 2), None)])

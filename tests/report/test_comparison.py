@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.comparison import against_dense, frame, noise
+from quicksilver.report.comparison import against_dense, cautions, columns, frame
 from quicksilver.report.table import amount, interval_cell, signed, speedup_cell, versus_null_cell
 from quicksilver.runtime.errors import ConfigError
 
@@ -32,6 +32,10 @@ def test_differences_are_against_dense_on_the_same_windows(tmp_path, dense):
     assert row["delta_ppl_pct"] == pytest.approx(100 * row["delta_ppl"] / dense_ppl)
     assert row["null_delta_ppl"] == pytest.approx(math.exp(run.windows["null_nll_nats"].sum() / tokens) - dense_ppl)
     assert row["versus_null_ppl"] == pytest.approx(row["delta_ppl"] - row["null_delta_ppl"])
+    added = (run.windows["nll_nats"] - fakes.dense_nats("all")).sort_values()
+    assert row["delta_nats"] == pytest.approx(0.05, rel=0.05)
+    assert row["delta_nats_median"] == pytest.approx((added / fakes.TOKENS["all"]).median())
+    assert row["worst5_share_pct"] == pytest.approx(100 * added.tail(5).sum() / added.sum())
     # Windows differ by 0.2 nats a token, the run from dense by 0.001 more or less: only a paired interval is this narrow.
     assert row["delta_ppl_low"] < row["delta_ppl"] < row["delta_ppl_high"]
     assert row["delta_ppl_pct_high"] - row["delta_ppl_pct_low"] < 0.2
@@ -51,6 +55,18 @@ def test_savings_are_decreases_in_percent_of_dense(tmp_path, dense, faster):
     dense = fakes.make(tmp_path, "dense continuation", "continuation")
     run = fakes.make(tmp_path, "prompt", "continuation", per_token=0.0, prompt_executed_flops=int(fakes.DENSE_FLOPS * 0.8 * 0.6))
     assert against_dense(run, dense)["prompt_executed_flops_saved_pct"] == pytest.approx(40)
+
+
+def test_simulated_widths_have_no_time_but_all_else(tmp_path, dense):
+    from quicksilver.runtime.quantized.linear import FLOAT_PRODUCT, SimulatedExecutor
+
+    for how in (FLOAT_PRODUCT, SimulatedExecutor.kernel, "torch._int_mm"):
+        run = fakes.make(tmp_path, how, per_token=0.01, saved=0.25, faster=-0.5, kernels={"adaptive_quantization": how})
+        panel = frame([Outcome(Row("p", "", "one", "Quantization", ()), run, dense)])
+        assert panel.loc[0, "paper_flops_saved_pct"] == pytest.approx(25)
+        speedup = next(column for column in columns(prompt=False) if column.header == "speedup").cell(panel.loc[0].to_dict())
+        assert speedup == (("simulated",) if how != "torch._int_mm" else speedup_cell(panel.loc[0].to_dict()))
+        assert panel.loc[0, ["speedup_pct", "latency_ms"]].isna().all() == (how != "torch._int_mm")
 
 
 def test_what_was_not_measured_is_absent_and_printed_as_a_dash(tmp_path, dense):
@@ -96,10 +112,12 @@ def test_a_panel_has_one_noise_floor_pooled_over_its_runs(tmp_path, dense):
     pooled = 12.5**0.5  # the record of two rows counts once
     assert rows["pooled_noise_floor_pct"].tolist() == pytest.approx([pooled] * 3 + [8.0])
     assert rows["noise_floor_pct"].tolist() == pytest.approx([pooled, pooled, 4.0, 8.0])  # a noisy run stays one
-    assert "3.5% of a batch's time, pooled over the dense model's differences from itself in 2 runs;" in noise(rows, "first")[0]
-    assert "(at most 4.0%)" in noise(rows, "first")[0]
-    assert "8.0%" in noise(rows, "second")[0]
-    assert noise(rows.assign(noise_floor_pct=None), "first") == ()
+    assert (
+        "3.5% of a batch's time, pooled over the dense model's differences from itself in 2 runs;" in cautions(rows, "first")[0]
+    )
+    assert "(at most 4.0%)" in cautions(rows, "first")[0]
+    assert "8.0%" in cautions(rows, "second")[0]
+    assert cautions(rows.assign(noise_floor_pct=None), "first") == ()
 
 
 @pytest.mark.parametrize(

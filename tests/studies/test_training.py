@@ -68,7 +68,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path):
                 raise Killed
             yield step
 
-    path = tmp_path / "one.pt"
+    path = tmp_path / "one.safetensors"
     with pytest.raises(Killed):
         train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2, progress=killed)
     assert read_checkpoint(path)["step"] == 4
@@ -107,7 +107,7 @@ def test_a_teacher_needs_one_that_imitates_it(imitates, teaches, halts):
 
 
 def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
-    path = tmp_path / "one.pt"
+    path = tmp_path / "one.safetensors"
     seen = []
 
     def poisoned(steps):
@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "one.pt"
+    path = tmp_path / "one.safetensors"
     train(fresh(), DATA, Recipe(2, batch_size=4), checkpoint=path)
     with pytest.raises(ConfigError, match="checkpoint of another training: its recipe"):
         train(fresh(), DATA, Recipe(3, batch_size=4), checkpoint=path)

@@ -18,7 +18,7 @@ import pandas as pd
 
 from quicksilver.measure.null import NullResult
 from quicksilver.records.record import Record, load_record
-from quicksilver.records.stats import bootstrap
+from quicksilver.records.stats import bootstrap, false_discovery
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.claims.reported import (
     Estimate,
@@ -35,7 +35,7 @@ from quicksilver.report.claims.reported import (
 )
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.provenance import SHORT
-from quicksilver.report.table import Column, Lines, Panel, Table, decimals_for, number, numbers, versus_null
+from quicksilver.report.table import FALSE_DISCOVERIES, Column, Lines, Panel, Table, decimals_for, number, numbers, versus_null
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 # The models that the paper's absolute numbers are of (App. J calls gpt2-medium's shape by gpt2-large's size), and its GPU.
@@ -45,6 +45,7 @@ VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "not 
 BY_DEFINITION: Verdict = "by definition"  # no verdict to be counted
 CONTRADICTIONS = "The paper against itself"
 STATEMENT = "statement"
+_CHANCE = {-1: "better than chance", 0: "no better than chance", 1: "worse than chance"}
 _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
     *("panel", "section", "kind", "claim", "place", "quote", "reported", "target_low", "target_high", "unit"),
@@ -299,6 +300,12 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
     and the contradictions."""
     claims = (_Claim(entry, name) for entry in reported().values() for name in entry.quantities)
     rows = [row for claim in claims for row in _rows(claim, sources)]
+    # As in the tables: a record that answers several claims is one test, and of all of them 5% may be false discoveries.
+    tested = {row["record"]: row["versus_null_p"] for row in rows if "versus_null_p" in row}
+    adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
+    for row in rows:
+        if "versus_null_p" in row and adjusted[row["record"]] > FALSE_DISCOVERIES:
+            row["versus_null"] = _CHANCE[0]
     rows += [row for source in sources for row in _statements(source.artefact)]
     words = dict.fromkeys((name for name in COLUMNS if name not in _NUMBERS), "")
     return pd.DataFrame([words | row for row in (*rows, *_conflicts())], columns=COLUMNS)
@@ -330,6 +337,9 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
             command = command or ("" if outcome is not None and outcome.reason else source.command)
             continue
         record = outcome.record
+        if record.simulated and what.kind in ("time", "energy") and what.sense != "level":
+            reasons.append("simulated, so no time: float products stand in for the quantised ones")
+            continue
         try:
             measured = claim.estimate(answer, source.panels[answer.panel])
         except QuickSilverError as error:
@@ -365,13 +375,16 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, found: Estimate
     fixed = answer.by_definition or (claim.entry.by_definition.get(claim.name, "") if answer.of is None else "")
     verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, beside)
     widths = answer.of is None and claim.what.column == "paper_flops_saved_pct" and _charges_widths(record)
-    chance = None
+    chance: dict[str, Any] = {}
     if claim.what.kind == "quality" and dense is not None and record.found("null", NullResult) is not None:
-        chance = versus_null(_against_dense(record.path, dense.path))
+        found_there = _against_dense(record.path, dense.path)
+        sign = versus_null(found_there)
+        if sign is not None:
+            chance = {"versus_null": _CHANCE[sign], "versus_null_p": found_there["versus_null_p"]}
     return {
         **{"measured": found.value, "measured_low": found.low, "measured_high": found.high, "verdict": verdict},
         "why": "; ".join(filter(None, (why, "widths charged bits/16" if widths else "", answer.note))),
-        "versus_null": {None: "", -1: "better than chance", 0: "no better than chance", 1: "worse than chance"}[chance],
+        **chance,
         **{"protocol": record.protocol.name, "execution": record.execution, "lookahead": record.lookahead},
         **{"model": record.model.name, "weights_digest": record.model.weights_digest[:SHORT]},
         **{"data": record.data.name, "token_digest": record.data.token_digest[:SHORT], "gpu": record.environment.gpu},

@@ -116,6 +116,11 @@ def test_perplexity_is_compared_in_percent_of_the_papers(tmp_path):
     assert found["versus_null"] == "worse than chance"
 
 
+def test_better_than_chance_is_decided_over_all_tests_of_the_ledger(tmp_path, monkeypatch):
+    monkeypatch.setattr("quicksilver.report.claims.ledger.false_discovery", lambda p_values: [0.06 for _ in p_values])
+    assert halting(tmp_path, "delta_ppl", saved=0.2)["versus_null"] == "no better than chance"
+
+
 def test_a_row_names_where_its_number_comes_from(tmp_path):
     found = halting(tmp_path, "speedup_pct", saved=0.2, faster=0.2)
     assert found[["artefact", "protocol", "execution", "model", "data"]].tolist() == [
@@ -136,6 +141,12 @@ def refuse(panel):
     [
         ("table11.isolated.halting.speedup_pct", {}, "not measured", f"no record: {COMMAND}"),
         ("table11.isolated.halting.speedup_pct", {"reason": "refused under all"}, "not measured", "refused under all"),
+        (
+            "table11.isolated.halting.speedup_pct",
+            {"saved": 0.3, "changes": {"kernels": {"one": "float products"}}},
+            "not measured",
+            "simulated",
+        ),
         ("table11.isolated.halting.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, "not comparable", "looks ahead"),
         ("e9.correlation.pearson_r", {"saved": 0.2, "of": lambda panel: Estimate(0.72, 0.70, 0.74)}, "not comparable", ""),
         ("f2.joint.speedup_pct", {"saved": 0.2, "of": refuse}, "not measured", "record.json has no entry 'energy'"),

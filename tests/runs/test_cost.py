@@ -119,7 +119,7 @@ def test_measurements_that_are_off_are_no_part_of_a_run(tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no country": (["measure=quick", "measure.energy.enabled=true"], ["measure.energy.country_iso_code has no value", "DEU"]),
-    "a window too short": (["measure=energy", "measure.energy.window_s=0.2"], ["measure.energy.window_s=0.2", "1 second"]),
+    "a window too short": (["measure=energy", "measure.energy.window_s=0.2"], ["measure.energy.window_s=0.2", "at least 1"]),
     "one round": (["measure=energy", "measure.energy.rounds=1"], ["measure.energy.rounds=1", "at least 2"]),
     "a prompt longer than a window": (["measure=deployment"], ["measure.deployment.prompt_tokens=256", "window_tokens=32"]),
     "masked": (["measure=components", "execution=masked"], ["execution=masked", "measure.components.enabled=false"]),

@@ -89,19 +89,20 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
         return f"{signed(rows[key][f'{of}delta_ppl_pct'])}%"
 
     def saved(key: str) -> str:
-        return f"{rows[key]['prompt_executed_flops_saved_pct']:.0f}%"
+        value = rows[key]["prompt_executed_flops_saved_pct"]
+        return f"saves {value:.0f}%" if value >= 0 else f"adds {-value:.0f}%"
 
     if {"isolated.halting", "tuned.halting"} <= rows.keys():
         yield (
-            f"{FOUND}tuned on calibration text, the paper's halting saves {saved('tuned.halting')} of a prompt's FLOPs for "
-            f"{cost('tuned.halting')} perplexity. At its default it saves {saved('isolated.halting')} for {cost('isolated.halting')}."
+            f"{FOUND}tuned on calibration text, the paper's halting {saved('tuned.halting')} of a prompt's FLOPs for "
+            f"{cost('tuned.halting')} perplexity. At its default it {saved('isolated.halting')} for {cost('isolated.halting')}."
         )
     if {"40", "truncated"} <= rows.keys():
         ours, cut = rows["40"], rows["truncated"]
         apart = ours["delta_ppl_pct_low"] > cut["delta_ppl_pct_high"] or cut["delta_ppl_pct_low"] > ours["delta_ppl_pct_high"]
         yield (
-            f"{FOUND}predicting the K/V of stopped tokens (ours) saves {saved('40')} for {cost('40')} perplexity; truncating the prompt "
-            f"saves {saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
+            f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
+            f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
             f"KL × 100 is {_kl(ours)[0]} against {_kl(cut)[0]}; where facts stand far back, perplexity rises by {cost('40', 'recall_')} "
             f"against {cost('truncated', 'recall_')}."
         )

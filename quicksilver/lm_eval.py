@@ -29,7 +29,10 @@ from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import calibrated_modules
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops
+from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.run import Execution, Run, apply
+from quicksilver.runtime.view import LayerView
 
 # Options of HFLM that mean the same here.
 PASSED_ON = (
@@ -60,6 +63,13 @@ class Prompt:
 
     ids: tuple[int, ...]
     asked: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass
+class _Nothing(TokenPolicy):
+    """Decides nothing. Without it a padded batch would run transformers' masked kernel, and what a module saves would hold the difference."""
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None: ...
 
 
 @register_model("quicksilver")
@@ -151,8 +161,9 @@ class QuickSilverLM(HFLM):
     # -- continuations of prompts ------------------------------------------------------------------------------------------------
 
     def _applied(self) -> Run:
-        layers = self.decision_layers if self.modules else None
-        return apply(self.model, self.modules, execution=self.execution if self.modules else "compact", decision_layers=layers)
+        if not self.modules:
+            return apply(self.model, [_Nothing()])
+        return apply(self.model, self.modules, execution=self.execution, decision_layers=self.decision_layers)
 
     def _after_prompts(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """RecordIndex by the number of their request."""

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def decode(model: PreTrainedModel, shape: Shape, batch: int, o: Options) -> list
         fns = {"dense": decoding(model, ids, o.new_tokens)}
         for name, modules in {"no module": [], "half depth": [half]}.items():
             other = shared_weight_copy(model)
-            fns[name] = decoding(other, ids, o.new_tokens, stack.enter_context(apply(other, modules)).reset)
+            fns[name] = decoding(other, ids, o.new_tokens, stack.enter_context(apply(other, deepcopy(modules))).reset)
         times, _ = alternate_steps(fns, o.warmup, o.repeats, o.device)
     return rows_of("decode", shape, batch, times, saved, batch * o.new_tokens)
 
@@ -281,7 +282,7 @@ def _call(
     return (
         one_pass(other, ids, **how)
         if modules is None
-        else one_pass(other, ids, stack.enter_context(apply(other, modules)).reset, **how)
+        else one_pass(other, ids, stack.enter_context(apply(other, deepcopy(modules))).reset, **how)
     )
 
 

@@ -13,7 +13,7 @@ from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import AttentionReceived
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import Count, Fractions, check_number
+from quicksilver.runtime.options import Count, Fractions, check_number, is_list
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
@@ -49,7 +49,7 @@ class PromptPruning(HaltingPolicy):
         super().__post_init__()
         for name in ("layers", "kept"):
             values = getattr(self, name)
-            if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+            if not is_list(values) or not len(values):
                 raise ConfigError(f"{name}={values!r} must be a list of numbers from 0 to 1, such as [0.25, 0.5, 0.75].")
             setattr(self, name, tuple(check_number(f"{name}[{i}]", value, 0.0, 1.0) for i, value in enumerate(values)))
         if len(self.layers) != len(self.kept):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.measure.strata import Share
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import Positive
+from quicksilver.runtime.options import InnerShare, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ class Bounds(Measurement):
     tokens: Positive = 96
     followed: Positive = 8
     iterations: Positive = 3
-    depths: list[float] = field(default_factory=lambda: [0.4, 0.5, 0.667])
+    depths: list[InnerShare] = field(default_factory=lambda: [0.4, 0.5, 0.667])
 
     share = 0.3
     of_dense = "alone"
@@ -109,8 +109,8 @@ class Bounds(Measurement):
             raise ConfigError(
                 f"tokens={self.tokens} is out of range: more than followed={self.followed}, at most the {setting.window_tokens} of a window."
             )
-        if not self.depths or not all(0 < depth < 1 for depth in self.depths):
-            raise ConfigError(f"depths={self.depths}: give fractions of the depth, between 0 and 1.")
+        if not self.depths:
+            raise ConfigError("depths=[] names no depth: give fractions of the depth, between 0 and 1.")
 
     def run(self, bench: Bench) -> BoundsResult:
         import torch

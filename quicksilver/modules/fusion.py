@@ -18,7 +18,18 @@ from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, 
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import MergePolicy, TokenPolicy
-from quicksilver.runtime.options import Count, Odd, Options, Positive, Share, TokenIds, at_least, between, check_token_ids
+from quicksilver.runtime.options import (
+    Count,
+    Odd,
+    Options,
+    Positive,
+    Share,
+    TokenIds,
+    at_least,
+    between,
+    check_token_ids,
+    is_list,
+)
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.view import CacheView, LayerView
 
@@ -202,7 +213,7 @@ class Exemptions(Options):
 
     exempt_ids: TokenIds = ()
     exempt_mask: TokenMask = None
-    anchors: Sequence[Sequence[int]] = ()
+    anchors: Annotated[Sequence[Sequence[int]], check_anchors] = ()
     token_counts: Sequence[int] | torch.Tensor | Path | str | None = None
     rare_below: Count = 0
     protect_first: Count = 4
@@ -210,7 +221,6 @@ class Exemptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.anchors = _anchors(self.anchors)
         self._counts = _counts(self.token_counts, self.rare_below)
 
     def check_known(self, vocabulary: int) -> None:
@@ -255,10 +265,11 @@ def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.
     return found
 
 
-def _anchors(value: Any) -> tuple[tuple[int, ...], ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or any(not isinstance(a, Sequence) or not len(a) for a in value):
-        raise ConfigError(f"anchors={value!r} must be a list of sequences of token ids, such as [[24361, 25]] for 'Question:'.")
-    return tuple(check_token_ids(f"anchors[{i}]", anchor) for i, anchor in enumerate(value))
+def check_anchors(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    """Sequences of token ids, none empty; raises ConfigError."""
+    if not is_list(value) or any(not isinstance(a, Sequence) or not len(a) for a in value):
+        raise ConfigError(f"{name}={value!r} must be a list of sequences of token ids, such as [[24361, 25]] for 'Question:'.")
+    return tuple(check_token_ids(f"{name}[{i}]", anchor) for i, anchor in enumerate(value))
 
 
 def _counts(value: Any, rare_below: int) -> torch.Tensor | None:

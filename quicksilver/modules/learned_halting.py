@@ -110,7 +110,9 @@ class LearnedHalting(HaltingPolicy):
     missing_kv: MissingKV | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        each = [self.threshold] if isinstance(self.threshold, int | float) else list(self.threshold)
+        each = list(self.threshold) if isinstance(self.threshold, Sequence) else [self.threshold]
+        if not each:
+            raise ConfigError("threshold=[] names no threshold: give a number, or one for each decision layer.")
         self._thresholds = [check_number("threshold", value, 0.0, 1.0) for value in each]
         self._gates = self.gates if isinstance(self.gates, TrainedGates) else None
         self._seen = self.missing_kv

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import BETA, BETA_APP_J
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.options import Count, Positive, Share, TokenIds, check_number
+from quicksilver.runtime.options import Count, Positive, Share, TokenIds, check_number, is_list
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.quantized.codes import UNTOUCHED, WIDTHS
 from quicksilver.runtime.quantized.linear import IntegerExecutor, SimulatedExecutor
@@ -73,8 +73,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     """
 
     depth: Share = 0.5
-    widths: Sequence[int] = (2, 4, 8)
-    bits: int | None = None
+    widths: Annotated[Sequence[int], check_widths] = (2, 4, 8)
+    bits: Annotated[int, check_width] | None = None
     mix: Sequence[float] | None = None
     seed: Count = 0
     source: Literal["logit_lens", "tuned_lens", "latent", "histogram"] = "logit_lens"
@@ -101,9 +101,6 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.widths = _widths(self.widths)
-        if self.bits is not None:
-            _width("bits", self.bits)
         if self.mix is not None:
             self.mix = _shares(self.mix, self.widths)
             if self.bits is not None:
@@ -227,23 +224,25 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         return widths[(above_high if self.widths[-1] >= 8 else above_low).long().clamp(max=len(self.widths) - 1)]
 
 
-def _width(name: str, value: object) -> None:
+def check_width(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` is one of `WIDTHS`."""
     if isinstance(value, bool) or value not in WIDTHS:
         raise ConfigError(f"{name}={value!r} is not one of 2, 4, 8, 16 (16 = untouched).")
 
 
-def _widths(value: object) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not 1 <= len(value) <= 3:
-        raise ConfigError(f"widths={value!r} must be one to three of 2, 4, 8, 16, such as [2, 4, 8].")
+def check_widths(name: str, value: object) -> tuple[int, ...]:
+    """One to three widths, ascending; raises ConfigError."""
+    if not is_list(value) or not 1 <= len(value) <= 3:
+        raise ConfigError(f"{name}={value!r} must be one to three of 2, 4, 8, 16, such as [2, 4, 8].")
     for i, width in enumerate(value):
-        _width(f"widths[{i}]", width)
+        check_width(f"{name}[{i}]", width)
     if list(value) != sorted(set(value)):
-        raise ConfigError(f"widths={list(value)!r} must ascend, such as {sorted(set(value))}.")
+        raise ConfigError(f"{name}={list(value)!r} must ascend, such as {sorted(set(value))}.")
     return tuple(value)
 
 
 def _shares(value: object, widths: Sequence[int]) -> tuple[float, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != len(widths):
+    if not is_list(value) or len(value) != len(widths):
         raise ConfigError(f"mix={value!r} must have one share for each of widths={list(widths)}.")
     shares = tuple(check_number(f"mix[{i}]", share, 0.0, 1.0) for i, share in enumerate(value))
     if not math.isclose(sum(shares), 1.0, abs_tol=1e-6):

@@ -153,8 +153,8 @@ def stages_of(
         ConfigError: what `Stage` refuses; an unknown option; stages out of order; shares that add up to more than all;
             a stage after one that halts the rest.
     """
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence) or not len(value):
-        raise ConfigError(f"stages={value!r} must be a list of stages, such as [{{before: 3, count: 96, signal: position}}].")
+    if not value:
+        raise ConfigError("stages=[] names no stage: give one or more, such as [{before: 3, count: 96, signal: position}].")
     stages = [_stage(i, entry) for i, entry in enumerate(value)]
     last = (0 if all(stage.causal for stage in stages) else 1) if protect_last is None else protect_last
     first = protect_first
@@ -177,11 +177,9 @@ def stages_of(
     return tuple(made)
 
 
-def _stage(i: int, entry: object) -> Stage:
+def _stage(i: int, entry: Stage | Mapping[str, Any]) -> Stage:
     if isinstance(entry, Stage):
         return entry
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"stages[{i}]={entry!r} must be a mapping, such as {{before: 3, count: 96, signal: position}}.")
     options = {str(name): value for name, value in entry.items()}
     for name in options:
         check_choice(f"option of stages[{i}]", name, [field.name for field in fields(Stage)])

@@ -9,14 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import numpy as np
 import torch
 
 from quicksilver.modules.fitted import FittedFile, model_digest
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import check_number
+from quicksilver.runtime.options import check_number, is_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,7 +139,7 @@ def halted_key(key: str) -> str:
     return f"{key}-halted"
 
 
-def is_percentile(value: object) -> bool:
+def is_percentile(value: object) -> TypeGuard[str]:
     """True for a calibrated percentile, such as "p25"."""
     return isinstance(value, str) and _PERCENTILE.fullmatch(value) is not None
 
@@ -147,11 +147,13 @@ def is_percentile(value: object) -> bool:
 def check_thresholds(name: str, value: float | Sequence[float] | str, low: float = 0.0, high: float = math.inf) -> None:
     """What can be said of thresholds before the model is known; raises ConfigError."""
     if is_percentile(value):
-        return
-    if isinstance(value, Sequence) and not isinstance(value, str):
+        check_number(f"the percentile of {name}", float(value[1:]), 0, 100)
+    elif is_list(value):
+        if not value:
+            raise ConfigError(f"{name}=[] names no threshold: give a number, or a list with one number per layer.")
         for layer, v in enumerate(value):
             check_number(f"{name}[{layer}]", v, low, high)
-    elif isinstance(value, str):
+    elif isinstance(value, str | bytes):
         raise ConfigError(
             f"{name}={value!r} is not a number; give a number, a list with one number per layer, or a percentile such as 'p25'."
         )
@@ -189,8 +191,6 @@ def resolve_thresholds(
         raise ConfigError(
             f"{name}={value!r} is a calibrated percentile and there is no calibration of this model: {Calibration.remedy}."
         )
-    if not isinstance(calibration, Calibration | Path | str):
-        raise ConfigError(f"calibration={calibration!r} is no calibration: give the path of a file of `quicksilver calibrate`.")
     if not isinstance(calibration, Calibration):
         calibration = Calibration.load(calibration)
     try:

@@ -162,8 +162,6 @@ class RunContext:
         digests, folder = {}, self.files(config)[0].folder
         for name, entry in config.modules.items():
             path = entry.get("calibration")
-            if path is not None and not isinstance(path, str):
-                raise ConfigError(f"modules.{name}.calibration={path!r} is no calibration: give the path of a calibration file.")
             if path is not None:
                 digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
                 _check_calibration(name, path)

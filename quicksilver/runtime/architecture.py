@@ -255,7 +255,8 @@ class LlamaArchitecture(Architecture):
 
         if rotary is None or not self.rotates(layer):
             return states
-        return apply_rotary(states, states[..., :0, :, :], *rotary)[0]  # it rotates two; of the other there is nothing
+        # It rotates two; of the other there is nothing. OLMo 2 keeps cos and sin in float32 and casts what it rotated.
+        return apply_rotary(states, states[..., :0, :, :], *rotary)[0].to(states.dtype)
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self._layer(layer).self_attn

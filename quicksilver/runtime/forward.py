@@ -106,6 +106,15 @@ class Forward:
         return self.seen + self.n
 
     @property
+    def has_holes(self) -> bool:
+        """Some row has padding between tokens."""
+        if not self.padded:
+            return False
+        assert self.past_valid is not None
+        tokens = torch.cat([self.past_valid, self.decisions.valid], dim=1).int()
+        return bool(((tokens.diff(dim=1) == 1).sum(1) + tokens[:, 0] > 1).any())
+
+    @property
     def is_plain(self) -> bool:
         """No decision is being executed and nothing is padding: the model's own call is right."""
         return not self.padded and self.executed.is_untouched

@@ -13,10 +13,11 @@ decoding."""
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -75,6 +76,7 @@ class RuntimeModule(Options):
 
     priority: ClassVar[int] = 50
     lookahead: bool = False
+    _bound_to: ClassVar[weakref.ref[Any] | None] = None  # of an instance, by `check_modules`
 
     @property
     def causal(self) -> bool:
@@ -93,6 +95,10 @@ class RuntimeModule(Options):
 
     def bind(self, architecture: Architecture) -> None:
         """Called once by `apply`: check the options against the model and resolve fractions of depth. Raises ConfigError."""
+
+    def bound_to(self) -> object:
+        """The model it was last bound to; None: none that still exists."""
+        return None if self._bound_to is None else self._bound_to()
 
     def null(self, seed: int) -> RuntimeModule | None:
         """The same mechanism at the same budget with the choice left to chance, where replaying its decisions on other tokens would
@@ -228,27 +234,53 @@ class Transform(RuntimeModule, ABC):
 KINDS: tuple[type[RuntimeModule], ...] = (TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy, Transform)
 
 
-def check_modules(arch: Architecture, modules: Sequence[RuntimeModule], decision_layers: Sequence[int] | None) -> None:
+def list_of_modules(modules: Iterable[RuntimeModule]) -> list[RuntimeModule]:
+    """What `apply` was given, read once; raises ConfigError for anything but modules, each of them once."""
+    if isinstance(modules, RuntimeModule | str | Mapping) or not isinstance(modules, Iterable):
+        raise ConfigError(
+            f"modules={modules!r:.80} is no list of modules: give one, such as [Halting()], or [] for the dense model."
+        )
+    found = list(modules)
+    for i, module in enumerate(found):
+        if not isinstance(module, KINDS):
+            name = type(module).__name__ if isinstance(module, RuntimeModule) else f"{module!r:.80}"
+            raise ConfigError(
+                f"{name} is no kind of runtime module: derive it from one or more of {', '.join(kind.__name__ for kind in KINDS)}."
+            )
+        if any(module is other for other in found[:i]):
+            raise ConfigError(f"{type(module).__name__} stands in the list of modules twice, as one object: give it once.")
+    return found
+
+
+def layers_asked(arch: Architecture, decision_layers: Iterable[int] | None) -> frozenset[int] | None:
+    """`decision_layers` as a set; raises ConfigError for none, for no whole numbers and for layers the model lacks."""
+    if decision_layers is None:
+        return None
+    if isinstance(decision_layers, str | bytes) or not isinstance(decision_layers, Iterable):
+        raise ConfigError(
+            f"decision_layers={decision_layers!r:.80} is no list of layers: give one, such as [3, 7], or None for all."
+        )
+    found: list[Any] = list(decision_layers)
+    if not found:
+        raise ConfigError("decision_layers=[]: no module would ever be asked. Give one or more layers, or None for all.")
+    wrong = [n for n in found if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < arch.n_layers]
+    if wrong:
+        raise ConfigError(f"decision_layers={wrong} do not exist: the model has layers 0 to {arch.n_layers - 1}.")
+    return frozenset(map(int, found))
+
+
+def check_modules(arch: Architecture, modules: Sequence[RuntimeModule], decision_layers: frozenset[int] | None) -> None:
     """Bind `modules` to the model.
 
     Raises:
-        ConfigError: a decision layer the model lacks, or at which a module would never be asked; a module of no kind, or that refuses the
-            model; two that change the same thing.
+        ConfigError: decision layers at which a module would never be asked; a module that refuses the model; two that change the same thing.
         UnsupportedModelError: an attention implementation that cannot mask tokens by slot.
     """
-    wrong = [layer for layer in decision_layers or () if not 0 <= layer < arch.n_layers]
-    if wrong:
-        raise ConfigError(f"decision_layers={wrong} do not exist: the model has layers 0 to {arch.n_layers - 1}.")
-    for module in modules:
-        if not isinstance(module, KINDS):
-            raise ConfigError(
-                f"{type(module).__name__} is no kind of runtime module: derive it from one or more of "
-                f"{', '.join(kind.__name__ for kind in KINDS)}."
-            )
     transforms = [module for module in modules if isinstance(module, Transform)]
     deciding = [module for module in modules if not isinstance(module, Transform)]
     for module in (*transforms, *sorted(deciding, key=lambda module: module.priority)):
         module.bind(arch)
+        object.__setattr__(module, "_bound_to", weakref.ref(arch.model))
     policies = [module for module in deciding if isinstance(module, TokenPolicy)]
     check_together(modules)
     _check_decision_layers(arch, policies, decision_layers)
@@ -286,20 +318,20 @@ def check_together(modules: Sequence[RuntimeModule]) -> None:
             )
 
 
-def _check_decision_layers(arch: Architecture, policies: Sequence[TokenPolicy], decision_layers: Sequence[int] | None) -> None:
-    if not decision_layers:
+def _check_decision_layers(arch: Architecture, policies: Sequence[TokenPolicy], decision_layers: frozenset[int] | None) -> None:
+    if decision_layers is None:
         return
     for policy in policies:
-        missing = sorted(policy.required_layers() - set(decision_layers))
+        missing = sorted(policy.required_layers() - decision_layers)
         if missing:
             raise ConfigError(
-                f"decision_layers={sorted(set(decision_layers))}: {type(policy).__name__} decides after layer "
+                f"decision_layers={sorted(decision_layers)}: {type(policy).__name__} decides after layer "
                 f"{', '.join(map(str, missing))} too. Add {'it' if len(missing) == 1 else 'them'}."
             )
         would = [layer for layer in range(arch.n_layers) if policy.acts_at(layer)]
-        if would and set(decision_layers).isdisjoint(would):
+        if would and decision_layers.isdisjoint(would):
             raise ConfigError(
-                f"decision_layers={sorted(set(decision_layers))}: {type(policy).__name__} would never be asked, it acts after "
+                f"decision_layers={sorted(decision_layers)}: {type(policy).__name__} would never be asked, it acts after "
                 f"layer {', '.join(map(str, would))}. Add one of these."
             )
 

@@ -16,10 +16,11 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, Union, get_args, get_origin
 
 from quicksilver.runtime.errors import ConfigError
 
@@ -30,48 +31,110 @@ class Options:
     """Base of dataclasses whose annotations are checked when an instance is made.
 
     A `Literal` is a choice; `Annotated[type, check]` calls `check(name, value)`, and a tuple that it returns takes the value's place.
-    None is let through where the annotation has it; fields that are no argument (`init=False`) are left alone.
+    Other types are what they say: no text for a flag, no flag for a number. None needs an annotation that has it.
+    Fields that are no argument (`init=False`) and types that only the type checker imports are left alone.
 
     Attributes:
         prefix: what stands before an option's name in messages, such as `schedule.`.
 
     Raises:
-        ConfigError: an option out of range, or none of its choices.
+        ConfigError: an option of another type, out of range, or none of its choices.
     """
 
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for name, checks in _checks(typing.cast(Hashable, type(self))):
-            value = getattr(self, name)
-            for check in checks if value is not None else ():
-                checked = check(self.prefix + name, value)
-                if isinstance(checked, tuple):
-                    object.__setattr__(self, name, checked)
+        for name, check in _checks(typing.cast(Hashable, type(self))):
+            checked = check(self.prefix + name, getattr(self, name))
+            if isinstance(checked, tuple):
+                object.__setattr__(self, name, checked)
 
 
 @functools.cache
-def _checks(cls: Any) -> list[tuple[str, list[Check]]]:
+def _checks(cls: Any) -> list[tuple[str, Check]]:
     arguments, found = {field.name for field in fields(cls) if field.init}, {}
     for base in reversed(cls.__mro__):
         names = vars(sys.modules[base.__module__])
         for name in arguments.intersection(vars(base).get("__annotations__", ())):
             annotated = types.SimpleNamespace(__annotations__={name: base.__annotations__[name]})
             try:
-                found[name] = list(_checks_of(typing.get_type_hints(annotated, names, include_extras=True)[name]))
+                found[name] = _check_of(typing.get_type_hints(annotated, names, include_extras=True)[name])
             except (NameError, AttributeError):  # a type that was imported for the type checker alone
-                found[name] = []
-    return [(field.name, found[field.name]) for field in fields(cls) if found.get(field.name)]
+                found.pop(name, None)
+    return [(field.name, found[field.name]) for field in fields(cls) if field.name in found]
 
 
-def _checks_of(hint: Any) -> Iterable[Check]:
+def _check_of(hint: Any) -> Check:
+    """The check of one annotation; it returns what may take the value's place."""
     if get_origin(hint) in (Union, types.UnionType):
-        for one in get_args(hint):
-            yield from _checks_of(one)
-    elif get_origin(hint) is Literal:
-        yield functools.partial(check_choice, choices=get_args(hint))
-    elif get_origin(hint) is Annotated:
-        yield from (extra for extra in hint.__metadata__ if callable(extra))
+        return functools.partial(_check_union, alternatives=get_args(hint))
+    if get_origin(hint) is Literal:
+        return functools.partial(check_choice, choices=get_args(hint))
+    if get_origin(hint) is Annotated:
+        return functools.partial(_check_all, checks=[extra for extra in hint.__metadata__ if callable(extra)])
+    return functools.partial(_check_type, hint=hint)
+
+
+def _check_all(name: str, value: object, checks: Sequence[Check]) -> object:
+    for check in checks:
+        checked = check(name, value)
+        value = checked if isinstance(checked, tuple) else value
+    return value
+
+
+def _check_union(name: str, value: object, alternatives: Sequence[Any]) -> object:
+    others = [one for one in alternatives if one is not types.NoneType]
+    if value is None and len(others) < len(alternatives):
+        return None
+    if len(others) == 1:
+        return _check_of(others[0])(name, value)
+    for other in others:
+        try:
+            return _check_of(other)(name, value)
+        except ConfigError as error:
+            if get_origin(other) in (Literal, Annotated) and not isinstance(value, str):
+                raise error from None
+    raise ConfigError(f"{name}={value!r} must be {_any_of(alternatives)}.")
+
+
+def _check_type(name: str, value: object, hint: Any) -> object:
+    origin = get_origin(hint) or hint
+    if origin is float:
+        check_number(name, value)
+    elif origin is int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ConfigError(f"{name}={value!r} must be {_name_of(hint)}.")
+    elif isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str:
+        if not is_list(value):
+            raise ConfigError(f"{name}={value!r} must be {_name_of(hint)}.")
+        if inner := get_args(hint)[:1]:
+            for i, one in enumerate(value):
+                _check_of(inner[0])(f"{name}[{i}]", one)
+    elif isinstance(origin, type) and not isinstance(value, origin):
+        raise ConfigError(f"{name}={value!r} must be {_name_of(hint)}.")
+    return value
+
+
+def _any_of(hints: Sequence[Any]) -> str:
+    return " or ".join(_name_of(one) for one in hints if not (one is str and Path in hints))
+
+
+def _name_of(hint: Any) -> str:
+    """What a message calls a type."""
+    names = {bool: "true or false", str: "text", int: "a whole number", float: "a number", Path: "a path", types.NoneType: "null"}
+    origin = get_origin(hint) or hint
+    if origin in (Union, types.UnionType):
+        return _any_of(get_args(hint))
+    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str:
+        return f"a list, each {_name_of(get_args(hint)[0])}" if get_args(hint) else "a list"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a mapping"
+    return names.get(origin) or f"a {getattr(origin, '__name__', origin)}"
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """True for a sequence that is no text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
@@ -137,14 +200,14 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 def check_token_ids(name: str, value: object) -> tuple[int, ...]:
     """A sequence of token ids; raises ConfigError."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not is_list(value):
         raise ConfigError(f"{name}={value!r} must be a list of token ids, such as [50256].")
     return tuple(check_count(f"{name}[{i}]", v) for i, v in enumerate(value))
 
 
 def check_fractions(name: str, value: object) -> tuple[float, float]:
     """Two fractions of depth, (first, last), in order; raises ConfigError."""
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+    if not is_list(value) or len(value) != 2:
         raise ConfigError(f"{name}={value!r} must be two fractions of depth, such as [0.2, 0.8].")
     first, last = (check_number(f"{name}[{i}]", v, 0.0, 1.0) for i, v in enumerate(value))
     if first > last:

@@ -12,6 +12,7 @@ A token's way through a layer: the planner makes a plan of the state of the pass
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from quicksilver.runtime.module import (
     TokenPolicy,
     Transform,
     check_modules,
+    layers_asked,
+    list_of_modules,
     the_precision,
     the_span,
 )
@@ -80,7 +83,9 @@ def apply(
         decision_layers: layers after which modules are asked (0-based); None: after every layer. Fewer means fewer host syncs on a GPU.
 
     Raises:
-        ConfigError: an unknown execution, a decision layer the model lacks, a model in training mode, options a module refuses, a module of no kind.
+        ConfigError: an unknown execution, decision layers that are no list of the model's layers, a model in training mode, modules that are
+            no list of modules, options a module refuses. By a call inside the block: a model that was changed or copied there, a module
+            that was bound to another model since, a second thread, a prompt of packed documents.
         UnsupportedModelError: no adapter for the model's family or attention implementation.
     """
     return Run(model, modules, execution, decision_layers)
@@ -104,8 +109,9 @@ class Run:
         if model.training:
             raise ConfigError("The model is in training mode (dropout is on): call model.eval() first.")
         self.execution = execution
-        check_modules(self.arch, modules, decision_layers)
-        self.decision_layers = None if decision_layers is None else frozenset(decision_layers)
+        modules = list_of_modules(modules)
+        self.decision_layers = layers_asked(self.arch, decision_layers)
+        check_modules(self.arch, modules, self.decision_layers)
         self.transforms = [module for module in modules if isinstance(module, Transform)]
         self.modules = sorted(
             (module for module in modules if not isinstance(module, Transform)), key=lambda module: module.priority
@@ -127,6 +133,7 @@ class Run:
         self._previous: list[Any] = []
         self._transformed = ExitStack()
         self._in_signal = False
+        self._pass_lock, self._thread = threading.Lock(), 0  # held from a pass's beginning to its end, by this thread
         self.reset()
 
     def reset(self) -> None:
@@ -211,11 +218,14 @@ class Run:
         base_signature = inspect.signature(self.arch.base.forward)
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            self._begin(base_signature.bind_partial(*args, **kwargs).arguments)
+            self._check_unchanged()
+            bound = base_signature.bind_partial(*args, **kwargs).arguments
+            self._begin(dict(bound.pop("kwargs", {})) | bound)
 
         self._handles = [
             self.arch.base.register_forward_pre_hook(before, with_kwargs=True),
             self.arch.base.register_forward_hook(lambda module, args, output: self._end(output)),
+            self.arch.base.register_forward_hook(lambda module, args, output: self._leave(), always_call=True),
             self.arch.output_head.register_forward_pre_hook(lambda module, args: self._count_head(args[0])),
         ]
         if self.modules:
@@ -223,6 +233,7 @@ class Run:
                 # accelerate (device_map) also sets forward on the instance: it is kept, called, and put back.
                 self._previous.append(layer.__dict__.get("forward"))
                 layer.forward = self._wrap(index, layer.forward)
+        self._attention = self.arch.config._attn_implementation
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -239,12 +250,65 @@ class Run:
         self._transformed.close()
         self._current = None
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ConfigError("A model cannot be copied or pickled inside `with apply(…)`: do it before or after the block.")
+
+    def _check_unchanged(self) -> None:
+        """Raises ConfigError where what the run was made for is no longer what is called."""
+        if self.arch.model.training:
+            raise ConfigError("The model was put in training mode inside `with apply(…)` (dropout is on): call model.eval().")
+        attention = self.arch.config._attn_implementation
+        if attention != self._attention:
+            raise ConfigError(
+                f"attn_implementation was {self._attention!r} when the block began and is {attention!r} now: set it before."
+            )
+        for module in (*self.transforms, *self.modules):
+            if module.bound_to() is not self.arch.model:
+                raise ConfigError(
+                    f"{type(module).__name__} was given to another model since this block was made: make a module for each model."
+                )
+
     def _begin(self, arguments: dict[str, Any]) -> None:
-        self._current = Forward(
-            dict(arguments.get("kwargs", {})) | arguments, self.arch.n_layers, self.pass_index,
+        if self._thread != threading.get_ident():
+            if not self._pass_lock.acquire(blocking=False):
+                raise ConfigError("Another thread is in the middle of a pass of this model: call it from one thread at a time.")
+            self._thread = threading.get_ident()
+        self._current = current = Forward(
+            arguments, self.arch.n_layers, self.pass_index,
             decides_only=self.execution == "decide", remembers_kv=self._copies_kv,
         )  # fmt: skip
-        self._only_continues = self._nobody_acts_in(self._current)
+        if self.modules:
+            self._check_seen(arguments, current)
+        self._only_continues = self._nobody_acts_in(current)
+
+    def _check_seen(self, arguments: dict[str, Any], current: Forward) -> None:
+        """Raises ConfigError where transformers would let tokens see each other by another rule than by their slots."""
+        windows = [window for window in self._visibility.windows if window is not None]
+        if windows and current.end > min(windows) and current.has_holes:
+            raise ConfigError(
+                f"attention_mask has padding between tokens, and this model's sliding window ({min(windows)} columns) counts it: put the padding "
+                "before or behind the tokens of a row."
+            )
+        positions, use_cache = arguments.get("position_ids"), arguments.get("use_cache")
+        # transformers looks for packed documents where it is given neither a mask nor a cache.
+        cached = (
+            arguments.get("past_key_values") is not None
+            or use_cache
+            or (use_cache is None and getattr(self.arch.config, "use_cache", False))
+        )
+        if cached or arguments.get("attention_mask") is not None or not isinstance(positions, torch.Tensor):
+            return
+        if bool((positions.diff(dim=-1) != 1).any()):
+            raise ConfigError(
+                "position_ids do not count up by one: documents packed into one row, which modules would let see each other. Give each document "
+                "a row of its own, padded, with an attention_mask."
+            )
+
+    def _leave(self) -> None:
+        """The pass is over, or failed."""
+        if self._thread == threading.get_ident():
+            self._thread = 0
+            self._pass_lock.release()
 
     def _nobody_acts_in(self, current: Forward) -> bool:
         """One new token a row, about which no module will be asked in any layer: nothing can change before the pass ends."""

@@ -88,7 +88,7 @@ def test_every_inequality_is_tested_at_every_depth():
     [
         ({"windows": 0}, "windows=0 must be a whole number of at least 1"),
         ({"tokens": 1000}, "tokens=1000 is out of range: .* at most the 512 of a window"),
-        ({"depths": [1.0]}, r"depths=\[1.0\]: give fractions"),
+        ({"depths": [1.0]}, r"depths\[0\]=1.0 is out of range"),
     ],
 )
 def test_options_out_of_range_are_refused(changed, said):

@@ -156,9 +156,9 @@ REST = {"before": 5, "rest": True}
 @pytest.mark.parametrize(
     ("given_stages", "words"),
     [
-        ([], r"stages=\[\] must be a list of stages"),
-        ({"before": 3}, "must be a list of stages"),
-        ([3], r"stages\[0\]=3 must be a mapping"),
+        ([], r"stages=\[\] names no stage"),
+        ({"before": 3}, "must be a list, each a Stage or a mapping"),
+        ([3], r"stages\[0\]=3 must be a Stage or a mapping"),
         ([{"count": 3, "signal": "drift"}], r"stages\[0\] does not say before which layer: give before=3"),
         (one(befor=2), r"option of stages\[0\]='befor' is not one of .*Did you mean 'before'"),
         (one(share=0.5), "exactly one of count, share, rest and below, and it gives count and share"),

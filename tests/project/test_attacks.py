@@ -397,7 +397,7 @@ def test_a_calibration_file_of_wrong_types(attack, way, request, tmp_path):
 
 @pytest.mark.parametrize("value", ["3", "[3]", "{a: 3}"])
 def test_a_calibration_that_is_no_path(value, refused_by_the_harness):
-    assert "is no calibration: give the path of a calibration file" in refused_by_the_harness(
+    assert "must be a Calibration or a path or null" in refused_by_the_harness(
         *HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}"
     )
 

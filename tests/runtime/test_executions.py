@@ -387,7 +387,7 @@ def test_embeddings_instead_of_ids() -> None:
 # -- when modules are asked --------------------------------------------------------------------------------------------------------
 
 
-@given(batch=tiny.batches(), policy=tiny.hashed(), layers=st.sets(st.integers(0, tiny.LAYERS - 1)))
+@given(batch=tiny.batches(), policy=tiny.hashed(), layers=st.sets(st.integers(0, tiny.LAYERS - 1), min_size=1))
 @settings(max_examples=draws(20))
 def test_decision_layers_are_the_only_ones_that_decide(batch: Batch, policy: Hashed, layers: set[int]) -> None:
     model = tiny.load("llama")

@@ -1,0 +1,184 @@
+"""What is changed under a run's feet, and calls in which transformers sees tokens by another rule: refused in one line, or right."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Batch, HaltAll, Hashed, Never
+from torch import nn
+
+from quicksilver.runtime import ConfigError, apply
+from quicksilver.runtime.pass_state import MISSING_KV
+
+BATCH = Batch((tuple(range(1, 25)),))
+PACKED = torch.cat([torch.arange(10), torch.arange(14)])[None]
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.fixture
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def train(model: Any) -> Any:
+    return model.train()
+
+
+def other_attention(model: Any) -> Any:
+    model.set_attn_implementation("eager" if model.config._attn_implementation == "sdpa" else "sdpa")
+    return model
+
+
+CHANGES = {
+    "training mode.*model.eval": train,
+    "attn_implementation was 'sdpa' .* is 'eager' now": other_attention,
+    "copied or pickled inside.*before or after the block": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("says", CHANGES)
+@pytest.mark.parametrize("modules", [[], [Never()]], ids=["dense", "under a module"])
+def test_a_model_changed_inside_the_block_is_not_called(name: str, says: str, modules: list[Any]) -> None:
+    model = tiny.build(name)
+    with apply(model, modules), pytest.raises(ConfigError, match=says) as raised:
+        CHANGES[says](model)(**BATCH.inputs())
+    assert "\n" not in str(raised.value)
+    assert tiny.load(name)(**BATCH.inputs()).logits.isfinite().all()
+
+
+def test_a_module_given_to_a_second_model_is_refused_by_the_first() -> None:
+    module, first, second = HaltAll(2), tiny.load("gpt2"), tiny.load("llama")
+    run, other = apply(first, [module]), apply(second, [module])
+    with run, pytest.raises(ConfigError, match="HaltAll was given to another model"):
+        first(**BATCH.inputs())
+    with other:
+        second(**BATCH.inputs())
+    with apply(first, [module]):  # bound once more
+        first(**BATCH.inputs())
+
+
+def test_a_second_thread_in_the_middle_of_a_pass_is_refused() -> None:
+    model, inside, go_on = tiny.load("llama"), threading.Event(), threading.Event()
+
+    class Waits(Never):
+        def decide(self, view: Any, tokens: Any) -> None:
+            inside.set()
+            assert go_on.wait(30)
+
+    with apply(model, [Waits()]) as run, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(torch.no_grad()(lambda: model(**BATCH.inputs()).logits))
+        assert inside.wait(30)
+        with pytest.raises(ConfigError, match="Another thread is in the middle of a pass"):
+            model(**BATCH.inputs())
+        go_on.set()
+        assert torch.equal(first.result(30), tiny.load("llama")(**BATCH.inputs()).logits)  # and free again, for this thread
+        assert run.pass_index == 2
+
+
+def test_a_pass_that_failed_leaves_the_run_usable() -> None:
+    model = tiny.load("llama")
+    with apply(model, [Never()]) as run:
+        with pytest.raises(ConfigError, match="padding mask"):
+            model(BATCH.ids, attention_mask=torch.ones(1, 3))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.no_grad()(lambda: model(**BATCH.inputs()))).result(30)
+        assert run.pass_index == 1
+
+
+def test_modules_are_read_once_and_each_stands_once() -> None:
+    model, module = tiny.load("gpt2"), HaltAll(1)
+    with apply(model, (one for one in [module])) as run:
+        model(**BATCH.inputs())
+    assert run.trace.passes
+    assert run.flops.executed < tiny.forward(model, BATCH, []).run.flops.executed
+    with pytest.raises(ConfigError, match="HaltAll stands in the list of modules twice"):
+        apply(model, [module, module])
+
+
+NO_LIST: list[Any] = [None, HaltAll(1), "halting", {"halting": {}}, 3, HaltAll, nn.Linear(1, 1)]
+NO_MODULE: list[Any] = ["halting", None, 3, HaltAll, {}, nn.Linear(1, 1), [HaltAll(1)]]
+NO_LAYERS: list[Any] = [
+    "12",
+    b"12",
+    3,
+    True,
+    1.5,
+    [],
+    (),
+    set(),
+    [1.5],
+    [True],
+    ["1"],
+    [None],
+    [-1],
+    [99],
+    [float("nan")],
+    object(),
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), [
+    *(("modules", value) for value in NO_LIST), *(("modules", [value]) for value in NO_MODULE), *(("decision_layers", value) for value in NO_LAYERS),
+    *(("execution", value) for value in ["", None, 3, "COMPACT", ["compact"]]),
+])  # fmt: skip
+def test_an_argument_of_no_kind_is_refused_in_one_line(argument: str, value: Any) -> None:
+    arguments = {"modules": [HaltAll(1)], "execution": "compact", "decision_layers": None} | {argument: value}
+    with pytest.raises(ConfigError) as raised:
+        apply(tiny.load("gpt2"), **arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_packed_documents_are_refused_and_a_cache_or_a_mask_says_that_there_are_none(name: str) -> None:
+    model = tiny.load(name)
+    with apply(model, [Never()]), pytest.raises(ConfigError, match="documents packed into one row"):
+        model(BATCH.ids, position_ids=PACKED, use_cache=False)
+    with apply(model, []):
+        packed = model(BATCH.ids, position_ids=PACKED, use_cache=False).logits
+    assert torch.equal(packed, model(BATCH.ids, position_ids=PACKED, use_cache=False).logits)
+    for more in ({"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones_like(BATCH.ids)}):
+        dense = model(BATCH.ids, position_ids=PACKED, **more).logits
+        with apply(model, [Never()]):
+            torch.testing.assert_close(model(BATCH.ids, position_ids=PACKED, **more).logits, dense)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_padding_between_tokens_is_right_or_refused(name: str) -> None:
+    model, mask = tiny.load(name), torch.ones(1, 24, dtype=torch.long)
+    mask[0, 8:12] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    dense = model(BATCH.ids, attention_mask=mask, position_ids=positions).logits
+    with apply(model, [Never()]) as run:
+        if any(run.arch.attention_window(layer) for layer in range(tiny.LAYERS)):
+            with pytest.raises(ConfigError, match="padding between tokens.*sliding window"):
+                model(BATCH.ids, attention_mask=mask, position_ids=positions)
+            return
+        torch.testing.assert_close(
+            model(BATCH.ids, attention_mask=mask, position_ids=positions).logits[mask.bool()],
+            dense[mask.bool()],
+            atol=1e-5,
+            rtol=1e-5,
+        )
+
+
+@pytest.mark.parametrize("missing_kv", MISSING_KV)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_every_family_runs_in_every_format_with_every_missing_kv(name: str, dtype: torch.dtype, missing_kv: str) -> None:
+    model = copy.deepcopy(tiny.load(name)).to(dtype)
+    compact, masked = (
+        tiny.forward(model, BATCH, [Hashed(halt=0.2, missing_kv=missing_kv)], execution=execution).logits[0]
+        for execution in ("compact", "masked")
+    )
+    assert compact.dtype == dtype
+    assert compact.isfinite().all()
+    rounding = torch.finfo(dtype).eps
+    assert (compact.float() - masked.float()).abs().max() <= 64 * rounding * masked.float().abs().max()

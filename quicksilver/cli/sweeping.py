@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, make, plan
-from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, default_name, expanded, is_open, time_left_s, work
+from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, is_open, time_left_s
 from quicksilver.runs.terminal import progress_bar, summary
 from quicksilver.runs.tracker import check_tracker
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -262,22 +262,13 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
     try:
         with _watched(board):
-            launch(settings, task, workers, sweep.folder.absolute() / "workers", _all_closed(sweep, wanted))
+            runs = [run for run in reversed(sweep.manifest.runs) if run.number in wanted]  # the last is open longest
+            launch(
+                settings, task, workers, sweep.folder.absolute() / "workers", lambda: not any(is_open(sweep, run) for run in runs)
+            )
     except QuickSilverError as error:
         return error
     return None
-
-
-def _all_closed(sweep: Sweep, wanted: Sequence[int]) -> Callable[[], bool]:
-    """Asks whether every one of these runs has its record or has failed; looks at each of them until it has, and never again."""
-    left = [run for run in sweep.manifest.runs if run.number in wanted]
-
-    def closed() -> bool:
-        while left and not is_open(sweep, left[-1]):
-            left.pop()
-        return not left
-
-    return closed
 
 
 @dataclass(frozen=True)
@@ -360,8 +351,8 @@ def work_through(
     *,
     shown: bool = True,
 ) -> None:
-    """Make runs one after the other, and say so. Under torchrun the other processes are told of each, and the first failure is the last: after
-    one, nobody knows where the others are.
+    """Make runs one after the other, and say so. A run that fails leaves its reason in the sweep, and the others go on. Under torchrun the other
+    processes are told of each, and the first failure is raised: after one, nobody knows where the others are.
 
     Args:
         plan_of: the plan of a run, by its number.
@@ -370,46 +361,52 @@ def work_through(
     """
     seconds: list[float] = []
     together = parallel.processes() > 1
-    with progress_bar() as bar:
-
-        def make_run(run: SweepRun) -> None:
-            label = sweep.manifest.label(run)
-            states = [state for state in sweep.states() if state.run.number in wanted]
-            left = time_left_s(sum(state.state in ("waiting", "running") for state in states), seconds)
-            place_in_all = sum(state.state in ("done", "failed") for state in states)
-            if not sys.stderr.isatty():
-                print(f"{label}{f', about {duration(left)} left' if left else ''}", file=sys.stderr, flush=True)
-            began, first = time.monotonic(), True
-
-            def progress(now: Progress) -> None:
-                nonlocal first
-                if first and now.phase != "wait":
-                    first = False
-                    board.changed()  # its draft is there: the page says that it runs
-                board.catch_up()
-                bar(Progress(place_in_all, len(wanted), now.label, now.phase, (place_in_all + now.fraction) / len(wanted)))
-
-            if together:
-                parallel.broadcast_from_rank0(run.number)
-            names = {} if run.fingerprint is None else {run.fingerprint: label}
-            try:
-                (record,) = make(plan_of(run.number), progress=progress, labels=names)
-            except QuickSilverError as error:
-                if not together:  # else it is what the command ends with
-                    say(f"{label}: {error}")
-                raise
-            seconds.append(time.monotonic() - began)
-            if shown:
-                print(f"{label}\n{summary(record)}", flush=True)
-
+    with progress_bar() as bar, closing(claimed(sweep, wanted, board.catch_up)) as runs:
         try:
-            work(
-                sweep, make_run, only=set(wanted), changed=board.changed, on_fault=show_fault, on_poll=board.catch_up, go_on=not together
-            )  # fmt: skip
+            for run in runs:
+                label, began = sweep.manifest.label(run), time.monotonic()
+                states = [state.state for state in sweep.states() if state.run.number in wanted]
+                left = time_left_s(states.count("waiting") + states.count("running"), seconds)
+                if not sys.stderr.isatty():
+                    print(f"{label}{f', about {duration(left)} left' if left else ''}", file=sys.stderr, flush=True)
+                if together:
+                    parallel.broadcast_from_rank0(run.number)
+                names = {} if run.fingerprint is None else {run.fingerprint: label}
+                show = _shown(board, bar, states.count("done") + states.count("failed"), len(wanted))
+                try:
+                    (record,) = make(plan_of(run.number), progress=show, labels=names)
+                except Exception as error:
+                    sweep.failed(run, error)
+                    if not isinstance(error, QuickSilverError):
+                        show_fault(error)
+                    elif not together:  # else it is what the command ends with
+                        say(f"{label}: {error}")
+                    if together:
+                        raise
+                else:
+                    seconds.append(time.monotonic() - began)
+                    if shown:
+                        print(f"{label}\n{summary(record)}", flush=True)
+                board.changed()
             if together:
                 parallel.broadcast_from_rank0(0)
         finally:
             board.write()
+
+
+def _shown(board: Board, bar: Callable[[Progress], None], place: int, runs: int) -> Callable[[Progress], None]:
+    """Moves the bar of all `runs`, of which this is number `place`, and the page once the run has begun."""
+    begun = False
+
+    def show(now: Progress) -> None:
+        nonlocal begun
+        if not begun and now.phase != "wait":
+            begun = True
+            board.changed()  # its draft is there: the page says that it runs
+        board.catch_up()
+        bar(Progress(place, runs, now.label, now.phase, (place + now.fraction) / runs))
+
+    return show
 
 
 def _close(board: Board, trouble: QuickSilverError | None) -> int:
@@ -453,7 +450,13 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     check_tracker(first.tracker)
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
     if asked.plan or asked.name is None:
-        return _say_plan_of_study(first, config)
+        from quicksilver.runs.estimate import estimates, table
+
+        print(table(estimates([first])))
+        print(
+            f"Optuna draws {config.trials} runs as it goes (hydra.sweeper.trials); the one above has the smallest value of each key."
+        )
+        return 0
     manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
     sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
     with sweep.driver_lock():
@@ -465,7 +468,9 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         while studies.finished(study) < config.trials and made != asked.limit and failed < _FAILURES:
             made += 1
             trial = study.ask(dict(space.drawn))
-            run = _run_of(sweep, *space.words(trial.params))
+            drawn, differing = space.words(trial.params)
+            there = (one for one in sweep.manifest.runs if one.overrides == drawn)
+            run = next(there, SweepRun(len(sweep.manifest.runs) + 1, drawn, differing))
             label = sweep.manifest.label(run)
             print(label, file=sys.stderr, flush=True)
             try:
@@ -488,22 +493,6 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
             board.write()
     _close_study(board, study, space, config)
     return 1 if failed else 0
-
-
-def _say_plan_of_study(first: RunConfig, config: studies.StudyConfig) -> int:
-    from quicksilver.runs.estimate import estimates, table
-
-    print(table(estimates([first])))
-    print(
-        f"Optuna draws {config.trials} runs as it goes (hydra.sweeper.trials); the one above has the smallest value of each key."
-    )
-    return 0
-
-
-def _run_of(sweep: Sweep, overrides: tuple[str, ...], differing: tuple[str, ...]) -> SweepRun:
-    """The run with these words: one that the sweep has, or its next."""
-    there = next((run for run in sweep.manifest.runs if run.overrides == overrides), None)
-    return there or SweepRun(len(sweep.manifest.runs) + 1, overrides, differing)
 
 
 def _close_study(board: Board, study: Any, space: studies.Space, config: studies.StudyConfig) -> None:

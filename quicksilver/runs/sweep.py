@@ -8,7 +8,7 @@ results/sweeps/NAME/
     workers/        log files of launchers that write some
 
 Whether a run is done is not written here: its record is, in the store, and which runs are in the making the store knows as well. So the state
-of a sweep is right whoever was killed when, and several processes, on several machines, work through one manifest (`work`).
+of a sweep is right whoever was killed when, and several processes, on several machines, work through one manifest (`claimed`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ from quicksilver.files import fingerprint_of, own_path
 from quicksilver.records import lease
 from quicksilver.records.store import Store
 from quicksilver.runs.choices import config_dir, no_such_choice
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError
 
 SCHEMA_VERSION = 1
 FOLDER, MANIFEST, PAGE, TAKEN = "sweeps", "manifest.json", "index.html", "taken"
@@ -412,60 +412,31 @@ def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float 
 # --- making its runs ------------------------------------------------------------------------------------------------------------
 
 
-def work(
-    sweep: Sweep,
-    make: Callable[[SweepRun], object],
-    *,
-    only: Collection[int] | None = None,
-    changed: Callable[[], None] | None = None,
-    on_fault: Callable[[Exception], None] | None = None,
-    on_poll: Callable[[], None] | None = None,
-    nap_s: float = 0.2,
-    go_on: bool = True,
-) -> int:
-    """Make the runs that have no record, one after the other; those that another process makes are left to it, and taken over if it dies.
-
-    A run that fails leaves its reason in the sweep, and the others go on.
+def claimed(
+    sweep: Sweep, wanted: Collection[int], on_poll: Callable[[], None] = lambda: None, nap_s: float = 0.2
+) -> Generator[SweepRun, None, None]:
+    """The runs that have no record, one after the other, each held by a lease while it is made; those that another process makes are left to it,
+    and taken over if it dies.
 
     Args:
-        make: one run; returns when its record is there.
-        only: numbers of runs; all others are left alone.
-        changed: called when a run has ended.
-        on_fault: told of what is no QuickSilverError.
+        wanted: numbers of runs; all others are left alone.
         on_poll: called between two looks at runs that others make.
-        nap_s: between two looks at runs that others make.
-        go_on: after a run that failed; otherwise what made it fail is raised.
-
-    Returns:
-        How many this call tried to make.
+        nap_s: between these looks.
     """
-    tried: set[int] = set()
-    tell = changed or (lambda: None)
-    mine = [run for run in sweep.manifest.runs if only is None or run.number in only]
-    while True:
+    left = [run for run in sweep.manifest.runs if run.number in wanted]
+    while left := [run for run in left if is_open(sweep, run)]:
         making = sweep.store.in_the_making()
-        left = [run for run in mine if run.number not in tried and is_open(sweep, run)]
-        if not left:
-            return len(tried)
         free, taken = sweep.take_first(run for run in left if run.fingerprint not in making)
         if free is None or taken is None:
             time.sleep(nap_s)  # all that is left is being made elsewhere
-            if on_poll is not None:
-                on_poll()
+            on_poll()
             continue
         try:
             if is_open(sweep, free):  # still
-                tried.add(free.number)
-                make(free)
-        except Exception as error:
-            sweep.failed(free, error)
-            if on_fault is not None and not isinstance(error, QuickSilverError):
-                on_fault(error)
-            if not go_on:
-                raise
+                left.remove(free)
+                yield free
         finally:
             taken.release()
-        tell()
 
 
 def is_open(sweep: Sweep, run: SweepRun) -> bool:

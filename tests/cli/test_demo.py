@@ -10,7 +10,6 @@ import pytest
 from thinning import first
 
 from quicksilver.cli import main as console
-from quicksilver.cli.commands import demo
 
 
 def numbers(line: str) -> list[float]:
@@ -58,20 +57,6 @@ def test_the_picture_in_the_readme_has_the_numbers_that_it_prints(capsys):
     assert len(printed) == 4
     words = " ".join(picture.split())  # a terminal may be of another width
     assert [line for line in printed if " ".join(line.split()) not in words] == []
-
-
-def test_a_token_is_shown_with_the_character_that_it_completes():
-    class Halves:
-        def decode(self, ids: list[int]) -> str:
-            return {(1,): "a", (2,): "\ufffd", (2, 3): "é", (4,): "b"}[tuple(ids)]
-
-    assert demo._readable(Halves(), [1, 2, 3, 4]) == ["a", "", "é", "b"]
-
-
-def test_lines_end_between_words():
-    lines = demo._painted(["one", " two", "three", " four"], [2, 2, 1, 2], 2, 12, False)
-    assert lines == ["one", "twothree[1]", "four"]
-    assert demo._painted(["endless"], [2], 2, 3, False) == ["endless"]
 
 
 @pytest.mark.parametrize(

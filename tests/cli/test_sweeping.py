@@ -6,7 +6,6 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from harness_world import make_world
@@ -18,11 +17,8 @@ from quicksilver.cli import sweeping
 from quicksilver.models import loading
 from quicksilver.records import lease
 from quicksilver.records.record import record_frame
-from quicksilver.report import sweep_status
 from quicksilver.report.sweep_status import Board
-from quicksilver.runs.config import compose
-from quicksilver.runs.context import RunContext
-from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, labels, work
+from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, claimed, labels
 from quicksilver.runtime.errors import QuickSilverError
 
 DEPTHS = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5,0.8", "measure=sweep"]
@@ -166,11 +162,10 @@ def test_runs_that_are_done_are_not_made_again_and_a_limit_leaves_some_for_later
 
 def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(words, results):
     assert sweep(*words, *DEPTHS, "name=depths", "limit=1") == 0
-    depths, made = Sweep.load(results, "depths"), []
+    depths = Sweep.load(results, "depths")
     begun, taken = depths.take_first(depths.manifest.runs[1:])
     assert depths.take_first([begun]) == (None, None)
-    work(depths, lambda run: made.append(run.number), only={1, 2, 3}, on_poll=taken.release, nap_s=0)
-    assert made == [3, 2]
+    assert [run.number for run in claimed(depths, {1, 2, 3}, taken.release, nap_s=0)] == [3, 2]
     assert not list((depths.folder / "taken").iterdir())
 
 
@@ -313,39 +308,6 @@ def test_a_sweep_that_is_not_there_is_named_with_those_that_are(made, capsys):
     assert "is damaged" in capsys.readouterr().err
     (results / "sweeps" / "torn" / "manifest.json").unlink()
     (results / "sweeps" / "torn").rmdir()
-
-
-def test_the_memory_of_a_process_does_not_hold_what_is_done(words, results):
-    """What a run context keeps grows with models and texts, not with runs."""
-    place = RunContext()
-    for seed in range(5):
-        harness_run.ensure([compose([*words, "measure=sweep", "modules=[static_depth]", f"seed={seed}"])], context=place)
-    assert len(place._texts) == len(place._files) == len(place._windows) == 1
-    assert all(len(json.dumps(identity.to_json())) < 20_000 for identity in place._identities.values())
-
-
-def test_a_page_that_waited_for_its_write_does_not_put_off_the_next(words, results, monkeypatch):
-    assert sweep(*words, *DEPTHS, "name=depths", "limit=1") == 0
-    clock, written = SimpleNamespace(now_s=0.0, worked_s=0.0), []
-    monkeypatch.setattr(sweep_status.time, "monotonic", lambda: clock.now_s)
-    monkeypatch.setattr(sweep_status.time, "thread_time", lambda: clock.worked_s)
-    board = Board(Sweep.load(results, "depths"))
-
-    def html(waited_s: float, worked_s: float) -> str:
-        clock.now_s, clock.worked_s = clock.now_s + waited_s + worked_s, clock.worked_s + worked_s
-        written.append(clock.now_s)
-        return "page"
-
-    def change(later_s: float, waited_s: float, worked_s: float) -> int:
-        monkeypatch.setattr(board, "html", lambda: html(waited_s, worked_s))
-        clock.now_s += later_s
-        board.changed()
-        return len(written)
-
-    assert change(0.0, waited_s=60.0, worked_s=0.01) == 1
-    assert change(1.0, waited_s=0.0, worked_s=0.5) == 2  # the minute was spent waiting
-    assert change(1.0, waited_s=0.0, worked_s=0.5) == 2  # half a second was work: it is 1 of 20
-    assert change(9.5, waited_s=0.0, worked_s=0.5) == 3
 
 
 def test_a_model_larger_than_the_machine_is_refused_before_the_sweep_is_there(words, results, monkeypatch, capsys):

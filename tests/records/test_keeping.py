@@ -204,11 +204,6 @@ def test_a_kept_record_that_was_changed_is_refused(made) -> None:
         commit_records(store, {"0" * 20: set()})
 
 
-def test_which_records_count_is_one_of_two() -> None:
-    with pytest.raises(ConfigError, match="records=all"):
-        compose(["records=all"])
-
-
 def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_path, monkeypatch) -> None:
     config, record, _ = made
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)

@@ -141,9 +141,6 @@ def test_measurements_that_were_built_before_are_not_the_same_objects():
 # --- words as a shell hands them on: any value that a person gives reaches the config as it was given
 
 
-UNREADABLE = ["é", "~", "#", "'", "(", "&", "\\"]
-
-
 @given(
     st.text(st.characters(codec="utf-8", exclude_characters=",$\n\r\0", exclude_categories=["C"]), min_size=1),
     st.sampled_from("é~#&"),
@@ -165,8 +162,3 @@ def test_what_it_reads_and_what_is_no_text_stays(override):
 def test_a_template_needs_no_quotes_of_its_own(template):
     (override,) = quoted([f"dataset.task.template={template}"])
     assert OverridesParser.create().parse_override(override).value() == template
-
-
-@pytest.mark.parametrize("character", UNREADABLE)
-def test_a_folder_may_be_called_anything(character):
-    assert compose([f"results_dir=/tmp/a{character}b"]).results_dir == f"/tmp/a{character}b"

@@ -139,12 +139,6 @@ def test_modules_is_a_list_and_later_words_reach_into_it():
     assert type(config.modules["halting"]) is dict  # plain python: a list of OmegaConf would surprise the module
 
 
-def test_a_preset_and_its_mechanism_are_one_module():
-    config = compose(["modules=[halting_paper_b2,kv_skipping]", "modules.halting.window=[0.5,0.9]"])
-    assert config.modules["halting"]["tau_drift"] == 0.045
-    assert config.modules["halting"]["window"] == [0.5, 0.9]
-
-
 def test_the_folders_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("QUICKSILVER_DATA", "/somewhere")
     monkeypatch.setenv("QUICKSILVER_RESULTS", "/elsewhere")
@@ -255,21 +249,6 @@ def test_what_is_scored_may_be_the_calibrating_part():
     assert compose([]).identity() == compose(["dataset.part=calibration"]).identity()  # the text's own digest tells them apart
     with pytest.raises(ConfigError, match="dataset.part=validation"):
         compose(["dataset.part=validation"])
-
-
-def test_what_identifies_a_run_leaves_out_where_things_lie():
-    here, there = compose(["results_dir=/a", "data.root=/b"]), compose(["results_dir=/c", "tracker=wandb", "model.path=/d"])
-    assert here.identity() == there.identity()
-    assert compose(["protocol.prompt_tokens=100"]).identity() == here.identity()  # has no effect under `all`
-    assert compose(["measure=quick", "measure.latency.repeats=9"]).identity() == compose(["measure=quick"]).identity()
-    for other in (
-        ["model.dtype=bfloat16"],
-        ["seed=1"],
-        ["protocol=continuation"],
-        ["measure.latency.repeats=9"],
-        ["dataset.windows=9"],
-    ):
-        assert compose(other).identity() != here.identity()
 
 
 def test_all_runs_that_differ_in_modules_only_share_their_dense_run():

@@ -65,20 +65,14 @@ def test_the_paper_s_models_are_known_by_name():
         assert all(parameter.is_meta for parameter in arch.model.parameters())
 
 
-def test_a_shape_that_nobody_knows_is_one_line():
-    with pytest.raises(ConfigError, match=r"model=mine: its shape is not known here.*Known without: gpt2-large, llama2-7b"):
-        estimate.shape_of(ModelConfig(name="mine", path="/not/there"))
-
-
-def test_a_damaged_description_is_one_line(tmp_path):
+def test_what_cannot_be_estimated_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     with pytest.raises(ConfigError, match="describes no model"):
         estimate.shape_of(ModelConfig(name="mine", path=str(tmp_path)))
-
-
-def test_a_text_of_unknown_length_is_asked_for(folder):
     with pytest.raises(ConfigError, match=r"give dataset\.windows="):
         estimate.estimates([compose(["dataset.windows=null"])], SPEED)
+    with pytest.raises(ConfigError, match=r"model=mine: its shape is not known here.*Known without: gpt2-large, llama2-7b"):
+        estimate.shape_of(ModelConfig(name="mine", path="/not/there"))
 
 
 def test_more_passes_take_longer():

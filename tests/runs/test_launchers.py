@@ -164,18 +164,6 @@ def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer(
     launchers._until_over(died, lambda: True)  # all is made: what became of a worker matters no more
 
 
-def test_a_sweep_is_over_when_each_wanted_run_has_its_record_or_has_failed(tmp_path):
-    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
-    assert console.main(["run", "-m", *words, "limit=1"]) == 0
-    sweep = Sweep.load(tmp_path / "results", "depths")
-    assert sweeping._all_closed(sweep, [1])()
-    closed = sweeping._all_closed(sweep, [1, 2])
-    assert not closed()
-    sweep.failed(sweep.manifest.runs[1], QuickSilverError("no memory"))
-    assert closed()
-    assert not sweeping._all_closed(sweep, [1, 2, 3])()
-
-
 def test_a_worker_has_its_model_before_it_claims_a_run(tmp_path, monkeypatch):
     words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
     assert console.main(["run", "-m", *words, "limit=1"]) == 0

@@ -1,4 +1,4 @@
-"""What commands say while they work: how far runs are, why rows failed, and how to repeat them."""
+"""What commands say: how far runs are, why rows failed and how to repeat them, and what a record found."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from quicksilver.cli.main import say
 from quicksilver.runtime.errors import QuickSilverError
 
 if TYPE_CHECKING:
+    from quicksilver.measure.measurement import Result
+    from quicksilver.records.record import Record
     from quicksilver.runs.jobs import Job
     from quicksilver.runs.run import Planned, Progress
 
@@ -39,15 +42,38 @@ def show_fault(error: Exception) -> None:
     from quicksilver.runs.tracker import NotMirrored
 
     if isinstance(error, NotMirrored):
-        print(f"quicksilver: {error}", file=sys.stderr, flush=True)
+        say(str(error))
     elif not isinstance(error, QuickSilverError):
         traceback.print_exception(error)
 
 
 @contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr over all missing runs; nothing when stderr is not a terminal, or nothing has to run."""
+    from tqdm import tqdm
+
+    bar: Any = None
+
+    def show(progress: Progress) -> None:
+        nonlocal bar
+        if bar is None:
+            shape = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+            bar = tqdm(total=100.0, smoothing=0, file=sys.stderr, disable=None, leave=False, bar_format=shape)
+        bar.set_description_str(f"run {progress.run + 1}/{progress.runs} {progress.label}", refresh=False)
+        bar.set_postfix_str(progress.phase, refresh=False)
+        bar.update(max(0.0, 100 * progress.fraction - bar.n))
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextmanager
 def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
     """Say on stderr how much there is to do and how far it is: a bar with the time left on a terminal, else one line a run."""
-    from quicksilver.runs.terminal import progress_bar
+    from quicksilver.report.sweep_status import duration
 
     missing = sum(not step.done for step in steps)
     if missing:
@@ -62,7 +88,8 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
             bar(progress)
             if not sys.stderr.isatty() and progress.run not in announced:
                 announced.add(progress.run)
-                left = _time_left(time.monotonic() - started, progress.fraction)
+                done, spent_s = progress.fraction, time.monotonic() - started
+                left = f", about {duration(spent_s * (1 - done) / done)} left" if done > 0 else ""
                 print(f"[{progress.run + 1}/{progress.runs}] {progress.label}{left}", file=sys.stderr, flush=True)
 
         yield show
@@ -81,9 +108,62 @@ def counted(total: int, what: str) -> Iterator[Callable[[], None]]:
         yield step
 
 
-def _time_left(seconds: float, fraction: float) -> str:
-    """`, about 12 min left`; nothing as long as nothing is done."""
-    if fraction <= 0:
-        return ""
-    left = seconds * (1 - fraction) / fraction
-    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+def summary(record: Record) -> str:
+    """What a person wants to know of one record; everything else is in its folder."""
+    from quicksilver.measure.audit import AuditResult
+    from quicksilver.measure.components import ComponentsResult
+    from quicksilver.measure.deployment import DeploymentResult
+    from quicksilver.measure.emissions import EmissionsResult
+    from quicksilver.measure.energy import EnergyResult
+    from quicksilver.measure.task import TaskResult
+
+    data, quality = record.data, record.quality
+    per_byte = "" if quality.bits_per_byte is None else f", {quality.bits_per_byte:.4g} bits per byte"
+    lines = [
+        f"{record.label}  ({record.execution}, {record.model.dtype}{', LOOKS AHEAD' if record.lookahead else ''})",
+        f"  text         {data.windows} windows of {record.protocol.window_tokens} tokens, {quality.tokens} scored, {data.form} text",
+        f"  perplexity   {quality.ppl:.4g} per token{per_byte}",
+    ]
+    if record.dense is not None:
+        lines += _against_dense(record)
+    for name, result in {
+        "audit": AuditResult, "task": TaskResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
+        "deployment": DeploymentResult,
+    }.items():  # fmt: skip
+        found: Result | None = record.found(name, result)
+        if found is not None:
+            lines.append(f"  {name:<12} {found.line()}")
+    lines += [f"  care         {warning}" for warning in record.timing_warnings]
+    lines.append(f"  record       {record.path}")
+    return "\n".join(lines)
+
+
+def _against_dense(record: Record) -> list[str]:
+    from quicksilver.measure.latency import LatencyResult
+    from quicksilver.measure.null import NullResult
+
+    frame = record.windows
+    lines = [_difference("against dense", frame["nll_nats"], record)]
+    if record.found("null", NullResult) is not None:
+        lines.append(_difference("its null", frame["null_nll_nats"], record))
+    prompt = record.protocol.name == "continuation"
+    ledgers = {name: record.flops_saved_pct(f"prompt_{name}" if prompt else name) for name in ("executed", "nominal", "paper")}
+    said = ", ".join(f"{name} {value:.1f}%" for name, value in ledgers.items() if value is not None)
+    of = " of the prompt's" if prompt else ""
+    lines.append(f"  FLOPs saved  {said}{of}")
+    latency = record.found("latency", LatencyResult)
+    if latency is not None:
+        lines.append(f"  latency      {latency.line()}")
+    return lines
+
+
+def _difference(name: str, nats: object, record: Record) -> str:
+    from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
+
+    frame = record.windows
+    if len(frame) < MIN_WINDOWS:
+        return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows)"
+    paired = paired_perplexity(nats, frame["tokens"], frame["dense_nll_nats"])  # type: ignore[arg-type]
+    return (
+        f"  {name:<12} {paired.relative_pct:+.2f}% perplexity [{paired.relative_pct_low:+.2f}, {paired.relative_pct_high:+.2f}]"
+    )

@@ -11,7 +11,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from yaml import YAMLError
 
 from quicksilver.cli.arguments import SweepOptions
 from quicksilver.cli.main import say
-from quicksilver.cli.progress import show_fault, width
+from quicksilver.cli.progress import progress_bar, show_fault, summary, width
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
@@ -41,7 +41,6 @@ from quicksilver.runs.context import RunContext
 from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, make, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, is_open, time_left_s
-from quicksilver.runs.terminal import progress_bar, summary
 from quicksilver.runs.tracker import check_tracker
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -349,6 +348,7 @@ def work_through(
     wanted: Sequence[int],
     board: Board,
     *,
+    runs: Generator[SweepRun, None, None] | None = None,
     shown: bool = True,
 ) -> None:
     """Make runs one after the other, and say so. A run that fails leaves its reason in the sweep, and the others go on. Under torchrun the other
@@ -357,22 +357,24 @@ def work_through(
     Args:
         plan_of: the plan of a run, by its number.
         wanted: numbers of the runs.
+        runs: they, one after the other; None: those that no other process makes.
         shown: what each record says goes to stdout.
     """
     seconds: list[float] = []
     together = parallel.processes() > 1
-    with progress_bar() as bar, closing(claimed(sweep, wanted, board.catch_up)) as runs:
+    with progress_bar() as bar, closing(runs or claimed(sweep, wanted, board.catch_up)) as given:
         try:
-            for run in runs:
+            for run in given:
                 label, began = sweep.manifest.label(run), time.monotonic()
                 states = [state.state for state in sweep.states() if state.run.number in wanted]
-                left = time_left_s(states.count("waiting") + states.count("running"), seconds)
+                ended = states.count("done") + states.count("failed")
+                left = time_left_s(len(wanted) - ended, seconds)
                 if not sys.stderr.isatty():
                     print(f"{label}{f', about {duration(left)} left' if left else ''}", file=sys.stderr, flush=True)
                 if together:
                     parallel.broadcast_from_rank0(run.number)
                 names = {} if run.fingerprint is None else {run.fingerprint: label}
-                show = _shown(board, bar, states.count("done") + states.count("failed"), len(wanted))
+                show = _shown(board, bar, ended, len(wanted))
                 try:
                     (record,) = make(plan_of(run.number), progress=show, labels=names)
                 except Exception as error:
@@ -464,35 +466,29 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         sweep.forget_failures()
         study = studies.open_study(sweep.folder, asked.name, config)
         board = Board(sweep)
-        failed, made = 0, 0
-        while studies.finished(study) < config.trials and made != asked.limit and failed < _FAILURES:
-            made += 1
-            trial = study.ask(dict(space.drawn))
-            drawn, differing = space.words(trial.params)
-            there = (one for one in sweep.manifest.runs if one.overrides == drawn)
-            run = next(there, SweepRun(len(sweep.manifest.runs) + 1, drawn, differing))
-            label = sweep.manifest.label(run)
-            print(label, file=sys.stderr, flush=True)
-            try:
-                planned = plan([compose(run.overrides, extra_dirs)], place)
-                run = dataclasses.replace(run, fingerprint=planned.wanted[0].fingerprint)
-                sweep.add(run)
-                (record,) = make(planned, labels={str(run.fingerprint): label})
-                values = studies.values_of(record, config.objectives)
-            except Exception as error:
-                failed += 1
-                sweep.add(run)
-                sweep.failed(run, error)
-                study.tell(trial, state=TrialState.FAIL)
-                say(f"{label}: {error}")
-                if not isinstance(error, QuickSilverError):
-                    show_fault(error)
-            else:
-                study.tell(trial, values)
-                print(f"{label}\n{summary(record)}", flush=True)
-            board.write()
+
+        def plan_of(number: int) -> Plan:
+            return plan([compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)], place)
+
+        def drawn() -> Generator[SweepRun, None, None]:
+            failed = made = 0
+            while studies.finished(study) < config.trials and made != asked.limit and failed < _FAILURES:
+                made += 1
+                trial = study.ask(dict(space.drawn))
+                run = sweep.draw(*space.words(trial.params))
+                with suppress(QuickSilverError):  # whoever makes it says why
+                    run = sweep.add(dataclasses.replace(run, fingerprint=plan_of(run.number).wanted[0].fingerprint))
+                yield run
+                record = None if run.fingerprint is None else sweep.store.get(run.fingerprint)
+                failed += record is None
+                if record is None:
+                    study.tell(trial, state=TrialState.FAIL)
+                else:
+                    study.tell(trial, studies.values_of(record, config.objectives))
+
+        work_through(sweep, plan_of, range(1, config.trials + 1), board, runs=drawn())
     _close_study(board, study, space, config)
-    return 1 if failed else 0
+    return 1 if any(state.state == "failed" for state in sweep.states()) else 0
 
 
 def _close_study(board: Board, study: Any, space: studies.Space, config: studies.StudyConfig) -> None:

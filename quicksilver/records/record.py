@@ -449,21 +449,19 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
     runs, kept = Path(results_dir) / "runs", Path(results_dir) / "records"
     found = {p.name: p for p in (runs.iterdir() if runs.is_dir() else ()) if p.is_dir() and not p.name.startswith(".")}
     found |= {name: kept / name for name in archive.names(kept)}
-    folders = [found[name] for name in sorted(found)]
-    rows = [
-        dict(_flatten({k: v for k, v in load_record(folder).content.items() if k not in ("identity", archive.ENTRY, CHECKSUM)}))
-        for folder in folders
-    ]
+    contents = [load_record(found[name]).content for name in sorted(found)]
+    rows = [flat({k: v for k, v in one.items() if k not in ("identity", archive.ENTRY, CHECKSUM)}) for one in contents]
     if not rows:
         return pd.DataFrame(index=pd.Index([], name="fingerprint"))
     return pd.DataFrame(rows).sort_values("started", kind="stable").set_index("fingerprint")
 
 
-def _flatten(entries: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
+def flat(entries: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """The entries with nested ones under joined names, without lists."""
+    found: dict[str, Any] = {}
     for key, value in entries.items():
         if isinstance(value, Mapping):
-            flat += _flatten(value, f"{prefix}{key}.")
+            found |= flat(value, separator, f"{prefix}{key}{separator}")
         elif not isinstance(value, list):
-            flat.append((f"{prefix}{key}", value))
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found

@@ -329,7 +329,7 @@ def _package_of(name: str, folders: Sequence[Path]) -> str:
     for folder in folders:
         path = folder / "modules" / f"{name}.yaml"
         if path.is_file():
-            header = re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+            header = re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text("utf-8", "replace"), re.MULTILINE)
             return header[1] if header else name
     return name
 

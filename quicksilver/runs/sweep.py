@@ -264,11 +264,17 @@ class Sweep:
             self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
         self._write()
 
-    def add(self, run: SweepRun) -> None:
+    def draw(self, overrides: tuple[str, ...], differing: tuple[str, ...]) -> SweepRun:
+        """The run with these overrides, taken up if it was not drawn before."""
+        there = (one for one in self.manifest.runs if one.overrides == overrides)
+        return next(there, None) or self.add(SweepRun(len(self.manifest.runs) + 1, overrides, differing))
+
+    def add(self, run: SweepRun) -> SweepRun:
         """Take up a run that was drawn, in place of one with its number."""
         others = (one for one in self.manifest.runs if one.number != run.number)
         self.manifest = replace(self.manifest, runs=tuple(sorted((*others, run), key=lambda one: one.number)))
         self._write()
+        return run
 
     @contextmanager
     def driver_lock(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from quicksilver.records.record import CHECKSUM, Record
+from quicksilver.records.record import CHECKSUM, Record, flat
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -100,14 +100,6 @@ def differences(record: Record) -> dict[str, float]:
 
 def scalars(record: Record) -> dict[str, Any]:
     """The numbers of a record, nested ones joined with slashes."""
-    flat: dict[str, Any] = {}
-
-    def add(entries: Any, prefix: str) -> None:
-        for key, value in entries.items():
-            if isinstance(value, dict):
-                add(value, f"{prefix}{key}/")
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                flat[f"{prefix}{key}"] = value
-
-    add({k: v for k, v in record.content.items() if k not in ("config", "identity", "environment", "files", CHECKSUM)}, "")
-    return flat
+    left_out = ("config", "identity", "environment", "files", CHECKSUM)
+    entries = flat({key: entry for key, entry in record.content.items() if key not in left_out}, "/")
+    return {key: entry for key, entry in entries.items() if isinstance(entry, int | float) and not isinstance(entry, bool)}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness_world import make_world
 
+from quicksilver.cli.progress import summary
 from quicksilver.measure import energy
 from quicksilver.measure.bench import Bench
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
@@ -23,7 +24,6 @@ from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.run import measured_scalars
-from quicksilver.runs.terminal import summary
 from quicksilver.runtime import ConfigError
 
 torch.set_num_threads(1)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import split
 from quicksilver.cli.main import say
-from quicksilver.cli.progress import width
+from quicksilver.cli.progress import progress_bar, width
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ def main(words: Sequence[str]) -> int:
     from quicksilver.runs import dials as budgets
     from quicksilver.runs.config import compose
     from quicksilver.runs.context import RunContext
-    from quicksilver.runs.terminal import progress_bar
 
     dial, context = budgets.load_dial(asked.dial), RunContext()
     wanted = [budgets.Budget("save", pct, asked.of) for pct in asked.save]
@@ -115,7 +114,6 @@ def _later(
     from quicksilver.runs.config import compose
     from quicksilver.runs.dials import frozen_overrides
     from quicksilver.runs.run import ensure
-    from quicksilver.runs.terminal import progress_bar
 
     frozen = frozen_overrides(found, yaml)
     texts: dict[str, list[str]] = {"test": [], **{name: [f"dataset={name}"] for name in transfer}}

@@ -11,94 +11,98 @@ A run that has its record is not repeated. Of a sweep (-m), further keys: name=N
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.cli.arguments import SweepOptions, split_own
 from quicksilver.cli.main import say
 from quicksilver.runs.choices import config_dir, explain
-from quicksilver.runs.composing import check_files, check_hydra, check_overrides, check_words, parsed, quoted
-from quicksilver.runs.config import RunConfig, run_config
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runs.composing import check_files, check_overrides, check_words, parsed, quoted
+from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runtime.errors import ConfigError
 
 OWN_HELP = True  # Hydra's: it lists the choices
-
-
-class PastHydra(BaseException):
-    """Carries what went wrong in a job past Hydra, which prints all words of the command line before it hands on an Exception."""
-
-    def __init__(self, error: QuickSilverError) -> None:
-        self.error = error
-
-
-def job(cfg: DictConfig) -> None:
-    """Make or find the record of one composed config and print what it says."""
-    from quicksilver.cli.progress import watched
-    from quicksilver.runs.terminal import summary
-
-    # Unresolved: a word with ${…} in it may be what is wrong.
-    task = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    overrides = [str(word) for word in task] if isinstance(task, list) else []
-    try:
-        from quicksilver.runs.run import make, plan
-
-        check_hydra(HydraConfig.get())
-        config = run_config(cfg, overrides)
-        planned = plan([config])
-        if (made := planned.wanted[0].record) is not None:
-            say(f"This run has its record already, of {made.finished[:16].replace('T', ' ')}: it is shown, nothing was run.")
-        with watched(planned.steps) as progress:
-            (record,) = make(planned, progress=progress)
-        print(summary(record), flush=True)
-        _say_where_to_sync(config, record.fingerprint)
-    except QuickSilverError as error:
-        raise PastHydra(error) from error
-
-
-def _say_where_to_sync(config: RunConfig, fingerprint: str) -> None:
-    if config.tracker.name == "wandb" and config.tracker.mode == "offline":
-        there = sorted(Path(config.results_dir).glob(f"wandb/offline-run-*-{fingerprint}"))
-        if there:
-            say(f"W&B has it offline. To send it: wandb sync {shlex.quote(str(there[-1]))}")
-        else:
-            say("W&B has no run of it: its record was there before. To mirror all records: python -m quicksilver.report.wandb")
+_SEARCHPATH = "hydra.searchpath="
+_MAY_SWEEP = ("experiment=", "hydra.mode=")  # without -m
+_ANSWERED_BY_HYDRA = ("help", "hydra_help", "cfg", "info", "shell_completion")
+_REFUSED = ("config_path", "config_name", "experimental_rerun")  # conf/ and its schema are the only ones
 
 
 def main(words: Sequence[str]) -> int:
-    """Hand the words to Hydra; returns the exit code.
+    """Make one record or those of a sweep, or let Hydra answer; returns the exit code.
 
     Raises:
         ConfigError: a config that cannot be run.
         QuickSilverError: a run that failed.
     """
     asked, rest = split_own(words, SweepOptions)
-    options, overrides = _split(rest)
-    overrides = quoted(overrides)
+    given = _options(rest)
+    overrides = quoted(given.overrides)
     check_overrides(overrides)
-    searched = _searched(overrides)
-    extra_dirs = [*_extra_dirs(options, there=False), *searched]
-    asks_hydra = [word for word in options if word.startswith(_ANSWERED_BY_HYDRA)]
-    many = [word for word in options if word in ("-m", "--multirun")]
-    if not asks_hydra and (many or asked.plan or any(word.startswith(_MAY_SWEEP) for word in overrides)):
+    extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *_searched(overrides)]
+    if any(getattr(given, name) for name in _ANSWERED_BY_HYDRA):
+        return _ask_hydra([word for word in rest if word not in given.overrides], overrides, extra_dirs)
+    overrides = [word for word in overrides if not word.startswith(_SEARCHPATH)]
+    if given.multirun or asked.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
         from quicksilver.cli import sweeping
 
-        if many or asked.plan or sweeping.is_sweep([word for word in overrides if not word.startswith(_SEARCHPATH)], extra_dirs):
-            return sweeping.main([word for word in overrides if not word.startswith(_SEARCHPATH)], extra_dirs, asked)
+        if given.multirun or asked.plan or sweeping.is_sweep(overrides, extra_dirs):
+            return sweeping.main(overrides, extra_dirs, asked)
     if asked != SweepOptions():
         raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
-    return _one_run(options, overrides, [*_extra_dirs(options), *searched])
+    return _make(compose(overrides, extra_dirs))
 
 
-def _one_run(options: list[str], overrides: list[str], extra_dirs: list[Path]) -> int:
+def _make(config: RunConfig) -> int:
+    """Make or find the record of one config and print what it says."""
+    from quicksilver.cli.progress import summary, watched
+    from quicksilver.runs.run import make, plan
+
+    planned = plan([config])
+    if (made := planned.wanted[0].record) is not None:
+        say(f"This run has its record already, of {made.finished[:16].replace('T', ' ')}: it is shown, nothing was run.")
+    with watched(planned.steps) as progress:
+        (record,) = make(planned, progress=progress)
+    print(summary(record), flush=True)
+    if config.tracker.name == "wandb" and config.tracker.mode == "offline":
+        there = sorted(Path(config.results_dir).glob(f"wandb/offline-run-*-{record.fingerprint}"))
+        if there:
+            say(f"W&B has it offline. To send it: wandb sync {shlex.quote(str(there[-1]))}")
+        else:
+            say("W&B has no run of it: its record was there before. To mirror all records: python -m quicksilver.report.wandb")
+    return 0
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    """The words as Hydra reads its options, in any order.
+
+    Raises:
+        ConfigError: an option that there is not, or one that names another config.
+    """
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"quicksilver run: {message}. It takes key=value, -m, --config-dir /folder, --cfg job and --help.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    given = parser.parse_intermixed_args(words)
+    for name in _REFUSED:
+        if getattr(given, name) is not None:
+            refuse(f"--{name.replace('_', '-')} is not supported")
+    return given
+
+
+def _ask_hydra(options: list[str], overrides: list[str], extra_dirs: list[Path]) -> int:
     # Hydra prints what it catches and exits by itself; with this it raises, and one readable message can be made of it.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     before = sys.argv
@@ -107,39 +111,12 @@ def _one_run(options: list[str], overrides: list[str], extra_dirs: list[Path]) -
         check_words(overrides, extra_dirs)
         # argparse takes overrides on one side of the options only
         sys.argv = ["quicksilver run", *options, *overrides]
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(job)()
-    except PastHydra as carrier:
-        raise carrier.error from carrier
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(lambda _: None)()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
     finally:
         sys.argv = before
     return 0
-
-
-_SEARCHPATH = "hydra.searchpath="
-_MAY_SWEEP = ("experiment=", "hydra.mode=")  # without -m
-_ANSWERED_BY_HYDRA = ("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
-_TAKE_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c")
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's options with their values, and the overrides."""
-    options, overrides = [], []
-    waiting = iter(words)
-    for word in waiting:
-        if word.startswith("-"):
-            options += [word, *([next(waiting, "")] if word in _TAKE_A_VALUE else [])]
-        else:
-            overrides.append(word)
-    return options, overrides
-
-
-def _extra_dirs(options: list[str], *, there: bool = True) -> list[Path]:
-    """Folders with yaml files of the user's own; `there`: those that are."""
-    words = [word for option in options for word in option.split("=", 1)] if any("=" in option for option in options) else options
-    given = [Path(words[i + 1]).absolute() for i, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
-    return [folder for folder in given if folder.is_dir() or not there]
 
 
 def _searched(overrides: Sequence[str]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,33 @@ def data_root() -> Path:
     if root is None:
         pytest.skip(tiny.NO_DATA)
     return root
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory) -> list[str]:
+    """Overrides of a quick dense run on a tiny model; nobody changes its files."""
+    from harness_world import make_world
+
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def words(world, tmp_path) -> list[str]:
+    """The same with a results folder of its own."""
+    return [*world, f"results_dir={tmp_path / 'results'}"]
+
+
+@pytest.fixture
+def refused(capsys) -> Callable[..., str]:
+    """Gives words to the command line, which must refuse them with exit code 2 and print nothing else; returns the one line it says."""
+    from quicksilver.cli import main as console
+
+    def ask(*words: str) -> str:
+        capsys.readouterr()
+        assert console.main([*words]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1), err
+        assert err.startswith("quicksilver: ")
+        return err
+
+    return ask

@@ -33,25 +33,3 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.Captur
     again = capsys.readouterr().out
     assert "found: 3 windows" in again
     assert again.splitlines()[-1] == f"calibration={path}"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["dataset=wikitext"], ["dataset=wikitext", "wikitext103"]),
-        (["text=/no/such.txt"], ["/no/such.txt"]),
-        (["model=folder", "model.path=/no/such/model", "model.name=x"], ["/no/such/model"]),
-        (["kv=maybe"], ["kv=maybe", "true or false"]),
-        (["--model", "gpt2"], ["--model", "key=value"]),
-        (["modules=[halting]"], ["modules=[halting]", "dense"]),
-        (["last_query=3"], ["last_query", "last_queries"]),
-    ],
-)
-def test_what_cannot_be_had_is_refused_with_the_choices(
-    words: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert console.main(["calibrate", f"results_dir={tmp_path}", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert [part for part in said if part not in captured.err] == []

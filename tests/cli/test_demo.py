@@ -57,22 +57,3 @@ def test_the_picture_in_the_readme_has_the_numbers_that_it_prints(capsys):
     assert len(printed) == 4
     words = " ".join(picture.split())  # a terminal may be of another width
     assert [line for line in printed if " ".join(line.split()) not in words] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["model=gpt2-large"], "reference-gpt2, reference-llama"),
-        (["dataset=c4"], "dataset=c4"),
-        (["text=too short"], "text has 3 tokens"),
-        (["save=1.5"], "save=1.5"),
-        (["save=0.97"], "saves at most"),
-        (["new_tokens=0"], "new_tokens=0"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line(words, said, capsys):
-    assert console.main(["demo", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err
-    assert captured.err.count("\n") == 1

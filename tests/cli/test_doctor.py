@@ -6,11 +6,9 @@ import importlib.metadata
 import platform
 from pathlib import Path
 
-import pytest
 import torch
 
 from quicksilver.cli.commands import doctor
-from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,12 +62,6 @@ def test_a_missing_package_comes_with_its_cost(capsys, monkeypatch):
 def test_the_versions_it_names_are_those_of_the_lock():
     locked = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
     assert {f"{name}=={version}" for name, version in doctor.RUN_WITH.items()} <= {line.split(" ")[0] for line in locked}
-
-
-@pytest.mark.parametrize("word", ["foo=1", "--verbose"])
-def test_a_word_it_does_not_take_is_refused(word):
-    with pytest.raises(ConfigError, match=r"takes data\.root=/folder"):
-        doctor.main([word])
 
 
 def test_a_data_root_that_is_no_folder_is_said(capsys, tmp_path):

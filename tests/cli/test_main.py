@@ -73,34 +73,6 @@ def test_the_module_is_the_command():
     assert "table 11: the combined ablation" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["reproduc"], ["no command reproduc", "Did you mean reproduce"]),
-        (["list", "claims"], ["claims", "table, figure"]),
-        (["run", "-m", "--limit=3"], ["--limit=3: write limit=VALUE"]),
-        (["dev", "fly"], ["fly", "keep"]),
-        (["dev", "keep", "model=gpt2"], ["model=gpt2", "results_dir=FOLDER"]),
-        (["reproduce"], ["table 11", "all"]),
-        (["reproduce", "table"], ["which table"]),
-        (["reproduce", "table", "model=gpt2"], ["which table"]),
-        (["reproduce", "table", "11", "gpt2"], ["'gpt2' is not key=value"]),
-        (["claims", "--model", "gpt2"], ["'--model' is not key=value"]),
-        (["budget", "sav=30"], ["sav:", "Did you mean save", "halvings"]),
-        (["budget", "save=much"], ["save=much", "a number"]),
-        (["budget", "save=30", "halvings=few"], ["halvings=few", "a whole number"]),
-        (["dev", "benchmark", "only=[everything]"], ["only=everything", "break_even"]),
-        (["dev", "benchmark", "model=gpt2"], ["model=gpt2"]),
-    ],
-)
-def test_what_makes_no_sense_is_one_line_and_exit_code_2(words, said, capsys):
-    assert console.main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("quicksilver: ")
-    assert [part for part in said if part not in captured.err] == []
-
-
 def test_a_reader_that_has_seen_enough_meets_no_traceback():
     pipe = f"{sys.executable} -m quicksilver list | head -n 1; echo ${{PIPESTATUS[0]}}"
     shown = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)

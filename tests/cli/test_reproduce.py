@@ -115,27 +115,6 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path):
         _ = artefact.experiment
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["table", "99"], ["no table 99", "Tables: 1, 2/8/12, 3, ", " 11, "]),
-        (["table", "22"], ["no table 22 in", "There is a figure 22.", "Tables: 1, "]),
-        (["table", "11", "model=gpt5"], ["model=gpt5", "reference-gpt2", "llama2-7b"]),
-        (["table", "11", "dataset=python-doc"], ["dataset=python-doc", "python-docs"]),
-        (["table", "11", "protocol=all"], ["protocol=all", "quicksilver run"]),
-        (["table", "11", "modules.halting.tau_drift=p10"], ["modules.halting.tau_drift=p10", "quicksilver run"]),
-        (["all", "svg=true"], ["svg=true", "reproduce figure 8 svg=true"]),
-        (["table", "11", "dataset.windows=4"], ["dataset.windows=4", "at least 8"]),
-        (["table", "11", "measure.latency.repeat=4"], ["measure.latency.repeat", "measure.latency.repeats"]),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_answered_with_what_would(words, said, capsys):
-    assert console.main(["reproduce", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert [part for part in said if part not in captured.err] == []
-
-
 def test_it_runs_what_is_missing_and_only_that(harness, capsys):
     assert table11(harness) == 0
     assert len(harness.made) == len(set(harness.made))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness_world import make_text, make_world
+from harness_world import make_text
 
+from quicksilver.cli import main as console
 from quicksilver.modules.thresholds import Calibration
+from quicksilver.runs import dials as dials_module
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.dials import Budget, Dial, dials, fit, freeze, frozen_overrides, load_dial
@@ -27,9 +29,8 @@ DRIFT = Dial(
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory) -> list[str]:
-    folder = tmp_path_factory.mktemp("world")
-    return [*make_world(folder), "protocol.batch_size=5", f"results_dir={folder / 'results'}"]
+def words(world, tmp_path_factory) -> list[str]:
+    return [*world, "protocol.batch_size=5", f"results_dir={tmp_path_factory.mktemp('results')}"]
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +181,32 @@ def test_a_yaml_that_is_no_dial_is_refused(tmp_path, content, said):
 def test_a_dial_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="There is no dial haltin. There are: .*halting_attention"):
         load_dial("haltin")
+
+
+# --- quicksilver budget ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dials_module, "load_dial", lambda name: SHARE)
+    results = tmp_path / "results"
+    asked = ["save=[20,94]", "of=prompt_nominal", "halvings=2", "transfer=file", *world, "protocol.batch_size=5"]
+    assert (
+        console.main(["budget", *asked, f"results_dir={results}"]) == 1
+    )  # the second cannot be met; the first is reported all the same
+    out, err = capsys.readouterr()
+    assert "cannot save 94% of prompt nominal FLOPs" in err
+    assert "--config-dir" in out
+    assert max(map(len, out[out.index("Budgets:") :].partition("Written:")[0].splitlines())) <= 150
+    lines = [line.split() for line in out.splitlines() if line.startswith(("calibrating ", "test ", "file "))]
+    assert [line[0] for line in lines] == ["calibrating", "test", "file"]
+    assert {line[1] for line in lines} == {lines[0][1]}  # one position of the dial for all
+    assert lines[0][4] == "yes"
+    assert (results / "tables" / "budget-share-tiny-file.csv").is_file()
+    assert (results / "budget" / "modules" / "share_save20_prompt_nominal.yaml").is_file()
+
+
+def test_asked_for_nothing_it_lists_the_dials(capsys):
+    assert console.main(["budget"]) == 2
+    out, err = capsys.readouterr()
+    assert [name for name in dials() if name not in out] == []
+    assert "save=30" in err

@@ -1,22 +1,33 @@
-"""Rows on their way to records: an error behind the last run neither loses the records nor is asked about for ever."""
+"""Rows on their way to records: an error behind the last run neither loses the records nor is asked about for ever. Runs in several processes:
+who may, that each text stays with one process, and that what fails is left to be told."""
 
 from __future__ import annotations
 
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
 import pytest
-from harness_world import make_world
 
 import quicksilver.runs.run as harness_run
-from quicksilver.runs.jobs import FAILED, RecordIndex, make_job, run_missing
+from quicksilver.runs import jobs as side_by_side
+from quicksilver.runs.config import compose
+from quicksilver.runs.jobs import FAILED, Job, RecordIndex, make_job, run_missing
 from quicksilver.runs.tracker import NotMirrored
-from quicksilver.runtime.errors import QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+
+DEPTH = ["modules=[static_depth]", "modules.static_depth.depth=0.5"]
+
+
+def jobs_of(results, words, **runs: list[str]) -> tuple[RecordIndex, list[Job]]:
+    """A job for each of the runs, on top of `words`."""
+    answers = RecordIndex(results)
+    return answers, [make_job(name, (*words, "measure=sweep", *more), (), answers) for name, more in runs.items()]
 
 
 @pytest.fixture
-def jobs(tmp_path):
-    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", "measure=sweep", "dataset.windows=3"]
-    answers = RecordIndex(tmp_path / "results")
-    runs = {"dense": [], "half": ["modules=[static_depth]", "modules.static_depth.depth=0.5"]}
-    return answers, [make_job(name, (*words, *more), (), answers) for name, more in runs.items()]
+def jobs(tmp_path, words):
+    return jobs_of(tmp_path / "results", words, dense=["dataset.windows=3"], half=["dataset.windows=3", *DEPTH])
 
 
 def test_an_error_after_the_last_run_leaves_every_row_its_record(jobs, monkeypatch):
@@ -52,17 +63,86 @@ def test_an_error_of_the_dense_run_is_told_once_and_is_that_of_each_row(jobs, mo
 
 
 @pytest.mark.processor
-def test_a_row_whose_kernel_is_wrong_here_says_why_and_the_table_is_whole(tmp_path, monkeypatch):
+def test_a_row_whose_kernel_is_wrong_here_says_why_and_the_table_is_whole(words, tmp_path, monkeypatch):
     from quicksilver.runtime.quantized import kernels
 
     monkeypatch.setattr(kernels, "wrong", lambda name, *_: "overflows" if name.startswith("qlinear") else None)
-    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", "measure=sweep", "dataset.windows=3"]
-    answers = RecordIndex(tmp_path / "results")
-    runs = {"dense": [], "qlinear": ["modules=[fastest_linear]", "modules.fastest_linear.product=qlinear"]}
-    rows = [make_job(name, (*words, *more), (), answers) for name, more in runs.items()]
+    qlinear = ["modules=[fastest_linear]", "modules.fastest_linear.product=qlinear"]
+    answers, rows = jobs_of(tmp_path / "results", [*words, "dataset.windows=3"], dense=[], qlinear=qlinear)
     run_missing(rows, answers)
     assert [row.error for row in rows] == [None, None]
     assert rows[0].record is not None
     assert rows[1].record is None
     assert rows[1].reason.startswith("product='qlinear': qlinear overflows on ")
     assert "\n" not in rows[1].reason
+
+
+# --- in several processes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_texts(words, tmp_path, monkeypatch):
+    """Two runs on each of two texts, in this process; and which of them each worker was given."""
+    three, two = ["dataset.windows=3"], ["dataset.windows=2"]
+    _, jobs = jobs_of(tmp_path / "results", words, a=three, b=[*three, *DEPTH], c=two, d=[*two, *DEPTH])
+    monkeypatch.setattr(side_by_side, "_alone", lambda config: False)
+    monkeypatch.setattr(side_by_side, "ProcessPoolExecutor", lambda count, **_: ThreadPoolExecutor(1))
+    real, given = side_by_side._make_all, []
+
+    def make_all(words):
+        given.append(words)
+        real(words)
+
+    monkeypatch.setattr(side_by_side, "_make_all", make_all)
+    return jobs, given, tmp_path / "results" / "runs"
+
+
+def test_each_text_goes_to_one_worker_and_every_run_gets_its_record(two_texts):
+    jobs, given, records = two_texts
+    side_by_side.make_side_by_side(jobs, 2, watch=contextmanager(lambda steps: iter([lambda progress: None])))
+    assert [len(words) for words in given] == [2, 2]  # the one of more windows first
+    asked = [{[word for word in run if word.startswith("dataset.windows=")][-1] for run in words} for words in given]
+    assert asked == [{"dataset.windows=3"}, {"dataset.windows=2"}]
+    assert len(list(records.glob("*/record.json"))) == 4
+    side_by_side.make_side_by_side(jobs, 2)
+    assert len(given) == 2  # everything is there: no worker is started
+
+
+def test_what_fails_is_left_without_a_record_and_the_others_go_on(two_texts, monkeypatch):
+    jobs, _, records = two_texts
+    real = harness_run._run
+
+    def run(step, *rest):
+        if step.config.modules and step.config.dataset.windows == 3:
+            raise QuickSilverError("not finite")
+        return real(step, *rest)
+
+    monkeypatch.setattr(harness_run, "_run", run)
+    side_by_side.make_side_by_side(jobs, 2)
+    assert len(list(records.glob("*/record.json"))) == 3
+
+
+def test_one_worker_leaves_everything_to_this_process(two_texts):
+    jobs, given, _ = two_texts
+    side_by_side.make_side_by_side(jobs, 1)
+    assert given == []
+    with pytest.raises(ConfigError, match="workers=0"):
+        side_by_side.make_side_by_side(jobs, 0)
+
+
+def test_what_reads_a_clock_or_may_be_large_is_made_alone():
+    config = compose(["dataset=python-docs", "measure=sweep"])
+    timed = compose(["dataset=python-docs", "measure=default"])
+    large = dataclasses.replace(config, model=dataclasses.replace(config.model, path="/folder"))
+    other = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, windows=4))
+    asked = dataclasses.replace(config, threads=2)
+    assert side_by_side.groups([config, timed, other, large, asked, config]) == [[0, 5], [2]]
+
+
+def test_many_runs_of_one_text_are_shared_and_the_longest_share_begins(monkeypatch):
+    monkeypatch.setattr(side_by_side, "SHARE", 2)
+    short = compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep"])
+    other = compose(["dataset=python-docs", "dataset.windows=16", "measure=sweep"])
+    all_positions = compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep", "protocol=continuation"])
+    assert short.protocol != all_positions.protocol
+    assert side_by_side.groups([short, other, short, short, all_positions]) == [[1], [0, 2], [3], [4]]

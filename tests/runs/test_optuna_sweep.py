@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from harness_world import make_world
-from thinning import first
 
 import quicksilver.runs.run as harness_run
 from quicksilver.cli import main as console
@@ -23,18 +21,8 @@ DRAWN = [
 GOALS = ["hydra/sweeper=optuna", "hydra.sweeper.sampler=random"]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture
-def words(world, tmp_path):
-    return [*world, f"results_dir={tmp_path / 'results'}", *GOALS]
-
-
 def run(*words: str) -> int:
-    return console.main(["run", "-m", *words])
+    return console.main(["run", "-m", *GOALS, *words])
 
 
 @pytest.mark.slow
@@ -81,32 +69,6 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
     chosen = kl[pct >= least].idxmin()
     assert chosen in out[out.index("No other run within it") :].splitlines()[1]
     assert record_frame(tmp_path / "results").index.equals(frame.index)  # nothing was made again
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    first(
-        [
-            ([], "needs name="),
-            (["name=a", "+hydra.sweeper.objectives.kl=minimize"], "there is no kl"),
-            (["name=a", "hydra.sweeper.sampler=tpf"], "Did you mean tpe"),
-            (["name=a", "hydra.sweeper.trials=0"], "out of range"),
-            (["name=a", "modules.static_depth.depth=0.5"], "draws nothing"),
-            (["name=a", "hydra.sweeper.objectives.kl_nats=low"], "minimize or maximize"),
-            (["name=a", "hydra.sweeper.budget={ppl: 3}"], "ppl is none of the objectives"),
-            (["name=a", "hydra/launcher=joblib"], "one run after the other"),
-            (["name=a", "modules.static_depth.depth=interval(0.9,0.1)"], "interval(0.9,0.1): "),
-            (["name=a", "model.path=/not/there"], "there is no folder"),
-        ],
-        5,
-    ),
-)
-def test_what_makes_no_sense_is_one_line(words, more, says, capsys):
-    assert run(*words, *DRAWN, *more) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert says in err
-    assert err.count("\n") == 1
 
 
 def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, capsys):

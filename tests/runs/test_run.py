@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from harness_world import LAYERS, PROMPT, WINDOW, make_text, make_world
+from harness_world import LAYERS, PROMPT, WINDOW, make_text
 from thinning import first
 
 from quicksilver.measure.audit import AuditResult
@@ -27,25 +27,21 @@ from quicksilver.records.store import Store
 from quicksilver.runs import run as harness
 from quicksilver.runs.config import CHOICES, compose
 from quicksilver.runs.context import RunContext
+from quicksilver.runs.parts import build_modules
 from quicksilver.runs.run import ensure, plan
-from quicksilver.runs.tracker import differences
+from quicksilver.runs.tracker import differences, scalars
 from quicksilver.runtime import EXECUTIONS, Trace
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
 THRESHOLD = ["modules=[halting,kv_skipping]", "modules.halting.tau_drift=p60", "modules.halting.tau_entropy=null"]
 THRESHOLD += ["modules.halting.resume_layers=1"]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> list[str]:
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture
-def words(world, tmp_path) -> list[str]:
-    """Overrides of a quick dense run with a results folder of its own."""
-    return [*world, f"results_dir={tmp_path / 'results'}"]
+HALTED = [
+    "modules=[halting]",
+    "modules.halting.tau_drift=p60",
+    "modules.halting.tau_entropy=null",
+    "modules.halting.resume_layers=0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -335,31 +331,26 @@ def test_what_can_change_a_number_changes_the_fingerprint_and_nothing_else_does(
     assert len({base, *found}) == len(found) + 1
 
 
-@pytest.mark.parametrize("execution", get_args(Execution))
-@pytest.mark.parametrize("protocol", get_args(ProtocolName))
-def test_every_execution_and_protocol_gives_a_record_that_reads(words, execution, protocol):
-    assert get_args(Execution) == EXECUTIONS  # none that the runtime has is left out
-    chosen = [f"execution={execution}", f"protocol={protocol}", "measure=quick", "dataset.windows=8"]
-    (record,) = ensure([compose([*words, "modules=[halting]", "modules.halting.tau_drift=p60", *chosen])])
-    assert (record.execution, record.protocol.name) == (execution, protocol)
-    assert load_record(record.path) == record
-
-
-ELSEWHERE = {
+ELSEWHERE = (
     "execution",
     "protocol.name",
     "model.parallel",
     "dataset.reader",
     "tracker.name",
     "tracker.mode",
-}  # tested with what they need
+)  # tested with what they need
+ACCEPTED = [
+    *([*HALTED, f"execution={one}", f"protocol={other}"] for one in get_args(Execution) for other in get_args(ProtocolName)),
+    *([f"{key}={value}"] for key, values in CHOICES.items() if key not in ELSEWHERE for value in values),
+]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in CHOICES.items() if key not in ELSEWHERE for value in values]
-)
-def test_every_value_that_is_accepted_gives_a_record_that_reads(words, key, value):
-    (record,) = ensure([compose([*words, f"{key}={value}", "dataset.windows=2", "measure.audit.enabled=false"])])
+@pytest.mark.parametrize("chosen", ACCEPTED, ids=lambda chosen: " ".join(chosen[-2:]))
+def test_every_value_that_is_accepted_gives_a_record_that_reads(words, chosen):
+    assert get_args(Execution) == EXECUTIONS  # none that the runtime has is left out
+    config = compose([*words, *chosen, "dataset.windows=2", "measure.audit.enabled=false"])
+    (record,) = ensure([config])
+    assert (record.execution, record.protocol.name) == (config.execution, config.protocol.name)
     assert load_record(record.path) == record
     assert math.isfinite(record.quality.ppl)
 
@@ -414,37 +405,9 @@ def test_a_mirror_gets_the_differences_to_dense(finished):
     assert "prompt_executed_flops_saved_pct" in differences(records["continuation"])
     dense = Store(finished[0]).dense_of(records["all"])
     assert differences(dense) == {}
-
-
-def test_a_mirror_gets_the_record_s_numbers(words, monkeypatch):
-    import sys
-    import types
-
-    logged = {}
-
-    class Run:
-        def log(self, scalars):
-            logged.update(scalars)
-
-        def log_artifact(self, path, name, type):
-            logged["artefact"] = (path, name, type)
-
-        def finish(self):
-            logged["finished"] = True
-
-    def init(**kwargs):
-        logged["init"] = kwargs
-        return Run()
-
-    fake = types.SimpleNamespace(init=init, Settings=dict, errors=types.SimpleNamespace(Error=RuntimeError), __spec__=object())
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    (record,) = ensure([compose([*words, "tracker=wandb"])])
-    assert logged["ppl"] == record.quality.ppl
-    assert logged["audit/probes"] == 1
-    assert logged["init"]["mode"] == "offline"
-    assert logged["init"]["id"] == record.fingerprint
-    assert logged["artefact"] == (str(record.path), f"record-{record.fingerprint}", "record")
-    assert logged["finished"]
+    numbers = scalars(records["all"])
+    assert numbers["audit/probes"] == records["all"].content["audit"]["probes"]
+    assert not any(name.startswith(("config", "identity")) for name in numbers)
 
 
 def test_modules_are_asked_behind_the_decision_layers_only(words):
@@ -466,3 +429,38 @@ def test_modules_are_asked_behind_the_decision_layers_only(words):
 def test_decision_layers_that_are_not_there_are_refused(words, given):
     with pytest.raises(ConfigError, match="decision_layers="):
         ensure([compose([*words, *THRESHOLD, f"decision_layers={given}"])])
+
+
+# -- options called `…_ids` take words: they become the ids of the model at hand, whatever its tokenizer ---------------------------
+
+
+def test_words_become_the_ids_of_every_token_that_reads_so(words):
+    config = compose([*words, *HALTED, "modules.halting.full_ids=[b,3]"])
+    tokenizer = RunContext().model(config).tokenizer
+    (module,) = build_modules(config.modules, tokenizer)
+    assert sorted(module.full_ids) == sorted([3, *tokenizer("b")["input_ids"]])
+    (unresolved,) = build_modules(config.modules)
+    assert unresolved.full_ids == (3,)
+
+
+def test_a_word_that_is_no_token_is_named(words):
+    config = compose([*words, *HALTED, "modules.halting.forced_ids=[b,word]"])
+    with pytest.raises(ConfigError, match="modules.halting.forced_ids: 'word'"):
+        build_modules(config.modules, RunContext().model(config).tokenizer)
+
+
+def test_forced_words_halt_first_and_full_words_never(words):
+    asked = [
+        "measure.signals.enabled=true",
+        "measure.signals.sentences=[abcabcd]",
+        "modules.halting.forced_ids=[b]",
+        "modules.halting.full_ids=[c]",
+    ]
+    record = ensure([compose([*words, *HALTED, *asked])])[0]
+    frame = record.signals()
+    active = frame.groupby("token", sort=False)["active"]
+    assert active.all()["c"]
+    first = frame[~frame["active"]].groupby("token")["layer"].min()
+    assert first["b"] == first.min()
+    assert set(record.thresholds["halting"]) == {"tau_drift"}
+    assert len(record.thresholds["halting"]["tau_drift"]) == record.model.layers

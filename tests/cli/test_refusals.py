@@ -1,0 +1,109 @@
+"""What makes no sense is one line that says what would, exit code 2 and nothing on stdout: of every command."""
+
+from __future__ import annotations
+
+import pytest
+from thinning import first
+
+COMMANDS = [
+    ("reproduc", ["no command reproduc", "Did you mean reproduce"]),
+    ("list claims", ["claims", "table, figure"]),
+    ("list sweep depth", ["There is no sweep depth", "quicksilver run -m"]),
+    ("run -m --limit=3", ["--limit=3: write limit=VALUE"]),
+    ("dev fly", ["fly", "keep"]),
+    ("dev keep model=gpt2", ["model=gpt2", "results_dir=FOLDER"]),
+    ("dev completion fish", ["bash, or zsh"]),
+    ("dev benchmark only=[everything]", ["only=everything", "break_even"]),
+    ("dev benchmark model=gpt2", ["model=gpt2"]),
+    ("doctor foo=1", ["takes data.root=/folder"]),
+    ("doctor --verbose", ["takes data.root=/folder"]),
+    ("claims --model gpt2", ["'--model' is not key=value"]),
+    ("budget sav=30", ["sav:", "Did you mean save", "halvings"]),
+    ("budget save=much", ["save=much", "a number"]),
+    ("budget save=30 halvings=few", ["halvings=few", "a whole number"]),
+    ("calibrate dataset=wikitext", ["dataset=wikitext", "wikitext103"]),
+    ("calibrate text=/no/such.txt", ["/no/such.txt"]),
+    ("calibrate model=folder model.path=/no/such/model model.name=x", ["/no/such/model"]),
+    ("calibrate kv=maybe", ["kv=maybe", "true or false"]),
+    ("calibrate --model gpt2", ["--model", "key=value"]),
+    ("calibrate modules=[halting]", ["modules=[halting]", "dense"]),
+    ("calibrate last_query=3", ["last_query", "last_queries"]),
+    ("demo model=gpt2-large", ["reference-gpt2, reference-llama"]),
+    ("demo dataset=c4", ["dataset=c4"]),
+    ("demo text=short", ["text has"]),
+    ("demo save=1.5", ["save=1.5"]),
+    ("demo save=0.97", ["saves at most"]),
+    ("demo new_tokens=0", ["new_tokens=0"]),
+    ("reproduce", ["table 11", "all"]),
+    ("reproduce table", ["which table"]),
+    ("reproduce table model=gpt2", ["which table"]),
+    ("reproduce table 11 gpt2", ["'gpt2' is not key=value"]),
+    ("reproduce table 99", ["no table 99", "Tables: 1, 2/8/12, 3, ", " 11, "]),
+    ("reproduce table 22", ["no table 22 in", "There is a figure 22.", "Tables: 1, "]),
+    ("reproduce table 11 model=gpt5", ["model=gpt5", "reference-gpt2", "llama2-7b"]),
+    ("reproduce table 11 dataset=python-doc", ["dataset=python-doc", "python-docs"]),
+    ("reproduce table 11 protocol=all", ["protocol=all", "quicksilver run"]),
+    ("reproduce table 11 modules.halting.tau_drift=p10", ["modules.halting.tau_drift=p10", "quicksilver run"]),
+    ("reproduce all svg=true", ["svg=true", "reproduce figure 8 svg=true"]),
+    ("reproduce table 11 dataset.windows=4", ["dataset.windows=4", "at least 8"]),
+    ("reproduce table 11 measure.latency.repeat=4", ["measure.latency.repeat", "measure.latency.repeats"]),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), COMMANDS, ids=[line for line, _ in COMMANDS])
+def test_a_command_that_makes_no_sense(line, said, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUICKSILVER_RESULTS", str(tmp_path))
+    answer = refused(*line.split())
+    assert [part for part in said if part not in answer] == []
+    assert not (tmp_path / "runs").exists()
+
+
+DEPTHS = ["modules=[static_depth]", "protocol=continuation", "measure=sweep", "dataset.windows=3"]
+SWEPT, DRAWN = "modules.static_depth.depth=0.2,0.5,0.8", "modules.static_depth.depth=interval(0.1,0.9)"
+ONE = [
+    ("=3", "'=3' is not an override"),
+    ("modules=[haltin]", "Did you mean halting"),
+    ("seed=x", "needs a whole number"),
+    ("model", "'model' is not an override"),
+    ("3=4", "'3=4' is not an override"),
+    ("--config-name=other", "--config-name is not supported"),
+    ("--verbose", "unrecognized arguments: --verbose"),
+    ("limit=3", "keys of a sweep"),
+]
+SWEEPS = [
+    ("name=a/b", "the name of a sweep is a folder"),
+    ("limit=0", "limit=0 is out of range"),
+    ("seed=interval(0,1)", "a sweep needs single values"),
+    ("sead=0,1", "Did you mean"),
+    ("limit=x", "needs a whole number"),
+    ("results_dir=a,b", "one results folder"),
+    ("--config-dir=/not/there", "there is no such folder"),
+    ("hydra.searchpath=[file:///not/there]", "takes a list of folders that are there"),
+    ("model.path=/not/there", "there is no folder"),
+]
+OPTUNA = [
+    ("", "needs name="),
+    ("name=a +hydra.sweeper.objectives.kl=minimize", "there is no kl"),
+    ("name=a hydra.sweeper.sampler=tpf", "Did you mean tpe"),
+    ("name=a hydra.sweeper.trials=0", "out of range"),
+    ("name=a modules.static_depth.depth=0.5", "draws nothing"),
+    ("name=a hydra.sweeper.objectives.kl_nats=low", "minimize or maximize"),
+    ("name=a hydra.sweeper.budget={ppl:3}", "ppl is none of the objectives"),
+    ("name=a hydra/launcher=joblib", "one run after the other"),
+    ("name=a modules.static_depth.depth=interval(0.9,0.1)", "interval(0.9,0.1): "),
+    ("name=a model.path=/not/there", "there is no folder"),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "word", "said"),
+    [
+        *(([], *row) for row in ONE),
+        *first(((["-m", *DEPTHS, SWEPT], *row) for row in SWEEPS), 4),
+        *first(((["-m", "hydra/sweeper=optuna", *DEPTHS, DRAWN], *row) for row in OPTUNA), 5),
+    ],
+)
+def test_a_run_or_a_sweep_that_makes_no_sense(before, word, said, words, refused, tmp_path):
+    assert said in refused("run", *words, *before, *word.split())
+    assert not (tmp_path / "results" / "runs").exists()
+    assert not (tmp_path / "results" / "sweeps").exists()

@@ -54,58 +54,35 @@ def frame(harness: Harness, name: str = "table11") -> pd.DataFrame:
     return pd.read_csv(harness.results / "tables" / f"{name}.csv").set_index(["panel", "key"])
 
 
-def test_files_are_found_by_their_names(tmp_path):
-    for name in (
-        "figure08_15_speed.py",
-        "figure02_mechanisms.py",
-        "table02_pos.py",
-        "table11_ablation.py",
-        "figure02b_kv.py",
-        "notes.py",
-        "__init__.py",
-        "table3.txt",
-    ):
-        folder = tmp_path / ("a_family" if name.startswith("table") else ".")  # families are folders
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_text('"""Table 2: a title."""\n')
-    found = [(artefact.kind, artefact.number, artefact.name) for artefact in artefacts(tmp_path)]
-    assert found == [
+FILES = [
+    "figure08_15_speed.py", "figure02_mechanisms.py", "figure02b_kv.py", "figure_factorial.py", "figure_.py", "family/table02_pos.py",
+    "family/table11_ablation.py", "family/table_factorial.py", "notes.py", "__init__.py", "table3.txt", "table_2x.txt",
+]  # fmt: skip
+
+
+def test_files_are_found_by_their_names_and_answer_all_their_numbers_and_parts(tmp_path, monkeypatch):
+    (tmp_path / "family").mkdir()  # families are folders
+    for name in FILES:
+        (tmp_path / name).write_text('"""Figures 8 and 15: a title."""\n')
+    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: tmp_path)
+    assert [(one.kind, one.number, one.name) for one in artefacts(tmp_path)] == [
         ("table", "2", "table02"),
         ("table", "11", "table11"),
+        ("table", "factorial", "table_factorial"),
         ("figure", "2", "figure02"),
         ("figure", "2b", "figure02b"),
         ("figure", "8/15", "figure08_15"),
+        ("figure", "factorial", "figure_factorial"),
     ]
     assert {artefact.title for artefact in artefacts(tmp_path)} == {"a title"}
-
-
-def test_a_file_answers_all_its_numbers_and_their_parts(tmp_path, monkeypatch):
-    for name in ("figure08_15_speed.py", "figure02_mechanisms.py", "figure02b_kv.py", "table02_pos.py"):
-        (tmp_path / name).write_text('"""Figures 8 and 15: a title."""\n')
-    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: tmp_path)
-    answers = {number: find("figure", number).name for number in ("8", "15", "08", "8/15", "2", "2a", "2B", "2d")}
-    assert answers == {
-        **dict.fromkeys(("8", "15", "08", "8/15"), "figure08_15"),
-        **dict.fromkeys(("2", "2a", "2d"), "figure02"),
-        "2B": "figure02b",
+    answers = {"figure08_15": ("8", "15", "08", "008", "8/15"), "figure02": ("2", "2a", "2d"), "figure02b": ("2B",)}
+    answers["figure_factorial"] = ("factorial", "Factorial")
+    assert {number: find("figure", number).name for numbers in answers.values() for number in numbers} == {
+        number: name for name, numbers in answers.items() for number in numbers
     }
-    assert find("figure", "008").number == "8/15"
-    for number in ("1", "5", "8/2", "b", ""):
-        with pytest.raises(ConfigError, match=r"There is no figure .*Figures: 2, 2b, 8/15; `list` says what each is"):
+    for number in ("1", "5", "8/2", "b", "", "factoria", "factorials", "11_factorial"):
+        with pytest.raises(ConfigError, match=r"There is no figure .*Figures: 2, 2b, 8/15, factorial; `list` says what each is"):
             find("figure", number)
-
-
-def test_what_has_no_number_is_found_by_its_name(tmp_path, monkeypatch):
-    for name in ("table_factorial.py", "figure_factorial.py", "table11_ablation.py", "figure_.py", "table_2x.txt"):
-        (tmp_path / name).write_text('"""Table factorial: a title."""\n')
-    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: tmp_path)
-    names = [artefact.name for artefact in artefacts(tmp_path)]
-    assert names == ["table11", "table_factorial", "figure_factorial"]
-    assert find("figure", "factorial").name == "figure_factorial"
-    assert find("table", "Factorial").title == "a title"
-    for number in ("factoria", "factorials", "11_factorial"):
-        with pytest.raises(ConfigError, match="Tables: 11, factorial; `list` says what each is"):
-            find("table", number)
 
 
 def test_a_figure_without_its_library_says_what_to_install(tmp_path):
@@ -178,15 +155,6 @@ def test_a_model_that_cannot_be_had_is_one_message(harness, what, monkeypatch, c
     monkeypatch.setattr(harness_run, "plan", refuse)
     assert console.main(["reproduce", *what, "model=gpt2-large", f"results_dir={harness.results}"]) == 2
     assert capsys.readouterr().err.count("cannot be reached") == 1
-
-
-def test_an_interruption_says_how_to_go_on(harness, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(harness_run, "_make_one", interrupted)
-    assert table11(harness) == 130
-    assert "same command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from harness_world import make_world
 from safetensors.numpy import load_file
 
 from quicksilver.records import archive
@@ -23,14 +22,15 @@ from quicksilver.runs.run import ensure, plan, store_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import Trace
 
+HALTING = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
+
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    words = [*make_world(folder), "modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
-    config = compose([*words, f"results_dir={folder / 'results'}"])
+def made(world, tmp_path_factory):
+    words = [*world, *HALTING, f"results_dir={tmp_path_factory.mktemp('made') / 'results'}"]
+    config = compose(words)
     (record,) = ensure([config])
-    return config, record, [*words, f"results_dir={folder / 'results'}"]
+    return config, record, words
 
 
 def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> None:
@@ -123,20 +123,13 @@ def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
 
 
 @pytest.fixture(scope="module")
-def looked_into(tmp_path_factory):
+def looked_into(world, tmp_path_factory):
     """A run that looked into two sentences, and its store."""
-    folder = tmp_path_factory.mktemp("signals")
-    words = [word for word in make_world(folder) if not word.startswith("measure")]
-    words += [
-        f"results_dir={folder / 'results'}",
-        "measure=signals",
-        "measure.signals.sentences=['abc de','hg abc']",
-        "measure.signals.windows=0",
-    ]
-    (record,) = ensure(
-        [compose([*words, "modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"])]
-    )
-    return Store(folder / "results"), record
+    results = tmp_path_factory.mktemp("signals") / "results"
+    words = [word for word in world if not word.startswith("measure")]
+    words += ["measure=signals", "measure.signals.sentences=['abc de','hg abc']", "measure.signals.windows=0"]
+    (record,) = ensure([compose([*words, *HALTING, f"results_dir={results}"])])
+    return Store(results), record
 
 
 def test_of_a_file_the_parts_that_are_read_are_kept_to_the_last_digit(looked_into) -> None:

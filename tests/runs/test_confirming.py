@@ -7,7 +7,6 @@ import math
 import shutil
 
 import pytest
-from harness_world import make_world
 
 from quicksilver.records import archive
 from quicksilver.records.keeping import commit_records
@@ -22,9 +21,9 @@ TIMED = ["measure.latency.enabled=true"]
 
 
 @pytest.fixture
-def clone(tmp_path):
+def clone(world, tmp_path):
     """The words of a run, and a results folder in which the repository has its record."""
-    words = [*make_world(tmp_path), *DRIFT, *TIMED]
+    words = [*world, *DRIFT, *TIMED]
     made, clone = tmp_path / "made", tmp_path / "clone"
     (record,) = ensure([compose([*words, f"results_dir={made}"])])
     commit_records(Store(made), {record.fingerprint: set()})
@@ -80,8 +79,8 @@ def test_what_comes_out_otherwise_is_measured_as_a_whole(clone) -> None:
 
 
 @pytest.mark.processor
-def test_what_a_number_format_leaves_is_confirmed_and_another_kernel_is_measured(tmp_path, capsys) -> None:
-    words = [*make_world(tmp_path), *TIMED, "dataset.windows=4", "modules=[int8_dynamic]"]
+def test_what_a_number_format_leaves_is_confirmed_and_another_kernel_is_measured(world, tmp_path, capsys) -> None:
+    words = [*world, *TIMED, "dataset.windows=4", "modules=[int8_dynamic]"]
     made, clone = tmp_path / "made", tmp_path / "clone"
     (record,) = ensure([compose([*words, f"results_dir={made}"])])
     commit_records(Store(made), {record.fingerprint: set()})

@@ -7,7 +7,6 @@ import json
 import pytest
 import tiny
 import torch
-from harness_world import make_world
 
 from quicksilver.cli import main as console
 from quicksilver.models import memory_check
@@ -84,8 +83,7 @@ def test_more_passes_take_longer():
     assert estimate.windows_passed(compose(["measure=sweep"]), 64) < passed["sweep"]
 
 
-def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(tmp_path, capsys, monkeypatch):
-    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}"]
+def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(estimate, "measured_speed", lambda *_: SPEED)
     assert console.main(["run", "-m", *words, "modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "plan=true"]) == 0
     assert "3 runs: about" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import harness_world
 import pytest
 
 from quicksilver.runs import ensure
@@ -34,13 +33,8 @@ def machine(monkeypatch) -> Machine:
     return found
 
 
-def test_a_choice_is_kept_printed_in_the_record_and_part_of_its_identity(tmp_path: Path, machine: Machine, capsys) -> None:
-    words = [
-        *harness_world.make_world(tmp_path / "world"),
-        "dataset.windows=2",
-        "measure.audit.enabled=false",
-        f"results_dir={tmp_path / 'results'}",
-    ]
+def test_a_choice_is_kept_printed_in_the_record_and_part_of_its_identity(words, tmp_path: Path, machine: Machine, capsys) -> None:
+    words = [*words, "dataset.windows=2", "measure.audit.enabled=false"]
     config = compose([*words, "modules=[fastest_linear]"])
     capsys.readouterr()
     first = RunContext().fingerprint(config)
@@ -79,9 +73,8 @@ def choosing_machine(config) -> str:
         torch.set_num_threads(threads)
 
 
-def test_the_layers_of_a_model_are_what_is_measured(tmp_path: Path, machine: Machine) -> None:
-    words = [*harness_world.make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", "modules=[fastest_linear]"]
-    found = RunContext().kernel_choices(compose(words))
+def test_the_layers_of_a_model_are_what_is_measured(words, machine: Machine) -> None:
+    found = RunContext().kernel_choices(compose([*words, "modules=[fastest_linear]"]))
     assert set(found.by_kind) == {
         str(Kind(rows, width, channels, "float32"))
         for rows in kernels.ROWS

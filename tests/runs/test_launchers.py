@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import try_slurm
-from harness_world import make_world
 
 from quicksilver.cli import main as console
 from quicksilver.cli import sweeping
@@ -64,47 +63,52 @@ def checked(*words: str, measure: str = "sweep", workers: int | None = None, res
     return launchers.check_launcher(settings_of(*words), [compose([f"measure={measure}"])], Path(results), workers)
 
 
-def test_workers_are_those_asked_for_or_the_launchers_own(cluster):
-    assert checked() == 1
-    assert checked("hydra/launcher=joblib") == 2
-    assert checked("hydra/launcher=joblib", workers=5) == 5
-    assert checked("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu") == 4
-    with pytest.raises(ConfigError, match="unless there is a launcher"):
-        checked(workers=2)
-    with pytest.raises(ConfigError, match=r"workers=0: needs a whole number"):
-        checked("hydra/launcher=joblib", "hydra.launcher.workers=0")
+SLURM, JOBLIB, TIMED = "hydra/launcher=submitit_slurm", "hydra/launcher=joblib", {"measure": "default"}
 
 
-def test_what_is_timed_is_refused_where_workers_share_a_machine(cluster):
-    for words in (["hydra/launcher=joblib"], ["hydra/launcher=submitit_local"], ["hydra/launcher=submitit_slurm"]):
-        with pytest.raises(ConfigError, match=r"measure\.latency reads a clock") as caught:
-            checked(*words, measure="default")
-        assert "measure=sweep" in str(caught.value)
-        assert ("exclusive=true" in str(caught.value)) == (words[0].endswith("slurm"))
-    assert checked("hydra/launcher=joblib", measure="default", workers=1) == 1
-    assert checked("hydra/launcher=submitit_slurm", "hydra.launcher.exclusive=true", measure="default") == 4
+@pytest.mark.parametrize(
+    ("words", "more", "workers"),
+    [
+        ([], {}, 1),
+        ([JOBLIB], {}, 2),
+        ([JOBLIB], {"workers": 5}, 5),
+        ([SLURM, "hydra.launcher.partition=gpu"], {}, 4),
+        ([JOBLIB], {"workers": 1, **TIMED}, 1),
+        ([SLURM, "hydra.launcher.exclusive=true"], TIMED, 4),
+    ],
+)
+def test_workers_are_those_asked_for_or_the_launchers_own(cluster, words, more, workers):
+    assert checked(*words, **more) == workers
 
 
-def test_an_unknown_partition_is_named_with_those_that_there_are(cluster):
-    with pytest.raises(ConfigError, match=r"partition=gup: there is no such partition. There are: cpu, gpu"):
-        checked("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gup")
+@pytest.mark.parametrize(
+    ("words", "more", "says"),
+    [
+        ([], {"workers": 2}, "unless there is a launcher"),
+        ([JOBLIB, "hydra.launcher.workers=0"], {}, "workers=0: needs a whole number"),
+        ([JOBLIB], TIMED, r"measure\.latency reads a clock.*Use workers=1.*measure=sweep"),
+        (["hydra/launcher=submitit_local"], TIMED, r"measure\.latency reads a clock.*Use workers=1.*measure=sweep"),
+        ([SLURM], TIMED, r"measure\.latency reads a clock.*exclusive=true.*measure=sweep"),
+        ([SLURM, "hydra.launcher.partition=gup"], {}, "partition=gup: there is no such partition. There are: cpu, gpu"),
+    ],
+)
+def test_what_cannot_work_is_refused(cluster, words, more, says):
+    with pytest.raises(ConfigError, match=says):
+        checked(*words, **more)
 
 
-def test_no_slurm_and_a_slurm_that_does_not_answer(cluster, monkeypatch):
-    (cluster / "sinfo").write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1\n")
-    with pytest.raises(ConfigError, match="does not answer: slurm_load_partitions: Unable to contact"):
-        checked("hydra/launcher=submitit_slurm")
-    monkeypatch.setattr(launchers.shutil, "which", lambda _: None)
-    with pytest.raises(ConfigError, match="no sbatch"):
-        checked("hydra/launcher=submitit_slurm")
-
-
-def test_a_results_folder_in_memory_is_refused_where_the_nodes_are_others(cluster, monkeypatch):
+def test_no_slurm_one_that_does_not_answer_and_a_folder_that_its_nodes_cannot_see(cluster, monkeypatch):
     monkeypatch.setattr(launchers, "_file_system", lambda _: "tmpfs")
     with pytest.raises(ConfigError, match="node-7 cannot see it"):
-        checked("hydra/launcher=submitit_slurm", results="/dev/shm/results")
+        checked(SLURM, results="/dev/shm/results")
     monkeypatch.setattr(launchers.lease, "host_name", lambda: "node-7")
-    assert checked("hydra/launcher=submitit_slurm", results="/dev/shm/results") == 4
+    assert checked(SLURM, results="/dev/shm/results") == 4
+    (cluster / "sinfo").write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1\n")
+    with pytest.raises(ConfigError, match="does not answer: slurm_load_partitions: Unable to contact"):
+        checked(SLURM)
+    monkeypatch.setattr(launchers.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match="no sbatch"):
+        checked(SLURM)
 
 
 def test_a_launcher_that_is_not_installed_names_its_extra(monkeypatch):
@@ -120,9 +124,8 @@ def test_a_worker_that_does_not_see_the_manifest_says_so_and_makes_nothing(tmp_p
         sweeping.Worker(str(tmp_path / "elsewhere"), "depths", (1, 2))()
 
 
-def test_a_worker_makes_what_is_left(tmp_path, capsys):
-    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
-    assert console.main(["run", "-m", *words, "limit=1"]) == 0
+def test_a_worker_makes_what_is_left(words, tmp_path, capsys):
+    assert console.main(["run", "-m", *words, *DEPTHS, "limit=1"]) == 0
     assert sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))() == 1
     states = [state.state for state in Sweep.load(tmp_path / "results", "depths").states()]
     assert states == ["done", "done", "waiting"]
@@ -131,11 +134,10 @@ def test_a_worker_makes_what_is_left(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
-def test_two_workers_make_what_one_process_makes(launcher, tmp_path):
+def test_two_workers_make_what_one_process_makes(launcher, world, tmp_path):
     """In processes of their own: joblib, submitit and Ray start workers that import everything."""
     if launcher == "ray":
         pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs the extra ray")
-    world = make_world(tmp_path / "world")
     found = {}
     for name, more in {"serial": [], "two": [f"hydra/launcher={launcher}", "workers=2"]}.items():
         words = [*world, f"results_dir={tmp_path / name}", *DEPTHS, *more]
@@ -164,9 +166,8 @@ def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer(
     launchers._until_over(died, lambda: True)  # all is made: what became of a worker matters no more
 
 
-def test_a_worker_has_its_model_before_it_claims_a_run(tmp_path, monkeypatch):
-    words = [*make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", *DEPTHS]
-    assert console.main(["run", "-m", *words, "limit=1"]) == 0
+def test_a_worker_has_its_model_before_it_claims_a_run(words, tmp_path, monkeypatch):
+    assert console.main(["run", "-m", *words, *DEPTHS, "limit=1"]) == 0
     seen = []
 
     def work_through(sweep, plan_of, wanted, board, **_):

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import check_overrides
-from quicksilver.cli.commands.reproduce import collected, jobs_of_all
-from quicksilver.cli.progress import counted, explain, width
-from quicksilver.report.artefacts import artefacts
-from quicksilver.report.reproduction import LOCAL_SUFFIX, all_kept, base_config, make_command, name_of, recorded
+from quicksilver.cli.commands.reproduce import recorded_of_all
+from quicksilver.cli.progress import explain, width
+from quicksilver.report.reproduction import LOCAL_SUFFIX, all_kept, base_config, make_command, name_of
 from quicksilver.report.table import read
-from quicksilver.runs.jobs import RecordIndex, run_context
+from quicksilver.runs.jobs import RecordIndex
 
 if TYPE_CHECKING:
     from quicksilver.records.store import Store
@@ -38,17 +37,10 @@ def main(words: Sequence[str]) -> int:
     overrides = check_overrides(words, "claims")
     base = base_config(overrides)
     answers = RecordIndex(base.results_dir, base.records)
-    store, sources, failed = store_of(base), [], []
-    with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
-        work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read)
-        place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
-        for artefact, jobs in work.items():
-            with collected(troubles, artefact):
-                outcomes = recorded(artefact, jobs, store, place, answers)
-                sources.append(Source(artefact, outcomes, make_command(artefact, overrides)))
-                failed += [job for job in jobs if job.error is not None]
-            judged()
-    answers.save()
+    store = store_of(base)
+    found, troubles = recorded_of_all(base, overrides, answers)
+    failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
+    sources = [Source(one, outcomes, make_command(one, overrides)) for one, (_, outcomes) in found.items()]
     name = name_of("claims", base, overrides)
     whole = all(all_kept(source.outcomes, store) for source in sources) and not _lacks(store, name)
     table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}")

@@ -125,28 +125,22 @@ def variants(words: Sequence[str]) -> int:
 
 def _write_variant(variant: Variant, root: Path) -> dict[Artefact, str | None]:
     """Write the variant's tables and figures; why each of the others is not there."""
-    from quicksilver.cli.commands.reproduce import jobs_of_all
-    from quicksilver.cli.progress import counted
+    from quicksilver.cli.commands.reproduce import recorded_of_all
     from quicksilver.report.artefacts import artefacts
-    from quicksilver.report.reproduction import base_config, build, recorded, why_not
+    from quicksilver.report.reproduction import base_config, build, why_not
     from quicksilver.report.table import read
-    from quicksilver.runs.jobs import RecordIndex, run_context
-    from quicksilver.runs.run import store_of
+    from quicksilver.runs.jobs import RecordIndex
 
     overrides = [*variant.overrides, f"results_dir={root}"]
     base = base_config(overrides)
     answers = RecordIndex(root)
-    with counted(len(artefacts()), f"reading runs of {variant.title}") as done:
-        work, missing = jobs_of_all(overrides, answers, to_run=False, done=done)
-    place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+    there, missing = recorded_of_all(base, overrides, answers)
     found: dict[Artefact, str | None] = dict(missing)
-    for artefact, jobs in work.items():
-        recorded(artefact, jobs, store_of(base), place, answers)
+    for artefact, (jobs, _) in there.items():
         written = root / f"{artefact.kind}s" / f"{artefact.name}.json"
         found[artefact] = why_not(artefact.name, jobs, read(written).records if written.is_file() else ())
         if found[artefact] is None:
             build(artefact, jobs, base, overrides)
-    answers.save()
     return {artefact: found[artefact] for artefact in artefacts()}
 
 

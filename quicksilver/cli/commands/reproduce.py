@@ -21,16 +21,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import split
 from quicksilver.cli.progress import counted, explain, show_fault, watched, width
 from quicksilver.records.record import TRACE
-from quicksilver.report.artefacts import Artefact, artefacts, find
-from quicksilver.report.reproduction import base_config, build, command_of, jobs_of
-from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_missing, text_of
+from quicksilver.records.store import Store
+from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
+from quicksilver.report.reproduction import base_config, build, command_of, jobs_of, recorded
+from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_context, run_missing, text_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -53,15 +54,15 @@ class Options:
 def main(words: Sequence[str]) -> int:
     """Remake one artefact, or all; returns the exit code."""
     what, *rest = words or [""]
+    if what not in (*KINDS, "all"):
+        raise ConfigError(
+            f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
+        )
     if what == "all":
         options, overrides = split(rest, Options, "reproduce all")
         if options.svg:
             raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
-        return reproduce_all(overrides, plan=options.plan, workers=options.workers)
-    if what not in KINDS:
-        raise ConfigError(
-            f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
-        )
+        return reproduce(None, overrides, options)
     if not rest or "=" in rest[0]:
         raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
     artefact = find(what, rest[0])
@@ -69,44 +70,58 @@ def main(words: Sequence[str]) -> int:
     if not any(override.split("=")[0] == "records" for override in overrides):
         # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
         overrides = [*overrides, "records=own" if TRACE in artefact.reads else "records=checked"]
-    return reproduce(artefact, overrides, svg=options.svg, plan=options.plan, workers=options.workers)
+    return reproduce(artefact, overrides, options)
 
 
-def reproduce(
-    artefact: Artefact, overrides: Sequence[str], *, svg: bool = False, plan: bool = False, workers: int | None = None
-) -> int:
-    """Run what is missing, print and write the artefact, with `svg` a figure's vector graphics too; returns the exit code.
+def reproduce(only: Artefact | None, overrides: Sequence[str], options: Options) -> int:
+    """Run what is missing for one artefact or for all, then print and write one after another; returns the exit code.
 
-    With `plan` nothing is run: what would be is printed, with what it would take. Long work says so by itself before it starts.
+    Of all, what fails is named at the end, and the others are built. With `plan` nothing is run: what would be is printed, with what it would
+    take. One that takes long says so by itself before it starts.
 
     Raises:
-        ConfigError: overrides that no run of the artefact could have.
-        QuickSilverError: the model or the text cannot be had.
+        ConfigError: overrides that no run could have.
+        QuickSilverError: the model or the text of the overrides cannot be had.
     """
     base = base_config(overrides)
     answers = RecordIndex(base.results_dir, base.records)
-    jobs = jobs_of(artefact, overrides, answers)
-    missing = [job.config for job in jobs if job.config is not None]
-    if plan:
+    troubles: dict[Artefact, str] = {}
+    if only is not None:
+        work = {only: jobs_of(only, overrides, answers)}
+    else:
+        with counted(len(artefacts()), "reading runs") as done:
+            work, troubles = jobs_of_all(overrides, answers, done=done)
+    every = [job for jobs in work.values() for job in jobs]
+    missing = [job.config for job in every if job.config is not None]
+    if options.plan:
         _say_estimates(_without_record(missing))
         return 0
-    if missing and base.model.name in LONG:
+    if only is not None and missing and base.model.name in LONG:
         with suppress(ConfigError):  # of what cannot be known before, nothing is said
             _say_estimates(missing)
-    make_side_by_side(jobs, workers, watch=watched)
-    run_missing(jobs, answers, watch=watched, on_fault=show_fault)
-    failed = [job for job in jobs if job.error is not None]
-    if jobs and all(job.record is None for job in jobs):
-        explain(failed)
-        print(f"Nothing could be measured, so there is no {artefact.kind}.", file=sys.stderr)
-        return 1
-    made = build(artefact, jobs, base, overrides, svg=svg)
-    failed = [job for job in jobs if job.error is not None]
-    print(made.product.text(width()))
-    print(made.distance)
-    print("Written: " + ", ".join(map(str, made.written)))
-    explain(failed)
-    return 1 if failed else 0
+    make_side_by_side(every, options.workers, watch=watched)
+    # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.
+    run_missing(sorted(every, key=_text_of), answers, shared=base if only is None else None, watch=watched, on_fault=show_fault)
+    for artefact, jobs in work.items():
+        if jobs and all(job.record is None for job in jobs):
+            troubles[artefact] = "nothing could be measured"
+            continue
+        with collected(troubles, artefact) if only is None else nullcontext():
+            made = build(artefact, jobs, base, overrides, svg=options.svg)
+            if only is None:
+                print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
+            else:
+                print(f"{made.product.text(width())}\n{made.distance}\nWritten: {', '.join(map(str, made.written))}")
+        failed = [job for job in jobs if job.error is not None]
+        if failed and artefact not in troubles:
+            troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
+    explain([job for job in every if job.error is not None])
+    for artefact, trouble in troubles.items():
+        print(f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {command_of(artefact, overrides)}", file=sys.stderr)
+    if only is None:
+        total = len(artefacts())
+        print(f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures.")
+    return 1 if troubles else 0
 
 
 def _without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
@@ -131,45 +146,6 @@ def _say_estimates(missing: Sequence[RunConfig]) -> None:
     print(table(estimates(missing)) if missing else "Every run has its record: nothing would run.", flush=True)
 
 
-def reproduce_all(overrides: Sequence[str], *, plan: bool = False, workers: int | None = None) -> int:
-    """Every table and figure: run what is missing for any of them, then build one after another; returns the exit code.
-
-    What fails is named at the end; all others are built. With `plan` nothing is run: what would be is printed.
-
-    Raises:
-        ConfigError: overrides that no run could have.
-        QuickSilverError: the model or the text of the overrides cannot be had.
-    """
-    base = base_config(overrides)
-    answers = RecordIndex(base.results_dir, base.records)
-    with counted(len(artefacts()), "reading runs") as done:
-        work, troubles = jobs_of_all(overrides, answers, done=done)
-    every = [job for jobs in work.values() for job in jobs]
-    if plan:
-        _say_estimates(_without_record([job.config for job in every if job.config is not None]))
-        return 0
-    make_side_by_side(every, workers, watch=watched)
-    # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.
-    left = sorted((job for job in every if job.config is not None), key=_text_of)
-    run_missing(left, answers, shared=base, watch=watched, on_fault=show_fault)
-    for artefact, jobs in work.items():
-        if jobs and all(job.record is None for job in jobs):
-            troubles[artefact] = "nothing could be measured"
-            continue
-        with collected(troubles, artefact):
-            made = build(artefact, jobs, base, overrides)
-            print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
-        failed = [job for job in jobs if job.error is not None]
-        if failed and artefact not in troubles:
-            troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
-    explain([job for jobs in work.values() for job in jobs if job.error is not None])
-    for artefact, trouble in troubles.items():
-        print(f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {command_of(artefact, overrides)}", file=sys.stderr)
-    total = len(artefacts())
-    print(f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures.")
-    return 1 if troubles else 0
-
-
 def _text_of(job: Job) -> str:
     return text_of(job.config) if job.config is not None else ""
 
@@ -185,6 +161,26 @@ def jobs_of_all(
             work[artefact] = jobs_of(artefact, overrides, answers, to_run=to_run)
         done()
     return work, troubles
+
+
+def recorded_of_all(
+    base: RunConfig, overrides: Sequence[str], answers: RecordIndex
+) -> tuple[dict[Artefact, tuple[list[Job], list[Outcome]]], dict[Artefact, str]]:
+    """The jobs of every artefact with their outcomes as far as they are on disk, and what is wrong with those that have none; nothing is run.
+
+    Raises:
+        QuickSilverError: the model or the text of `base` cannot be had, and is needed to know what was recorded.
+    """
+    found: dict[Artefact, tuple[list[Job], list[Outcome]]] = {}
+    with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
+        work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read)
+        place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+        for artefact, jobs in work.items():
+            with collected(troubles, artefact):
+                found[artefact] = jobs, recorded(artefact, jobs, Store(base.results_dir, base.records), place, answers)
+            judged()
+    answers.save()
+    return found, troubles
 
 
 @contextmanager

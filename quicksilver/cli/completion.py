@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from quicksilver.cli.main import commands, load
-from quicksilver.runtime.errors import ConfigError
 
 # The shell hands the line up to the cursor to `quicksilver dev completion words LINE`, which answers one candidate a line.
-BASH = """_quicksilver() {
+_BASH = """_quicksilver() {
     local line="${COMP_LINE:0:COMP_POINT}"
     local word="${line##* }"
     local IFS=$'\\n'
@@ -20,33 +19,17 @@ BASH = """_quicksilver() {
     [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
 }
 complete -o nosort -F _quicksilver quicksilver"""
-ZSH = """_quicksilver() {
+_ZSH = """_quicksilver() {
     local -a found
     found=("${(@f)$(quicksilver dev completion words "$LBUFFER" 2>/dev/null)}")
     compadd -Q -S '' -- $found
 }
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
 compdef _quicksilver quicksilver"""
-
+SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
 
 # Commands that take no key of a run.
 _NO_RUN = ("demo", "dev", "doctor", "list", "lm_eval")
-
-
-def main(words: Sequence[str]) -> int:
-    """Print the script of a shell, or the candidates of a line; returns the exit code.
-
-    Raises:
-        ConfigError: another shell.
-    """
-    scripts = {"bash": BASH, "zsh": ZSH}
-    if len(words) == 2 and words[0] == "words":
-        print("\n".join(candidates(words[1])))
-        return 0
-    if len(words) != 1 or words[0] not in scripts:
-        raise ConfigError(f"{' '.join(words) or 'nothing'}: say for which shell: quicksilver dev completion bash, or zsh.")
-    print(scripts[words[0]])
-    return 0
 
 
 def candidates(line: str) -> list[str]:

@@ -153,22 +153,10 @@ def paired_perplexity(
     count = np.asarray(tokens, dtype=np.float64)
     _check_windows(nll, count, base, baseline_tokens)
     found = bootstrap(_perplexities, nll, base, count, resamples=resamples, seed=seed, confidence=confidence)
-    ppl, baseline_ppl, difference, relative = found.value
-    _, _, low, relative_low = found.low
-    _, _, high, relative_high = found.high
-    return PairedInterval(
-        ppl=float(ppl),
-        baseline_ppl=float(baseline_ppl),
-        difference=float(difference),
-        low=float(low),
-        high=float(high),
-        relative_pct=float(relative),
-        relative_pct_low=float(relative_low),
-        relative_pct_high=float(relative_high),
-        windows=len(nll),
-        confidence=confidence,
-        resamples=resamples,
-    )
+    ppl, baseline_ppl, difference, relative = map(float, found.value)
+    (low, relative_low), (high, relative_high) = (map(float, ends[2:]) for ends in (found.low, found.high))
+    relatives = (relative, relative_low, relative_high)
+    return PairedInterval(ppl, baseline_ppl, difference, low, high, *relatives, len(nll), confidence, resamples)
 
 
 def _check_windows(

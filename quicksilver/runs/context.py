@@ -165,12 +165,9 @@ class RunContext:
             if path is not None:
                 digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
                 _check_calibration(name, path)
-            for path in translators.files_behind(entry, folder):
-                digests[f"predicted_kv.{name}.{path.name}"] = _file_digest(name, str(path), "translator")
-            for path in lens.files_behind(entry, folder):
-                digests[f"tuned_lens.{name}.{path.name}"] = _file_digest(name, str(path), "lens")
-            for path in learned_halting.files_behind(entry, folder):
-                digests[f"gates.{name}.{path.name}"] = _file_digest(name, str(path), "gates")
+            read = {"predicted_kv": translators, "tuned_lens": lens, "gates": learned_halting}
+            for kind, path in ((kind, path) for kind, of in read.items() for path in of.files_behind(entry, folder)):
+                digests[f"{kind}.{name}.{path.name}"] = _file_digest(name, str(path), kind)
         for name, measurement in build_measurements(config.measure).items():
             for beside in measurement.reads:
                 for path in sorted((folder / beside).glob("*.safetensors")):

@@ -95,16 +95,20 @@ def check_slurm(partition: str | None) -> None:
         raise ConfigError(
             "hydra/launcher=submitit_slurm: this machine has no sbatch. Start the sweep where Slurm is, or use joblib."
         )
+    there = _sinfo("--format=%R")
+    if partition is not None and not set(str(partition).split(",")) <= set(there):
+        raise ConfigError(f"hydra.launcher.partition={partition}: there is no such partition. There are: {', '.join(there)}.")
+
+
+def _sinfo(*words: str) -> list[str]:
     try:
-        answer = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(["sinfo", "--noheader", *words], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"hydra/launcher=submitit_slurm: Slurm does not answer ({error}).") from error
     if answer.returncode:
         why = (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1]
         raise ConfigError(f"hydra/launcher=submitit_slurm: Slurm does not answer: {why}")
-    there = sorted(set(answer.stdout.split()))
-    if partition is not None and not set(str(partition).split(",")) <= set(there):
-        raise ConfigError(f"hydra.launcher.partition={partition}: there is no such partition. There are: {', '.join(there)}.")
+    return sorted(set(answer.stdout.split()))
 
 
 def _check_seen(results_dir: Path) -> None:
@@ -112,8 +116,7 @@ def _check_seen(results_dir: Path) -> None:
     kind = _file_system(results_dir)
     if kind not in _IN_MEMORY:
         return
-    nodes = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%N"], capture_output=True, text=True).stdout.split()
-    others = sorted(set(nodes) - {lease.host_name(), lease.host_name().partition(".")[0], "localhost"})
+    others = sorted(set(_sinfo("--Node", "--format=%N")) - {lease.host_name(), lease.host_name().partition(".")[0], "localhost"})
     if others:
         raise ConfigError(
             f"results_dir={results_dir} lies in this machine's memory ({kind}), where {others[0]} cannot see it: give a folder that all nodes share."

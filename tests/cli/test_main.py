@@ -1,4 +1,4 @@
-"""The entry point: every command is a file, one grammar, light until it works, and an exit code for every way to stop."""
+"""The entry point: every command is a file, light until it works, completed by the shell, and an exit code for every way to stop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from quicksilver.cli import main as console
 from quicksilver.cli.commands.list import GROUPS
+from quicksilver.cli.completion import candidates
 from quicksilver.runs.choices import choices
 
 HEAVY = ("torch", "transformers", "pandas", "matplotlib", "datasets")
@@ -131,3 +132,55 @@ def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, 
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert console.main(["run", "model.path=/not/there", "model=folder", "model.name=mine"]) == 2
     assert "torchrun" not in capsys.readouterr().err
+
+
+# --- completion: a shell asks for the words that may end a line, and every word it gets is one that the command takes -----------------
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("quicksilver re", {"report", "reproduce"}),
+        ("quicksilver reproduce ", {"table", "figure", "all"}),
+        ("quicksilver list f", {"figure"}),
+        ("quicksilver dev re", {"readme"}),
+        ("quicksilver reproduce table 1", {"1", "10", "11", "12", "13"}),
+        ("quicksilver budget sa", {"save="}),
+        ("quicksilver demo ", {"save=", "text=", "new_tokens=", "model=", "svg="}),
+        ("quicksilver run model=gpt2", {f"model={name}" for name in choices("model") if name.startswith("gpt2")}),
+        ("quicksilver claims dataset=wiki", {f"dataset={name}" for name in choices("dataset") if name.startswith("wiki")}),
+        (
+            "quicksilver run modules=[halting] modules.halting.tau_",
+            {"modules.halting.tau_drift=", "modules.halting.tau_entropy="},
+        ),
+        ("quicksilver run modules=[halting,kv_", {f"modules=[halting,{n}" for n in choices("modules") if n.startswith("kv_")}),
+        ("quicksilver run nothing_like_that", set()),
+        ("quicksilver nothing ", set()),
+    ],
+)
+def test_what_may_end_a_line(line, found):
+    assert set(candidates(line)) == found
+
+
+def test_every_command_completes_its_own_keys():
+    assert set(candidates("quicksilver ")) == set(console.commands())
+    assert {"save=", "dial=", "model=", "dataset="} <= set(candidates("quicksilver budget save=30 "))
+
+
+def test_zsh_has_a_script_too(capsys):
+    assert console.main(["dev", "completion", "zsh"]) == 0
+    assert "compdef" in capsys.readouterr().out
+
+
+def test_bash_replaces_what_follows_the_last_equals_sign(tmp_path):
+    command = tmp_path / "quicksilver"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m quicksilver "$@"\n')
+    command.chmod(0o755)
+    script = """eval "$(quicksilver dev completion bash)"
+COMP_LINE="quicksilver run model=reference-g"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null; echo "${COMPREPLY[@]}"
+COMP_LINE="quicksilver budg"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null; echo "${COMPREPLY[@]}"
+"""
+    found = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    )
+    assert found.stdout.splitlines() == ["reference-gpt2", "budget"]

@@ -179,35 +179,20 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monke
     assert not (results / "sweeps" / "depths" / "failed").exists()
 
 
-def test_while_it_runs_the_status_says_which_one(words, results, monkeypatch, capsys):
-    seen = []
-    run = harness_run._run
-
-    def looking(step, *rest):
-        made = run(step, *rest)
-        seen.append(step.config.label)
-        return made
-
-    def during(self, *args):
-        state = Sweep.load(results, "depths").states()
-        seen.append([one.state for one in state])
-        board = Board(Sweep.load(results, "depths"))
-        assert "as of" in board.html().lower()
-        return measured(self, *args)
-
+def test_while_it_runs_the_status_says_which_one(words, results, monkeypatch):
     from quicksilver.measure import bench
 
-    measured = bench.run_measurements
+    seen, measured = [], bench.run_measurements
+
+    def during(self, *args):
+        seen.append(states(results))
+        assert "as of" in Board(Sweep.load(results, "depths")).html().lower()
+        return measured(self, *args)
+
     monkeypatch.setattr(bench, "run_measurements", during)
-    monkeypatch.setattr(harness_run, "_run", looking)
     assert sweep(*words, *DEPTHS, "name=depths") == 0
-    during_runs = [one for one in seen if isinstance(one, list)]
-    assert during_runs == [
-        ["waiting"] * 3,
-        ["running", "waiting", "waiting"],
-        ["done", "running", "waiting"],
-        ["done", "done", "running"],
-    ]
+    running = [[*["done"] * i, "running", *["waiting"] * (2 - i)] for i in range(3)]
+    assert seen == [["waiting"] * 3, *running]  # the first is the dense run
 
 
 # --- what is refused before anything starts ------------------------------------------------------------------------------------------

@@ -1,14 +1,75 @@
-"""What a record is of: configuration, data, weights, the user's own code and the version of the numbers."""
+"""What a record is of (configuration, data, weights, the user's own code, the version of the numbers), and what its run was set on."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 
+import fakes
 import pytest
 
+from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules.halting import Halting
 from quicksilver.records.identity import Identity, foreign_sources
+from quicksilver.records.provenance import BESIDE, THRESHOLDS, calibration_provenance, texts_of
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.runtime.errors import ConfigError
+
+FILES = [path for folder in BESIDE for path in sorted(EMBEDDED.glob(f"*/{folder}/*")) if path.suffix in (".yaml", ".safetensors")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_every_file_of_the_package_says_which_calibrating_text_it_was_made_on(path):
+    texts = texts_of(path)
+    assert {"python-docs", "wikitext103"} <= texts.keys()
+    assert all(count > 0 for count in texts.values())
+
+
+def test_files_are_found_by_what_they_hold_and_percentiles_by_the_runs_own_text():
+    schedules = next(path for path in FILES if path.name == "schedules.yaml")
+    digests = {
+        "text": "0" * 64,
+        "predicted_kv.quicksilver.schedules.yaml": hashlib.sha256(schedules.read_bytes()).hexdigest(),
+        "gates.mine.gone.safetensors": "1" * 64,
+    }
+    assert calibration_provenance(digests, "books", {"windows": 16}) == {
+        "predicted_kv/schedules.yaml": texts_of(schedules),
+        "gates/gone.safetensors": {},  # it was made on something, and nothing says on what
+        THRESHOLDS: {"books": 16},
+    }
+    assert calibration_provenance({"text": "0" * 64}, "books", None) == {}
+
+
+def test_a_file_of_ones_own_is_found_beside_the_model(tmp_path):
+    (tmp_path / "predicted_kv").mkdir()
+    own = tmp_path / "predicted_kv" / "schedules.yaml"
+    own.write_text("chosen_on:\n  windows: {novel: 3}\n")
+    digests = {"predicted_kv.quicksilver.schedules.yaml": hashlib.sha256(own.read_bytes()).hexdigest()}
+    assert calibration_provenance(digests, "novel", None, [tmp_path]) == {"predicted_kv/schedules.yaml": {"novel": 3}}
+
+
+@pytest.mark.parametrize("content", ["schedules: {}\n", "[1, 2]\n", "chosen_on: {windows: 3}\n", "a: [\n"])
+def test_a_file_that_does_not_say_is_refused(tmp_path, content):
+    path = tmp_path / "schedules.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="does not say which text it was made on"):
+        texts_of(path)
+
+
+def test_notes_say_it_once_for_all_rows(tmp_path):
+    told = [{"thresholds": {"python-docs": 16}}, {"thresholds": {"python-docs": 40}, "predicted_kv/a.yaml": {"books": 2}}, {}]
+    dense = fakes.make(tmp_path, "dense continuation", "continuation")
+    records = [fakes.make(tmp_path, f"run {i}", "continuation", per_token=0.01, tuned=one) for i, one in enumerate(told)]
+    outcomes = [Outcome(Row("continuation", "", str(i), str(i), ()), record, dense) for i, record in enumerate(records)]
+    said = [line for line in provenance.notes(outcomes) if line.startswith("Set before")]
+    assert said == [
+        "Set before, on calibrating text (windows): predicted_kv/a.yaml on books (2); thresholds on python-docs (16 or 40)."
+    ]
+    assert not any(line.startswith("Set before") for line in provenance.notes(outcomes[2:]))
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------------------
 
 OF = Identity({"seed": 0, "modules": {"halting": {"tau": 1.0, "window": (0.2, 0.8)}}}, {"text": "a", "weights": "b"}, {}, 1)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import split
+from quicksilver.cli.commands.list import listed
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import progress_bar, width
 from quicksilver.runtime.errors import ConfigError
@@ -58,7 +59,7 @@ def main(words: Sequence[str]) -> int:
     """
     asked, overrides = split(words, Options, "budget")
     if not asked.save and not asked.cost:
-        print(_dials())
+        print(listed("budget"))
         raise ConfigError("Say what to hold: quicksilver budget save=30, or cost=1 (make budget ARGS='save=30').")
     from quicksilver.report.sweeps import BudgetReport, budget_table
     from quicksilver.runs import dials as budgets
@@ -92,18 +93,6 @@ def main(words: Sequence[str]) -> int:
     for message in refused:
         say(message)
     return 1 if refused else 0
-
-
-def _dials() -> str:
-    """One line a dial: its name, and what the first line of its file says."""
-    from quicksilver.runs.choices import config_dir
-    from quicksilver.runs.dials import dials
-
-    lines = []
-    for name in dials():
-        first = (config_dir() / "budget" / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-        lines.append(f"  {name:<18} {first.lstrip('# ')}")
-    return "\n".join(["Dials:", *lines])
 
 
 def _later(

@@ -211,10 +211,20 @@ def benchmark_command(options: Benchmark) -> list[str]:
 
 
 def completion(words: Sequence[str]) -> int:
-    """Print the script of a shell, or the candidates of a line; returns the exit code."""
-    from quicksilver.cli import completion as shell
+    """Print the script of a shell, or the candidates of a line; returns the exit code.
 
-    return shell.main(words)
+    Raises:
+        ConfigError: another shell.
+    """
+    from quicksilver.cli.completion import SCRIPTS, candidates
+
+    if len(words) == 2 and words[0] == "words":
+        print("\n".join(candidates(words[1])))
+        return 0
+    if len(words) != 1 or words[0] not in SCRIPTS:
+        raise ConfigError(f"{' '.join(words) or 'nothing'}: say for which shell: quicksilver dev completion bash, or zsh.")
+    print(SCRIPTS[words[0]])
+    return 0
 
 
 COMMANDS = {"benchmark": benchmark, "completion": completion, "keep": keep, "readme": readme, "variants": variants}

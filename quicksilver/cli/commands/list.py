@@ -45,11 +45,11 @@ def main(words: Sequence[str]) -> int:
     if unknown:
         raise ConfigError(f"{unknown[0]}: quicksilver list takes {', '.join(KINDS)}, or nothing.")
     for kind in kinds or KINDS[:-1]:
-        print(_listed(kind))
+        print(listed(kind))
     return 0
 
 
-def _listed(kind: str) -> str:
+def listed(kind: str) -> str:
     """One line a name of this kind, with what its file says first."""
     if kind in ("table", "figure"):
         return listing([artefact for artefact in artefacts() if artefact.kind == kind])

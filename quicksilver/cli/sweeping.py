@@ -462,7 +462,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
     sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
     with sweep.driver_lock():
-        sweep.go_on(space.fixed)
+        sweep.create(space.fixed)
         sweep.forget_failures()
         study = studies.open_study(sweep.folder, asked.name, config)
         board = Board(sweep)

@@ -6,6 +6,7 @@ a module yaml: percentiles keep the calibration they were found with, on whateve
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +28,9 @@ LEDGERS = ("executed", "nominal", "paper")
 SEARCH = ("dataset.part=calibration", "measure=sweep")  # below the overrides of the user and of the dial
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dial:
-    """Options of modules that move together, from saving least to saving most.
+    """Options of modules that move together, from saving least to saving most: what a yaml of conf/budget says.
 
     Attributes:
         name: of its file in conf/budget.
@@ -40,10 +41,10 @@ class Dial:
     """
 
     name: str
-    overrides: tuple[str, ...]
-    keys: tuple[str, ...]
-    low: float
-    high: float
+    overrides: list[str] = MISSING
+    keys: list[str] = MISSING
+    low: float = MISSING
+    high: float = MISSING
     percentile: bool = False
 
     def at(self, value: float) -> tuple[str, ...]:
@@ -53,17 +54,6 @@ class Dial:
     def text(self, value: float) -> str:
         """The value as a configuration has it."""
         return f"p{value:.4g}" if self.percentile else f"{value:.4g}"
-
-
-@dataclass
-class _DialFile:
-    """What a yaml of conf/budget may have."""
-
-    overrides: list[str] = MISSING
-    keys: list[str] = MISSING
-    low: float = MISSING
-    high: float = MISSING
-    percentile: bool = False
 
 
 def dials() -> list[str]:
@@ -81,13 +71,13 @@ def load_dial(name: str) -> Dial:
     if not path.is_file():
         raise ConfigError(f"There is no dial {name}. There are: {', '.join(dials())}; or give a yaml file of your own.")
     try:
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(_DialFile), OmegaConf.load(path)))
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Dial(path.stem)), OmegaConf.load(path)))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path} is no dial: {str(error).splitlines()[0]}") from error
-    assert isinstance(found, _DialFile)
+    assert isinstance(found, Dial)
     if not found.low < found.high:
         raise ConfigError(f"{path}: low={found.low:g} must lie below high={found.high:g}.")
-    return Dial(path.stem, tuple(found.overrides), tuple(found.keys), found.low, found.high, found.percentile)
+    return dataclasses.replace(found, name=path.stem)
 
 
 @dataclass(frozen=True)

@@ -224,45 +224,37 @@ class Sweep:
             hint = f"There are: {', '.join(there)}." if there else "There is none: quicksilver run -m … makes one."
             raise ConfigError(f"There is no sweep {name} in {Path(results_dir) / FOLDER}. {hint}") from None
 
-    def create(self) -> None:
-        """Write the manifest, or find it: the same command goes on with its sweep.
+    def create(self, fixed: Sequence[str] = ()) -> None:
+        """Write the manifest, or find it: the same command goes on with its sweep, and with the runs that were drawn before.
+
+        Args:
+            fixed: of a sweep whose runs are drawn, overrides of every run.
 
         Raises:
             ConfigError: there is a sweep of that name with other runs.
         """
-        path = self.folder / MANIFEST
+        drawn = self.manifest.total is not None
         with suppress(FileNotFoundError):
-            there = _read(path)
-            if not there.same_runs(self.manifest):
+            there = _read(self.folder / MANIFEST)
+            same, how = (
+                there.same_runs(self.manifest),
+                f" ({_difference(there, self.manifest)})" if there.runs and not drawn else "",
+            )
+            if drawn:
+                rests = ([word for word in run.overrides if word not in run.differing] for run in there.runs)
+                same = there.total is not None and all(rest == [*fixed] for rest in rests)
+            if not same:
                 raise ConfigError(
-                    f"name={self.manifest.name}: there is a sweep of that name with other runs ({_difference(there, self.manifest)}). "
-                    f"Give another name=…, or remove {self.folder}; its records stay."
+                    f"name={self.manifest.name}: there is a sweep of that name with other runs{how}. Give another name=…, or remove "
+                    f"{self.folder}; its records stay."
                 )
+            if drawn:
+                self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
         self._write()
 
     def _write(self) -> None:
         content = {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)}
         self.store.write_json(f"{FOLDER}/{self.manifest.name}/{MANIFEST}", content)
-
-    def go_on(self, fixed: Sequence[str]) -> None:
-        """Take up the runs that were drawn before in a sweep of this name, or begin it.
-
-        Args:
-            fixed: overrides of every run.
-
-        Raises:
-            ConfigError: there is a sweep of that name with other runs.
-        """
-        with suppress(FileNotFoundError):
-            there = _read(self.folder / MANIFEST)
-            others = [run for run in there.runs if [word for word in run.overrides if word not in run.differing] != [*fixed]]
-            if there.total is None or others:
-                raise ConfigError(
-                    f"name={self.manifest.name}: there is a sweep of that name with other runs. Give another name=…, or remove {self.folder}; "
-                    "its records stay."
-                )
-            self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
-        self._write()
 
     def draw(self, overrides: tuple[str, ...], differing: tuple[str, ...]) -> SweepRun:
         """The run with these overrides, taken up if it was not drawn before."""

@@ -17,11 +17,11 @@ from quicksilver.runs.parts import build_modules
 from quicksilver.runs.run import ensure, plan
 from quicksilver.runtime.errors import ConfigError
 
-SHARE = Dial("share", ("modules=[halting_attention]", "protocol=continuation"), ("modules.halting.halted_share",), 0.05, 0.9)
+SHARE = Dial("share", ["modules=[halting_attention]", "protocol=continuation"], ["modules.halting.halted_share"], 0.05, 0.9)
 DRIFT = Dial(
     "drift",
-    ("modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0", "protocol=all"),
-    ("modules.halting.tau_drift",),
+    ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0", "protocol=all"],
+    ["modules.halting.tau_drift"],
     1,
     99,
     percentile=True,

@@ -237,12 +237,6 @@ def test_a_full_disk_is_one_message_and_no_half_record(store, failure):
     assert hidden(store) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(QuickSilverError, match=r"file is no folder.*results_dir=…"):
-        make_record(Store(tmp_path / "file"))
-
-
 DAMAGE = {
     "no record.json": (lambda p: (p / "record.json").unlink(), "it has no record.json"),
     "cut short": (lambda p: (p / "record.json").write_text('{"schema_version": 1, '), "record.json is damaged"),

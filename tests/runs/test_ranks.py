@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness_world import make_world
 
 from quicksilver.cli import main as console
 from quicksilver.measure.ranks import RanksResult
@@ -29,22 +27,15 @@ ASKED = [
 
 
 def started(*words: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        "-m",
-        "quicksilver",
-    ]
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *ranks, "-m", "quicksilver"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([*command, "run", *words], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=1800)
 
 
-def words_of(folder: Path) -> list[str]:
-    text = [word for word in make_world(folder) if word.startswith(("dataset", "protocol."))]
-    return [*text, *ASKED]
+@pytest.fixture
+def words(world) -> list[str]:
+    return [*(word for word in world if word.startswith(("dataset", "protocol."))), *ASKED]
 
 
 def record_of(results: Path):
@@ -53,8 +44,7 @@ def record_of(results: Path):
 
 
 @pytest.mark.slow
-def test_two_processes_make_one_record_with_the_numbers_of_one(tmp_path):
-    words = words_of(tmp_path / "world")
+def test_two_processes_make_one_record_with_the_numbers_of_one(words, tmp_path):
     made = started(*words, "model.parallel=tensor", f"results_dir={tmp_path / 'two'}")
     assert made.returncode == 0, made.stderr[-3000:]
     assert made.stdout.count("  record  ") == 1  # one of them speaks
@@ -75,8 +65,8 @@ def test_two_processes_make_one_record_with_the_numbers_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(tmp_path):
-    words = [word for word in words_of(tmp_path / "world") if not word.startswith("dataset.windows")]
+def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(words, tmp_path):
+    words = [word for word in words if not word.startswith("dataset.windows")]
     words += ["dataset.windows=4", "modules.static_depth.depth=0.4,0.6,0.8", "name=depths"]
     asked = ["-m", *words, "model.parallel=tensor", f"results_dir={tmp_path / 'two'}"]
     made = started(*asked, "limit=2")
@@ -97,24 +87,25 @@ def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("more", "said"),
     [
         (["hydra/launcher=joblib"], "hydra/launcher=joblib: the processes of torchrun make the runs"),
-        (["model.parallel=null"], r"Run 1 of the sweep has model.parallel=null, and each of the 2 processes"),
+        (["model.parallel=null"], "Run 1 of the sweep has model.parallel=null, and each of the 2 processes"),
     ],
 )
-def test_a_sweep_that_is_not_of_all_processes_is_refused_before_anything_is_loaded(words, said, tmp_path, monkeypatch, capsys):
+def test_a_sweep_that_is_not_of_all_processes_is_refused_before_anything_is_loaded(
+    words, more, said, tmp_path, monkeypatch, refused
+):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    asked = [*words_of(tmp_path / "world"), "seed=0,1", f"results_dir={tmp_path / 'two'}"]
-    assert console.main(["run", "-m", "model.parallel=tensor", *asked, *words]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    asked = [*words, "seed=0,1", f"results_dir={tmp_path / 'two'}"]
+    assert said in refused("run", "-m", "model.parallel=tensor", *asked, *more)
     assert not (tmp_path / "two" / "sweeps").exists()
 
 
 @pytest.mark.slow
-def test_a_model_without_a_plan_is_refused_in_a_line(tmp_path):
-    words = [word for word in words_of(tmp_path / "world") if word != "model=reference-llama"]
+def test_a_model_without_a_plan_is_refused_in_a_line(words, tmp_path):
+    words = [word for word in words if word != "model=reference-llama"]
     made = started(*words, "model=reference-gpt2", "model.parallel=tensor", f"results_dir={tmp_path / 'two'}")
     said = [line for line in made.stderr.splitlines() if line.startswith("quicksilver: ")]
     assert made.returncode != 0
@@ -131,8 +122,8 @@ def test_what_is_of_one_process_is_refused():
         compose(["model=reference-llama", "model.parallel=tensor", "measure=ranks", "records=checked"])
 
 
-def test_one_process_alone_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    assert console.main(["run", *words_of(tmp_path / "world"), "model.parallel=tensor", f"results_dir={tmp_path / 'one'}"]) == 2
+def test_one_process_alone_is_refused_before_anything_is_loaded(words, tmp_path, capsys):
+    assert console.main(["run", *words, "model.parallel=tensor", f"results_dir={tmp_path / 'one'}"]) == 2
     assert "torchrun --nproc-per-node 2 -m quicksilver run" in capsys.readouterr().err
 
 

@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +48,6 @@ Times = dict[str, dict[str, float]]  # ms by what is timed: prefill and decode
 
 class AgainstError(Exception):
     """What keeps two versions from being compared, for the person at the keyboard."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One pass under both versions.
-
-    Attributes:
-        ratio, low, high: median and quartiles over the rounds of this code's time over the revision's.
-        noise_floor: the farther quartile, from 1, of the revision's second time over its first.
-        revision_ms: the revision's median.
-        verdict: `faster`, `slower`, or `no difference`: the ratio's quartiles hold 1, or its median is within the noise floor.
-    """
-
-    what: str
-    phase: str
-    ratio: float
-    low: float
-    high: float
-    noise_floor: float
-    revision_ms: float
-    verdict: str
 
 
 # --- one process: one version ---------------------------------------------------------------------------------------------------
@@ -174,37 +152,39 @@ def _passed_on(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in OPTIONS if name not in ("rounds", "package")}
 
 
-def compared(rounds: Sequence[Sequence[Times]]) -> list[Compared]:
-    """Of rounds of (revision, this code, revision again), each pass that all of them have."""
+def compared(rounds: Sequence[Sequence[Times]]) -> list[dict[str, Any]]:
+    """Of rounds of (revision, this code, revision again), each pass that all of them have.
+
+    Returns:
+        A row a pass and phase. `ratio`, `low`, `high`: median and quartiles over the rounds of this code's time over the revision's. `noise_floor`:
+        the farther quartile, from 1, of the revision's second time over its first. `revision_ms`: the revision's median. `verdict`: `faster`,
+        `slower`, or `no difference` where the quartiles hold 1 or the median is within the noise floor.
+    """
+    # Not at the top: the process that times a revision reads this file with the revision's package, which may not have it.
+    from quicksilver.measure.latency import Alternation, LatencySamples
+
     found = []
     for what in rounds[0][0]:
         if not all(what in times for one in rounds for times in one):
             continue
         for phase in (PREFILL, DECODE):
-            triples = [[times[what][phase] for times in one] for one in rounds]
-            low, middle, high = _quartiles([new / old for old, new, _ in triples])
-            floors = _quartiles([again / old for old, _, again in triples])
-            floor = max(abs(floors[0] - 1), abs(floors[2] - 1))
-            same = low <= 1 <= high or abs(middle - 1) <= floor
-            verdict = "no difference" if same else "slower" if middle > 1 else "faster"
-            old_ms = statistics.median(old for old, _, _ in triples)
-            found.append(Compared(what, phase, middle, low, high, floor, old_ms, verdict))
+            old, new, again = ([times[what][phase] for times in of_version] for of_version in zip(*rounds, strict=True))
+            samples = {"old": LatencySamples(old), "new": LatencySamples(new)}
+            times = Alternation(samples, control="old", control_ms=again, load_before=0.0, load_after=0.0)
+            ratio, floor = times.ratio("new", to="old"), times.noise_floor or 0.0
+            same = ratio.low <= 1 <= ratio.high or abs(ratio.median - 1) <= floor
+            verdict = "no difference" if same else "slower" if ratio.median > 1 else "faster"
+            found.append({
+                "what": what, "phase": phase, "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noise_floor": floor,
+                "revision_ms": times["old"].median, "verdict": verdict,
+            })  # fmt: skip
     return found
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
-def text(found: Sequence[Compared], absent: Mapping[str, str]) -> str:
+def text(found: Sequence[Mapping[str, Any]], absent: Mapping[str, str]) -> str:
     """One line a pass, for a terminal."""
-    lines = [f"{'':<24} {'':<8} {'ratio':>6}  {'quartiles':<16} {'A/A':>6} {'ms':>9}"]
-    lines += [
-        f"{one.what:<24} {one.phase:<8} {one.ratio:>6.3f}  {f'{one.low:.3f} to {one.high:.3f}':<16} {one.noise_floor:>6.1%} "
-        f"{one.revision_ms:>9.2f}  {one.verdict}"
-        for one in found
-    ]
+    row = "{what:<24} {phase:<8} {ratio:>6.3f}  {low:.3f} to {high:.3f}   {noise_floor:>6.1%} {revision_ms:>9.2f}  {verdict}"
+    lines = [f"{'':<24} {'':<8} {'ratio':>6}  {'quartiles':<16} {'A/A':>6} {'ms':>9}", *(row.format(**one) for one in found)]
     return "\n".join([*lines, *(f"{what}: not compared, {why}" for what, why in absent.items())])
 
 
@@ -258,7 +238,7 @@ def compare(revision: str, options: argparse.Namespace) -> None:
         "this_code": _git(ROOT, "describe", "--always", "--dirty").stdout.strip(),
         "options": _passed_on(options) | {"rounds": options.rounds},
         "environment": environment("cpu") | {"threads": options.threads, "load_average_before": load},
-        "compared": [asdict(one) for one in found],
+        "compared": found,
         "absent": absent,
         "rounds_ms": [dict(zip(NAMES, one, strict=True)) for one in rounds],
     }

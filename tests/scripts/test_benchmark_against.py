@@ -23,11 +23,11 @@ def rounds(old: float, new: float, again: float, n: int = 5) -> list[list[agains
 )  # fmt: skip
 def test_a_ratio_within_the_noise_of_the_revision_against_itself_is_no_difference(times, verdict):
     found = against.compared(rounds(*times))
-    assert [one.phase for one in found] == ["prefill", "decode"]
-    assert {one.verdict for one in found} == {verdict}
+    assert [one["phase"] for one in found] == ["prefill", "decode"]
+    assert {one["verdict"] for one in found} == {verdict}
     decode = found[1]
-    assert decode.ratio == pytest.approx(times[1] / times[0])
-    assert decode.noise_floor == pytest.approx(times[2] / times[0] - 1)
+    assert decode["ratio"] == pytest.approx(times[1] / times[0])
+    assert decode["noise_floor"] == pytest.approx(times[2] / times[0] - 1)
     assert verdict in against.text(found, {})
 
 
@@ -35,7 +35,7 @@ def test_what_one_version_lacks_is_not_compared():
     given = rounds(10.0, 10.0, 10.0)
     for one in given:
         one[1]["fusion"] = one[1]["plain"]
-    assert {one.what for one in against.compared(given)} == {"plain"}
+    assert {one["what"] for one in against.compared(given)} == {"plain"}
 
 
 @pytest.fixture

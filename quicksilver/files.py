@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.reading import read_json
 
 MANIFEST = "manifest.json"
 _PLAIN = re.compile(r"\w[\w.+-]*")
@@ -34,6 +35,9 @@ def write_atomically(path: Path | str, content: bytes, *, sync: bool = True) -> 
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        error.filename = os.fspath(path)  # a full disk names no file, and the partial one means nothing to a person
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -164,7 +168,7 @@ def _manifest(folder: Path) -> dict[str, str]:
     refuse_link(path)
     remedy = f"Move {folder} away, and run the same command again."
     try:
-        files = json.loads(path.read_bytes())["files"]
+        files = read_json(path)["files"]
         for name in (*files, *files.values()):
             if not isinstance(name, str):
                 raise TypeError(f"{name!r} is no text")

@@ -11,19 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options, Positive
 
-Options = TypeVar("Options")
+Own = TypeVar("Own", bound=Options)
 
 
 @dataclass
-class ResultsFolder:
+class ResultsFolder(Options):
     """The keys of a command that asks for nothing but the folder of results."""
 
     results_dir: str = field(default_factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results"))
 
 
 @dataclass
-class SweepOptions:
+class SweepOptions(Options):
     """Keys of a sweep that are no part of a run.
 
     Attributes:
@@ -34,22 +35,12 @@ class SweepOptions:
     """
 
     name: str | None = None
-    limit: int | None = None
-    workers: int | None = None
+    limit: Positive | None = None
+    workers: Positive | None = None
     plan: bool = False
 
-    def check(self) -> None:
-        """
-        Raises:
-            ConfigError: names the value.
-        """
-        for key in ("limit", "workers"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"{key}={value} is out of range: at least 1.")
 
-
-def split(words: Sequence[str], options: type[Options], command: str) -> tuple[Options, list[str]]:
+def split(words: Sequence[str], options: type[Own], command: str) -> tuple[Own, list[str]]:
     """The command's own keys as an instance of the dataclass `options`, and the overrides of the run.
 
     A field that is a list takes one value or several: `save=30`, `save=[20,40]`.
@@ -67,11 +58,11 @@ def split(words: Sequence[str], options: type[Options], command: str) -> tuple[O
     return found, overrides
 
 
-def split_own(words: Sequence[str], options: type[Options]) -> tuple[Options, list[str]]:
+def split_own(words: Sequence[str], options: type[Own]) -> tuple[Own, list[str]]:
     """`split`, but all other words are left as they are: they may be options of Hydra's.
 
     Raises:
-        ConfigError: a value of another type, or none.
+        ConfigError: a value of another type, out of range, or none.
     """
     own = {field.name: field for field in dataclasses.fields(cast(Any, options))}
     given, rest = {}, []
@@ -119,26 +110,20 @@ def _check_known(key: str, own: list[str], command: str) -> None:
     raise ConfigError(f"{key}: there is no such key. {hint}{of_its_own} the run: {', '.join(k for k in known if k != 'hydra')}.")
 
 
-def _typed(options: type[Options], given: dict[str, str], own: dict[str, dataclasses.Field[Any]]) -> Options:
+def _typed(options: type[Own], given: dict[str, str], own: dict[str, dataclasses.Field[Any]]) -> Own:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    schema: Any = OmegaConf.structured(options)
+    read: dict[str, Any] = {}
     for key, value in given.items():
+        kind = str(own[key].type).removesuffix(" | None")
         try:
-            read: Any = value
-            if not _is_text(own[key]):
-                read = OmegaConf.select(OmegaConf.create(f"value: {value}"), "value")
-            if OmegaConf.is_list(schema[key]) and not OmegaConf.is_list(read):
-                read = [read]
-            schema = OmegaConf.merge(schema, {key: read})
+            read[key] = value if kind == "str" else OmegaConf.to_container(OmegaConf.create(f"value: {value}"))["value"]  # type: ignore[index,call-overload]
         except (OmegaConfBaseException, YAMLError) as error:
-            kind = str(own[key].type).replace("list[", "").replace("]", "").removesuffix(" | None")
-            wanted = {"float": "a number", "int": "a whole number", "bool": "true or false"}.get(kind, kind)
-            raise ConfigError(f"{key}={value}: needs {wanted}.") from error
-    return cast(Options, OmegaConf.to_object(schema))
-
-
-def _is_text(field: dataclasses.Field[Any]) -> bool:
-    return str(field.type).removesuffix(" | None") == "str"
+            raise ConfigError(f"{key}={value} cannot be read: {str(error).splitlines()[0]}.") from error
+        if kind.startswith("list[") and not isinstance(read[key], list):
+            read[key] = [read[key]]
+        if kind == "list[str]":
+            read[key] = [str(one) if isinstance(one, int | float) else one for one in read[key]]
+    return options(**read)

@@ -53,7 +53,7 @@ def _of_command(name: str, rest: Sequence[str], word: str) -> list[str]:
         from quicksilver.report.artefacts import artefacts
 
         return [number for artefact in artefacts() if artefact.kind == rest[0] for number in artefact.numbers]
-    options = getattr(load(name), "Options", None)
+    options = getattr(load(name), "Keys", None)
     own = [f"{field.name}=" for field in dataclasses.fields(options)] if options is not None else []
     of_run = [] if name in _NO_RUN else _of_run([one for one in rest if "=" in one], word)
     return sorted({*own, *of_run})

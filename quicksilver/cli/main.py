@@ -132,6 +132,11 @@ def _guarded(command: Callable[[], int]) -> int:
         # `quicksilver list | head`: the reader has seen enough. Python would complain once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say(f"{error.filename}: {error.strerror}. Finished records are kept: mend it, and the same command goes on from here.")
+        return 1
 
 
 @contextmanager

@@ -142,10 +142,9 @@ def _against_dense(record: Record) -> list[str]:
     from quicksilver.measure.latency import LatencyResult
     from quicksilver.measure.null import NullResult
 
-    frame = record.windows
-    lines = [_difference("against dense", frame["nll_nats"], record)]
+    lines = [_difference("against dense", "", record)]
     if record.found("null", NullResult) is not None:
-        lines.append(_difference("its null", frame["null_nll_nats"], record))
+        lines.append(_difference("its null", "null_", record))
     prompt = record.protocol.name == "continuation"
     ledgers = {name: record.flops_saved_pct(f"prompt_{name}" if prompt else name) for name in ("executed", "nominal", "paper")}
     said = ", ".join(f"{name} {value:.1f}%" for name, value in ledgers.items() if value is not None)
@@ -157,13 +156,15 @@ def _against_dense(record: Record) -> list[str]:
     return lines
 
 
-def _difference(name: str, nats: object, record: Record) -> str:
+def _difference(name: str, column: str, record: Record) -> str:
+    """Perplexity against dense, and how far the distributions lie apart; column: what its columns begin with."""
     from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
 
     frame = record.windows
+    tokens, kl = frame["tokens"], f"{column}kl_nats"
+    far = f", KL {(frame[kl] * tokens).sum() / tokens.sum():.3g} nats a token" if kl in frame else ""
     if len(frame) < MIN_WINDOWS:
-        return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows)"
-    paired = paired_perplexity(nats, frame["tokens"], frame["dense_nll_nats"])  # type: ignore[arg-type]
-    return (
-        f"  {name:<12} {paired.relative_pct:+.2f}% perplexity [{paired.relative_pct_low:+.2f}, {paired.relative_pct_high:+.2f}]"
-    )
+        return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows){far}"
+    paired = paired_perplexity(frame[f"{column}nll_nats"], tokens, frame["dense_nll_nats"])
+    low, high = paired.relative_pct_low, paired.relative_pct_high
+    return f"  {name:<12} {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]{far}"

@@ -71,7 +71,6 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
     Raises:
         ConfigError: nothing of it can be run.
     """
-    asked.check()
     if asked.name is not None:
         check_name(asked.name)
     with hydra_started(extra_dirs):

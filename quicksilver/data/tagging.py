@@ -21,6 +21,7 @@ from quicksilver.data.spec import TaggerConfig
 from quicksilver.data.treebank import Sentence, sentences
 from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_bytes, read_json
 
 SPACY_MODELS = ("en_core_web_trf", "en_core_web_lg", "en_core_web_md", "en_core_web_sm")
 PERCEPTRON = "perceptron"
@@ -98,7 +99,7 @@ def _kept(
     ).hexdigest()
     path = None if cache is None else cache / f"tags-{key[:20]}.json"
     if path is not None and path.is_file():
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         return content["tags"], content["said"]
     train, test = (
         sentences(content.decode("utf-8"), str(name)) for content, name in zip(banks, (config.train, config.test), strict=True)
@@ -140,10 +141,10 @@ def _treebank(name: str, root: Path | None) -> bytes:
     path = Path(name).expanduser()
     path = path if path.is_absolute() or root is None else root / path
     try:
-        return path.read_bytes()
-    except OSError:
+        return read_bytes(path)
+    except OSError as error:
         raise ConfigError(
-            f"dataset.tagger: there is no treebank {path}, which the tagger is trained or judged on. Give data.root=/folder, or "
+            f"dataset.tagger: the treebank {path} cannot be read ({error.strerror}), which the tagger is trained or judged on. Give data.root=/folder, or "
             "dataset.tagger.train=… and dataset.tagger.test=…"
         ) from None
 

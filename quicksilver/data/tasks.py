@@ -17,6 +17,7 @@ from quicksilver.data.spec import DatasetConfig, Part, SplitConfig, TaskConfig
 from quicksilver.files import write_atomically
 from quicksilver.models.hub import require_hub
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import parse_json, read_bytes
 
 BETWEEN = "\n\n"  # examples of one text, and the shots before a prompt
 REGRESSION = "pearson_spearman"
@@ -235,7 +236,7 @@ def file_rows(paths: Iterable[Path], columns: list[str]) -> Iterator[dict[str, A
     """
     for path in paths:
         try:
-            file = io.StringIO(path.read_bytes().decode("utf-8"), newline="")  # whole: whoever stops early leaves no file open
+            file = io.StringIO(read_bytes(path).decode("utf-8"), newline="")  # whole: whoever stops early leaves no file open
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a table of UTF-8 text: {error}.") from error
         if path.suffix == ".jsonl":
@@ -251,7 +252,7 @@ def _jsonl(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: {error}. Each line must be a json object.") from error
         if not isinstance(row, dict):

@@ -18,6 +18,9 @@ from quicksilver.data.spec import ANNOTATED, DatasetConfig, Part
 from quicksilver.data.treebank import read_treebank
 from quicksilver.models.hub import require_hub
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import parse_json, read_bytes
+
+LONGEST_LINE = 1_000_000  # characters; a tokenizer takes minutes for more
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def _missing_file(config: DatasetConfig, part: Part, path: Path | None, root: Pa
 
 def _read_file(config: DatasetConfig, part: Part, path: Path) -> str:
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError as error:
         raise ConfigError(f"dataset={config.name}: {path} cannot be read: {error.strerror}.") from error
     try:
@@ -131,6 +134,11 @@ def _read_file(config: DatasetConfig, part: Part, path: Path) -> str:
     if "\0" in text:
         raise ConfigError(
             f"dataset={config.name}: {path} is binary (a zero byte at character {text.index(chr(0))}). Give a text file."
+        )
+    if config.reader == "text" and (longest := max(map(len, text.split("\n")))) > LONGEST_LINE:
+        raise ConfigError(
+            f"dataset={config.name}: {path} has a line of {longest:,} characters, and at most {LONGEST_LINE:,} are read: is it a text? Break it "
+            "into lines."
         )
     if config.reader == "documents":
         text = _join(_slice(config, part, _jsonl(path, text, config.hub.text_field)))
@@ -146,7 +154,7 @@ def _jsonl(path: Path, content: str, text_field: str) -> Iterator[str]:
             continue
         try:
             yield _document(line, text_field)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ConfigError(
                 f'{path}, line {number}: {error}. Each line must be a json object with a text, such as {{"{text_field}": "…"}}: mend or '
                 f"remove the line, or name another field with dataset.hub.text_field=…"
@@ -159,7 +167,7 @@ def _document(line: str, text_field: str) -> str:
     Raises:
         ValueError, RecursionError: no json, no object, no text in that field, half of a surrogate pair.
     """
-    row = json.loads(line)
+    row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"a json {_kind(row)} is no object")
     if text_field not in row:

@@ -12,6 +12,7 @@ import numpy as np
 from quicksilver.data.annotation import Annotation, check_tags
 from quicksilver.data.spec import Part
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_bytes
 
 _COLUMNS = 10
 _SPACE = re.compile(r"\s*")
@@ -300,7 +301,7 @@ def _section(content: str, name: str) -> set[str]:
 
 def _content(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing: the treebank is not whole. Give another data.root=/folder or dataset.files.test=…"

@@ -26,6 +26,7 @@ from quicksilver.modules.lens import Lens
 from quicksilver.modules.translators import Translator
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import parse_json
 
 # -- sums --------------------------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class NormalEquations:
                 metadata = file.metadata() or {}
                 if metadata.get("key") != key:
                     return False
-                self.windows, self.tokens = json.loads(metadata["progress"])
+                self.windows, self.tokens = parse_json(metadata["progress"])
                 for layer, sums in self.sums.items():
                     sums.xx, sums.xy = file.get_tensor(f"xx.{layer}"), file.get_tensor(f"xy.{layer}")
         except (OSError, SafetensorError):

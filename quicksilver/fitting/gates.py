@@ -30,6 +30,7 @@ from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translato
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import LayerWork, head_flops
+from quicksilver.runtime.reading import parse_json
 from quicksilver.runtime.run import apply
 
 # -- gates -------------------------------------------------------------------------------------------------------------------------
@@ -422,7 +423,7 @@ class _State:
             return 0
         try:
             with safe_open(str(self.path), framework="pt") as file:
-                about: dict[str, Any] = json.loads((file.metadata() or {})[_ABOUT])
+                about: dict[str, Any] = parse_json((file.metadata() or {})[_ABOUT])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise ConfigError(f"{self.path} cannot be read ({error}): remove it and train again.") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import shutil
 import tempfile
 import weakref
@@ -18,6 +18,7 @@ from quicksilver.models.hub import require_hub
 from quicksilver.models.parallel import cut
 from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_json
 
 _KIND = "ForSequenceClassification"
 _HEAD = "classification_head"
@@ -25,7 +26,7 @@ _HEAD = "classification_head"
 
 def is_classifier(folder: Path) -> bool:
     """Whether config.json says so."""
-    named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    named = read_json(folder / "config.json").get("architectures") or []
     return any(str(name).endswith(_KIND) for name in named)
 
 
@@ -224,10 +225,19 @@ def _what_is_missing(folder: Path) -> str | None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             try:
-                _json_object(folder / name)
+                _check_numbers(_json_object(folder / name))
             except (OSError, ValueError) as error:
                 return f"an unreadable {name} ({error})"
     return None
+
+
+def _check_numbers(content: Mapping[str, Any]) -> None:
+    """Raises ValueError for a number of a config that no model can have, which torch would find in the middle of a pass."""
+    for name, value in content.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+        if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, and no share from 0 to 1")
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -236,7 +246,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: it cannot be read, is no json, or no object.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"a json {type(content).__name__} where an object is needed")
     return content

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.placement import whole_parameters
+from quicksilver.runtime.reading import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,7 +127,7 @@ class FittedFile:
             facts, tensors = cls._read(Path(path))
         except FileNotFoundError:
             raise ConfigError(f"There is no {cls.kind} {path}: {cls.remedy}.") from None
-        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} cannot be read as a {cls.kind} ({error}): it is cut short or damaged; {cls.remedy}."
             ) from error
@@ -155,7 +156,7 @@ class FittedFile:
     def _read(cls, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         """The header, its format included, and the tensors."""
         with safe_open(str(path), framework="pt") as file:
-            facts = json.loads((file.metadata() or {}).get("quicksilver", "{}"))
+            facts = parse_json((file.metadata() or {}).get("quicksilver", "{}"))
             return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
 
     def _written(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from quicksilver.runtime.options import (
     is_list,
 )
 from quicksilver.runtime.pass_state import TokenState
+from quicksilver.runtime.reading import read_json
 from quicksilver.runtime.view import CacheView, LayerView
 
 # -- joining neighbours ------------------------------------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
     else:
         if isinstance(value, (str, Path)):
             try:
-                value = json.loads(Path(value).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+                value = read_json(Path(value))
+            except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list, one count per id."
                 ) from None

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 import yaml
 
+from quicksilver.modules import translators
 from quicksilver.modules.checks import layer_after
 from quicksilver.modules.fitted import MODELS_FOLDER, model_digest
 from quicksilver.modules.halting import HaltingPolicy
@@ -28,6 +29,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.options import Count, InnerShare, Options, Positive, Share, check_choice, check_count, check_number
 from quicksilver.runtime.pass_state import MISSING_KV, MissingKV, TokenState
+from quicksilver.runtime.reading import read_bytes
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
 
@@ -440,10 +442,10 @@ class PresetHalting(TokenPolicy):
 
     Args:
         save: share of the prompt's executed FLOPs for which the model's schedule was chosen, 0 to 1.
-        schedule: a schedule, or its fields, in place of the model's own; `save` is unread then.
+        schedule: a file of `quicksilver schedule`, in place of what ships with the model; or a schedule, or its fields, and `save` is unread.
         missing_kv: what later layers see of the second stage's tokens: `predict`, or what it is compared with (`project`: SwiftKV
             without training; `drop`).
-        translator: `embedded`, or the path of one.
+        translator: `embedded`, what ships with the model or lies beside the schedule's file; or the path of one.
 
     Raises:
         ConfigError: neither a share nor a schedule; by `bind`: no schedule for this model at that budget, a stage that the model has no
@@ -451,7 +453,7 @@ class PresetHalting(TokenPolicy):
     """
 
     save: InnerShare | None = 0.4
-    schedule: Schedule | Mapping[str, Any] | None = None
+    schedule: Schedule | Mapping[str, Any] | Path | str | None = None
     missing_kv: str = "predict"
     translator: str | Path = "embedded"
     lookahead: bool = False
@@ -464,8 +466,10 @@ class PresetHalting(TokenPolicy):
             raise ConfigError(
                 "save=None and schedule=None: give one of them, a share such as save=0.4 or a schedule of your own."
             )
-        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+        if isinstance(self.schedule, Mapping):
             self.schedule = read_schedule(self.schedule)
+        elif self.schedule is not None and not (isinstance(self.schedule, Schedule) or str(self.schedule).endswith(".yaml")):
+            raise ConfigError(f"schedule={self.schedule} is no file of `quicksilver schedule`: its name ends with .yaml.")
 
     @property
     def causal(self) -> bool:
@@ -491,12 +495,14 @@ class PresetHalting(TokenPolicy):
         return self.halting.translators
 
     def bind(self, architecture: Architecture) -> None:
-        schedule = self.schedule
-        if schedule is None:
-            assert self.save is not None
-            schedule = schedule_of(architecture, self.save)
-        assert isinstance(schedule, Schedule)
-        halting = schedule.halting(self.missing_kv, self.translator)
+        schedule, translator = self.schedule, self.translator
+        if not isinstance(schedule, Schedule):
+            assert not isinstance(schedule, Mapping)
+            file = None if schedule is None else Path(schedule)
+            schedule = schedule_of(architecture, self.save, file)
+            if file is not None and self.missing_kv == "predict" and str(translator) == EMBEDDED:
+                translator = _translators(file).get(schedule.predict_before, translator)
+        halting = schedule.halting(self.missing_kv, translator)
         halting.bind(architecture)
         self._halting = halting
 
@@ -522,13 +528,15 @@ def read_schedule(content: Mapping[str, Any]) -> Schedule:
         raise ConfigError(f"schedule={dict(content)} is incomplete ({error}): give {', '.join(known)}.") from error
 
 
-def schedule_of(architecture: Architecture, save: float) -> Schedule:
-    """The schedule that was chosen for the model to save that share of a prompt's executed FLOPs.
+def schedule_of(architecture: Architecture, save: float | None, file: Path | None = None) -> Schedule:
+    """The schedule that was chosen for the model to save that share of a prompt's executed FLOPs: by a file, or by what ships with the model.
 
     Raises:
-        ConfigError: none ships with the model, or none at that budget.
+        ConfigError: none for the model, or none at that budget; a file that is none, or of another model.
     """
-    own = schedules_of(architecture)
+    own = schedules_of(architecture) if file is None else _read_schedules(file, architecture)
+    if save is None:
+        raise ConfigError(f"save=None: {file} has schedules for {', '.join(f'{share:g}' for share in own)}: give one of these.")
     if not own:
         digest = model_digest(architecture.model)
         raise ConfigError(f"save={save:g}: no schedule ships with this model (digest {digest[:12]}…): {REMEDY}.")
@@ -542,11 +550,49 @@ def schedule_of(architecture: Architecture, save: float) -> Schedule:
 def schedules_of(architecture: Architecture) -> dict[float, Schedule]:
     """The schedules that ship with the model, by the share of a prompt's executed FLOPs that they were chosen for, ascending; none: {}."""
     digest = model_digest(architecture.model)
-    for content in _shipped().values():
-        if content["weights_digest"] == digest:
-            own = content["schedules"]
-            return {round(pct / 100, 6): read_schedule(own[pct]["schedule"]) for pct in sorted(own)}
-    return {}
+    return next((_schedules(content) for content in _shipped().values() if content["weights_digest"] == digest), {})
+
+
+def _read_schedules(file: Path, architecture: Architecture) -> dict[float, Schedule]:
+    try:
+        content = yaml.safe_load(read_bytes(file))
+        own, digest = _schedules(content), str(content["weights_digest"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError, ConfigError) as error:
+        why = str(error).splitlines()[0] or type(error).__name__
+        raise ConfigError(f"schedule={file} is no file of `quicksilver schedule`: {why}.") from error
+    if digest != (found := model_digest(architecture.model)):
+        raise ConfigError(
+            f"schedule={file} was chosen for other weights (digest {digest[:12]}…, this model's is {found[:12]}…): choose one by `quicksilver schedule`."
+        )
+    return own
+
+
+def _translators(file: Path) -> dict[int, Path]:
+    """The files of maps that a file of schedules was chosen with, by source layer."""
+    named = yaml.safe_load(read_bytes(file)).get("files", {})
+    return {int(layer): file.parent / str(name) for layer, name in named.items()}
+
+
+def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
+    """The files that decide what a module with these arguments does beside its own options: schedules and maps.
+
+    Raises:
+        ConfigError: a schedule's file that is none.
+    """
+    schedule = str(entry.get("schedule"))
+    if not schedule.endswith(".yaml"):
+        return translators.files_behind(entry, model_folder)
+    try:
+        beside = [] if str(entry.get("translator", EMBEDDED)) != EMBEDDED else list(_translators(Path(schedule)).values())
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"schedule={schedule} is no file of `quicksilver schedule`: {str(error).splitlines()[0]}.") from error
+    own = beside or translators.files_behind(entry, model_folder)
+    return [Path(schedule), *own]
+
+
+def _schedules(content: Mapping[str, Any]) -> dict[float, Schedule]:
+    own = content["schedules"]
+    return {round(pct / 100, 6): read_schedule(own[pct]["schedule"]) for pct in sorted(own)}
 
 
 def shipped_with_schedules() -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from quicksilver.modules.fitted import FittedFile, model_digest
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import check_number, is_list
+from quicksilver.runtime.reading import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +77,7 @@ class Calibration(FittedFile):
 
     @classmethod
     def _read(cls, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if isinstance(content, dict):
             content["format"] = content.pop("schema", None)
         return content, {}

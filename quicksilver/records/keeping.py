@@ -22,6 +22,7 @@ from quicksilver.records import archive
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, PACKED, TRACE, WINDOWS, Record, checksum, load_record
 from quicksilver.records.store import KEPT, Store, described
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import parse_json, read_json
 from quicksilver.runtime.trace import pack
 
 _INDEX = "answers.json"  # beside the records (answers.py)
@@ -82,7 +83,7 @@ def _check_own(folder: Path) -> None:
     refuse_link(folder)
     own = {archive.RECORDS, archive.WINDOWS, _INDEX}
     for name in archive.names(folder):
-        own |= {f"{name}/{file}" for file in json.loads(archive.text(folder, name) or "{}").get("files", ())}
+        own |= {f"{name}/{file}" for file in parse_json(archive.text(folder, name) or "{}").get("files", ())}
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if (Path(place) / name).is_symlink()]
         for name in sorted((*files, *links)):
@@ -134,7 +135,7 @@ def _copy_calibrations(store: Store, records: Collection[Record], folder: Path) 
     folder.mkdir(parents=True)
     for place in (store.root / KEPT / CALIBRATIONS, store.root / CALIBRATIONS):
         for path in sorted(place.glob("*.json")):
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             provenance = content["provenance"]
             if content["percentiles"].keys() <= made_with.get(_what_was_calibrated(provenance), set()):
                 source = {**provenance["source"], "text": _name(provenance["source"]["text"])}

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import psutil
 
+from quicksilver.runtime.reading import parse_json
+
 HEARTBEAT_S = 15.0
 LEASE_S = 180.0  # of silence; many heartbeats, because a busy file server answers late
 _LONGEST_NAP_S = 1.0
@@ -152,7 +154,7 @@ def _folder_clock(folder: Path) -> float:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 
@@ -162,7 +164,7 @@ def _read(path: Path) -> Holder | None:
 
 def _parsed(text: str) -> Holder | None:
     try:
-        return Holder(**json.loads(text))
+        return Holder(**parse_json(text))
     except (ValueError, TypeError):
         return None  # just being written, or of another program
 

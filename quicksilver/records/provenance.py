@@ -7,7 +7,6 @@ record whose files are in the package, or beside the model that the run had.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import parse_json
 
 BESIDE = ("predicted_kv", "learned_halting", "tuned_lens")  # folders beside a model
 _OF_FILES = ("predicted_kv", "gates", "tuned_lens")  # what digests of an identity begin with
@@ -63,7 +63,7 @@ def texts_of(path: Path) -> Texts:
         from safetensors import safe_open
 
         with safe_open(path, framework="np") as file:
-            provenance = json.loads(file.metadata()["quicksilver"])["provenance"]
+            provenance = parse_json(file.metadata()["quicksilver"])["provenance"]
         texts = (provenance if "texts" in provenance else provenance["text"])["texts"]
         return {str(name): int(entry["windows"]) for name, entry in texts.items()}
     except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:

@@ -42,6 +42,7 @@ from quicksilver.records import archive
 from quicksilver.records.description import DenseTotals, Description
 from quicksilver.records.identity import Identity
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import parse_json
 
 if TYPE_CHECKING:  # a second to import, which no refusal should wait for
     import pandas as pd
@@ -300,7 +301,7 @@ def load_record(folder: Path | str) -> Record:
 def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived: tuple[Any, ...]) -> Record:
     """`files`, `archived`: what the folder and the archive have, so that a file that changes is read again."""
     try:
-        content = json.loads(_text(folder), parse_constant=_not_finite, parse_float=_finite)
+        content = parse_json(_text(folder), parse_constant=_not_finite, parse_float=_finite)
     except ValueError as error:
         raise _corrupt(folder, f"{RECORD} is damaged: {error}") from error
     except OSError as error:

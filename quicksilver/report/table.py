@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quicksilver.files import fingerprint_of, plain_name, write_files
 from quicksilver.measure.measurement import decoded
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -231,7 +232,7 @@ def read(path: Path) -> Written:
         ConfigError: there is no such file, it is damaged, names what lies elsewhere, or another version wrote it.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ConfigError(f"it has schema {version} and this version of QuickSilver reads schema {SCHEMA_VERSION}.")
         if missing := sorted({field.name for field in dataclasses.fields(Written)} - content.keys()):

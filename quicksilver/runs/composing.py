@@ -33,6 +33,7 @@ from yaml import YAMLError
 from quicksilver.runs.choices import GROUPS, choices, config_dir, explain, no_such_choice
 from quicksilver.runs.parts import module_entry
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_bytes
 
 
 @contextmanager
@@ -229,6 +230,7 @@ def _readable(override: str) -> str:
 
 # --- what Hydra would do without being asked: classes that it calls while it starts, modules that it merges into one ------------
 
+MOST_NODES = 100_000  # values of a yaml
 _CALLS = ("_target_", "class", "()")  # the last two in a logging configuration
 _HARMLESS = ("hydra", "hydra_plugins", "logging", "colorlog")
 
@@ -254,8 +256,9 @@ def check_files(folders: Sequence[Path]) -> None:
     for folder in folders:
         for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
             try:
+                check_yaml(path)
                 loaded = OmegaConf.load(path)
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, ValueError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}. Mend the file, or take it out of --config-dir.") from error
             except yaml.YAMLError as error:
                 mark = getattr(error, "problem_mark", None)
@@ -272,6 +275,31 @@ def check_files(folders: Sequence[Path]) -> None:
                 _refuse_calls(content, str(path))
             else:
                 _refuse_calls(content.get("hydra"), f"{path}: hydra")
+
+
+def check_yaml(path: Path) -> None:
+    """Refuse a yaml whose aliases stand for more than it has: a few lines may stand for terabytes.
+
+    Raises:
+        OSError: as `read_bytes`. YAMLError, ValueError: it is no yaml in UTF-8, or far larger than it looks.
+    """
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(read_bytes(path).decode("utf-8"), Loader=yaml.SafeLoader):
+        anchor, size = getattr(event, "anchor", None), 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((anchor, 0))
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_nodes.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            anchor, size = None, sizes.get(event.anchor, 0)
+        if anchor is not None:
+            sizes[anchor] = size
+        outer, before = open_nodes[-1]
+        open_nodes[-1] = (outer, before + size)
+        if before + size > MOST_NODES:
+            raise ValueError(f"its aliases stand for more than {MOST_NODES:,} values")
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

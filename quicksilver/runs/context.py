@@ -19,6 +19,7 @@ from quicksilver.records.store import Store
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_bytes, read_json
 
 if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
@@ -157,7 +158,7 @@ class RunContext:
 
     def _files_read(self, config: RunConfig) -> dict[str, str]:
         """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
-        from quicksilver.modules import learned_halting, lens, translators
+        from quicksilver.modules import learned_halting, lens, staged_halting
 
         digests, folder = {}, self.files(config)[0].folder
         for name, entry in config.modules.items():
@@ -165,7 +166,7 @@ class RunContext:
             if path is not None:
                 digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
                 _check_calibration(name, path)
-            read = {"predicted_kv": translators, "tuned_lens": lens, "gates": learned_halting}
+            read = {"predicted_kv": staged_halting, "tuned_lens": lens, "gates": learned_halting}
             for kind, path in ((kind, path) for kind, of in read.items() for path in of.files_behind(entry, folder)):
                 digests[f"{kind}.{name}.{path.name}"] = _file_digest(name, str(path), kind)
         for name, measurement in build_measurements(config.measure).items():
@@ -203,8 +204,8 @@ def _key(config: ModelConfig | DatasetConfig | RunConfig, *more: str | None) -> 
 
 def _read_digests(store: Store) -> dict[str, str]:
     try:
-        kept = json.loads((store.root / _DIGESTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        kept = read_json(store.root / _DIGESTS)
+    except (OSError, ValueError):
         return {}  # a cache: without it the files are read again
     if not isinstance(kept, dict):
         return {}
@@ -213,7 +214,7 @@ def _read_digests(store: Store) -> dict[str, str]:
 
 def _file_digest(name: str, path: str, option: str) -> str:
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(Path(path))
     except OSError as error:
         raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
     return hashlib.sha256(content).hexdigest()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,6 +20,7 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store
 from quicksilver.runs.choices import choices, config_dir
+from quicksilver.runs.composing import check_yaml
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import Progress, calibrated_modules, ensure
@@ -71,8 +73,9 @@ def load_dial(name: str) -> Dial:
     if not path.is_file():
         raise ConfigError(f"There is no dial {name}. There are: {', '.join(dials())}; or give a yaml file of your own.")
     try:
+        check_yaml(path)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Dial(path.stem)), OmegaConf.load(path)))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise ConfigError(f"{path} is no dial: {str(error).splitlines()[0]}") from error
     assert isinstance(found, Dial)
     if not found.low < found.high:

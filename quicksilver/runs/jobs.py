@@ -10,7 +10,6 @@ no folder of data is named, that one is believed about texts of others too: its 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from quicksilver.records.record import Record
 from quicksilver.records.store import KEPT, Store
 from quicksilver.runtime.errors import ConfigError, KernelError, QuickSilverError
+from quicksilver.runtime.reading import read_json
 
 if TYPE_CHECKING:
     from quicksilver.runs.config import RunConfig
@@ -216,10 +216,10 @@ class RecordIndex:
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
-            kept = json.loads((self._store.root / name).read_text(encoding="utf-8"))
+            kept = read_json(self._store.root / name)
             if kept["stamp"] == self._stamp:
                 return {key: answer for key, answer in kept["answers"].items() if _is_answer(answer)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # a cache: without it everything is composed and planned again
         return {}
 

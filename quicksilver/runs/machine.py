@@ -6,7 +6,6 @@ that a model meets a machine (processor, torch, number of threads), kept in the 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quicksilver.records.description import EnvironmentEntry
 from quicksilver.records.store import Store
+from quicksilver.runtime.reading import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,8 +99,8 @@ def _read(store: Store) -> dict[str, dict[str, Any]]:
     from quicksilver.runtime.quantized.kernels import KERNELS
 
     try:
-        kept = json.loads((store.root / _KEPT).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        kept = read_json(store.root / _KEPT)
+    except (OSError, ValueError):
         return {}
     if not isinstance(kept, dict):
         return {}

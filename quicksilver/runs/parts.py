@@ -2,8 +2,8 @@
 
 hydra.utils.instantiate would hand nested dataclasses on as configs and import whatever `_target_` says. A config may come from somebody else,
 so a name in it must not run anything: not by being called (`subprocess.Popen`), not by being imported. The package's own files are imported;
-of other files the source is read first, and only one that defines or imports a class of that name is imported. What comes out must be a
-subclass of the base that is asked for, and each option is checked.
+of other files the source is read first, and only one that imports quicksilver and defines a class of that name is imported. What comes out
+must be a subclass of the base that is asked for, and each option is checked.
 
 A module's defaults stand in its dataclass, and nowhere else. They are read from the source and not by an import, which would bring torch:
 seconds that a table made of records does not need. Whatever yaml Hydra reads gets them here, so that every option of a module has its place
@@ -103,8 +103,7 @@ def _foreign(module: str, name: str) -> bool:
         return True
     if module in sys.modules:
         return False  # nothing is run by asking it again
-    source = source_of(module)
-    return source is not None and not _defines(source, name)
+    return source_of(module) is not None and not _defines(module, name)
 
 
 def source_of(module: str) -> Path | None:
@@ -123,17 +122,30 @@ def source_of(module: str) -> Path | None:
     return Path(origin) if origin is not None else None
 
 
-def _defines(source: Path, name: str) -> bool:
-    """Whether a Python file has a class statement with a base, or an import, of that name."""
-    try:
-        tree = ast.parse(source.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == name and node.bases:
+def _defines(module: str, name: str) -> bool:
+    """Whether a module, read and not imported, has a class of that name in a file that imports quicksilver, or imports one from such a file."""
+    source, seen = source_of(module), set()
+    while source is not None and source not in seen:
+        seen.add(source)
+        try:
+            nodes = list(ast.walk(ast.parse(source.read_bytes())))
+        except (OSError, SyntaxError, ValueError):
+            return False
+        froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        if any(isinstance(node, ast.ClassDef) and node.name == name and node.bases for node in nodes):
+            imported = [node.module or "" for node in froms if not node.level]
+            imported += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+            return any(other.split(".")[0] == _OURS for other in imported)
+        found = [(node, alias.name) for node in froms for alias in node.names if (alias.asname or alias.name) == name]
+        if not found:
+            return False
+        (node, name), parts = found[0], module.split(".")
+        package = parts if source.name == "__init__.py" else parts[:-1]
+        above = package[: len(package) - node.level + 1] if node.level else []
+        module = ".".join([*above, *([node.module] if node.module else [])])
+        if module.split(".")[0] == _OURS:
             return True
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return True
+        source = source_of(module)
     return False
 
 

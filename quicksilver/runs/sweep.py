@@ -34,6 +34,7 @@ from quicksilver.records import lease
 from quicksilver.records.store import Store
 from quicksilver.runs.choices import config_dir, no_such_choice
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_json
 
 SCHEMA_VERSION = 1
 FOLDER, MANIFEST, PAGE, TAKEN = "sweeps", "manifest.json", "index.html", "taken"
@@ -323,7 +324,7 @@ class Sweep:
             return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since)
         if failed is not None:
             with suppress(OSError, ValueError, KeyError):
-                said = json.loads(failed.read_text(encoding="utf-8"))
+                said = read_json(failed)
                 return RunState(run, "failed", where=said["host"], since=said["time"], error=said["error"])
         return RunState(run, "waiting")
 
@@ -364,7 +365,7 @@ def labels(results_dir: Path | str) -> dict[str, str]:
 
 def _read(path: Path) -> Manifest:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content.pop("schema_version") != SCHEMA_VERSION:
             raise ValueError("another version wrote it")
         runs = tuple(

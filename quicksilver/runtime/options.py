@@ -183,6 +183,14 @@ def check_count(name: str, value: object, low: int = 0) -> int:
     return int(value)
 
 
+def check_percent(name: str, value: object) -> float:
+    """A percentage above 0 and below 100; raises ConfigError."""
+    percent = check_number(name, value)
+    if not 0 < percent < 100:
+        raise ConfigError(f"{name}={value!r} is out of range: give more than 0 and less than 100 percent.")
+    return percent
+
+
 def check_odd(name: str, value: object) -> None:
     """An odd whole number of at least 1, which has a middle; raises ConfigError."""
     if check_count(name, value, 1) % 2 == 0:
@@ -231,6 +239,7 @@ Count = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
 Odd = Annotated[int, check_odd]
 Share = Annotated[float, between(0.0, 1.0)]
+Percent = Annotated[float, check_percent]
 InnerShare = Annotated[float, check_share]  # neither 0 nor 1
 Fractions = Annotated[tuple[float, float], check_fractions]  # of the depth
 TokenIds = Annotated[Sequence[int], check_token_ids]

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.pass_state import CacheMerge, Decisions, Eviction, Fusion, PassState, Precision
+from quicksilver.runtime.reading import parse_json
 
 SCHEMA = "quicksilver-trace-2"
 PACKED = ".xz"  # suffix of a file that `pack` made; `Trace.load` reads both
@@ -141,7 +142,7 @@ class Trace:
     def load(cls, path: Path | str) -> Trace:
         try:
             with _plain(Path(path)) as plain, safe_open(str(plain), framework="pt") as file:
-                about = json.loads((file.metadata() or {}).get(_ABOUT, "{}"))
+                about = parse_json((file.metadata() or {}).get(_ABOUT, "{}"))
                 if about.get("schema") != SCHEMA:
                     raise ConfigError(
                         f"{path} has schema {about.get('schema')!r}; this version reads {SCHEMA!r}. Make the trace again."

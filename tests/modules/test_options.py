@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import quicksilver.baselines
+import quicksilver.cli.commands
 import quicksilver.fitting
 import quicksilver.measure
 import quicksilver.modules
@@ -21,7 +22,7 @@ from quicksilver.modules.halting import Halting
 from quicksilver.runtime import ConfigError
 from quicksilver.runtime.options import Count, Fractions, Odd, Options, Positive, Share, TokenIds, at_least
 
-PACKAGES = (quicksilver.baselines, quicksilver.fitting, quicksilver.measure, quicksilver.modules)
+PACKAGES = (quicksilver.baselines, quicksilver.cli.commands, quicksilver.fitting, quicksilver.measure, quicksilver.modules)
 
 
 def every_class() -> list[type[Options]]:

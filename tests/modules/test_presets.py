@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
+import yaml
 
 from quicksilver.fitting.schedules import saved_pct, smallest_schedule
 from quicksilver.modules import PresetHalting, Replay, Schedule
 from quicksilver.modules.controls import shuffled
+from quicksilver.modules.fitted import model_digest
+from quicksilver.modules.staged_halting import files_behind
 from quicksilver.runtime import MISSING_KV, ConfigError, architecture_of
 
 N = 40
@@ -100,3 +106,35 @@ def test_schedules_that_make_no_sense_are_refused() -> None:
         PresetHalting(schedule={"drop_before": 1})
     with pytest.raises(ConfigError, match="no schedule ships with this model"):
         PresetHalting(save=0.4).bind(arch)
+
+
+def test_a_file_of_schedules_names_its_maps_and_serves_its_model_alone(tmp_path: Path) -> None:
+    model = tiny.load("llama")
+    arch = architecture_of(model)
+    digest = model_digest(model)
+    fitted = replace(tiny.random_translators(arch)[2].translator, weights_digest=digest)
+    fitted.save(tmp_path / "maps.safetensors")
+    file = tmp_path / "chosen.yaml"
+    content = {"weights_digest": digest, "files": {3: "maps.safetensors"}, "schedules": {40: {"schedule": asdict(schedule())}}}
+    file.write_text(yaml.safe_dump(content))
+    made = tiny.forward(model, BATCH, [PresetHalting(schedule=file, save=0.4)])
+    given = tiny.forward(model, BATCH, [PresetHalting(schedule=schedule(), translator=tmp_path / "maps.safetensors")])
+    assert torch.equal(made.logits, given.logits)
+    assert files_behind({"missing_kv": "predict", "schedule": str(file)}, tmp_path) == [file, tmp_path / "maps.safetensors"]
+    with pytest.raises(ConfigError, match="there are schedules for 0.4"):
+        PresetHalting(schedule=file, save=0.5).bind(arch)
+    with pytest.raises(ConfigError, match="chosen for other weights"):
+        PresetHalting(schedule=file).bind(architecture_of(tiny.load("gpt2")))
+    for wrong in (
+        "",
+        "[1]",
+        "a: b",
+        "schedules: 3",
+        yaml.safe_dump(content | {"schedules": {"x": {}}}),
+        "!!python/name:os.system",
+        "[" * 5000,
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match="is no file of `quicksilver schedule`") as raised:
+            PresetHalting(schedule=str(file)).bind(arch)
+        assert "\n" not in str(raised.value)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from quicksilver.modules.thresholds import Calibration
 from quicksilver.records.store import Store
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import RecordIndex
+from quicksilver.runs.parts import named_class
 from quicksilver.runs.run import ensure
-from quicksilver.runtime.errors import QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.module import RuntimeModule
 
 HALTING = [
     "modules=[halting]",
@@ -196,6 +199,28 @@ def test_a_file_of_one_s_own_is_imported_only_for_a_class_that_it_has(refused, t
     assert not (tmp_path / "imported").exists()
 
 
+def test_no_program_of_an_installed_package_is_imported():
+    """`python -m package` runs `package/__main__.py`, and so would an import of it, whatever names it has."""
+    programs = [path for path in Path(sysconfig.get_path("purelib")).glob("*/__main__.py") if path.parent.name.isidentifier()]
+    assert programs
+    for path in programs:
+        module = f"{path.parent.name}.__main__"
+        names = {word for word in re.findall(r"\w+", path.read_text(encoding="utf-8")) if word.isidentifier()}
+        for name in sorted(names):
+            with pytest.raises(ConfigError, match=r"is not imported|is no subclass|is no name|is not a class"):
+                named_class("modules.x._target_", f"{module}.{name}", RuntimeModule)
+        assert module not in sys.modules
+
+
+def test_a_class_that_another_file_of_ones_own_imports_is_found(tmp_path, monkeypatch):
+    package = tmp_path / "someones_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import Mine as Theirs\n")
+    (package / "inner.py").write_text("from quicksilver.modules import Halting\n\nclass Mine(Halting): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert issubclass(named_class("modules.x._target_", "someones_package.Theirs", RuntimeModule), RuntimeModule)
+
+
 ADAPTER = """
 from quicksilver.runtime.architecture import GPT2Architecture
 
@@ -264,7 +289,7 @@ LINES = {
     "no number": ("NaN", "line 1: a json number is no object"),
     "another field": ('{"words": "abc"}', 'line 1: it has no "text"'),
     "torn": ('{"text": ', "line 1: Expecting value"),
-    "very deep": ("[" * 100_000, "line 1: maximum recursion depth"),
+    "very deep": ("[" * 100_000, "line 1: it is nested too deeply"),
     "a number of 5000 digits": ('{"text": ' + "9" * 5000 + "}", "line 1: Exceeds the limit"),
     "half of a pair": ('{"text": "\\ud800 abc"}', "surrogates not allowed"),
 }

@@ -23,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from quicksilver.cli.arguments import split
 from quicksilver.cli.commands.list import listed
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import progress_bar, width
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options, Percent, Positive, check_positive
 
 if TYPE_CHECKING:
     from quicksilver.records.record import Record
@@ -39,16 +40,16 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Options:
+class Keys(Options):
     """The command's own keys, as its help has them."""
 
-    save: list[float] = field(default_factory=list)
-    cost: list[float] = field(default_factory=list)
+    save: list[Percent] = field(default_factory=list)
+    cost: list[Annotated[float, check_positive]] = field(default_factory=list)
     sure: bool = False
     of: str = "executed"
     dial: str = "halting_attention"
     transfer: list[str] = field(default_factory=list)
-    halvings: int = 6
+    halvings: Positive = 6
 
 
 def main(words: Sequence[str]) -> int:
@@ -57,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a single budget that cannot be met, or a request that makes no sense.
     """
-    asked, overrides = split(words, Options, "budget")
+    asked, overrides = split(words, Keys, "budget")
     if not asked.save and not asked.cost:
         print(listed("budget"))
         raise ConfigError("Say what to hold: quicksilver budget save=30, or cost=1 (make budget ARGS='save=30').")

@@ -24,18 +24,19 @@ from typing import TYPE_CHECKING
 
 from quicksilver.cli.arguments import split
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options, Positive
 
 if TYPE_CHECKING:
     from quicksilver.runs.config import RunConfig
 
 
 @dataclass
-class Options:
+class Keys(Options):
     """The command's own keys, as its help has them."""
 
     text: str | None = None
     kv: bool = False
-    last_queries: int = 16
+    last_queries: Positive = 16
     output: str | None = None
 
 
@@ -45,7 +46,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a model, text or value that cannot be had.
     """
-    options, overrides = split(words, Options, "calibrate")
+    options, overrides = split(words, Keys, "calibrate")
     from quicksilver.runs.config import compose
 
     config = compose(overrides)
@@ -69,7 +70,7 @@ def _of_file(config: RunConfig, path: Path) -> RunConfig:
     )
 
 
-def calibrate(config: RunConfig, options: Options) -> Path:
+def calibrate(config: RunConfig, options: Keys) -> Path:
     """The file with the calibration of the config's model and calibration text, made if need be."""
     from tqdm import tqdm
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from quicksilver.cli.arguments import split
 from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import InnerShare, Options, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +42,12 @@ RAMP = (33, 38, 36, 71, 136, 172, 203)
 
 
 @dataclass
-class Options:
+class Keys(Options):
     """The command's own keys, as its help has them."""
 
-    save: float = 0.4
+    save: InnerShare = 0.4
     text: str | None = None
-    new_tokens: int = 20
+    new_tokens: Positive = 20
     model: str = "reference-gpt2"
     svg: str | None = None
 
@@ -77,7 +78,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: no embedded model of that name, a share that cannot be saved, a text that is too short or too long.
     """
-    options, overrides = split(words, Options, "demo")
+    options, overrides = split(words, Keys, "demo")
     if overrides:
         raise ConfigError(
             f"{overrides[0]}: a demo makes no record and takes save, text, new_tokens and model. See quicksilver run."
@@ -116,7 +117,7 @@ def _picture(lines: Sequence[str]) -> str:
     return console.export_svg(title="quicksilver demo", code_format=plain, unique_id="demo")
 
 
-def _shown(options: Options) -> Callable[[int, bool], list[str]]:
+def _shown(options: Keys) -> Callable[[int, bool], list[str]]:
     """Both ways, once; what it returns prints them at a width, with or without colours."""
     from quicksilver.models.loading import load, locate
     from quicksilver.models.spec import ModelConfig

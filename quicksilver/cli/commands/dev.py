@@ -25,16 +25,16 @@ variants: one is written where all of its rows have a record. `quicksilver repro
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from quicksilver.cli.arguments import ResultsFolder, split
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options, check_positive
 
 if TYPE_CHECKING:
     from quicksilver.report.artefacts import Artefact
@@ -160,11 +160,11 @@ def readme(words: Sequence[str]) -> int:
 
 
 @dataclass
-class Benchmark:
+class Benchmark(Options):
     """Keys of `quicksilver dev benchmark`."""
 
     only: list[str] | None = None
-    minutes: float = 16.0
+    minutes: Annotated[float, check_positive] = 16.0
     against: str | None = None
     output: str | None = None
     runtime: str = ""
@@ -186,8 +186,6 @@ def benchmark(words: Sequence[str]) -> int:
     if options.only is not None and (not options.only or set(options.only) - set(PARTS)):
         unknown = next((part for part in options.only if part not in PARTS), "[]")
         raise ConfigError(f"only={unknown}: there is no such part. Parts: {', '.join(PARTS)}.")
-    if not 0 < options.minutes < math.inf:
-        raise ConfigError(f"minutes={options.minutes:g}: give a number above 0, such as 16.")
     if not SCRIPT.is_file():
         raise ConfigError(
             "quicksilver dev benchmark needs a clone of the repository: its scripts are not in the installed package."

@@ -10,7 +10,7 @@ was. Paragraphs that share 13 words with the test part of any dataset at hand ar
 printed and written beside the maps (MODEL.cost.json). docs/predicted-kv.md
 
 Keys of its own:
-  layers=[7,8]      source layers, from 0; default: half to three quarters of the depth
+  layers=[7,8]      source layers, from 0; default: a third to three quarters of the depth
   text=[a,b]        datasets whose calibration part is read; default: [python-docs,wikitext103]
   windows=240       at most this many windows of 512 tokens
   ridge=0.003       penalty, as a multiple of the mean of the diagonal
@@ -28,10 +28,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from quicksilver.cli.arguments import split
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.options import Count, Options, Positive, check_positive
 
 if TYPE_CHECKING:
     from quicksilver.fitting.text import FitText, Half
@@ -48,14 +49,14 @@ TRAINED_FOR = (
 
 
 @dataclass
-class Options:
+class Keys(Options):
     """The command's own keys, as its help has them."""
 
-    layers: list[int] = field(default_factory=list)
+    layers: list[Count] = field(default_factory=list)
     text: list[str] = field(default_factory=lambda: ["python-docs", "wikitext103"])
-    windows: int = 240
-    ridge: float = 3e-3
-    distill: int = 0
+    windows: Positive = 240
+    ridge: Annotated[float, check_positive] = 3e-3
+    distill: Count = 0
     lens: bool = False
     control: str | None = None
     dtype: str = "float16"
@@ -68,19 +69,21 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a model, text or value that cannot be had; too little text.
     """
-    options, overrides = split(words, Options, "fit")
+    options, overrides = split(words, Keys, "fit")
     if options.dtype not in STORED:
         raise ConfigError(f"dtype={options.dtype} is not one of {', '.join(STORED)}.")
-    if options.windows < 1:
-        raise ConfigError(f"windows={options.windows} must be at least 1.")
     from quicksilver.runs.config import compose
 
-    for path in fit(compose(overrides), options):
+    written = fit(compose(overrides), options)
+    for path in written:
         print(f"translator={path} ({path.stat().st_size / 1e6:.2f} MB)")
+    if not (options.lens or options.control):
+        given = " ".join(word for word in overrides if not word.startswith("modules"))
+        print(f"Choose who stops where:\n  quicksilver schedule {given} save=40 translators=[{','.join(map(str, written))}]")
     return 0
 
 
-def fit(config: RunConfig, options: Options) -> list[Path]:
+def fit(config: RunConfig, options: Keys) -> list[Path]:
     """The files written, one for each source layer."""
     import torch
     from tqdm import tqdm
@@ -105,7 +108,7 @@ def fit(config: RunConfig, options: Options) -> list[Path]:
         lens.save(path, getattr(torch, options.dtype))
         return [path]
     control = f".{options.control}" if options.control else ""
-    layers = options.layers or list(range(arch.n_layers // 2, 3 * arch.n_layers // 4 + 1))
+    layers = options.layers or list(range(max(1, arch.n_layers // 3), 3 * arch.n_layers // 4 + 1))
 
     def fitted() -> dict[int, Translator]:
         found = fit_translators(

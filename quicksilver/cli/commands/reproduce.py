@@ -33,6 +33,7 @@ from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
 from quicksilver.report.reproduction import base_config, build, command_of, jobs_of, recorded
 from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_context, run_missing, text_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.options import Options, Positive
 
 if TYPE_CHECKING:
     from quicksilver.runs.config import RunConfig
@@ -43,12 +44,12 @@ LONG = ("gpt2-large", "llama2-7b")  # models whose tables take so long that it i
 
 
 @dataclass
-class Options:
+class Keys(Options):
     """The command's own keys, as its help has them."""
 
     svg: bool = False
     plan: bool = False
-    workers: int | None = None
+    workers: Positive | None = None
 
 
 def main(words: Sequence[str]) -> int:
@@ -59,21 +60,21 @@ def main(words: Sequence[str]) -> int:
             f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
         )
     if what == "all":
-        options, overrides = split(rest, Options, "reproduce all")
+        options, overrides = split(rest, Keys, "reproduce all")
         if options.svg:
             raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
         return reproduce(None, overrides, options)
     if not rest or "=" in rest[0]:
         raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
     artefact = find(what, rest[0])
-    options, overrides = split(rest[1:], Options, f"reproduce {what} {rest[0]}")
+    options, overrides = split(rest[1:], Keys, f"reproduce {what} {rest[0]}")
     if not any(override.split("=")[0] == "records" for override in overrides):
         # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
         overrides = [*overrides, "records=own" if TRACE in artefact.reads else "records=checked"]
     return reproduce(artefact, overrides, options)
 
 
-def reproduce(only: Artefact | None, overrides: Sequence[str], options: Options) -> int:
+def reproduce(only: Artefact | None, overrides: Sequence[str], options: Keys) -> int:
     """Run what is missing for one artefact or for all, then print and write one after another; returns the exit code.
 
     Of all, what fails is named at the end, and the others are built. With `plan` nothing is run: what would be is printed, with what it would

@@ -16,6 +16,7 @@ All others are those of `quicksilver run`: model, model.device_map, data.root, r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from quicksilver.cli.arguments import split
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options, Percent, Positive
 
 if TYPE_CHECKING:
     from quicksilver.fitting.schedules import Candidate
@@ -30,13 +32,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Options:
+class Keys(Options):
     """The command's own keys, as its help has them."""
 
-    save: list[float] = field(default_factory=list)
+    save: list[Percent] = field(default_factory=list)
     translators: list[str] = field(default_factory=list)
     text: list[str] = field(default_factory=lambda: ["python-docs", "wikitext103"])
-    windows: int = 64
+    windows: Positive = 64
     output: str | None = None
 
 
@@ -46,24 +48,27 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: nothing asked for, a budget that no schedule reaches, a translator of another model.
     """
-    options, overrides = split(words, Options, "schedule")
+    options, overrides = split(words, Keys, "schedule")
     if not options.save or not options.translators:
         raise ConfigError(
             "Give budgets and translators: quicksilver schedule save=[40,50] translators=[FILE] (of `quicksilver fit`)."
         )
-    wrong = [pct for pct in options.save if not 0 < pct < 100]
-    if wrong:
-        raise ConfigError(f"save={wrong[0]:g} is no share to save: give more than 0 and less than 100 percent.")
     from quicksilver.runs.config import compose
 
     config = compose(overrides)
     path = Path(options.output or Path(config.results_dir) / "translators" / f"{config.model.name}.schedules.yaml")
     choose(config, options, path)
     print(f"Written: {path}")
+    given = " ".join(word for word in overrides if not word.startswith("modules"))
+    print("Measure it, beside its null:")
+    for pct in options.save:
+        print(
+            f"  quicksilver run {given} protocol=continuation modules=[quicksilver] modules.quicksilver.schedule={path} modules.quicksilver.save={pct / 100:g}"
+        )
     return 0
 
 
-def choose(config: RunConfig, options: Options, path: Path) -> None:
+def choose(config: RunConfig, options: Keys, path: Path) -> None:
     """Search every budget, and write what was found to `path`."""
     import yaml
 
@@ -92,7 +97,10 @@ def choose(config: RunConfig, options: Options, path: Path) -> None:
         "windows": {name: said["windows"] for name, said in text.provenance["texts"].items()},
     }
     digests = {translator.source_layer: translator.digest for translator in translators}
-    content = {"weights_digest": model_digest(arch.model), "chosen_on": chosen_on, "translators": digests, "schedules": schedules}
+    named = {t.source_layer: os.path.relpath(file, path.parent) for t, file in zip(translators, options.translators, strict=True)}
+    content = {
+        "weights_digest": model_digest(arch.model), "chosen_on": chosen_on, "translators": digests, "files": named, "schedules": schedules,
+    }  # fmt: skip
     head = f"# {config.model.name}: chosen by KL to dense on calibration text, by the rule of docs/predicted-kv.md (quicksilver schedule).\n"
     write_atomically(path, (head + yaml.safe_dump(content, sort_keys=False)).encode())
 

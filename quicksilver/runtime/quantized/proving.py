@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from quicksilver.runtime.reading import read_json
+
 CodesProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # codes (R, K) and (N, K) int8 -> (R, N)
 INTEGER = 1e-6  # an integer product may differ by float32 rounding of its result alone
 VERSION = 1  # of the comparison: results of another one are not believed
@@ -153,14 +155,14 @@ def cache_file() -> Path:
 def _read(file: Path) -> dict[str, dict[str, str | None]]:
     """Results by processor and kernel; a damaged file, or one of another version, is as none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         if content["version"] != VERSION:
             return {}
         return {
             where: {kernel: fault for kernel, fault in found.items() if fault is None or isinstance(fault, str)}
             for where, found in content["kernels"].items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 

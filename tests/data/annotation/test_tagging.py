@@ -100,7 +100,7 @@ def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
     ("changed", "said"),
     [
         ({"name": "en_core_web_none"}, "en_core_web_none: that spaCy model is not installed.*perceptron"),
-        ({"train": "/nowhere/train.conllu"}, "there is no treebank /nowhere/train.conllu"),
+        ({"train": "/nowhere/train.conllu"}, "treebank /nowhere/train.conllu cannot be read"),
     ],
 )
 def test_what_is_missing_is_named(config, changed, said):

@@ -17,6 +17,12 @@ def ngrams(text: str, words: int = NGRAM_WORDS) -> Iterator[int]:
         yield hash(tuple(found[i : i + words]))
 
 
+def shared_pct(scored: str, other: str, words: int = NGRAM_WORDS) -> float:
+    """Percent of the runs of so many words of `scored` that `other` has, too."""
+    there, found = set(ngrams(other, words)), list(ngrams(scored, words))
+    return 100 * sum(gram in there for gram in found) / max(1, len(found))
+
+
 @dataclass(frozen=True)
 class Filtered:
     """Text without the paragraphs that an evaluation text has, too.

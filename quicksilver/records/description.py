@@ -76,13 +76,18 @@ class DataEntry:
 
 @dataclass(frozen=True)
 class CalibrationEntry:
-    """The text that percentiles were taken from; `provenance` is that of the calibration file."""
+    """The text that percentiles were taken from; `provenance` is that of the calibration file.
+
+    Attributes:
+        overlap_pct: percent of the scored text's runs of 13 words that it has, too; None: not counted when the record was made.
+    """
 
     text_source: str
     text_digest: str
     windows: int
     signals: list[str]
     provenance: Mapping[str, Any]
+    overlap_pct: float | None = None
 
 
 @dataclass(frozen=True)

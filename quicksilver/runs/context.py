@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from quicksilver.data.overlap import NGRAM_WORDS, shared_pct
 from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.quantized.kernels import Choices
 
+MOST_OVERLAP_PCT = 20.0  # GLUE's RTE has 6%: its prompts share a template
 _DIGESTS = "cache/digests.json"
 
 
@@ -35,6 +37,7 @@ class RunContext:
 
     def __init__(self) -> None:
         self._texts: dict[str, Text] = {}
+        self._overlaps: dict[tuple[str, str], float] = {}
         self._files: dict[str, tuple[ModelFiles, str]] = {}
         self._loaded: tuple[str, Loaded] | None = None
         self._windows: dict[tuple[str, ...], Windows] = {}
@@ -82,6 +85,24 @@ class RunContext:
             _check_adapter(adapter, loaded)
             self._loaded = (key, loaded)
         return self._loaded[1]
+
+    def overlap_pct(self, config: RunConfig) -> float:
+        """Percent of the scored text's runs of 13 words that the calibration text has, too.
+
+        Raises:
+            ConfigError: more than `MOST_OVERLAP_PCT`: thresholds would be calibrated on what is scored.
+        """
+        scored, other = self.text(config, "test"), self.text(config, "calibration")
+        key = (scored.digest, other.digest)
+        if key not in self._overlaps:
+            self._overlaps[key] = shared_pct(scored.text, other.text)
+        found = self._overlaps[key]
+        if found > MOST_OVERLAP_PCT and config.dataset.part == "test":
+            raise ConfigError(
+                f"dataset={config.dataset.name}: the calibration text ({other.source}) has {found:.0f}% of the scored text's runs of {NGRAM_WORDS} words, "
+                f"and at most {MOST_OVERLAP_PCT:g}% are let through: give dataset.files.calibration=… another text."
+            )
+        return found
 
     def dense(self, config: RunConfig) -> DensePasses:
         """What passes of the dense model over the scored windows gave; of the latest model, text and protocol alone."""

@@ -409,6 +409,7 @@ def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> 
     if not any(asks_for_calibration(module) for module in modules):
         return modules, None
     windows, text = context.windows(config, "calibration"), context.text(config, "calibration")
+    overlap_pct = context.overlap_pct(config)
     folder = store.root / CALIBRATIONS
     source = {"model": config.model.name, "dataset": config.dataset.name, "text": text.source}
     with store.writing():
@@ -423,7 +424,7 @@ def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> 
         )
     assert calibration is not None  # asked for
     signals = sorted(calibration.percentiles)
-    return modules, CalibrationEntry(text.source, text.digest, len(windows.ids), signals, calibration.provenance)
+    return modules, CalibrationEntry(text.source, text.digest, len(windows.ids), signals, calibration.provenance, overlap_pct)
 
 
 def _describe(

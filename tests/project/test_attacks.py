@@ -317,11 +317,16 @@ def test_separators_inside_a_string_are_text(world, tmp_path, capsys):
 
 def test_thresholds_are_not_calibrated_on_what_is_scored(refused_by_the_harness, world, tmp_path):
     scored = next(word.partition("=")[2] for word in world if word.startswith("dataset.files.test="))
-    copy = shutil.copy(scored, tmp_path / "copy.txt")
+    copy = Path(shutil.copy(scored, tmp_path / "copy.txt"))
     said = refused_by_the_harness("modules=[halting]", f"dataset.files.calibration={copy}")
     assert str(copy) in said
     assert "the text that is scored" in said
     assert "dataset.files.calibration" in said
+    words = Path(scored).read_text().split()
+    for other in ([*words, "\n", "\n"], ["Before", *words, "behind."], words[: len(words) // 2]):
+        copy.write_text(" ".join(other * 3))
+        said = refused_by_the_harness("modules=[halting]", f"dataset.files.calibration={copy}")
+        assert re.search(r"has (4\d|50|100)% of the scored text's runs of 13 words, and at most 20% are let through", said)
 
 
 # -- models ---------------------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import checks_of
 from quicksilver.runtime.placement import whole_parameters
 from quicksilver.runtime.reading import parse_json
 
@@ -131,6 +132,9 @@ class FittedFile:
             raise ConfigError(
                 f"{path} cannot be read as a {cls.kind} ({error}): it is cut short or damaged; {cls.remedy}."
             ) from error
+        content = facts.pop("content", None) if isinstance(facts, dict) else None
+        if content not in (None, _content(tensors)):
+            raise ConfigError(f"{path} is damaged: its tensors are not those that were written; {cls.remedy}.")
         said = facts.pop("format", None) if isinstance(facts, dict) else type(facts).__name__
         if said != cls.format:
             raise ConfigError(
@@ -145,8 +149,15 @@ class FittedFile:
                 f"{path} is no {cls.kind}: it has {', '.join(sorted({*facts, *tensors}))} and not {', '.join(sorted(own))}; {cls.remedy}."
             )
         try:
-            facts |= {name: tuple(value) for name, value in facts.items() if str(own[name].type).startswith("tuple")}
+            facts |= {
+                name: tuple(value)
+                for name, value in facts.items()
+                if isinstance(value, list) and str(own[name].type).startswith("tuple")
+            }
             facts |= {name: ModelShape(**value) for name, value in facts.items() if str(own[name].type) == "ModelShape"}
+            for name, check in checks_of(cast(Hashable, cls)):
+                if name in facts:
+                    check(name, facts[name])
             return cls(**facts, **{name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
         except (ConfigError, TypeError, ValueError, AttributeError) as error:
             why = str(error).rstrip(".")
@@ -160,7 +171,8 @@ class FittedFile:
             return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
 
     def _written(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
-        return save(tensors, {"quicksilver": json.dumps({"format": self.format, **facts}, sort_keys=True)})
+        header = {"format": self.format, "content": _content(tensors), **facts}
+        return save(tensors, {"quicksilver": json.dumps(header, sort_keys=True)})
 
     @classmethod
     def shipped(cls, name: str = "*") -> list[Path]:
@@ -181,6 +193,17 @@ class FittedFile:
         there = ", ".join(sorted({path.parents[1].name for path in cls.shipped()})) or "no model"
         digest = model_digest(architecture.model)
         return ConfigError(f"{option}: one ships with {there}, none with this model (digest {digest[:12]}…): {cls.remedy}.")
+
+
+def _content(tensors: Mapping[str, torch.Tensor]) -> str:
+    """sha256 over names, shapes and values of tensors, as they are stored."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole.update(
+            f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+            + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return whole.hexdigest()
 
 
 def tensor_fields(cls: type) -> list[str]:

@@ -45,7 +45,7 @@ class TrainedGates(FittedFile):
     bias: torch.Tensor
     n_layers: int
     weights_digest: str = ""
-    missing_kv: str = "drop"
+    missing_kv: MissingKV = "drop"
     predicts: tuple[int, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
     place: torch.Tensor | None = None
@@ -117,7 +117,7 @@ class LearnedHalting(HaltingPolicy):
         self._gates = self.gates if isinstance(self.gates, TrainedGates) else None
         self._seen = self.missing_kv
         if self.missing_kv is None:
-            self.missing_kv = "drop" if self._gates is None else self._gates.missing_kv  # type: ignore[assignment]
+            self.missing_kv = "drop" if self._gates is None else self._gates.missing_kv
         super().__post_init__()
 
     @property
@@ -131,7 +131,7 @@ class LearnedHalting(HaltingPolicy):
         found = self._gates = self._found(architecture)
         found.check(architecture)
         if self._seen is None:
-            self.missing_kv = found.missing_kv  # type: ignore[assignment]
+            self.missing_kv = found.missing_kv
         if len(self._thresholds) not in (1, len(found.layers)):
             raise ConfigError(
                 f"threshold has {len(self._thresholds)} numbers for gates after {len(found.layers)} layers: give one, or one for each."

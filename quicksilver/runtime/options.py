@@ -44,14 +44,15 @@ class Options:
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for name, check in _checks(typing.cast(Hashable, type(self))):
+        for name, check in checks_of(typing.cast(Hashable, type(self))):
             checked = check(self.prefix + name, getattr(self, name))
             if isinstance(checked, tuple):
                 object.__setattr__(self, name, checked)
 
 
 @functools.cache
-def _checks(cls: Any) -> list[tuple[str, Check]]:
+def checks_of(cls: Any) -> list[tuple[str, Check]]:
+    """The check of every argument of a dataclass, by its annotation; none for a type that only the type checker imports."""
     arguments, found = {field.name for field in fields(cls) if field.init}, {}
     for base in reversed(cls.__mro__):
         names = vars(sys.modules[base.__module__])

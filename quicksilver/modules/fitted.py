@@ -201,7 +201,7 @@ def _content(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         whole.update(
             f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-            + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         )
     return whole.hexdigest()
 

@@ -23,6 +23,7 @@ import json
 import lzma
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -59,6 +60,12 @@ CALIBRATIONS = "calibration"  # a folder of results, and one beside the reposito
 # A run may execute more than dense inference (signals, drafts that are thrown away), but no mechanism here does so twenty times over, and
 # none leaves out all but a thousandth: embedding and output head alone are more.
 _MOST_TIMES_DENSE, _LEAST_OF_DENSE = 20.0, 1e-3
+_NO_RESULTS = ("config", "identity", "tuned", "calibration")
+_AMOUNT = re.compile(
+    r"(^|_)(bytes|ms|s|flops|tokens|windows|positions|parameters|cores|threads|samples|seconds|repeats|kl_nats)$"
+)
+_SHARE = re.compile(r"(^|_)(agreement|share|accuracy|distinct|repeated)$")
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +387,20 @@ def _contradiction(record: Record) -> str | None:
         # `exp` of more than 700 nats a token is no float.
         if nats < 0 or nats / quality.tokens > 700 or not math.isclose(ppl, math.exp(nats / quality.tokens), rel_tol=1e-6):
             return f"{name} is {ppl:g}, which {nats:g} nats over {quality.tokens} tokens do not give"
-    return _contradicting_count(quality, dense)
+    return _contradicting_count(quality, dense) or _impossible({k: v for k, v in record.content.items() if k not in _NO_RESULTS})
+
+
+def _impossible(node: Any, key: str = "") -> str | None:
+    """A number of a result whose name says that it cannot be so: a length, a time or a count below 0, a share outside of 0 to 1."""
+    if isinstance(node, Mapping):
+        return next((why for name, entry in node.items() if (why := _impossible(entry, str(name)))), None)
+    if isinstance(node, list):
+        return next((why for entry in node if (why := _impossible(entry, key))), None)
+    if isinstance(node, bool) or not isinstance(node, int | float):
+        return None
+    if _SHARE.search(key) and not -_ROUNDING <= node <= 1 + _ROUNDING:
+        return f"{key} is {node:g}, and no share from 0 to 1"
+    return f"{key} is {node:g}, and below 0" if _AMOUNT.search(key) and node < -_ROUNDING else None
 
 
 def _contradicting_count(quality: QualityResult, dense: DenseTotals | None) -> str | None:

@@ -332,6 +332,9 @@ EDITS = {
     "another identity": ({"identity": {"numerics_version": 99}}, "identity is not that of its fingerprint"),
     "no model": ({"model": None}, "model is None, not an object"),
     "a section that is missing": ({"environment": {"threads": "all"}}, "environment.threads is 'all', not a whole number"),
+    "a negative time": ({"prompt_ms": -1.0}, "prompt_ms is -1, and below 0"),
+    "a share above 1": ({"words": [{"halted_share": 1.5}]}, "halted_share is 1.5, and no share from 0 to 1"),
+    "a negative divergence": ({"kl_nats": -0.5}, "kl_nats is -0.5, and below 0"),
     "negative bytes": ({"kv_bytes_resident": -1}, "bytes of the KV cache are negative"),
 }
 

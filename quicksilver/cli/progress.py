@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,19 @@ def _against_dense(record: Record) -> list[str]:
     said = ", ".join(f"{name} {value:.1f}%" for name, value in ledgers.items() if value is not None)
     of = " of the prompt's" if prompt else ""
     lines.append(f"  FLOPs saved  {said}{of}")
+    saved_pct = record.flops_saved_pct("prompt_executed") if prompt else None
+    for name, entry in record.config["modules"].items():
+        asked = entry.get("save") if isinstance(entry, Mapping) else None
+        if (
+            isinstance(asked, float)
+            and saved_pct is not None
+            and len(record.config["modules"]) == 1
+            and 100 * asked - saved_pct > 2
+        ):
+            lines.append(
+                f"  care         modules.{name}.save={asked:g} was chosen for other prompts: those of {record.protocol.prompt_tokens} tokens save "
+                f"{saved_pct:.1f}%"
+            )
     latency = record.found("latency", LatencyResult)
     if latency is not None:
         lines.append(f"  latency      {latency.line()}")

@@ -16,10 +16,10 @@ from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, chec
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
 from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
-from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
-from quicksilver.runtime.options import Count, Fractions, Share, TokenIds, between, check_choice, check_share
+from quicksilver.runtime.options import Count, Fractions, Share, TokenIds, between, check_choice, check_count, check_share
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.run import apply
 from quicksilver.runtime.translation import KVTranslator
@@ -380,14 +380,19 @@ def halting_for_saving(model: PreTrainedModel, save: float, *, prompt_tokens: in
         options: further ones of `Halting`, but for rule, signal, schedule and share.
 
     Raises:
-        ConfigError: a share that cannot be saved.
+        ConfigError: a share that cannot be saved, prompts in which all tokens are protected.
+        UnsupportedModelError: no adapter for the model.
     """
     check_share("save", save)
+    check_count("prompt_tokens", prompt_tokens, 2)
+    architecture_of(model)
     vocabulary = int(model.config.get_text_config().vocab_size)
     prompt_tokens = min(prompt_tokens, getattr(model.config, "max_position_embeddings", prompt_tokens))
     ids = (torch.arange(prompt_tokens) % vocabulary).unsqueeze(0).to(model.device)
     dense = _executed(model, ids, [])
     few, many = (1 - _executed(model, ids, [_halting(share, options)]) / dense for share in _TRIED)
+    if many <= few:
+        raise ConfigError(f"prompt_tokens={prompt_tokens}: the protected tokens are the whole prompt. Give longer ones.")
     slope = (many - few) / (_TRIED[1] - _TRIED[0])
     share = _TRIED[0] + (save - few) / slope
     if share > _MOST:

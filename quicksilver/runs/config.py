@@ -181,6 +181,8 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
     Raises:
         ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
     """
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(word, str) for word in overrides):
+        raise ConfigError(f"overrides={overrides!r:.80} is no list of words: give one, such as ['model=reference-gpt2'].")
     folders = tuple(extra_dirs)
     environment = tuple(os.environ.get(name) for name in ENVIRONMENT)
     # A config may be changed by whoever asked for it.

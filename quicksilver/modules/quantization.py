@@ -226,7 +226,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
 def check_width(name: str, value: object) -> None:
     """Raises ConfigError unless `value` is one of `WIDTHS`."""
-    if isinstance(value, bool) or value not in WIDTHS:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in WIDTHS:
         raise ConfigError(f"{name}={value!r} is not one of 2, 4, 8, 16 (16 = untouched).")
 
 

@@ -469,7 +469,7 @@ class PresetHalting(TokenPolicy):
         if isinstance(self.schedule, Mapping):
             self.schedule = read_schedule(self.schedule)
         elif self.schedule is not None and not (isinstance(self.schedule, Schedule) or str(self.schedule).endswith(".yaml")):
-            raise ConfigError(f"schedule={self.schedule} is no file of `quicksilver schedule`: its name ends with .yaml.")
+            raise ConfigError(f"schedule={str(self.schedule)!r} is no file of `quicksilver schedule`: its name ends with .yaml.")
 
     @property
     def causal(self) -> bool:
@@ -519,7 +519,7 @@ class PresetHalting(TokenPolicy):
 def read_schedule(content: Mapping[str, Any]) -> Schedule:
     """A schedule from its fields; raises ConfigError for one that it has not, or lacks."""
     known = [f.name for f in fields(Schedule)]
-    unknown = sorted(set(content) - set(known))
+    unknown = sorted(map(repr, set(content) - set(known)))
     if unknown:
         raise ConfigError(f"schedule has no {unknown[0]}: there are {', '.join(known)}.")
     try:

@@ -32,6 +32,7 @@ from quicksilver.runs.parts import build_measurements, is_on, measurement_class
 from quicksilver.runtime.errors import ConfigError
 
 ENVIRONMENT = ("QUICKSILVER_RESULTS", "QUICKSILVER_DATA")  # what conf/ reads of it
+_PRESET = "quicksilver.modules.PresetHalting"
 MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
 GREATEST_SEED = 2**32 - 1  # what every generator takes
 GREATEST_NUMBER = 2**63 - 1  # what json readers, pandas and torch hold
@@ -148,7 +149,7 @@ class RunConfig:
         return {
             "model": model,
             "dataset": dataset,
-            "modules": {name: spelled_at_first(_without_calibration_file(entry)) for name, entry in self.modules.items()},
+            "modules": {name: spelled_at_first(_without_files(entry)) for name, entry in self.modules.items()},
             "protocol": protocol,
             "measure": measure,
             "execution": self.execution,
@@ -158,11 +159,12 @@ class RunConfig:
         }
 
 
-def _without_calibration_file(entry: Any) -> Any:
-    """A calibration file counts by its content, wherever it lies: its digest is hashed."""
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("calibration"), str):
+def _without_files(entry: Any) -> Any:
+    """A calibration and a schedule's file count by their content, wherever they lie: their digests are hashed."""
+    if not isinstance(entry, Mapping):
         return entry
-    return {key: value for key, value in entry.items() if key != "calibration"}
+    kept = {key: value for key, value in entry.items() if key != "calibration" or not isinstance(value, str)}
+    return {**kept, "schedule": None} if str(kept.get("schedule")).endswith(".yaml") else kept
 
 
 ConfigStore.instance().store("run_schema", RunConfig)
@@ -186,7 +188,27 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
     folders = tuple(extra_dirs)
     environment = tuple(os.environ.get(name) for name in ENVIRONMENT)
     # A config may be changed by whoever asked for it.
-    return copy.deepcopy(_composed(tuple(overrides), folders, files_stamp(folders), environment))
+    config = copy.deepcopy(_composed(tuple(overrides), folders, files_stamp(folders), environment))
+    for entry in config.modules.values():
+        if isinstance(entry, dict) and entry.get("_target_") == _PRESET and entry.get("schedule") is None:
+            entry |= _own_schedule(config)
+    return config
+
+
+def _own_schedule(config: RunConfig) -> dict[str, str]:
+    """The file of `quicksilver schedule` that lies beside the model or with the results, where none ships; {}: there is none."""
+    from quicksilver.modules.staged_halting import shipped_with_schedules
+
+    if config.model.name in shipped_with_schedules():
+        return {}
+    beside = sorted(Path(config.model.path).expanduser().glob("*.schedules.yaml")) if config.model.path else []
+    found = [*beside, schedules_file(config)]
+    return next(({"schedule": str(path)} for path in found if path.is_file()), {})
+
+
+def schedules_file(config: RunConfig) -> Path:
+    """Where `quicksilver schedule` writes for a model, and where a run looks for it."""
+    return Path(config.results_dir) / "translators" / f"{config.model.name}.schedules.yaml"
 
 
 @lru_cache(maxsize=2048)

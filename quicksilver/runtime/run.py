@@ -222,17 +222,19 @@ class Run:
             bound = base_signature.bind_partial(*args, **kwargs).arguments
             self._begin(dict(bound.pop("kwargs", {})) | bound)
 
+        # Under `torch.compile` the model's own code around the layers is compiled; which tokens are computed depends on values.
+        as_is = torch.compiler.disable
         self._handles = [
-            self.arch.base.register_forward_pre_hook(before, with_kwargs=True),
-            self.arch.base.register_forward_hook(lambda module, args, output: self._end(output)),
-            self.arch.base.register_forward_hook(lambda module, args, output: self._leave(), always_call=True),
-            self.arch.output_head.register_forward_pre_hook(lambda module, args: self._count_head(args[0])),
+            self.arch.base.register_forward_pre_hook(as_is(before), with_kwargs=True),
+            self.arch.base.register_forward_hook(as_is(lambda module, args, output: self._end(output))),
+            self.arch.base.register_forward_hook(as_is(lambda module, args, output: self._leave()), always_call=True),
+            self.arch.output_head.register_forward_pre_hook(as_is(lambda module, args: self._count_head(args[0]))),
         ]
         if self.modules:
             for index, layer in enumerate(self.arch.layers):
                 # accelerate (device_map) also sets forward on the instance: it is kept, called, and put back.
                 self._previous.append(layer.__dict__.get("forward"))
-                layer.forward = self._wrap(index, layer.forward)
+                layer.forward = as_is(self._wrap(index, layer.forward))
         self._attention = self.arch.config._attn_implementation
         return self
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import os
 import pkgutil
+import random
 import re
+import time
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +74,38 @@ def test_a_wrong_value_of_any_option_is_refused_in_one_line_that_names_it(cls: A
             if said is not None and ("\n" in said or field.name not in said):
                 found.append(f"{field.name}={value!r}: {said}")
     assert not found
+
+
+def drawn(chance: random.Random) -> tuple[Any, str]:
+    """A wrong value and where it may stand: as in `WRONG`, with other letters, numbers, and depths."""
+    text = "".join(chance.choices("aZü0.9-_[]{}=,:%\n\0 😀", k=chance.randint(1, 12)))
+    number = chance.choice([1, -1]) * 10 ** chance.uniform(-12, 30)
+    plain: list[tuple[Any, str]] = [
+        (text, r"\bstr\b|Path"), (text.encode(), "never"), (complex(number, 1), "never"), (number, ""), (int(number), ""), (np.float32(number), ""),
+        (range(chance.randint(-3, 9)), "Sequence|list|TokenIds|Fractions|Thresholds"), (torch.full((2,), number), "never"), ({text: number}, "dict"), ({number}, "never"),
+    ]  # fmt: skip
+    value, where = chance.choice(plain)
+    for _ in range(chance.choice([0, 0, 1, 2, 40])):
+        value, where = [value], r"Sequence|list|TokenIds|Fractions|Thresholds" if where != "never" else where
+    return value, where
+
+
+@pytest.mark.slow
+def test_ten_times_as_many_wrong_values_by_a_seed() -> None:
+    seed = int(os.environ.get("FAULTS_SEED", time.time() // 86400))  # another one every night; the message names it
+    chance, found = random.Random(seed), []
+    for cls, field in FIELDS * (10 * len(WRONG)):
+        value, where = drawn(chance)
+        try:
+            said = refusal(cls, field.name, value) if field.name not in UNSEEN else field.name
+        except Exception as error:
+            found.append(f"{cls.__name__}.{field.name}={value!r:.80}: {type(error).__name__}: {error}")
+            continue
+        if said is None and not re.search(where, field.type):
+            found.append(f"{cls.__name__}.{field.name}: {field.type} = {value!r:.80} is accepted")
+        if said is not None and (len(said.splitlines()) > 1 or field.name not in said):
+            found.append(f"{cls.__name__}.{field.name}={value!r:.80}: {said}")
+    assert not found, f"FAULTS_SEED={seed}"
 
 
 def refusal(cls: Any, name: str, value: Any) -> str | None:

@@ -15,6 +15,7 @@ from quicksilver.modules import PresetHalting, Replay, Schedule
 from quicksilver.modules.controls import shuffled
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.staged_halting import files_behind
+from quicksilver.runs.config import compose
 from quicksilver.runtime import MISSING_KV, ConfigError, architecture_of
 
 N = 40
@@ -100,7 +101,7 @@ def test_schedules_that_make_no_sense_are_refused() -> None:
         schedule(predict_before=5).halting("drop").bind(arch)
     with pytest.raises(ConfigError, match="give one of them"):
         PresetHalting(save=None)
-    with pytest.raises(ConfigError, match="schedule has no drop_befor:"):
+    with pytest.raises(ConfigError, match="schedule has no 'drop_befor':"):
         PresetHalting(schedule={"drop_befor": 1})
     with pytest.raises(ConfigError, match="is incomplete"):
         PresetHalting(schedule={"drop_before": 1})
@@ -138,3 +139,21 @@ def test_a_file_of_schedules_names_its_maps_and_serves_its_model_alone(tmp_path:
         with pytest.raises(ConfigError, match="is no file of `quicksilver schedule`") as raised:
             PresetHalting(schedule=str(file)).bind(arch)
         assert "\n" not in str(raised.value)
+
+
+def test_a_run_finds_the_schedule_of_a_model_by_its_name(tmp_path: Path) -> None:
+    def found(*words: str) -> str | None:
+        config = compose(["modules=[quicksilver]", f"results_dir={tmp_path}/results", *words])
+        assert config.identity()["modules"]["quicksilver"].get("schedule") is None  # its content counts, wherever it lies
+        return config.modules["quicksilver"].get("schedule")
+
+    results, beside = tmp_path / "results" / "translators" / "own.schedules.yaml", tmp_path / "model" / "own.schedules.yaml"
+    own = ("model.name=own", f"model.path={beside.parent}")
+    assert found(*own) is None
+    for file in (results, beside):  # the model's own folder comes first
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert found(*own) == str(file)
+    assert found(*own, "modules.quicksilver.schedule=other.yaml") == "other.yaml"
+    assert found("model.name=another", f"model.path={tmp_path}") is None
+    assert found("model=reference-gpt2") is None  # one ships

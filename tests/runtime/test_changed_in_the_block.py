@@ -103,6 +103,19 @@ def test_modules_are_read_once_and_each_stands_once() -> None:
         apply(model, [module, module])
 
 
+@pytest.mark.slow  # Dynamo takes seconds
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_model_gives_what_it_gives_uncompiled(backend: str) -> None:
+    model = tiny.load("gpt2")
+    with torch.no_grad(), apply(model, [HaltAll(1)]) as run:
+        plain = model(**BATCH.inputs()).logits
+        executed = run.flops.executed
+        run.reset()
+        torch.testing.assert_close(torch.compile(model, backend=backend)(**BATCH.inputs()).logits, plain)
+        assert run.flops.executed == executed
+
+
 NO_LIST: list[Any] = [None, HaltAll(1), "halting", {"halting": {}}, 3, HaltAll, nn.Linear(1, 1)]
 NO_MODULE: list[Any] = ["halting", None, 3, HaltAll, {}, nn.Linear(1, 1), [HaltAll(1)]]
 NO_LAYERS: list[Any] = [

@@ -53,18 +53,19 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(
             "Give budgets and translators: quicksilver schedule save=[40,50] translators=[FILE] (of `quicksilver fit`)."
         )
-    from quicksilver.runs.config import compose
+    from quicksilver.modules.staged_halting import shipped_with_schedules
+    from quicksilver.runs.config import compose, schedules_file
 
     config = compose(overrides)
-    path = Path(options.output or Path(config.results_dir) / "translators" / f"{config.model.name}.schedules.yaml")
+    path = Path(options.output) if options.output else schedules_file(config)
     choose(config, options, path)
     print(f"Written: {path}")
     given = " ".join(word for word in overrides if not word.startswith("modules"))
+    if options.output or config.model.name in shipped_with_schedules():
+        given += f" modules.quicksilver.schedule={path}"  # no run would look there
     print("Measure it, beside its null:")
     for pct in options.save:
-        print(
-            f"  quicksilver run {given} protocol=continuation modules=[quicksilver] modules.quicksilver.schedule={path} modules.quicksilver.save={pct / 100:g}"
-        )
+        print(f"  quicksilver run {given} protocol=continuation modules=[quicksilver] modules.quicksilver.save={pct / 100:g}")
     return 0
 
 

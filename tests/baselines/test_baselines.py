@@ -1,19 +1,17 @@
-"""The peers, and the mechanisms beside them: each has the property that defines it, all keep the invariants of the runtime, and none leaves anything behind."""
+"""The peers, and the mechanisms beside them: each has the property that defines it. What all share: tests/modules/test_invariants.py."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from looking import Pass, architecture
-from thinning import diagonal, draws
 
 from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.baselines.confidence_exit import ConfidenceExit
@@ -26,199 +24,22 @@ from quicksilver.baselines.sink_attention import SinkAttention
 from quicksilver.baselines.sliding_window import SlidingWindow
 from quicksilver.baselines.static_exit import StaticExit
 from quicksilver.baselines.token_merging import TokenMerging, match
-from quicksilver.measure.flop_counter import count_by_operator, count_executed
+from quicksilver.measure.flop_counter import count_by_operator
 from quicksilver.measure.null import by_chance
-from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
 from quicksilver.modules import (
     AdaptiveQuantization,
-    ExponentialDecay,
     Halting,
     KVSkipping,
-    RandomHalting,
     Replay,
-    StagedHalting,
     TokenFusion,
     shuffled,
 )
-from quicksilver.runtime import ConfigError, RuntimeModule, Trace, Transform, UnsupportedModelError, apply
+from quicksilver.runtime import ConfigError, UnsupportedModelError, apply
 from quicksilver.runtime.cache import CacheLayer
 
 LONG = tiny.Batch((tuple(range(1, 33)),))
 RAGGED = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
 EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))
-
-CAUSAL: dict[str, Callable[[], RuntimeModule]] = {
-    "static_exit": lambda: StaticExit(depth=0.6),
-    "confidence_state": lambda: ConfidenceExit(threshold=0.8),
-    "confidence_softmax": lambda: ConfidenceExit(measure="softmax", threshold=0.05, temperature=2.0, horizon=20),
-    "sliding_window": lambda: SlidingWindow(window=5),
-    "sink_attention": lambda: SinkAttention(window=6, sinks=2),
-    "halting": lambda: Halting(tau_drift=0.9, tau_entropy=None, resume_layers=1),
-    "random_halting": lambda: RandomHalting(rate=0.3, window=(0.0, 1.0), resume_layers=0),
-    "uneven_decay": lambda: ExponentialDecay(even=False, alpha=0.3),
-}
-IN_PROMPTS: dict[str, Callable[[], RuntimeModule]] = {
-    "token_merging": lambda: TokenMerging(r=0.1),
-    "token_merging_states": lambda: TokenMerging(r=0.2, metric="states", proportional=False, start=0.5),
-    "prompt_pruning": lambda: PromptPruning(),
-    "one_shot_halting": lambda: OneShotHalting(protect_first=1),
-    "heavy_hitter": lambda: HeavyHitter(heavy=3, recent=4),
-    "halting_by_position": lambda: Halting(rule="capacity", signal="position", missing_kv="drop", resume_layers=0),
-    "halting_by_attention": lambda: Halting(rule="capacity", signal="attention", resume_layers=1),
-    "staged_halting": lambda: StagedHalting(protect_first=1),
-    "token_fusion": lambda: TokenFusion(rule="capacity", protect_first=1),
-}
-PEERS = CAUSAL | IN_PROMPTS
-TRANSFORMS: dict[str, Callable[[], Transform]] = {
-    "int8_dynamic": Int8Dynamic,
-    "bfloat16": BFloat16,
-    "prompt_lookup": PromptLookup,
-}
-# Each with the dial where nothing is left to do.
-DENSE: dict[str, RuntimeModule] = {
-    "static_exit at the last layer": StaticExit(depth=1.0),
-    "confidence_exit that is never confident (state)": ConfidenceExit(threshold=1.0),
-    "confidence_exit that is never confident (softmax)": ConfidenceExit(measure="softmax", threshold=1.0),
-    "token_merging with r = 0": TokenMerging(r=0.0),
-    "prompt_pruning of 0%": PromptPruning(layers=(0.25, 0.5), kept=(1.0, 1.0)),
-    "one_shot_halting of 0%": OneShotHalting(halted_share=0.0),
-    "sliding_window as long as the text": SlidingWindow(window=32),
-    "sink_attention with window and sinks as long as the text": SinkAttention(window=28, sinks=4),
-    "heavy_hitter with room for all": HeavyHitter(heavy=16, recent=16),
-}
-
-
-@pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
-@pytest.mark.parametrize("name", DENSE)
-def test_where_its_dial_stands_at_nothing_a_peer_is_the_dense_model(name: str, family: str) -> None:
-    model = tiny.load(family)
-    dense = tiny.forward(model, LONG, [], chunks=[24, 7, 1])
-    peer = tiny.forward(model, LONG, [DENSE[name]], chunks=[24, 7, 1])
-    tiny.assert_close(peer.logits, dense.logits)
-    assert torch.equal(peer.logits[:, :24], dense.logits[:, :24]) or "confidence" in name  # a cosine or a lens is not a decision
-
-
-@pytest.mark.parametrize(("name", "family"), diagonal(PEERS, tiny.unlike_first(tiny.FAMILIES), n=2 * len(PEERS)))
-def test_a_peer_is_no_no_op_and_compact_is_masked(name: str, family: str) -> None:
-    model = tiny.load(family)
-    chunks = [20, 7, 1]
-    dense, compact, masked = (
-        tiny.forward(model, RAGGED, modules, chunks=chunks, execution=execution)
-        for modules, execution in (([], "compact"), ([PEERS[name]()], "compact"), ([PEERS[name]()], "masked"))
-    )
-    tiny.assert_close(RAGGED.real(compact.logits), RAGGED.real(masked.logits))
-    assert (
-        max(float((a - b).abs().max()) for a, b in zip(RAGGED.real(compact.logits), RAGGED.real(dense.logits), strict=True))
-        > 0.01
-    )
-    billed, resident = compact.run.kv_bytes.billed, compact.run.kv_bytes.resident
-    assert billed == resident == masked.run.kv_bytes.billed
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_batch_mates_and_padding_do_not_matter(name: str) -> None:
-    for family in ("gpt2", "llama"):
-        together = tiny.forward(tiny.load(family), RAGGED, [PEERS[name]()], chunks=[28])
-        kept = together.run._cache.layers[-2]
-        for i in range(2):
-            alone = tiny.forward(tiny.load(family), RAGGED.alone(i), [PEERS[name]()], chunks=[len(RAGGED.rows[i])])
-            tiny.assert_close(RAGGED.real(together.logits)[i], alone.logits[0])
-            store = alone.run._cache.layers[-2]
-            if store.entries is not None:
-                assert kept.slots[i][kept.is_entry[i]].tolist() == store.slots[0].tolist()
-
-
-@settings(max_examples=draws(10))
-@given(st.data())
-@pytest.mark.parametrize("name", CAUSAL)
-def test_a_causal_peer_decides_the_same_in_prefill_in_chunks_and_token_by_token(name: str, data: st.DataObject) -> None:
-    family = data.draw(st.sampled_from(["gpt2", "llama", "qwen2-mixed"]))
-    batch = data.draw(tiny.batches(low=2, high=14))
-    module = CAUSAL[name]()
-    assert module.causal
-    whole = tiny.forward(tiny.load(family), batch, [module])
-    chunked = tiny.forward(tiny.load(family), batch, [module], chunks=data.draw(tiny.chunkings(batch.width)))
-    tiny.assert_close(batch.real(whole.logits), batch.real(chunked.logits))
-    tiny.assert_same_decisions(tiny.decisions(batch, whole.trace), tiny.decisions(batch, chunked.trace))
-
-
-@pytest.mark.parametrize("name", [*PEERS, *TRANSFORMS])
-def test_no_peer_lets_a_later_token_through(name: str) -> None:
-    module = (PEERS | TRANSFORMS)[name]()
-    protocols = [Protocol("continuation", 24, 16, 2)] + ([Protocol("all", 24, 16, 2)] if module.causal else [])
-    for protocol in protocols:
-        found = audit(tiny.load("llama"), EVEN.ids, protocol, [module], n_probes=4)
-        assert found.max_abs_logit_difference <= 1e-5 * found.max_abs_logit
-
-
-@pytest.mark.parametrize("name", IN_PROMPTS)
-def test_what_looks_ahead_is_refused_where_every_position_is_scored(name: str) -> None:
-    with pytest.raises(ConfigError, match="looks ahead"):
-        check_allowed([IN_PROMPTS[name]()], Protocol("all", 24))
-
-
-def test_tome_as_it_is_leaks_and_is_marked() -> None:
-    plain = TokenMerging(r=0.1, lookahead=True)
-    check_allowed([plain], Protocol("all", 24))
-    assert plain.lookahead
-    assert not plain.causal
-    assert audit(tiny.load("gpt2"), EVEN.ids, Protocol("all", 24, 16, 2), [plain], n_probes=6).max_abs_logit_difference > 0.01
-
-
-@pytest.mark.parametrize("name", [*PEERS, "int8_dynamic"])
-def test_executed_flops_are_what_is_interposed(name: str) -> None:
-    # Wide enough that what no ledger counts (norms, codes) does not matter.
-    model = tiny.build("gpt2", n_embd=64)
-    for batch, chunks in ((EVEN, [20, 4]), (RAGGED, [28])):
-        with torch.no_grad(), apply(model, [(PEERS | TRANSFORMS)[name]()]) as run:
-            interposed = count_executed(lambda batch=batch, chunks=chunks: tiny.passes(model, batch.inputs(), chunks))
-            assert run.flops.executed == pytest.approx(interposed, rel=0.01)
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_nominal_flops_by_window_add_up_to_the_run_s(name: str) -> None:
-    protocol = Protocol("continuation", 24, 16, 2)
-    model = tiny.load("gpt2")
-    frame = score(model, EVEN.ids, protocol, modules=[PEERS[name]()]).windows
-    with torch.no_grad(), apply(model, [PEERS[name]()]) as run:
-        cache = model(EVEN.ids[:, :16], use_cache=True, logits_to_keep=1).past_key_values
-        model(EVEN.ids[:, 16:-1], use_cache=True, past_key_values=cache)
-        assert int(frame["nominal_flops"].sum()) == run.flops.nominal
-        assert int(frame["executed_flops"].sum()) == run.flops.executed
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_a_replay_is_the_run_and_a_trace_goes_through_a_file(name: str, tmp_path: Path) -> None:
-    module = PEERS[name]()
-    run = tiny.forward(tiny.load("llama"), RAGGED, [module], chunks=[20, 7, 1])
-    run.trace.save(tmp_path / "trace.safetensors")
-    trace = Trace.load(tmp_path / "trace.safetensors")
-    for execution in ("compact", "masked"):
-        again = tiny.forward(tiny.load("llama"), RAGGED, [Replay(trace, like=[module])], chunks=[20, 7, 1], execution=execution)
-        tiny.assert_close(RAGGED.real(run.logits), RAGGED.real(again.logits), atol=2e-5)
-        assert again.run.kv_bytes.billed == run.run.kv_bytes.billed
-
-
-def state_of(model: torch.nn.Module) -> list:
-    modules = list(model.named_modules())
-    return [
-        [(name, id(module), module.__dict__.get("forward")) for name, module in modules],
-        [(name, id(p), p.dtype) for name, p in model.named_parameters(remove_duplicate=False)],
-        [len(module._forward_hooks) + len(module._forward_pre_hooks) for _, module in modules],
-        model.generation_config.to_dict(),
-    ]
-
-
-@pytest.mark.parametrize("name", [*PEERS, *TRANSFORMS])
-def test_nothing_is_left_on_the_model(name: str) -> None:
-    model = tiny.load("llama")
-    before, logits = state_of(model), tiny.forward(model, EVEN, []).logits
-    tiny.forward(model, EVEN, [(PEERS | TRANSFORMS)[name]()], chunks=[20, 4])
-    with pytest.raises(RuntimeError, match="a mishap"), apply(model, [(PEERS | TRANSFORMS)[name]()]):
-        raise RuntimeError("a mishap")
-    assert state_of(model) == before
-    assert torch.equal(tiny.forward(model, EVEN, []).logits, logits)
-
 
 # -- exits -----------------------------------------------------------------------------------------------------------------------
 
@@ -419,15 +240,6 @@ def test_h2o_keeps_its_budget_at_every_step_of_decoding(criterion: str) -> None:
         assert (
             run.kv_bytes.billed == 2 * 9 * tiny.LAYERS * 2 * 2 * 8 * 4
         )  # rows, entries, layers, K and V, heads, head_dim, bytes
-
-
-def test_h2o_decodes_with_beams_as_under_masked() -> None:
-    model, options = tiny.load("gpt2"), {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
-    outputs = []
-    for execution in ("compact", "masked"):
-        with apply(model, [HeavyHitter(heavy=4, recent=4)], execution=execution):  # type: ignore[arg-type]
-            outputs.append(model.generate(EVEN.ids, attention_mask=EVEN.mask, **options))
-    assert torch.equal(*outputs)
 
 
 def test_an_evicted_entry_cannot_be_taken_back() -> None:

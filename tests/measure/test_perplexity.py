@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import draws
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from quicksilver.data.windows import windows_of
 from quicksilver.measure import Protocol, check_allowed, score
@@ -18,32 +18,7 @@ from quicksilver.measure import perplexity as module_under_test
 from quicksilver.measure.perplexity import audit
 from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState
 
-torch.set_num_threads(1)
-VOCABULARY = 61
-
-
-def tiny_gpt2(n_layer: int = 3) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=n_layer,
-        n_embd=16,
-        n_head=2,
-        n_positions=64,
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=0,
-        initializer_range=0.3,
-    )
-    return GPT2LMHeadModel(config).eval()
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+VOCABULARY = tiny.VOCABULARY
 
 
 def random_windows(count: int, tokens: int, seed: int = 0) -> torch.Tensor:
@@ -92,11 +67,6 @@ def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: i
     assert count == (length // size if limit is None else min(limit, length // size))
 
 
-def test_a_limit_below_one_window_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 windows"):
-        windows_of(torch.arange(100), 10, 0)
-
-
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +97,7 @@ def test_a_module_that_looks_ahead_is_refused_where_all_positions_are_scored_and
     check_allowed([honest], Protocol("continuation"))
     check_allowed([HaltIfNextIsOdd(honest=True, lookahead=True)], Protocol("all"))
     with pytest.raises(ConfigError, match="lookahead"):
-        score(tiny_gpt2(), random_windows(1, 8), Protocol("all", window_tokens=8), modules=[honest])
+        score(tiny.load("gpt2"), random_windows(1, 8), Protocol("all", window_tokens=8), modules=[honest])
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------------------
@@ -152,7 +122,7 @@ def test_dense_scores_are_those_of_the_plain_model(
     count: int, batch: int, tokens: int, prompt: int, llama: bool, continuation: bool
 ) -> None:
     """Under `continuation` too: the cached continuation of a dense model scores as the same positions of one full forward."""
-    model = tiny_llama() if llama else tiny_gpt2()
+    model = tiny.load("llama") if llama else tiny.load("gpt2")
     prompt = min(prompt, tokens - 1)
     protocol = Protocol("continuation" if continuation else "all", tokens, prompt, batch)
     windows = random_windows(count, tokens, seed=tokens)
@@ -165,14 +135,9 @@ def test_dense_scores_are_those_of_the_plain_model(
     assert scores.ppl == pytest.approx(math.exp(expected.sum().item() / scores.tokens), rel=1e-4)
     text_bytes = int(table[windows[:, protocol.first_scored :]].sum())
     assert int(scores.windows["bytes"].sum()) == text_bytes
+    assert score(model, windows, protocol).bits_per_byte is None  # without the lengths in bytes
     if text_bytes:
         assert scores.bits_per_byte == pytest.approx(expected.sum().item() / math.log(2) / text_bytes, rel=1e-4)
-
-
-def test_without_byte_lengths_there_are_no_bits_per_byte() -> None:
-    scores = score(tiny_gpt2(), random_windows(2, 8), Protocol("all", window_tokens=8))
-    assert scores.bits_per_byte is None
-    assert scores.windows["bytes"].isna().all()
 
 
 def test_a_million_small_terms_are_summed_in_double_precision() -> None:
@@ -194,7 +159,7 @@ def test_ledgers_of_the_windows_add_up_to_those_of_the_run(name: str, execution:
 
     monkeypatch.setattr(module_under_test, "apply", remember)
     protocol = Protocol(name, window_tokens=20, prompt_tokens=14, batch_size=2)
-    scores = score(tiny_llama(), random_windows(5, 20), protocol, modules=[HaltOddTokens()], execution=execution)
+    scores = score(tiny.load("llama"), random_windows(5, 20), protocol, modules=[HaltOddTokens()], execution=execution)
     flops = runs[0].flops
     for column in ("executed", "nominal", "signals"):
         in_table = scores.windows["signal_flops" if column == "signals" else f"{column}_flops"].sum()
@@ -208,14 +173,14 @@ def test_ledgers_of_the_windows_add_up_to_those_of_the_run(name: str, execution:
 def test_the_prompt_has_its_own_share_of_the_ledgers_and_leaves_a_cache() -> None:
     protocol = Protocol("continuation", window_tokens=20, prompt_tokens=14, batch_size=4)
     windows = random_windows(4, 20)
-    dense = score(tiny_gpt2(), windows, protocol)
-    halted = score(tiny_gpt2(), windows, protocol, modules=[HaltOddTokens()])
+    dense = score(tiny.load("gpt2"), windows, protocol)
+    halted = score(tiny.load("gpt2"), windows, protocol, modules=[HaltOddTokens()])
     for scores in (dense, halted):
         share = scores.windows["prompt_executed_flops"] / scores.windows["executed_flops"]
         assert share.between(0.5, 0.95).all()  # 14 of 19 tokens
     assert (halted.windows["prompt_executed_flops"] < dense.windows["prompt_executed_flops"]).all()
     assert 0 < halted.kv_bytes_billed < dense.kv_bytes_billed
-    alone = score(tiny_gpt2(), windows, Protocol("all", window_tokens=20))
+    alone = score(tiny.load("gpt2"), windows, Protocol("all", window_tokens=20))
     assert "prompt_executed_flops" not in alone.windows
     assert alone.kv_bytes_billed == 0
 
@@ -223,14 +188,14 @@ def test_the_prompt_has_its_own_share_of_the_ledgers_and_leaves_a_cache() -> Non
 def test_progress_is_told_after_every_batch() -> None:
     told: list[tuple[int, int]] = []
     protocol = Protocol("all", window_tokens=8, batch_size=2)
-    score(tiny_gpt2(), random_windows(5, 8), protocol, progress=lambda done, total: told.append((done, total)))
+    score(tiny.load("gpt2"), random_windows(5, 8), protocol, progress=lambda done, total: told.append((done, total)))
     assert told == [(2, 5), (4, 5), (5, 5)]
 
 
 @pytest.mark.parametrize("name", ["all", "continuation"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_an_error_that_names_window_and_protocol(name: str, value: float) -> None:
-    model = tiny_gpt2()
+    model = tiny.build("gpt2")
     windows = random_windows(4, 8)
     windows[windows == 7] = 8
     windows[2, 5] = 7  # the only window that holds the damaged embedding
@@ -253,14 +218,14 @@ def test_logits_that_are_not_finite_are_an_error_that_names_window_and_protocol(
 )
 def test_windows_that_do_not_fit_are_refused(windows: torch.Tensor, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        score(tiny_gpt2(), windows, Protocol("all", window_tokens=8))
+        score(tiny.load("gpt2"), windows, Protocol("all", window_tokens=8))
 
 
 def test_a_window_longer_than_the_context_and_a_model_in_training_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"window_tokens=65.*64"):
-        score(tiny_gpt2(), random_windows(1, 65), Protocol("all", window_tokens=65))
+    with pytest.raises(ConfigError, match=r"window_tokens=97.*96"):
+        score(tiny.load("gpt2"), random_windows(1, 97), Protocol("all", window_tokens=97))
     with pytest.raises(ConfigError, match=r"model\.eval"):
-        score(tiny_gpt2().train(), random_windows(1, 8), Protocol("all", window_tokens=8))
+        score(tiny.build("gpt2").train(), random_windows(1, 8), Protocol("all", window_tokens=8))
 
 
 # -- the audit -------------------------------------------------------------------------------------------------------------------
@@ -271,7 +236,7 @@ def test_a_window_longer_than_the_context_and_a_model_in_training_are_refused() 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_nothing_that_is_causal_fails_the_audit(name: str, modules: list[RuntimeModule], execution: str) -> None:
     protocol = Protocol(name, window_tokens=16, prompt_tokens=8, batch_size=3)
-    result = audit(tiny_gpt2(), random_windows(4, 16), protocol, modules, execution, seed=1)
+    result = audit(tiny.load("gpt2"), random_windows(4, 16), protocol, modules, execution, seed=1)
     assert result.max_abs_logit_difference < 1e-5 * max(1.0, result.max_abs_logit)
     assert len(result.probes) == 3
     assert result.windows == 3
@@ -281,13 +246,13 @@ def test_nothing_that_is_causal_fails_the_audit(name: str, modules: list[Runtime
 @pytest.mark.parametrize("name", ["all", "continuation"])
 def test_a_module_that_reads_the_next_token_is_caught(name: str) -> None:
     protocol = Protocol(name, window_tokens=16, prompt_tokens=8, batch_size=4)
-    result = audit(tiny_gpt2(), random_windows(4, 16), protocol, [HaltIfNextIsOdd()], seed=1)
+    result = audit(tiny.load("gpt2"), random_windows(4, 16), protocol, [HaltIfNextIsOdd()], seed=1)
     assert result.max_abs_logit_difference > 0.05 * result.max_abs_logit
 
 
 def test_looking_ahead_inside_a_prompt_is_no_leak() -> None:
     protocol = Protocol("continuation", window_tokens=16, prompt_tokens=8)
-    result = audit(tiny_gpt2(), random_windows(4, 16), protocol, [HaltIfNextIsOdd(honest=True)], seed=1)
+    result = audit(tiny.load("gpt2"), random_windows(4, 16), protocol, [HaltIfNextIsOdd(honest=True)], seed=1)
     assert result.max_abs_logit_difference < 1e-4
 
 
@@ -297,7 +262,7 @@ def test_looking_ahead_inside_a_prompt_is_no_leak() -> None:
 @settings(max_examples=draws(15), deadline=None)
 def test_the_audit_finds_probes_in_windows_of_any_length(tokens: int, prompt: int, name: str, seed: int) -> None:
     protocol = Protocol(name, window_tokens=tokens, prompt_tokens=min(prompt, tokens - 1))
-    result = audit(tiny_gpt2(1), random_windows(1, tokens), protocol, seed=seed)
+    result = audit(tiny.load("gpt2"), random_windows(1, tokens), protocol, seed=seed)
     assert 1 <= len(result.probes) <= 3
     assert all(protocol.first_scored - 1 <= probe < tokens - 1 for probe in result.probes)
     assert result.max_abs_logit_difference < 1e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import tiny
@@ -16,14 +15,13 @@ from thinning import draws
 from quicksilver.modules import (
     ExponentialDecay,
     Halting,
-    KVSkipping,
     RandomHalting,
     Replay,
     StaticDepth,
     perfect_exit,
     shuffled,
 )  # fmt: skip
-from quicksilver.runtime import MISSING_KV, ConfigError, PassTrace, RuntimeModule, Trace
+from quicksilver.runtime import MISSING_KV, ConfigError, PassTrace, Trace
 
 FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
 
@@ -78,35 +76,6 @@ def test_uneven_decay_is_uneven_and_right_on_average() -> None:
 
 
 # -- replay ----------------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=draws(20))
-@given(
-    tiny.batches(low=2),
-    tiny.policies(),
-    st.sampled_from(["gpt2", "llama", "gpt_neox"]),
-    st.sampled_from(["compact", "masked"]),
-    st.data(),
-)
-def test_replaying_a_trace_gives_the_run_again(
-    batch: tiny.Batch, modules: list[RuntimeModule], family: str, execution: str, data: st.DataObject
-) -> None:
-    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    run = tiny.forward(tiny.load(family), batch, modules, chunks=chunks)
-    again = tiny.forward(tiny.load(family), batch, [Replay(run.trace, like=modules)], chunks=chunks, execution=execution)
-    tiny.assert_same_decisions(tiny.decisions(batch, run.trace), tiny.decisions(batch, again.trace))
-    tiny.assert_close(batch.real(run.logits), batch.real(again.logits), atol=2e-5)
-
-
-def test_a_replay_goes_through_a_file_and_can_start_in_the_middle(tmp_path: Path) -> None:
-    first, second = tiny.Batch((tuple(range(1, 13)),)), tiny.Batch((tuple(range(20, 28)),))
-    halting = RandomHalting(rate=0.4, window=(0, 1), missing_kv="copy", resume_layers=0)
-    runs = [tiny.forward(tiny.load("gpt2"), batch, [halting]) for batch in (first, second)]
-    Trace.concat([run.trace for run in runs]).save(tmp_path / "trace.safetensors")
-    trace = Trace.load(tmp_path / "trace.safetensors")
-    again = tiny.forward(tiny.load("gpt2"), second, [Replay(trace, first_pass=1)])
-    tiny.assert_close(again.logits, runs[1].logits)
-    assert Replay(trace).copies_kv
 
 
 def test_a_trace_of_something_else_is_refused() -> None:
@@ -176,16 +145,6 @@ def test_shuffling_does_move_them_and_differently_by_seed_and_row() -> None:
     assert not torch.equal(a, b)
     assert torch.equal(a[:, :4], halt_layer[:, :4])  # attention sinks, by default
     assert torch.equal(a[:, -1], halt_layer[:, -1])  # and the token that predicts what follows
-
-
-def test_a_shuffled_run_is_a_run_at_the_same_cost() -> None:
-    batch = tiny.Batch((tuple(range(1, 31)), tuple(range(25, 55))))
-    modules = [Halting(signal="attention", missing_kv="drop", rule="capacity", resume_layers=0), KVSkipping()]
-    run = tiny.forward(tiny.load("llama"), batch, modules)
-    null = tiny.forward(tiny.load("llama"), batch, [Replay(shuffled(run.trace, 0))])
-    assert null.run.flops.nominal == run.run.flops.nominal
-    assert null.trace.active_counts().tolist() == run.trace.active_counts().tolist()
-    assert not torch.allclose(null.logits, run.logits, atol=1e-3)
 
 
 # -- perfect exit ----------------------------------------------------------------------------------------------------------------

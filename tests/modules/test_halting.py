@@ -282,29 +282,6 @@ def test_without_any_option_it_halts_half_of_a_prompt_and_needs_no_calibration()
     assert counts[-1] == 16
 
 
-@given(
-    tiny.token_ids(3, 14),
-    tiny.token_ids(3, 14),
-    st.sampled_from(["relative", "l2", "cosine"]),
-    st.sampled_from(["logit_lens", "latent"]),
-)
-def test_thresholds_do_not_look_ahead_and_capacity_says_that_it_does(a: tuple, b: tuple, drift: str, entropy: str) -> None:
-    """Other tokens after t: the decisions up to t stay."""
-    n = min(len(a), len(b)) - 1
-    scale = {"relative": 0.7, "l2": 4.0, "cosine": 0.3}[drift]
-    halting = Halting(tau_drift=scale, tau_entropy=3.6, drift=drift, entropy=entropy, window=(0, 1), resume_layers=0)
-    assert halting.causal
-    kept = a[:n]
-    outcomes = [tiny.forward(tiny.load("gpt2"), tiny.Batch((kept + rest,)), [halting]) for rest in (a[n:], b[n:])]
-    first, second = (
-        tiny.decisions(tiny.Batch((kept + rest,)), o.trace)[0] for rest, o in zip((a[n:], b[n:]), outcomes, strict=True)
-    )
-    assert torch.equal(first["halt_layer"][:n], second["halt_layer"][:n])
-    assert not capacity().causal
-    assert not by_drift(0.1, protect_last=1).causal
-    assert capacity(lookahead=True).lookahead
-
-
 def test_capacity_leaves_decoding_alone_and_thresholds_do_not() -> None:
     batch = tiny.Batch((tuple(range(1, 17)),))
     shares = tiny.forward(tiny.load("llama"), batch, [capacity()], chunks=[12, 1, 3]).trace

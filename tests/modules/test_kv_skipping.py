@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 
-from quicksilver.modules import KVSkipping, RandomHalting, Replay
-from quicksilver.runtime import MISSING_KV, ConfigError
+from quicksilver.modules import KVSkipping, RandomHalting
+from quicksilver.runtime import ConfigError
 
-DROP = MISSING_KV.index("drop")
 BATCH = tiny.Batch((tuple(range(1, 21)), tuple(range(30, 44))))
 
 
@@ -116,9 +115,6 @@ def test_skipped_tokens_stay_skipped() -> None:
     counts = [int(one.kv_present(layer).sum()) for layer in range(tiny.LAYERS)]
     assert counts[0] > counts[1]
     assert counts == sorted(counts, reverse=True)
-    again = tiny.forward(tiny.load("gpt2"), BATCH, [Replay(outcome.trace)])
-    tiny.assert_close(outcome.logits, again.logits)
-    tiny.assert_same_decisions(tiny.decisions(BATCH, outcome.trace), tiny.decisions(BATCH, again.trace))
 
 
 def test_attention_criteria_leave_decoding_alone() -> None:

@@ -39,20 +39,6 @@ def trained(model, seed: int = 0, **about) -> TrainedGates:
     return gates(seed).trained(tiny.Run(model, [], "compact", None).arch, **about)
 
 
-@settings(max_examples=draws(6), deadline=None)
-@given(family=st.sampled_from(["gpt2", "llama"]), batch=tiny.batches(low=4), seed=st.integers(0, 20), resume=st.integers(0, 1))
-def test_a_language_model_under_gates_is_causal_and_compact_is_masked(family, batch, seed, resume):
-    model = tiny.load(family)
-    policy = learned(gates=trained(model, seed), resume_layers=resume, missing_kv="project")
-    assert policy.causal
-    compact, masked = (tiny.forward(model, batch, [policy], execution=execution) for execution in ("compact", "masked"))
-    tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits))
-    if not batch.is_padded:
-        columns = batch.inputs()["input_ids"].shape[1]
-        pieces = tiny.forward(model, batch, [policy], chunks=[3, columns - 3])
-        tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, pieces.trace))
-
-
 @torch.no_grad()
 def test_the_module_halts_whom_the_trained_forward_masks():
     learnt, given_states = gates(), states(2, 20)

@@ -14,20 +14,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from drawing import bits_of, quantizing
-from hypothesis import given, settings
+from drawing import bits_of
+from hypothesis import given
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
-from thinning import draws
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
-from quicksilver.measure.flop_counter import count_executed
-from quicksilver.measure.perplexity import Protocol, audit, check_allowed
-from quicksilver.modules import AdaptiveQuantization, KVSkipping, RandomHalting, Replay, calibrate, shuffled
-from quicksilver.runtime import ConfigError, Run, RuntimeModule, Trace, apply
+from quicksilver.measure.perplexity import Protocol, check_allowed
+from quicksilver.modules import AdaptiveQuantization, Replay, calibrate
+from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply
 from quicksilver.runtime.quantized.codes import mix_of, quantize_dequantize
-from quicksilver.runtime.quantized.linear import kernel_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
 
@@ -215,6 +212,9 @@ def test_what_only_the_model_can_tell_is_refused_when_it_is_known() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             AdaptiveQuantization(**options).bind(architecture())  # type: ignore[arg-type]
+    made = tiny.forward(tiny.load("llama"), BATCH, [AdaptiveQuantization(bits=8)])
+    with pytest.raises(ConfigError, match="like=modules"), apply(tiny.load("llama"), [Replay(made.trace)]):
+        pass
 
 
 @pytest.mark.parametrize("normalisation", ["none", "log_vocab"])
@@ -235,88 +235,9 @@ def test_percentiles_are_calibrated(normalisation: Any) -> None:
 # -- the invariants --------------------------------------------------------------------------------------------------------------
 
 
-def companions() -> st.SearchStrategy[list[RuntimeModule]]:
-    """What else may run: nothing, what is causal."""
-    return st.one_of(
-        st.just([]),
-        tiny.hashed().map(lambda m: [m]),
-        st.builds(RandomHalting, rate=st.just(0.2), missing_kv=st.sampled_from(["drop", "project", "copy", "zero"]), window=st.just((0.0, 1.0)),
-                  resume_layers=st.sampled_from([0, 1])).map(lambda m: [m, KVSkipping(protect_first=1)]),
-    )  # fmt: skip
-
-
 def assert_same_bits(batch: Batch, one: Trace, other: Trace) -> None:
     for a, b in zip(bits_of(batch, one), bits_of(batch, other), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    "name", tiny.thinned([name for name in tiny.FAMILIES if name not in tiny.EAGER_ONLY])
-)  # eager refuses a blind token
-@given(data=st.data(), execution=st.sampled_from(["compact", "masked"]))
-@settings(max_examples=draws(5))
-def test_one_pass_is_many(name: str, execution: str, data: st.DataObject) -> None:
-    """Prefill = token by token = any other cut."""
-    model, batch = precise(name), data.draw(tiny.batches(low=2))
-    modules = [data.draw(quantizing()), *data.draw(companions())]
-    whole = tiny.forward(model, batch, modules, execution=execution)
-    for chunks in ([1] * batch.width, data.draw(tiny.chunkings(batch.width))):
-        cut = tiny.forward(model, batch, modules, chunks=chunks, execution=execution)
-        assert_same_bits(batch, cut.trace, whole.trace)
-        tiny.assert_close(batch.real(cut.logits), batch.real(whole.logits))
-
-
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], execution: str, **options: Any
-) -> tuple[torch.Tensor, Run]:
-    torch.manual_seed(5)
-    with apply(model, modules, execution=execution) as run:  # type: ignore[arg-type]
-        ids = model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=6, min_new_tokens=6, **options)
-    return ids, run
-
-
-def test_candidates_that_are_rejected_leave_the_packed_cache() -> None:
-    """Assisted decoding crops: the packed entries of rejected tokens go, and greedy generation is what it was."""
-    model, batch = precise("llama"), Batch((tuple(range(1, 12)),))
-    modules: list[RuntimeModule] = [AdaptiveQuantization(tau_low=3.5, tau_high=3.8, depth=0.2)]
-    plain, _ = generate(model, batch, modules, "compact", do_sample=False)
-    looked_up, run = generate(model, batch, modules, "compact", do_sample=False, prompt_lookup_num_tokens=3)
-    assert torch.equal(plain, looked_up)
-    assert run.kv_bytes.billed == run.kv_bytes.resident
-
-
-def test_a_trace_keeps_its_bits_in_a_file_and_its_null_has_the_same_mix(tmp_path: Any) -> None:
-    model = precise("llama")
-    modules = [AdaptiveQuantization(tau_low=3.4, tau_high=3.7, reassign=True, depth=0.2)]
-    made = tiny.forward(model, BATCH, modules)
-    made.trace.save(tmp_path / "trace.safetensors")
-    loaded = Trace.load(tmp_path / "trace.safetensors")
-    assert_same_bits(BATCH, loaded, made.trace)
-    assert len(set(torch.cat(bits_of(BATCH, loaded), dim=1).unique().tolist()) - {16}) > 1
-    null = shuffled(made.trace, 0)
-    by_chance = tiny.forward(model, BATCH, [Replay(null, like=modules)])
-    assert mix_of(by_chance.trace) == mix_of(made.trace)
-    assert by_chance.run.flops.paper == made.run.flops.paper
-    assert (by_chance.logits - made.logits).abs().max() > 1e-4
-    with pytest.raises(ConfigError, match="like=modules"), apply(model, [Replay(made.trace)]):
-        pass
-    drawn = tiny.forward(model, BATCH, [AdaptiveQuantization(mix=[mix_of(made.trace)[w] for w in (2, 4, 8)])])
-    assert mix_of(drawn.trace)[16] == 0
-
-
-@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
-def test_all_at_16_bits_is_the_plain_model_bit_for_bit(name: str) -> None:
-    model = tiny.load(name)
-    for batch in (Batch((tuple(range(1, 15)),) * 2), BATCH):
-        dense = tiny.forward(model, batch, [])
-        for options in ({}, {"execution": "int8"}, {"reassign": True}, {"scope": "residual"}):
-            found = tiny.forward(model, batch, [AdaptiveQuantization(bits=16, **options)])  # type: ignore[arg-type]
-            if batch.is_padded:
-                tiny.assert_close(batch.real(found.logits), batch.real(dense.logits))
-            else:
-                assert torch.equal(found.logits, dense.logits)
-            assert found.run.flops.paper == dense.run.flops.paper
 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
@@ -384,40 +305,6 @@ def test_which_kernel_ran_can_be_read() -> None:
     assert AdaptiveQuantization().kernel == "float products of dequantised values"
 
 
-@given(
-    row=st.lists(st.integers(1, tiny.VOCABULARY - 1), min_size=5, max_size=14).map(tuple), data=st.data(), seed=st.integers(0, 99)
-)
-@settings(max_examples=draws(10))
-def test_what_comes_later_changes_nothing_before(row: tuple[int, ...], data: st.DataObject, seed: int) -> None:
-    model, module = precise("llama"), data.draw(quantizing())
-    probe = data.draw(st.integers(0, len(row) - 2))
-    tail = torch.randint(1, tiny.VOCABULARY, (len(row) - probe - 1,), generator=torch.Generator().manual_seed(seed)).tolist()
-    found = [tiny.forward(model, Batch((ids,)), [module]) for ids in (row, (*row[: probe + 1], *tail))]
-    torch.testing.assert_close(found[0].logits[:, : probe + 1], found[1].logits[:, : probe + 1], atol=1e-9, rtol=1e-9)
-    bits = [bits_of(Batch((row,)), f.trace)[0][:, : probe + 1] for f in found]
-    assert torch.equal(*bits)
-
-
-def test_the_audit_sees_that_minmax_looks_ahead_and_the_others_do_not() -> None:
-    model = precise("gpt2")
-    windows = torch.randint(1, tiny.VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
-    protocol = Protocol("all", window_tokens=32)
-    causal = AdaptiveQuantization(tau_low=3.5, tau_high=3.8)
-    ahead = AdaptiveQuantization(normalisation="minmax", tau_low=0.3, tau_high=0.6, lookahead=True)
-    assert audit(model, windows, protocol, [causal], seed=0).max_abs_logit_difference < 1e-6
-    assert audit(model, windows, protocol, [ahead], seed=0).max_abs_logit_difference > 1e-3
-
-
-def test_deciding_alone_changes_no_logit() -> None:
-    model = tiny.load("llama")
-    for batch in (BATCH, Batch((tuple(range(1, 9)),) * 2)):
-        dense = tiny.forward(model, batch, [])
-        for scope in ("linear", "residual"):
-            decided = tiny.forward(model, batch, [AdaptiveQuantization(bits=2, depth=0.2, scope=scope)], execution="decide")  # type: ignore[arg-type]
-            tiny.assert_close(batch.real(decided.logits), batch.real(dense.logits))
-            assert (torch.cat(bits_of(batch, decided.trace), dim=1)[-1] == 2).all()
-
-
 @pytest.mark.processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
@@ -433,27 +320,6 @@ def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype)
 
 
 # -- ledgers, bytes --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-@pytest.mark.parametrize("execution", ["simulate", "int8"])
-def test_executed_is_what_is_counted_from_outside(name: str, execution: Any) -> None:
-    """Integer products are operations like others."""
-    model = tiny.load(name)
-    kernel_for("cpu", 32, 32)  # tried once in a process, which would be counted
-    module = AdaptiveQuantization(tau_low=3.5, tau_high=3.8, widths=(4, 8, 16), execution=execution)
-    runs: list[Run] = []
-    counted = count_executed(lambda: runs.append(tiny.forward(model, BATCH, [module, Hashed(0.2)]).run))
-    assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
-    dense: list[Run] = []
-    counted_dense = count_executed(lambda: dense.append(tiny.forward(model, BATCH, []).run))
-    eight: list[Run] = []
-    counted_eight = count_executed(
-        lambda: eight.append(tiny.forward(model, BATCH, [AdaptiveQuantization(bits=8, execution=execution)]).run)
-    )
-    assert counted_eight == pytest.approx(eight[0].flops.executed, rel=0.01)
-    assert eight[0].flops.nominal == dense[0].flops.nominal
-    assert counted_dense == pytest.approx(dense[0].flops.executed, rel=0.01)
 
 
 @pytest.mark.parametrize(("options", "saved"), [({"bits": 8}, 0.25), ({"bits": 4}, 0.375), ({"bits": 8, "beta": "app_j"}, 0.0),

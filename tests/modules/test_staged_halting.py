@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
-from thinning import draws
 
 from quicksilver.modules import Calibration, Stage, StagedHalting
 from quicksilver.runtime import MISSING_KV, ConfigError, TokenState, apply
@@ -111,24 +110,10 @@ def test_a_threshold_is_the_layer_s_own_and_causal() -> None:
     assert one.halted(4)[0].tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@settings(max_examples=draws(5), deadline=None)
-@given(seed=st.integers(0, 99), padded=st.booleans())
-def test_the_executions_agree_and_a_prompt_is_counted_on_the_host(family: str, seed: int, padded: bool) -> None:
-    model = tiny.load(family)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.config.vocab_size, (2, 16), generator=generator)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, :3] = 0
-    last = model.config.num_hidden_layers - 1
-    halting = StagedHalting(
-        stages=[
-            {"before": 1, "count": 4, "signal": "position", "missing_kv": "drop"},
-            {"before": last, "rest": True, "missing_kv": "project"},
-        ],
-        protect_first=1, protect_last=3,missing_kv="project"
-    )  # fmt: skip
+def test_a_prompt_is_counted_on_the_host(family: str, padded: bool) -> None:
+    drop = {"before": 1, "count": 4, "signal": "position", "missing_kv": "drop"}
     counted: list[int | None] = []
 
     class Noting(StagedHalting):
@@ -136,13 +121,10 @@ def test_the_executions_agree_and_a_prompt_is_counted_on_the_host(family: str, s
             super().decide(view, tokens)
             counted.append(tokens.n_left)
 
-    noting = Noting(stages=halting.stages, protect_first=1, protect_last=3)
-    logits = []
+    noting = Noting(stages=[drop, {"before": 4, "rest": True, "missing_kv": "project"}], protect_first=1, protect_last=3)
+    row = tuple(range(1, 17))
     for execution in ("compact", "masked"):
-        with torch.no_grad(), apply(model, [noting], execution=execution) as run:  # type: ignore[arg-type]
-            logits.append(model(ids, attention_mask=mask).logits)
-            assert not torch.equal(run.trace.passes[0].halt_layer, torch.full_like(run.trace.passes[0].halt_layer, last))
-    torch.testing.assert_close(logits[0][mask.bool()], logits[1][mask.bool()], atol=1e-5, rtol=1e-5)
+        tiny.forward(tiny.load(family), tiny.Batch((row, row[3:] if padded else row)), [noting], execution=execution)
     assert counted == ([None] * 4 if padded else [12, 4] * 2)
 
 

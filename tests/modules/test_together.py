@@ -110,6 +110,10 @@ def test_compact_is_masked_is_a_replay_and_no_row_depends_on_another(
     if chunks is not None:
         assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
         return
+    if all(module.causal for module in modules):
+        cut = tiny.forward(model, batch, modules, chunks=data.draw(tiny.chunkings(batch.width)))
+        tiny.assert_close(batch.real(compact.logits), batch.real(cut.logits))
+        tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, cut.trace))
     for i in range(len(batch.rows)):
         alone = tiny.forward(model, batch.alone(i), modules)
         tiny.assert_close(alone.logits, batch.real(compact.logits)[i][None])

@@ -126,18 +126,6 @@ def test_what_is_decided_alone_is_what_is_executed_where_the_first_decision_is_t
     assert decided.run.flops.signals == executed.run.flops.signals > 0
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
-def test_bfloat16_decides_alike_and_stays_near(name: str) -> None:
-    model = copy.deepcopy(tiny.load(name)).to(torch.bfloat16)
-    batch = Batch((tuple(range(1, 17)), tuple(range(30, 41))))
-    for missing_kv in ("project", "copy", "drop", "zero"):
-        policy = Hashed(0.3, 0.2, missing_kv, 1)
-        compact, masked = (tiny.forward(model, batch, [policy], execution=e) for e in ("compact", "masked"))
-        tiny.assert_same_decisions(tiny.decisions(batch, compact.trace), tiny.decisions(batch, masked.trace))
-        tiny.assert_close(batch.real(compact.logits.float()), batch.real(masked.logits.float()), atol=0.1)
-
-
 # -- what the words mean -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from tiny import Batch, Capacity, Hashed
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 from quicksilver.baselines.heavy_hitter import HeavyHitter
-from quicksilver.modules import TokenFusion
+from quicksilver.modules import AdaptiveQuantization, TokenFusion
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, apply
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -25,6 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 LOOKING_AHEAD: dict[str, RuntimeModule] = {
     "halts": Capacity(0.5, at=(1,)),
+    "quantizes": AdaptiveQuantization(normalisation="minmax", tau_low=0.3, tau_high=0.6, depth=0.2),
     "fuses": TokenFusion(rule="capacity", tau_fuse=None, fused_share=0.3, protect_first=1),
 }
 
@@ -123,6 +124,8 @@ def test_drafts_are_no_prompt(drafts: str, policy: str, name: str) -> None:
         assert torch.equal(guessed, greedy)
         prompt, *rest = run.trace.passes
         assert torch.equal(prompt.halt_layer, alone.trace.passes[0].halt_layer)
+        assert torch.equal(prompt.bits(4), alone.trace.passes[0].bits(4))
+        assert execution == "masked" or run.kv_bytes.billed == run.kv_bytes.resident
         assert prompt.valid.shape == batch.ids.shape
         assert any(p.valid.shape[1] > 1 for p in rest)  # it did guess
         assert all(bool((p.halt_layer == tiny.LAYERS - 1).all()) and not p.fusions for p in rest)

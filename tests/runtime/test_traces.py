@@ -82,6 +82,8 @@ def test_traces_of_several_batches_are_joined_in_order(tmp_path: Path) -> None:
     with apply(model, [controls.Replay(Trace.load(tmp_path / "joined.safetensors"))]):
         for batch, outcome in zip(batches, made, strict=True):
             assert torch.equal(model(batch.ids, use_cache=False).logits, outcome.logits)
+    again = tiny.forward(model, batches[1], [controls.Replay(joined, first_pass=1)])
+    assert torch.equal(again.logits, made[1].logits)
     with pytest.raises(ConfigError, match=r"\[5, 6\] layers cannot be joined"):
         Trace.concat([joined, Trace(6)])
 

@@ -13,7 +13,7 @@ from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import AttentionReceived
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import Count, Fractions, check_number, is_list
+from quicksilver.runtime.options import Count, Fractions, Share, check_number, is_list
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
@@ -32,14 +32,15 @@ class PromptPruning(HaltingPolicy):
 
     Args:
         layers: fractions of the layers gone through at which tokens are dropped, rising.
-        kept: share of the prompt's tokens that go on after each of those, falling; 1: all.
+        kept: share of the prompt's tokens that go on after each of those, falling; 1: all. One number: after the last, and as
+            many fewer at each.
 
     Raises:
         ConfigError: an option out of range, lists of unequal length or in the wrong order; by `bind`, two that are one layer.
     """
 
     layers: Sequence[float] = (0.2, 0.5, 0.75)
-    kept: Sequence[float] = (0.7, 0.5, 0.4)
+    kept: Sequence[float] | Share = (0.7, 0.5, 0.4)
     missing_kv: MissingKV = "drop"
     protect_first: Count = 4
     window: Fractions = (0.0, 1.0)
@@ -47,11 +48,15 @@ class PromptPruning(HaltingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.kept, int | float) and is_list(self.layers):
+            fewer = (1 - self.kept) / max(1, len(self.layers))
+            self.kept = [1 - fewer * (i + 1) for i in range(len(self.layers))]
         for name in ("layers", "kept"):
             values = getattr(self, name)
             if not is_list(values) or not len(values):
                 raise ConfigError(f"{name}={values!r} must be a list of numbers from 0 to 1, such as [0.25, 0.5, 0.75].")
             setattr(self, name, tuple(check_number(f"{name}[{i}]", value, 0.0, 1.0) for i, value in enumerate(values)))
+        assert not isinstance(self.kept, int | float)
         if len(self.layers) != len(self.kept):
             raise ConfigError(
                 f"layers has {len(self.layers)} numbers and kept {len(self.kept)}: give one share for each pruning layer."
@@ -70,7 +75,7 @@ class PromptPruning(HaltingPolicy):
                 f"layers={list(self.layers)} are layers {at} of this model with {architecture.n_layers}: "
                 "give fractions that are layers of their own."
             )
-        self._kept = dict(zip(at, self.kept, strict=True))
+        self._kept = dict(zip(at, self.kept, strict=True))  # type: ignore[arg-type]  # a list since __post_init__
 
     def acts_at(self, layer: int) -> bool:
         return super().acts_at(layer) and self._kept.get(layer, 1.0) < 1

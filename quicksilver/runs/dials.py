@@ -1,21 +1,26 @@
 """Budgets: "save 30% of the FLOPs" or "cost at most 1% of perplexity" becomes one value of one dial, found on the calibrating text.
 
-`fit` turns the dial by bisection; every step is a record, so that a stopped search goes on where it was. `freeze` writes what was found as
+`fit` turns the dial by bisection, once for each setting of the dial's grid, and takes the setting of least KL to the dense model: what a
+method may choose is chosen by one rule for every method. Every step is a record, so that a stopped search goes on where it was. `freeze` writes what was found as
 a module yaml: percentiles keep the calibration they were found with, on whatever text they are used later.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from quicksilver.files import write_atomically
 from quicksilver.records.record import Record
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store
@@ -25,6 +30,7 @@ from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import Progress, calibrated_modules, ensure
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_bytes
 
 LEDGERS = ("executed", "nominal", "paper")
 SEARCH = ("dataset.part=calibration", "measure=sweep")  # below the overrides of the user and of the dial
@@ -38,7 +44,8 @@ class Dial:
         name: of its file in conf/budget.
         overrides: the run, the dial left out.
         keys: the options that get its value.
-        low, high: its ends.
+        low, high: its ends; at `high` it saves most, whichever is the greater number.
+        grid: other options and their values: every combination is tried at the budget.
         percentile: its values are percentiles, p25, which the search and later runs take from one calibration.
     """
 
@@ -48,6 +55,13 @@ class Dial:
     low: float = MISSING
     high: float = MISSING
     percentile: bool = False
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+
+    def settings(self) -> Iterator[Dial]:
+        """The dial at every combination of the grid."""
+        for values in itertools.product(*self.grid.values()):
+            given = [f"{key}={json.dumps(value)}" for key, value in zip(self.grid, values, strict=True)]
+            yield dataclasses.replace(self, overrides=[*self.overrides, *given], grid={})
 
     def at(self, value: float) -> tuple[str, ...]:
         """The run with the dial at `value`."""
@@ -78,8 +92,10 @@ def load_dial(name: str) -> Dial:
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise ConfigError(f"{path} is no dial: {str(error).splitlines()[0]}") from error
     assert isinstance(found, Dial)
-    if not found.low < found.high:
-        raise ConfigError(f"{path}: low={found.low:g} must lie below high={found.high:g}.")
+    if found.low == found.high or (found.percentile and found.low > found.high) or not all(found.grid.values()):
+        raise ConfigError(
+            f"{path}: low={found.low:g} and high={found.high:g} must be two ends, and each of grid a list of values."
+        )
     return dataclasses.replace(found, name=path.stem)
 
 
@@ -151,8 +167,9 @@ class Fit:
     """A dial that meets a budget on the calibrating text.
 
     Attributes:
-        chosen: the position that was taken; steps: all that were tried, in their order.
+        dial: at the setting that was taken; chosen: the position that was; steps: all that were tried at any setting.
         config: the run at that position, on the calibrating text.
+        settings: what every setting of the grid came to within the budget, the least KL first.
     """
 
     budget: Budget
@@ -160,6 +177,20 @@ class Fit:
     chosen: Step
     config: RunConfig
     steps: tuple[Step, ...] = field(repr=False)
+    settings: tuple[Fit, ...] = field(default=(), repr=False)
+
+    @property
+    def kl_nats(self) -> float:
+        """To the dense model, a token of the calibrating text; infinite where it was not measured."""
+        kl = self.chosen.record.quality.kl_nats
+        return math.inf if kl is None else kl
+
+    def entry(self) -> dict[str, Any]:
+        """As a file of what was searched holds it: overrides, what they save or cost, KL to dense, and all that was compared."""
+        return {
+            "overrides": list(self.dial.at(self.chosen.value)), "reached_pct": round(self.chosen.reached, 2), "kl_nats": round(self.kl_nats, 5),
+            "record": self.chosen.record.fingerprint, "compared": [one.entry() for one in self.settings[1:]],
+        }  # fmt: skip
 
 
 def fit(
@@ -171,10 +202,9 @@ def fit(
     context: RunContext | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Fit:
-    """Turn the dial until the budget is just met on the calibrating text: the least of it that saves enough, or the most of it that
-    costs little enough.
+    """Turn the dial until the budget is just met on the calibrating text, at every setting of its grid; of these, the least KL to dense.
 
-    Saving grows with the dial; where cost does not, the position found is within the budget and need not be the last one that is.
+    Just met: the least of the dial that saves enough, or the most of it that costs little enough. Saving grows with the dial; where cost does not, the position found is within the budget and need not be the last one that is.
 
     Args:
         overrides: the user's: model, dataset, windows …
@@ -184,7 +214,30 @@ def fit(
         ConfigError: the budget cannot be met between the dial's ends; what they gave is named.
         QuickSilverError: a run failed.
     """
-    context = context or RunContext()
+    found, refused = [], None
+    for one in dial.settings():
+        try:
+            found.append(_bisected(budget, one, overrides, halvings, context or RunContext(), progress))
+        except ConfigError as error:
+            refused = error
+            if not dial.grid:
+                raise
+    if not found:
+        assert refused is not None
+        raise refused
+    found.sort(key=lambda one: one.kl_nats)
+    return dataclasses.replace(found[0], steps=tuple(step for one in found for step in one.steps), settings=tuple(found))
+
+
+def _bisected(
+    budget: Budget,
+    dial: Dial,
+    overrides: Sequence[str],
+    halvings: int,
+    context: RunContext,
+    progress: Callable[[Progress], None] | None,
+) -> Fit:
+    """`fit` at one setting."""
     steps: list[Step] = []
 
     def at(value: float) -> Step:
@@ -245,6 +298,9 @@ def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None)
             f"{found.chosen.reached:.2f}% on the calibrating\n# part of {found.config.dataset.name} with {found.config.model.name}, record "
             f"{found.chosen.record.fingerprint}.\n"
         )
+        for one in found.settings if len(found.settings) > 1 else ():
+            grid = " ".join(word for word in one.dial.at(one.chosen.value) if word not in found.dial.overrides[:1])
+            said += f"# compared: KL {one.kl_nats:.4f} nats, {one.chosen.reached:.2f}%: {grid}\n"
         path.write_text(said + OmegaConf.to_yaml(OmegaConf.create(entries)), encoding="utf-8")
     return path
 
@@ -257,3 +313,18 @@ def frozen_overrides(found: Fit, yaml: Path) -> tuple[str, ...]:
     written = OmegaConf.load(yaml)
     kept = [f"modules.{key!s}.calibration={entry.calibration}" for key, entry in written.items() if entry.get("calibration")]
     return (*overrides, *kept)
+
+
+def note(found: Fit, path: Path) -> None:
+    """Put what was found into a yaml of many searches: model, dial, budget -> `Fit.entry`.
+
+    Raises:
+        ConfigError: the file is none of these.
+    """
+    try:
+        there = yaml.safe_load(read_bytes(path)) if path.exists() else {}
+        own = there.setdefault(found.config.model.name, {}).setdefault(found.dial.name, {})
+        own[found.budget.slug] = found.entry()
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(f"output={path} is no file of `quicksilver budget`: {str(error).splitlines()[0]}.") from error
+    write_atomically(path, yaml.safe_dump(there, sort_keys=True, width=160).encode())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import yaml
 from harness_world import make_text
 
 from quicksilver.cli import main as console
@@ -12,7 +14,7 @@ from quicksilver.modules.thresholds import Calibration
 from quicksilver.runs import dials as dials_module
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.dials import Budget, Dial, dials, fit, freeze, frozen_overrides, load_dial
+from quicksilver.runs.dials import Budget, Dial, dials, fit, freeze, frozen_overrides, load_dial, note
 from quicksilver.runs.parts import build_modules
 from quicksilver.runs.run import ensure, plan
 from quicksilver.runtime.errors import ConfigError
@@ -106,6 +108,25 @@ def test_a_prompts_flops_are_refused_where_there_is_no_prompt(words):
         fit(Budget("save", 10, "prompt_executed"), DRIFT, words, halvings=1)
 
 
+def test_of_a_grid_the_setting_of_least_kl_is_taken_and_all_are_noted(saving, words, tmp_path):
+    dial = dataclasses.replace(SHARE, grid={"modules.halting.resume_layers": [0, 2], "modules.halting.protect_first": [1, 40]})
+    found = fit(saving.budget, dial, words, halvings=1)
+    assert len(found.settings) == 2  # with 40 tokens of each prompt left alone the budget is beyond reach
+    assert [one.kl_nats for one in found.settings] == sorted(one.kl_nats for one in found.settings)
+    assert all(one.chosen.reached >= 20 for one in found.settings)
+    assert found.config == found.settings[0].config
+    file = tmp_path / "searched.yaml"
+    for _ in range(2):
+        note(found, file)
+    (dials_of_model,) = yaml.safe_load(file.read_text()).values()
+    entry = dials_of_model["share"]["save20_prompt_nominal"]
+    assert entry["overrides"] == list(found.dial.at(found.chosen.value))
+    assert len(entry["compared"]) == len(found.settings) - 1
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match="is no file of `quicksilver budget`"):
+        note(found, file)
+
+
 # --- what is written ------------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +187,8 @@ def test_every_dial_turns_from_end_to_end(name):
     ("content", "said"),
     [
         ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\nlower: 3\n", "lower"),
-        ("overrides: [a]\nkeys: [b]\nlow: 2\nhigh: 1\n", "low=2 must lie below high=1"),
+        ("overrides: [a]\nkeys: [b]\nlow: 2\nhigh: 2\n", "low=2 and high=2 must be two ends"),
+        ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\ngrid: {c: []}\n", "each of grid a list of values"),
         ("overrides: [a]\nkeys: [b]\nlow: much\nhigh: 1\n", "is no dial"),
         ("overrides: [a]\n", "is no dial"),
     ],

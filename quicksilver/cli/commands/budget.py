@@ -4,7 +4,8 @@ quicksilver budget save=30
 quicksilver budget cost=1 dial=fusion_attention transfer=wikitext103 data.root=/folder
 quicksilver budget save=[20,40] cost=2 sure=true model=gpt2-large dataset=wikitext103
 
-The search reads the calibrating part of the text alone. What it finds is frozen, written as a module yaml, and reported on the test part
+The search reads the calibrating part of the text alone. A dial with a grid, as those of published methods have (docs/sweeps-and-budgets.md), is set at
+each of its settings, and the setting of least KL to the dense model is taken. What it finds is frozen, written as a module yaml, and reported on the test part
 and on other texts. Every step is a record: the same command goes on where it was stopped. Without a budget it lists the dials.
 
 Keys of its own:
@@ -14,7 +15,8 @@ Keys of its own:
   of=executed         whose FLOPs save counts: executed, nominal, paper, or prompt_executed …
   dial=NAME           a file of conf/budget, or a yaml like those; default: halting_attention
   transfer=[NAME,…]   datasets on which the frozen dial is used too
-  halvings=6          steps of the search
+  halvings=6          steps of the search, at each setting
+  output=FILE         a yaml that gets what was found and compared, beside what it has of other models and dials
 All others are those of `quicksilver run`: model, dataset, data.root, results_dir …
 """
 
@@ -50,6 +52,7 @@ class Keys(Options):
     dial: str = "halting_attention"
     transfer: list[str] = field(default_factory=list)
     halvings: Positive = 6
+    output: str | None = None
 
 
 def main(words: Sequence[str]) -> int:
@@ -83,6 +86,8 @@ def main(words: Sequence[str]) -> int:
             refused.append(str(error))
             continue
         yaml = budgets.freeze(found, results / "budget", context=context)
+        if asked.output:
+            budgets.note(found, Path(asked.output))
         reports.append(BudgetReport(found, _later(found, yaml, asked.transfer, overrides, context)))
         protocol = f"protocol={found.config.protocol.name}"
         print(f"To {budget}: {dial.keys[0]}={dial.text(found.chosen.value)}, written to {yaml}. To use it:")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 
 import pytest
 import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from looking import Pass, architecture
+from looking import Pass
 
 from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.baselines.confidence_exit import ConfidenceExit
@@ -323,10 +322,6 @@ def test_int8_goes_with_halting_that_projects_kv() -> None:
         outcomes = [tiny.forward(tiny.load(family), EVEN, modules, execution=execution) for execution in ("compact", "masked")]
         # Rounding to codes magnifies the last digits of a sum.
         assert float((outcomes[0].logits - outcomes[1].logits).norm() / outcomes[1].logits.norm()) < 0.02
-    with pytest.raises(ConfigError, match="Int8Dynamic and AdaptiveQuantization"):
-        apply(tiny.load("gpt2"), [Int8Dynamic(), AdaptiveQuantization()])
-    with pytest.raises(ConfigError, match="Int8Dynamic and BFloat16"):
-        apply(tiny.load("gpt2"), [Int8Dynamic(), BFloat16()])
 
 
 def test_torchao_is_asked_for_by_name_or_gives_the_same() -> None:
@@ -376,23 +371,3 @@ def test_prompt_lookup_decodes_what_greedy_decoding_does_in_fewer_passes(family:
         halted = model.generate(prompt, **options)
     with apply(model, [Halting(tau_drift=0.5, tau_entropy=None, resume_layers=0), PromptLookup()]):
         assert torch.equal(model.generate(prompt, **options), halted)
-
-
-# -- mistakes --------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: PromptPruning(layers=(0.5, 0.2), kept=(0.7, 0.4)), "must rise"),
-        (lambda: PromptPruning(layers=(0.2, 0.5), kept=(0.4, 0.7)), "must fall"),
-        (lambda: PromptPruning(layers=(0.2,), kept=(0.4, 0.2)), "one share for each"),
-        (lambda: PromptPruning(layers=0.2), "must be a list"),
-        (lambda: PromptPruning(layers=(0.5, 0.52), kept=(0.5, 0.4)).bind(architecture()), "layers of their own"),
-        (lambda: OneShotHalting(start=1.0).bind(architecture()), "Nothing would ever halt"),
-        (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),
-    ],
-)
-def test_a_mistake_names_the_option_and_the_value(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quicksilver.baselines.prompt_truncation import PromptTruncation
 from quicksilver.measure.null import by_chance
-from quicksilver.measure.perplexity import Protocol, check_allowed, score
+from quicksilver.measure.perplexity import Protocol, score
 from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.trace import Trace
 
@@ -106,17 +106,6 @@ def test_its_null_keeps_as_many_at_random(model):
     assert scores[0].nll_nats != scores[1].nll_nats
 
 
-def test_what_it_refuses(model):
-    for options, said in (
-        ({"keep": 0.0}, "leaves no prompt"),
-        ({"keep": 1.5}, "keep"),
-        ({"keep": 0}, "keep=0 must be a whole number of at least 1"),
-        ({"keep": True}, "keep=True"),
-        ({"which": "frist"}, "Did you mean 'first'|which='frist' is not one of last, ends, random"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            PromptTruncation(**options)
-    with pytest.raises(ConfigError, match="PromptTruncation looks ahead"):
-        check_allowed([PromptTruncation()], Protocol("all", 24))
+def test_speculative_decoding_is_refused(model):
     with apply(model, [PromptTruncation(keep=14)]), pytest.raises(ConfigError, match="cuts the prompt, and speculative decoding"):
         generated(model, IDS[:1], prompt_lookup_num_tokens=2)

@@ -9,7 +9,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from looking import LAYERS, Pass, architecture
+from looking import LAYERS, Pass
 from thinning import draws
 
 from quicksilver.modules import (
@@ -81,14 +81,10 @@ def test_uneven_decay_is_uneven_and_right_on_average() -> None:
 def test_a_trace_of_something_else_is_refused() -> None:
     batch = tiny.Batch((tuple(range(1, 13)),))
     trace = tiny.forward(tiny.load("gpt2"), batch, [Halting(rule="capacity", resume_layers=0)]).trace
-    with pytest.raises(ConfigError, match=r"5 layers and this one has 10.*model it was made with"):
-        Replay(trace).bind(architecture(10))
     with pytest.raises(ConfigError, match=r"Pass 1 .*\[12\] tokens.*given \[9\].*same batches"):
         tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(range(9)),)), [Replay(trace)])
     with pytest.raises(ConfigError, match=r"1 passes and this would be number 2.*same batches"):
         tiny.forward(tiny.load("gpt2"), batch, [Replay(trace, first_pass=1)])
-    with pytest.raises(ConfigError, match=r"first_pass=-1"):
-        Replay(trace, first_pass=-1)
 
 
 # -- shuffling -------------------------------------------------------------------------------------------------------------------
@@ -179,6 +175,3 @@ def test_perfect_exit_is_replayed_in_the_passes_it_was_cut_for() -> None:
         perfect_exit(tiny.load("gpt2"), batch.ids, pass_tokens=[10, 7])
     with pytest.raises(ConfigError, match=r"missing_kv='keep'"):
         perfect_exit(tiny.load("gpt2"), batch.ids, missing_kv="keep")
-    for options in ({"protect_first": -1}, {"protect_last": 0.5}):
-        with pytest.raises(ConfigError, match="{}={}".format(*next(iter(options.items())))):
-            shuffled(Trace(3), 0, **options)  # type: ignore[arg-type]

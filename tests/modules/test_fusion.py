@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -565,49 +563,6 @@ def trained_readout(head: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tor
             loss.backward()
             optimizer.step()
     return readout
-
-
-# -- bad input -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tau_fuse": None}, "rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'"),
-        ({"criterion": "random"}, "give a number, or rule='capacity'"),
-        ({"rule": "capacity", "fused_share": 0.6, "max_group": 2}, "fused_share=0.6 cannot be reached in groups of at most max_group=2"),
-        ({"rule": "capacity", "tau_attention": 0.5}, "give rule='threshold' and a distance, or leave it out"),
-        ({"anchors": "Question:"}, "anchors='Question:' must be a list of sequences of token ids, such as [[24361, 25]]"),
-        ({"anchors": [3]}, "anchors=[3] must be a list of sequences"),
-        ({"rare_below": 5}, "rare_below=5 and token_counts=null: rare tokens need both"),
-        ({"token_counts": "/nowhere.json", "rare_below": 5}, "token_counts='/nowhere.json' cannot be read"),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        TokenFusion(**options)
-    assert said in str(error.value)
-
-
-def test_options_that_do_not_fit_model_or_prompt_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"start=1.0 leaves no layer.*10 layers. Give a smaller fraction"):
-        TokenFusion(start=1.0, rule="capacity").bind(architecture())
-    with pytest.raises(ConfigError, match=r"tau_fuse has 3 values and the model 10 layers"):
-        TokenFusion(tau_fuse=[1.0, 2.0, 3.0]).bind(architecture())
-    with pytest.raises(ConfigError, match=r"tau_fuse='p15' is a calibrated percentile and there is no calibration"):
-        TokenFusion(tau_fuse="p15").bind(architecture())
-    with pytest.raises(ConfigError, match=r"max_group=40 is larger than the prompt of 28 tokens: give at most 28"):
-        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(max_group=40, rule="capacity")])
-    path = tmp_path / "counts.json"
-    path.write_text(json.dumps([5, 5, 5]))
-    with pytest.raises(ConfigError, match=r"token_counts has 3 numbers and the vocabulary 61 tokens"):
-        tiny.forward(tiny.load("gpt2"), BATCH, [TokenFusion(token_counts=path, rare_below=2, rule="capacity")])
-    model = tiny.load("gpt2")
-    with (
-        pytest.raises(ConfigError, match="anchors and token_counts select by token id.*exempt_mask"),
-        apply(model, [TokenFusion(anchors=[[1, 2]], rule="capacity")]),
-    ):
-        model(inputs_embeds=torch.randn(1, 8, tiny.WIDTH))
 
 
 def test_it_acts_from_its_start_on() -> None:

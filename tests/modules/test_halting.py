@@ -233,13 +233,6 @@ def test_the_last_token_of_a_prompt_stays_and_elsewhere_none_is_last() -> None:
     assert decoded.halted(8).all()
 
 
-def test_ids_without_ids_and_masks_of_another_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"full_ids=\[7\].*embeddings.*input_ids"):
-        Pass([3]).run(capacity(full_ids=[7]))
-    with pytest.raises(ConfigError, match=r"forced_mask has 3 rows and the batch 2"):
-        Pass([3, 3]).run(capacity(forced_mask=torch.zeros(3, 4).bool()))
-
-
 # -- depth and what is left of a token -------------------------------------------------------------------------------------------
 
 
@@ -304,27 +297,3 @@ def test_presets_are_the_paper_as_printed() -> None:
         set(preset) == {"rule", "drift", "unit", "tau_drift", "tau_entropy", "window", "resume_layers"}
         for preset in PRESETS.values()
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tau_drift": "small"}, ["tau_drift='small'", "not a number", "'p25'"]),
-        ({"tau_drift": math.nan}, ["tau_drift=nan", "not finite", "at least 0"]),
-        ({"tau_drift": [0.1, math.inf]}, ["tau_drift[1]=inf", "not finite"]),
-        ({"tau_drift": [0.1, 0.2]}, ["tau_drift has 2 values", "10 layers", "one per layer"]),
-        ({"tau_entropy": [[1.0]] * 10}, ["tau_entropy[0]=[1.0]", "not a number"]),
-        ({"tau_drift": "p25"}, ["tau_drift='p25'", "no calibration", "quicksilver calibrate", "give a number"]),
-        ({"tau_drift": "p25", "calibration": "/no/such.json"}, ["/no/such.json", "quicksilver calibrate"]),
-        ({"tau_drift": None, "tau_entropy": None}, ["rule='threshold'", "tau_drift or tau_entropy", "'p25'"]),
-        ({"signal": "atention"}, ["signal='atention'", "Did you mean 'attention'?"]),
-        ({"window": (1.0, 1.0)}, ["Nothing would ever halt", "(1.0, 1.0)", "Open the window earlier"]),
-        ({"resume_layers": 9}, ["resume_layers=9", "resume fewer layers"]),
-        ({"preset": "paper-b3"}, ["preset='paper-b3'", "Did you mean 'paper-b2'?"]),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused_with_the_value_and_the_remedy(options: dict[str, Any], said: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        Halting(**{"resume_layers": 0} | options).bind(architecture())
-    for words in said:
-        assert words in str(error.value), str(error.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import tiny
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 
 from quicksilver.modules import KVSkipping, RandomHalting
-from quicksilver.runtime import ConfigError
 
 BATCH = tiny.Batch((tuple(range(1, 21)), tuple(range(30, 44))))
 
@@ -123,22 +121,3 @@ def test_attention_criteria_leave_decoding_alone() -> None:
     first, second = tiny.forward(tiny.load("llama"), batch, [skipping], chunks=[12, 4]).trace.passes
     assert int(first.kv_present(4).sum()) == 6
     assert bool(second.kv_present(4).all())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"criterion": "attention"}, ["criterion='attention'", "one of tau_kv and skipped_share"]),
-        ({"criterion": "attention", "tau_kv": 0.1, "skipped_share": 0.5}, ["tau_kv=0.1", "skipped_share=0.5", "one of"]),
-        ({"criterion": "halted_and_attention"}, ["needs tau_kv", "'p95'"]),
-        ({"criterion": "attention", "tau_kv": 1.5}, ["tau_kv=1.5", "from 0 to 1"]),
-        ({"criterion": "attention", "tau_kv": [0.1] * 3}, ["tau_kv has 3 values", "10 layers"]),
-        ({"criterion": "attention", "tau_kv": "p95"}, ["tau_kv='p95'", "no calibration", "quicksilver calibrate"]),
-        ({"min_depth": 1.0}, ["min_depth=1.0", "10 layers", "smaller fraction"]),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused_with_the_value_and_the_remedy(options: dict[str, Any], said: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        KVSkipping(**options).bind(architecture())
-    for words in said:
-        assert words in str(error.value), str(error.value)

@@ -201,24 +201,6 @@ def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
         TrainedGates.load(path)
 
 
-def test_options_that_do_not_fit_are_refused():
-    model = tiny.load("gpt2")
-    with pytest.raises(ConfigError, match="threshold=1.5 is out of range"):
-        learned(threshold=1.5)
-    with pytest.raises(ConfigError, match="threshold has 3 numbers for gates after 2 layers"):
-        tiny.forward(model, Batch(((1, 2, 3),)), [learned(gates=trained(model), threshold=[0.5, 0.5, 0.5])])
-    with pytest.raises(ConfigError, match=r"Gates after layers \[2\] save nothing with resume_layers=2"):
-        tiny.forward(model, Batch(((1, 2, 3),)), [learned(gates=trained(model), resume_layers=2)])
-    with pytest.raises(ConfigError, match="not finite"):
-        TrainedGates((0,), torch.tensor([[float("nan")]]), torch.zeros(1), 3)
-    with pytest.raises(ConfigError, match=r"place of a set of gates has shape \(2, 1\) where \(2, 2\) is needed"):
-        TrainedGates((0, 1), torch.zeros(2, 4), torch.zeros(2), 3, place=torch.zeros(2, 1))
-    with pytest.raises(ConfigError, match="gates='predict': one ships with .*, none with this model"):
-        tiny.forward(model, Batch(((1, 2, 3),)), [learned()])
-    with pytest.raises(ConfigError, match="no gate stands after layer 1; there are"):
-        trained(model, predicts=(1,))
-
-
 def test_gates_say_layer_by_layer_what_is_dropped_and_what_is_predicted(monkeypatch):
     model = tiny.load("gpt2")
     translators = tiny.random_translators(tiny.Run(model, [], "compact", None).arch)

@@ -86,24 +86,6 @@ def test_outside_a_prompt_it_does_nothing() -> None:
     assert bool((made.trace.passes[0].halt_layer == 2).any())
 
 
-def test_schedules_that_make_no_sense_are_refused() -> None:
-    arch = architecture_of(tiny.load("gpt2"))
-    with pytest.raises(ConfigError, match=r"drop_share=1.5 is out of range"):
-        schedule(drop_share=1.5)
-    with pytest.raises(ConfigError, match="drop earlier than you predict"):
-        schedule(drop_before=3)
-    with pytest.raises(ConfigError, match="before=5 is layer 5, where halting saves nothing"):
-        schedule(predict_before=5).halting("drop").bind(arch)
-    with pytest.raises(ConfigError, match="give one of them"):
-        PresetHalting(save=None)
-    with pytest.raises(ConfigError, match="schedule has no 'drop_befor':"):
-        PresetHalting(schedule={"drop_befor": 1})
-    with pytest.raises(ConfigError, match="is incomplete"):
-        PresetHalting(schedule={"drop_before": 1})
-    with pytest.raises(ConfigError, match="no schedule ships with this model"):
-        PresetHalting(save=0.4).bind(arch)
-
-
 def test_a_file_of_schedules_names_its_maps_and_serves_its_model_alone(tmp_path: Path) -> None:
     model = tiny.load("llama")
     arch = architecture_of(model)

@@ -177,41 +177,7 @@ def test_the_null_draws_widths_with_the_shares_it_was_given(cuts: tuple[float, f
     assert torch.equal(padded, bits[:1])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"widths": (2, 3)}, r"widths\[1\]=3 is not one of 2, 4, 8, 16"),
-        ({"widths": (8, 4)}, r"must ascend, such as \[4, 8\]"),
-        ({"widths": ()}, "one to three of 2, 4, 8, 16"),
-        ({"widths": "248"}, "one to three of 2, 4, 8, 16"),
-        ({"bits": 6}, "bits=6 is not one of 2, 4, 8, 16"),
-        ({"bits": True}, "bits=True is not one of 2, 4, 8, 16"),
-        ({"tau_low": 2.5}, r"tau_low=2.5 is above tau_high=2.3"),
-        ({"mix": (0.5, 0.5)}, r"one share for each of widths=\[2, 4, 8\]"),
-        ({"mix": (0.5, 0.5, 0.5)}, "adds up to 1.5, not to 1"),
-        ({"mix": (1, 0, 0), "bits": 4}, "remove one"),
-        ({"normalisation": "log_vocab", "unit": "bits"}, "has no effect"),
-        ({"normalisation": "minmax", "tau_high": "p50"}, "scales each batch anew"),
-        ({"protected_bits": 4}, "protects nothing"),
-        ({"execution": "int8", "weights": "float"}, "weights='int8' or 'token'"),
-        ({"execution": "int8", "scope": "residual"}, "nothing to multiply"),
-        ({"scope": "residual", "weights": "int8"}, "nothing to multiply"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        AdaptiveQuantization(**options)
-
-
-def test_what_only_the_model_can_tell_is_refused_when_it_is_known() -> None:
-    for options, message in (
-        ({"depth": 1.0}, "leaves no layer"),
-        ({"tau_low": [1.0] * 3}, "tau_low has 3 values and the model 10 layers"),
-        ({"tau_low": [1.0] * 9 + [3.0]}, "tau_low=3 is above tau_high=2.3 at layer 9"),
-        ({"tau_low": "p30"}, "there is no calibration"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            AdaptiveQuantization(**options).bind(architecture())  # type: ignore[arg-type]
+def test_a_replay_needs_its_settings() -> None:
     made = tiny.forward(tiny.load("llama"), BATCH, [AdaptiveQuantization(bits=8)])
     with pytest.raises(ConfigError, match="like=modules"), apply(tiny.load("llama"), [Replay(made.trace)]):
         pass

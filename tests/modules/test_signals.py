@@ -26,7 +26,6 @@ from quicksilver.modules.signals import (
     share_of,
     signal_names,
 )  # fmt: skip
-from quicksilver.runtime import ConfigError
 
 SHAPES = st.tuples(
     st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 2), st.integers(2, 12), st.integers(0, 999)
@@ -200,22 +199,6 @@ def test_signals_are_found_by_name_wherever_they_are_written() -> None:
         assert cls.needs_attention == (name == "attention")
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("entropi", ["signal='entropi'", "attention", "Did you mean 'entropy'?"]),
-        ({"name": "attention", "last_querys": 3}, ["'last_querys'", "Did you mean 'last_queries'?"]),
-        ({"name": "position", "seed": 3}, ["'seed'", "it has none"]),
-        ({"last_queries": 3}, ["signal=None", "drift"]),
-    ],
-)  # fmt: skip
-def test_a_wrong_signal_is_refused_with_the_remedy(spec: object, said: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        make_signal(spec)  # type: ignore[arg-type]
-    for words in said:
-        assert words in str(error.value)
-
-
 @given(st.data(), st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 3, 5, 9]))
 def test_pooling_takes_the_greatest_of_the_active_tokens_around(data: st.DataObject, rows: int, n: int, size: int) -> None:
     scores = torch.rand(rows, n, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
@@ -226,8 +209,3 @@ def test_pooling_takes_the_greatest_of_the_active_tokens_around(data: st.DataObj
         for i, place in enumerate(places):
             around = places[max(0, i - size // 2) : i + size // 2 + 1]
             assert found[row, place] == scores[row, around].max()
-
-
-def test_an_even_pool_has_no_middle() -> None:
-    with pytest.raises(ConfigError, match="pool=4 has no middle: give an odd number"):
-        AttentionReceived(pool=4)

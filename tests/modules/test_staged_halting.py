@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 
 from quicksilver.modules import Calibration, Stage, StagedHalting
-from quicksilver.runtime import MISSING_KV, ConfigError, TokenState, apply
+from quicksilver.runtime import MISSING_KV, ConfigError, TokenState
 
 ROWS = st.lists(st.integers(1, 14), min_size=1, max_size=3)
 SIGNALS = ("position", "drift", "random", "attention", {"name": "entropy", "of": "latent"})
@@ -132,64 +132,6 @@ def one(**options: Any) -> list[dict[str, Any]]:
     return [{"before": 3, "count": 2, "signal": "position", **options}]
 
 
-REST = {"before": 5, "rest": True}
-
-
-@pytest.mark.parametrize(
-    ("given_stages", "words"),
-    [
-        ([], r"stages=\[\] names no stage"),
-        ({"before": 3}, "must be a list, each a Stage or a mapping"),
-        ([3], r"stages\[0\]=3 must be a Stage or a mapping"),
-        ([{"count": 3, "signal": "drift"}], r"stages\[0\] does not say before which layer: give before=3"),
-        (one(befor=2), r"option of stages\[0\]='befor' is not one of .*Did you mean 'before'"),
-        (one(share=0.5), "exactly one of count, share, rest and below, and it gives count and share"),
-        ([{"before": 3, "signal": "drift"}], "exactly one of count, share, rest and below, and it gives none"),
-        ([{"before": 3, "count": 2}], r"stages\[0\]: count=2 needs a signal"),
-        (one(signal="drifft"), "signal='drifft' is not one of .*Did you mean 'drift'"),
-        (one(signal={"name": "attention", "last_querys": 3}), "option of signal 'attention'='last_querys'"),
-        ([{**REST, "signal": "drift"}], "signal='drift' has no effect with rest=true"),
-        (one(before=0), "before=0 must be a whole number of at least 1"),
-        (one(before=1.5), "before=1.5 is out of range"),
-        (one(missing_kv="predict"), r"stages\[0\]: missing_kv='predict' needs a translator: give translator=embedded"),
-        (one(translator="embedded"), "translator='embedded' has no effect with missing_kv='project'"),
-        ([REST, *one(before=7)], r"stages\[0\] halts the rest, so stages\[1\] has no tokens left"),
-        (
-            [*one(before=5), *one(before=3)],
-            r"stages\[0\] has before=5 and stages\[1\] has before=3: give stages in order of depth",
-        ),
-        ([*one(before=5), *one(before=5)], "in order of depth, one a layer"),
-        (
-            [{"before": 3, "share": 0.6, "signal": "drift"}, {"before": 5, "share": 0.6, "signal": "drift"}],
-            "shares of the stages add up to 1.2, more than all tokens",
-        ),
-    ],
-)
-def test_bad_stages_are_refused_in_one_line(given_stages: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as raised:
-        StagedHalting(stages=given_stages, protect_first=0, protect_last=None, missing_kv="project")
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"stages": one(before=LAYERS)},
-            f"before={LAYERS} is layer {LAYERS}, where halting saves nothing: .*from 1 to {LAYERS - 1}",
-        ),
-        (
-            {"stages": one(before=LAYERS - 1), "resume_layers": 2},
-            f"tokens resume in the last 2, so give a layer from 1 to {LAYERS - 3}",
-        ),
-        ({"stages": [*one(before=8), *one(before=0.3)]}, "in order of depth"),
-    ],
-)
-def test_stages_that_do_not_fit_the_model_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        StagedHalting(**{"protect_first": 0, "protect_last": None, "missing_kv": "project"} | options).bind(architecture())
-
-
 def test_a_number_larger_than_the_prompt_is_refused() -> None:
     halting = StagedHalting(
         stages=[*one(count=9), {"before": 6, "count": 8, "signal": "drift"}],
@@ -206,16 +148,3 @@ def test_a_number_larger_than_the_prompt_is_refused() -> None:
     halting.decide(*row.look(2))
     with pytest.raises(ConfigError, match=r"stages\[1\]: count=8 .* prompt of 14 .*: 9 have halted before and 2\+1 .* at most 2"):
         halting.decide(*row.look(5))
-
-
-def test_a_stage_that_decision_layers_leave_out_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"decision_layers=\[0\]: StagedHalting decides after layer 2 too. Add it"):
-        apply(
-            tiny.load("gpt2"),
-            [
-                StagedHalting(
-                    stages=[*one(before=1), {"before": 3, "rest": True}], protect_first=0, protect_last=None, missing_kv="project"
-                )
-            ],
-            decision_layers=[0],
-        )

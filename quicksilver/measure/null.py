@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class NullResult(Result):
     """The run once more, by chance; fields as in `QualityResult`, means over the seeds where there are several.
 
     Attributes:
-        kind: `shuffle`, `random neighbours`, `random entries` or `random tokens`: see `by_chance`.
+        kind: `shuffle`, `shuffle within tenths`, `random neighbours`, `random entries` or `random tokens`: see `by_chance`.
         seed_ppl: perplexity by seed; None: one seed.
     """
 
@@ -47,16 +48,18 @@ class Null(Measurement):
 
     Args:
         seeds: how often they are dealt; each window's `null_nll_nats` is the mean over them.
+        tenths: decisions stay in their tenth of the prompt, so that a rule of position alone is no better than its null.
     """
 
     seeds: Positive = 1
+    tenths: bool = False
 
     share = 0.15
     windows_speak = True
     of_dense = "never"
 
     def identity(self) -> dict[str, Any]:
-        return {} if self.seeds == 1 else {"seeds": self.seeds}
+        return {name: value for name, value in dataclasses.asdict(self).items() if value != getattr(Null, name)}
 
     def run(self, bench: Bench) -> NullResult | None:
         from quicksilver.measure.perplexity import score
@@ -65,7 +68,7 @@ class Null(Measurement):
         assert bench.trace is not None  # quality is measured first
         found, kind = [], ""
         for seed in range(bench.seed, bench.seed + self.seeds):
-            chosen = by_chance(bench.modules, bench.trace, seed)
+            chosen = by_chance(bench.modules, bench.trace, seed, self.tenths)
             if chosen is None:
                 return None
             kind, chance = chosen
@@ -89,8 +92,10 @@ class Null(Measurement):
         return NullResult(kind, ppl, **mean, **flops, seed_ppl=seed_ppl)
 
 
-def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tuple[str, list[RuntimeModule]] | None:
-    """The null of a run, and what kind it is: `shuffle` deals its decisions to random tokens. Who is fused with whom is not one
+def by_chance(
+    modules: Sequence[RuntimeModule], trace: Trace, seed: int, tenths: bool = False
+) -> tuple[str, list[RuntimeModule]] | None:
+    """The null of a run, and what kind it is: `shuffle` deals its decisions to random tokens, of the same tenth where asked. Who is fused with whom is not one
     token's decision, so a run that fused is repeated with its fusing module's own null, `random neighbours`, the rest as it was;
     where it has none, random tokens are merged into their right neighbours. Nor can evictions be dealt: `random entries` is the
     evicting module's own null. A prompt that was cut before the first layer has no decisions: as many `random tokens` are kept.
@@ -107,6 +112,7 @@ def by_chance(modules: Sequence[RuntimeModule], trace: Trace, seed: int) -> tupl
     if evicted and not any(nulls):
         return None
     if not any(nulls) or not (fused or evicted):
-        return "shuffle", [*transforms, Replay(shuffled(trace, seed), like=modules)]
+        dealt = shuffled(trace, seed, parts=10 if tenths else 1)
+        return f"shuffle{' within tenths' * tenths}", [*transforms, Replay(dealt, like=modules)]
     kind = "random neighbours" if fused else "random entries"
     return kind, own

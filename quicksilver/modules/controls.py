@@ -365,7 +365,7 @@ def _halted(p: PassTrace) -> torch.Tensor:
 # -- its decisions on other tokens -------------------------------------------------------------------------------------------------
 
 
-def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int = 1) -> Trace:
+def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int = 1, parts: int = 1) -> Trace:
     """The same decisions on other tokens: the null at exactly the trace's budget, per layer and row.
 
     In each pass and row the decisions (halting depth, what is kept of it, resumption, K/V, fusion, bits) are permuted, each
@@ -377,12 +377,15 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         seed: of the permutations.
         protect_first: attention sinks. `KVSkipping` spares them by default, so a fair null must spare them too.
         protect_last: the last tokens of a prompt, of which `Halting` spares one when it looks at the whole prompt.
+        parts: equal parts of a row's tokens within which decisions are permuted. With 10, tokens of each tenth halt as often as in the
+            trace, so that a rule of position alone is no better than its null.
 
     Raises:
         ConfigError: a trace in which K/V entries were merged while decoding, or evicted.
     """
     check_count("protect_first", protect_first)
     check_count("protect_last", protect_last)
+    check_count("parts", parts, 1)
     generator = torch.Generator().manual_seed(seed)
     passes = []
     for p in (p.cpu() for p in trace.passes):
@@ -400,7 +403,8 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         if p.first_column == 0 and p.valid.shape[1] > 1:  # a prompt; elsewhere no token is known to be the last
             protected |= nth > p.valid.sum(1, keepdim=True) - protect_last
         free = p.valid & ~protected
-        draw = torch.rand(free.shape, generator=generator).masked_fill(~free, 2.0)
+        part = (nth - 1) * parts // p.valid.sum(1, keepdim=True).clamp(min=1)  # (B, N)
+        draw = (torch.rand(free.shape, generator=generator) + part).masked_fill(~free, parts + 1.0)
         source = draw.argsort(dim=1, stable=True)
         target = (~free).to(torch.uint8).argsort(dim=1, stable=True)
         taken = torch.empty_like(source).scatter(1, target, source)  # (B, N): from which token each has its decisions

@@ -106,19 +106,21 @@ def decided(seed: int, rows: int, n: int, padding: list[int], first_column: int)
 
 @given(
     st.integers(0, 99), st.integers(1, 3), st.integers(1, 30), st.lists(st.integers(0, 3), min_size=1, max_size=3),
-    st.sampled_from([0, 2, 40]), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2**40),
+    st.sampled_from([0, 2, 40]), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2**40), st.sampled_from([1, 1, 3, 10]),
 )  # fmt: skip
 def test_shuffling_moves_whole_decisions_within_a_row_and_never_the_protected(
-    seed: int, rows: int, n: int, padding: list[int], first_column: int, first: int, last: int, shuffle_seed: int
+    seed: int, rows: int, n: int, padding: list[int], first_column: int, first: int, last: int, shuffle_seed: int, parts: int
 ) -> None:
     before = decided(seed, rows, n, padding, first_column)
-    (after,) = shuffled(Trace(6, [before]), shuffle_seed, first, last).passes
+    (after,) = shuffled(Trace(6, [before]), shuffle_seed, first, last, parts).passes
     is_prompt = first_column == 0 and n > 1
     for row in range(rows):
         real = before.valid[row].nonzero().flatten().tolist()
         old = [tuple(int(getattr(before, f)[row, c]) for f in FIELDS) for c in real]
         new = [tuple(int(getattr(after, f)[row, c]) for f in FIELDS) for c in real]
-        assert sorted(old) == sorted(new)  # exactly the same budget, in every layer
+        for part in range(parts):  # exactly the same budget, in every layer and part
+            own = [nth for nth in range(len(real)) if nth * parts // len(real) == part]
+            assert sorted(old[nth] for nth in own) == sorted(new[nth] for nth in own)
         for nth, (x, y) in enumerate(zip(old, new, strict=True)):
             if first_column + nth < first or (is_prompt and nth >= len(real) - last):
                 assert x == y
@@ -126,7 +128,7 @@ def test_shuffling_moves_whole_decisions_within_a_row_and_never_the_protected(
         assert torch.equal(before.active(layer).sum(1), after.active(layer).sum(1))
         assert torch.equal(before.kv_present(layer).sum(1), after.kv_present(layer).sum(1))
     assert torch.equal(before.valid, after.valid)
-    again = shuffled(Trace(6, [before]), shuffle_seed, first, last).passes[0]
+    again = shuffled(Trace(6, [before]), shuffle_seed, first, last, parts).passes[0]
     assert all(torch.equal(getattr(after, f), getattr(again, f)) for f in FIELDS)
 
 

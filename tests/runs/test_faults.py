@@ -91,6 +91,8 @@ def fits(config: DictConfig, key: str, value: Any) -> bool:
         return value == ["x"]
     if key.endswith("tau_attention"):
         return value in (-1, -0.5)
+    if key.startswith("measure.") and isinstance(before, bool) and value == "no":
+        return True  # OmegaConf reads it as false
     return key == "measure.name" or (type(before) is type(value) and isinstance(value, bool | str))
 
 

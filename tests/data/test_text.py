@@ -74,12 +74,6 @@ def test_what_is_no_text_is_named(tmp_path, content, says):
     assert str(tmp_path / "file") in str(caught.value)
 
 
-def test_a_line_that_is_no_document_is_named(tmp_path):
-    (tmp_path / "docs.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
-    with pytest.raises(ConfigError, match=r"docs\.jsonl, line 2: it has no \"text\"\. Each line must be a json object"):
-        read_text(local("documents", tmp_path / "docs.jsonl", documents=9, calibration_documents=1))
-
-
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no file .*nothing\.txt.*dataset\.files\.test="):
         read_text(local("text", tmp_path / "nothing.txt"))

@@ -14,17 +14,6 @@ from quicksilver.modules.block_attention import BlockAttention
 from quicksilver.runtime import ConfigError, Run, apply
 
 SDPA = [family for family in tiny.FAMILIES if family not in tiny.EAGER_ONLY]
-RAGGED = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
-
-
-@pytest.mark.parametrize("family", SDPA)
-def test_it_computes_what_the_fused_kernel_computes(family: str) -> None:
-    model = tiny.load(family)
-    dense = tiny.forward(model, RAGGED, [], chunks=[24, 3, 1])
-    for block in (1, 5, 64):
-        blocks = tiny.forward(model, RAGGED, [BlockAttention(block=block)], chunks=[24, 3, 1])
-        tiny.assert_close(blocks.logits, dense.logits)
-    assert torch.equal(tiny.forward(model, RAGGED, []).logits, tiny.forward(model, RAGGED, []).logits)
 
 
 @pytest.mark.parametrize("family", tiny.thinned(SDPA))

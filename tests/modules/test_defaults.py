@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-import quicksilver
 from quicksilver.modules import PRESETS, Halting
 from quicksilver.records.identity import canonical
 from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runs.config import compose
 from quicksilver.runs.parts import build_modules, module_class, module_entry
-from quicksilver.runtime import ConfigError
 
 DERIVED = ("full_mask", "forced_mask", "keep_mask", "protected_mask", "exempt_mask")  # tensors, which no yaml holds
 
@@ -61,24 +59,3 @@ def test_the_papers_constants_are_the_same_by_either_name(preset: str) -> None:
         key: canonical(entry[key]) for key in PRESETS[preset]
     }
     assert {key for key, value in module_entry("halting")[1].items() if value != entry[key]} <= set(PRESETS[preset])
-
-
-@pytest.mark.parametrize("name", ["Halting", "KVSkipping", "TokenFusion", "AdaptiveQuantization", "PresetHalting", "PRESETS"])
-def test_modules_and_presets_come_from_the_package_itself(name: str) -> None:
-    import quicksilver.modules
-
-    assert getattr(quicksilver, name) is getattr(quicksilver.modules, name)
-    assert name in dir(quicksilver)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda save: quicksilver.PresetHalting(save=save),
-        lambda save: quicksilver.Halting.from_preset(None, save=save),
-        lambda save: build_modules({"oracle_exit": module_entry("oracle_exit")[1] | {"save": save}}),
-    ],
-)
-def test_a_share_to_save_is_a_share_everywhere(make: Any) -> None:
-    with pytest.raises(ConfigError, match="save=40 is out of range: give save=0.4 for 40%"):
-        make(40)

@@ -126,28 +126,6 @@ def test_a_token_halts_below_both_thresholds_and_the_head_is_asked_after_the_dri
     assert halted_by(entropy_only, Pass([5], logits=head), 3, before=before, after=after) == [False, True, True, True, False]
 
 
-@given(
-    st.integers(0, 99),
-    st.floats(0, 2),
-    st.floats(0, 2),
-    st.floats(0, 4),
-    st.floats(0, 4),
-    st.sampled_from(["relative", "l2", "cosine"]),
-)
-def test_higher_thresholds_halt_more(seed: int, d1: float, d2: float, e1: float, e2: float, kind: str) -> None:
-    torch.manual_seed(seed)
-    before, after, head = torch.randn(1, 9, 8), torch.randn(1, 9, 8), torch.randn(8, 11)
-
-    def halted(tau_drift: float, tau_entropy: float) -> set[int]:
-        halting = Halting(tau_drift=tau_drift, tau_entropy=tau_entropy, drift=kind, resume_layers=0)
-        return {i for i, h in enumerate(halted_by(halting, Pass([9], logits=head), 4, before=before, after=after)) if h}
-
-    low, high = halted(min(d1, d2), min(e1, e2)), halted(max(d1, d2), max(e1, e2))
-    assert low <= high
-    assert halted(0.0, math.log(11) + 1) == set()
-    assert halted(1e6, math.log(11) + 1) == set(range(9))
-
-
 def test_thresholds_may_differ_by_layer() -> None:
     before, after = drifting([0.05, 0.15, 0.25])
     for layer in range(2, 8):
@@ -265,14 +243,6 @@ def test_what_is_left_of_a_halted_token(mode: str) -> None:
 
 
 # -- with a model ----------------------------------------------------------------------------------------------------------------
-
-
-def test_without_any_option_it_halts_half_of_a_prompt_and_needs_no_calibration() -> None:
-    batch = tiny.Batch((tuple(range(1, 13)), tuple(range(5, 25))))
-    counts = tiny.forward(tiny.load("llama"), batch, [capacity()]).trace.active_counts().tolist()
-    assert counts[0] == 32
-    assert counts == sorted(counts, reverse=True)
-    assert counts[-1] == 16
 
 
 def test_capacity_leaves_decoding_alone_and_thresholds_do_not() -> None:

@@ -263,15 +263,6 @@ def test_integers_are_close_to_what_they_are_simulated_as(name: str, weights: An
 
 
 @pytest.mark.processor
-def test_which_kernel_ran_can_be_read() -> None:
-    module = AdaptiveQuantization(bits=8, execution="int8")
-    assert module.kernel == "not run yet"
-    tiny.forward(tiny.load("gpt2"), BATCH, [module])
-    assert module.kernel.partition(" (")[0] in ("torch._int_mm on cpu", "float products of the codes on cpu")
-    assert AdaptiveQuantization().kernel == "float products of dequantised values"
-
-
-@pytest.mark.processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
 def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype) -> None:
@@ -288,20 +279,16 @@ def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype)
 # -- ledgers, bytes --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "saved"), [({"bits": 8}, 0.25), ({"bits": 4}, 0.375), ({"bits": 8, "beta": "app_j"}, 0.0),
-                                                ({"bits": 2, "beta": "app_j"}, 0.375), ({"bits": 8, "depth": 0.25}, 0.375)])  # fmt: skip
-def test_the_paper_s_ledger_charges_by_width(options: dict[str, Any], saved: float) -> None:
+@pytest.mark.parametrize(("options", "layers", "saved"), [
+    ({"bits": 8}, 8, 0.25), ({"bits": 4}, 8, 0.375), ({"bits": 8, "beta": "app_j"}, 8, 0.0), ({"bits": 2, "beta": "app_j"}, 8, 0.375),
+    ({"bits": 8, "depth": 0.25}, 8, 0.375), ({"bits": 8, "depth": 17 / 36}, 36, 0.264),
+])  # fmt: skip
+def test_the_paper_s_ledger_charges_by_width(options: dict[str, Any], layers: int, saved: float) -> None:
     """β = bits/16 in the layers after half depth: 25%, and Table 3's 26.4% where 19 of 36 layers are covered (docs/conflicts.md #22)."""
-    model = tiny.build("gpt2", n_layer=8).eval()
+    model = tiny.build("gpt2", n_layer=layers, n_embd=8, n_head=2)
     flops = tiny.forward(model, Batch((tuple(range(1, 20)),)), [AdaptiveQuantization(**options)]).run.flops
-    assert 1 - flops.paper / flops.dense_paper == pytest.approx(saved, abs=1e-6)
+    assert 1 - flops.paper / flops.dense_paper == pytest.approx(saved, abs=5e-4)
     assert flops.executed == flops.dense_nominal
-
-
-def test_table_3_s_share_of_uniform_8_bit() -> None:
-    model = tiny.build("gpt2", n_layer=36, n_embd=8, n_head=2).eval()
-    flops = tiny.forward(model, Batch((tuple(range(1, 20)),)), [AdaptiveQuantization(bits=8, depth=17 / 36)]).run.flops
-    assert 1 - flops.paper / flops.dense_paper == pytest.approx(0.264, abs=5e-4)
 
 
 @torch.no_grad()

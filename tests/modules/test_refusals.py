@@ -121,6 +121,7 @@ OPTIONS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     ],
     PresetHalting: [
         ({"save": None}, "give one of them"),
+        ({"save": 40}, "save=40 is out of range: give save=0.4 for 40%"),
         ({"schedule": {"drop_befor": 1}}, "schedule has no 'drop_befor':"),
         ({"schedule": {"drop_before": 1}}, "is incomplete"),
     ],

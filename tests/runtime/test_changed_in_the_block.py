@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -118,24 +119,7 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(backend: str) -> None:
 
 NO_LIST: list[Any] = [None, HaltAll(1), "halting", {"halting": {}}, 3, HaltAll, nn.Linear(1, 1)]
 NO_MODULE: list[Any] = ["halting", None, 3, HaltAll, {}, nn.Linear(1, 1), [HaltAll(1)]]
-NO_LAYERS: list[Any] = [
-    "12",
-    b"12",
-    3,
-    True,
-    1.5,
-    [],
-    (),
-    set(),
-    [1.5],
-    [True],
-    ["1"],
-    [None],
-    [-1],
-    [99],
-    [float("nan")],
-    object(),
-]
+NO_LAYERS: list[Any] = ["12", b"12", 3, True, 1.5, [], (), set(), [1.5], [True], ["1"], [None], [-1], [99], [math.nan], object()]
 
 
 @pytest.mark.parametrize(("argument", "value"), [

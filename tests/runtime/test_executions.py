@@ -278,23 +278,6 @@ def test_attention_received_is_the_models_own(
             torch.testing.assert_close(module.found[0, layer][i, :n], expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-@given(data=st.data(), last_queries=st.sampled_from([1, 4, None]), reduce=st.sampled_from(["mean", "max"]))
-@settings(max_examples=draws(4))
-def test_attention_received_is_the_same_packed_and_masked(
-    name: str, data: st.DataObject, last_queries: int | None, reduce: str
-) -> None:
-    batch, inner = data.draw(tiny.batches()), data.draw(tiny.hashed())
-    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    found = []
-    for execution in ("compact", "masked"):
-        module = Attention(last_queries, reduce, inner)
-        tiny.forward(tiny.load(name), batch, [module], chunks=chunks, execution=execution)
-        found.append(module.found)
-    for where, masked in found[1].items():  # compact asks nobody where nobody is active
-        torch.testing.assert_close(found[0].get(where, torch.zeros_like(masked)), masked, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_nobody_receives_attention_where_no_key_is_left(execution: str, reduce: str) -> None:

@@ -82,24 +82,6 @@ def test_greedy_generation_is_prefill_over_and_over(name: str, batch: Batch, pol
         assert row[-6:].tolist() == text[-6:]
 
 
-def test_modules_change_what_is_generated() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(30, 41))))
-    dense, run = generate(model, batch, [], do_sample=False, tokens=12)
-    halted, halted_run = generate(model, batch, [Hashed(0.4, 0.2, "drop")], do_sample=False, tokens=12)
-    assert not torch.equal(dense, halted)
-    assert halted_run.flops.executed < run.flops.executed
-    assert halted_run.kv_bytes.billed == halted_run.kv_bytes.resident < run.kv_bytes.resident
-
-
-def test_a_prompt_policy_shrinks_the_prompt_and_leaves_the_rest_alone() -> None:
-    model, batch = tiny.load("gpt2"), Batch((tuple(range(1, 17)), tuple(range(30, 41))))
-    _, run = generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False)
-    prompt, *rest = run.trace.passes
-    assert [int(n) for n in prompt.active(4).sum(1)] == [8, 6]
-    assert all(bool((p.halt_layer == tiny.LAYERS - 1).all()) for p in rest)
-    assert all(p.valid.shape == (2, 1) for p in rest)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 @given(row=tiny.token_ids(2, 5), policy=tiny.hashed())
 @settings(max_examples=draws(3))

@@ -19,7 +19,6 @@ from quicksilver.baselines.int8_dynamic import Int8Dynamic
 from quicksilver.measure import memory
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.modules.fastest_linear import FastestLinear
-from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.records import lease
 from quicksilver.runtime.errors import KernelError
 from quicksilver.runtime.quantized import proving
@@ -306,33 +305,24 @@ def elsewhere(text: str) -> Path:
     return Path("/nowhere" + text)
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "named"), [(X86, "Some CPU @ 2 GHz"), (ARM, "aarch64 implementer 0x41 part 0xd0c"), (None, "aarch64")]
-)
-def test_a_processor_has_the_name_that_linux_gives_it(cpuinfo, named, tmp_path, monkeypatch):
+PROCESSORS = [
+    ("linux", X86, "Some CPU @ 2 GHz"), ("linux", ARM, "aarch64 implementer 0x41 part 0xd0c"), ("linux", None, "aarch64"),
+    ("darwin", "Apple M2 Pro\n", "Apple M2 Pro"), ("darwin", "", "aarch64"), ("darwin", None, "aarch64"),  # without sysctl
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("system", "answer", "named"), PROCESSORS)
+def test_a_processor_has_the_name_that_its_system_gives_it(system, answer, named, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(proving.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(proving.platform, "processor", lambda: "")
-    file = tmp_path / "cpuinfo"
-    if cpuinfo is not None:
-        file.write_text(cpuinfo)
-    monkeypatch.setattr(proving, "Path", lambda _: file)
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(proving, "Path", lambda _: tmp_path / "cpuinfo")
+    if answer is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        (tmp_path / "cpuinfo").write_text(answer)
+        monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, answer, ""))
     assert proving.processor.__wrapped__() == named
-
-
-@pytest.mark.parametrize(("answer", "named"), [("Apple M2 Pro\n", "Apple M2 Pro"), ("", "arm64")])
-def test_a_processor_has_the_name_that_macos_gives_it(answer, named, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(proving.platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, answer, ""))
-    assert proving.processor.__wrapped__() == named
-
-
-def test_a_mac_whose_path_lacks_sysctl_is_named_by_its_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(proving.platform, "machine", lambda: "arm64")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert proving.processor.__wrapped__() == "arm64"
 
 
 @pytest.fixture
@@ -361,15 +351,6 @@ def test_what_needs_x86_says_what_is_missing_and_the_peer_takes_qnnpack():
     dense, coded = (tiny.forward(tiny.load("llama"), EVEN, modules).logits for modules in ([], [module]))
     assert float((coded - dense).norm() / dense.norm()) < 0.1
     assert module.kernel.startswith("qnnpack on cpu (")
-
-
-@pytest.mark.usefixtures("without_x86")
-def test_without_integer_products_codes_are_multiplied_as_floats_and_the_kernel_says_so():
-    module = AdaptiveQuantization(bits=8, execution="int8")
-    with pytest.warns(UserWarning, match="cpu has no exact int8 matrix product"):
-        tiny.forward(tiny.load("gpt2"), EVEN, [module])
-    assert module.kernel.startswith("float products of the codes on cpu (")
-    assert set(choose([nn.Linear(64, 64)], budget_s=0.0).by_kind.values()) <= {"float", "bfloat16", "weight_only"}
 
 
 def test_a_lease_is_held_and_found_dead_without_proc(tmp_path, monkeypatch):

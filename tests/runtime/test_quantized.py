@@ -316,18 +316,6 @@ def test_integer_layers_are_simulated_ones_with_one_scale_a_token(
         assert integers.kernel.startswith(("torch._int_mm on cpu", "float products of the codes on cpu"))
 
 
-def test_quantising_does_something_and_more_at_fewer_bits() -> None:
-    block, x = Block(), values((4, 6, 24), 0)
-    dense, errors = block(x), []
-    for executor in (SimulatedExecutor(), IntegerExecutor(weights="int8")):
-        for bits in (16, 8, 4, 2):
-            widths = torch.full((4, 6), bits, dtype=torch.uint8)
-            errors.append(float((executor.run_layer(block, widths, lambda: block(x)) - dense).norm() / dense.norm()))
-    assert errors[0] == errors[4] == 0
-    assert 0 < errors[1] < errors[2] < errors[3] < 1
-    assert 0 < errors[5] < errors[6] < errors[7] < 1
-
-
 def test_without_an_exact_kernel_there_is_one_warning_and_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     block, x, widths = Block(), values((2, 3, 24), 0), torch.tensor([[8, 4, 16], [2, 8, 8]], dtype=torch.uint8)
     with warnings.catch_warnings(record=True) as caught:

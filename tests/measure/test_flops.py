@@ -1,4 +1,4 @@
-"""Interposed FLOPs: right on operators whose count is known. On whole models: tests/runtime/test_ledgers.py."""
+"""Interposed FLOPs: right on operators whose count is known. On whole models: tests/runtime/test_any_run.py."""
 
 from __future__ import annotations
 

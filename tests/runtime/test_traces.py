@@ -1,4 +1,4 @@
-"""Invariants 7 and 8: a trace gives its run again, and so does a seed. What is no trace is refused."""
+"""A trace is what was decided: replays, files, counts. What is no trace is refused. That a replay is the run: test_any_run.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from thinning import draws
 from tiny import Batch, Hashed
 
-from quicksilver.runtime import CacheMerge, ConfigError, Eviction, Fusion, Precision, RuntimeModule, Trace, apply
+from quicksilver.runtime import CacheMerge, ConfigError, Eviction, Fusion, Precision, Trace, apply
 
 controls = pytest.importorskip("quicksilver.modules.controls")
 
@@ -34,31 +34,6 @@ def assert_same_trace(a: Trace, b: Trace) -> None:
 
 
 # -- 7: replay -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
-@given(data=st.data())
-@settings(max_examples=draws(6))
-def test_a_replayed_trace_is_the_run_again(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In the execution it was made in to the bit, in the other one to 1e-5; from memory and from disk."""
-    model = tiny.load(name)
-    batch = data.draw(tiny.batches())
-    modules = data.draw(tiny.policies())
-    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    made = tiny.forward(model, batch, modules, chunks=chunks)
-    again = tiny.forward(model, batch, [controls.Replay(made.trace, like=modules)], chunks=chunks)
-    assert_same_trace(again.trace, made.trace)
-    assert torch.equal(torch.cat(batch.real(again.logits)), torch.cat(batch.real(made.logits)))
-    assert again.run.flops.nominal == made.run.flops.nominal
-    assert again.run.kv_bytes == made.run.kv_bytes
-
-    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
-    made.trace.save(path)
-    loaded = Trace.load(path)
-    assert_same_trace(loaded, made.trace)
-    masked = tiny.forward(model, batch, [controls.Replay(loaded, like=modules)], chunks=chunks, execution="masked")
-    assert_same_trace(masked.trace, made.trace)
-    tiny.assert_close(batch.real(masked.logits), batch.real(made.logits))
 
 
 def test_a_replay_needs_no_signal() -> None:
@@ -110,18 +85,27 @@ def test_a_trace_counts_what_was_active(data: st.DataObject, batch: Batch, polic
     assert sum(int(p.valid.sum()) for p in trace.passes) == len(alone.rows[0])
 
 
-# -- 8: seeds --------------------------------------------------------------------------------------------------------------------
+@given(batch=tiny.batches(low=2), policy=tiny.hashed(), name=st.sampled_from(tiny.FAMILIES))
+@settings(max_examples=draws(30))
+def test_the_trace_is_what_the_policy_decided(batch: Batch, policy: Hashed, name: str) -> None:
+    """The decisions worked out without a runtime, from slots and ids alone."""
+    found = tiny.decisions(batch, tiny.forward(tiny.load(name), batch, [policy]).trace)
+    for row, decided in zip(batch.rows, found, strict=True):
+        slots, ids = torch.arange(len(row)), torch.tensor(row)
+        assert torch.equal(decided["halt_layer"], policy.expected_halt_layer(slots, ids, tiny.LAYERS))
+        halted = decided["halt_layer"] < tiny.LAYERS - 1
+        resumes = tiny.LAYERS - policy.resume_layers
+        assert torch.equal(decided["resume_layer"], torch.where(halted, resumes, tiny.LAYERS).to(torch.int16))
+        assert torch.equal(decided["kv_layer"], expected_kv_layer(policy, slots, ids, decided["halt_layer"]))
 
 
-@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
-@given(batch=tiny.batches(), modules=tiny.policies(), execution=st.sampled_from(["compact", "masked"]))
-@settings(max_examples=draws(4))
-def test_the_same_run_twice_is_the_same_to_the_bit(name: str, batch: Batch, modules: list[RuntimeModule], execution: str) -> None:
-    model = tiny.load(name)
-    one, two = (tiny.forward(model, batch, modules, execution=execution) for _ in range(2))
-    assert torch.equal(one.logits, two.logits)
-    assert_same_trace(one.trace, two.trace)
-    assert one.run.flops == two.run.flops
+def expected_kv_layer(policy: Hashed, slots: torch.Tensor, ids: torch.Tensor, halt_layer: torch.Tensor) -> torch.Tensor:
+    """The first layer after which the policy said of an active token that it has no K/V from now on."""
+    last = torch.full(slots.shape, tiny.LAYERS - 1, dtype=torch.int16)
+    if policy.skip:
+        for layer in reversed(range(tiny.LAYERS - 1)):
+            last[policy.skips(layer, slots, ids) & (halt_layer > layer)] = layer
+    return last
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------------------

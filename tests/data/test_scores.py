@@ -1,7 +1,8 @@
-"""Metrics equal scikit-learn's, whatever is right or wrong; and draws of a bootstrap are scored at once."""
+"""Metrics equal scikit-learn's, draws of a bootstrap are scored at once; a metric of `evaluate` says what our own say, or is one clear line."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.data.scores import METRICS, accuracy, f1, f1_macro, matthews, pearson, scored, spearman
+from quicksilver.data.scores import METRICS, accuracy, f1, f1_macro, load_metric, matthews, pearson, scored, spearman
+from quicksilver.runtime.errors import ConfigError
 
 
 def metrics() -> Any:
     return pytest.importorskip("sklearn.metrics")  # not while tests are collected
 
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 classes = st.integers(2, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 2), min_size=n, max_size=n)] * 2))
 values = st.integers(3, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(-9, 9), min_size=n, max_size=n)] * 2))
 
@@ -55,3 +58,72 @@ def test_multirc_asks_for_whole_questions():
     assert found == {"f1a": pytest.approx(0.8), "accuracy": 0.75, "exact_match": 0.5}
     assert next(iter(scored(["matthews", "accuracy"], [0, 1], [0, 1]))) == "matthews"
     assert set(METRICS) == {"accuracy", "matthews", "f1", "f1_macro", "pearson_spearman", "multirc"}
+
+
+@pytest.fixture
+def library():
+    """A second to import: not while tests are collected."""
+    pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver[tasks]'")
+
+
+SCRIPT = """
+import datasets
+import evaluate
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+
+class OfTasks(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+        return evaluate.MetricInfo(description="-", citation="-", inputs_description="-", features=features)
+
+    def _compute(self, predictions, references):
+        two = references, predictions
+        return {"accuracy": accuracy_score(*two), "f1": f1_score(*two), "matthews": matthews_corrcoef(*two)}
+"""
+
+
+@pytest.fixture
+def script(tmp_path, library):
+    pytest.importorskip("sklearn")
+    path = tmp_path / "of_tasks.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_script_at_hand_says_what_our_own_metrics_say(script):
+    draw = np.random.default_rng(0)
+    gold, predicted = draw.integers(0, 2, 80).astype(float), draw.integers(0, 2, 80).astype(float)
+    found = load_metric(script)(gold, predicted)
+    assert found == pytest.approx(scored(["accuracy", "f1", "matthews"], gold, predicted))
+
+
+def test_answers_that_it_refuses_are_named(script):
+    with pytest.raises(ConfigError, match=r"of_tasks\.py refuses these answers") as caught:
+        load_metric(script)([0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_network_the_message_says_what_there_is(monkeypatch, library):
+    import evaluate
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub\nand a long trace of requests")
+
+    monkeypatch.setattr(evaluate, "load", unreachable)
+    with pytest.raises(
+        ConfigError, match=r"glue/sst2 cannot be loaded \(ConnectionError: Couldn't reach the hub\)\. Without a network"
+    ) as caught:
+        load_metric("glue/sst2")([0.0], [1.0])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path, library):
+    with pytest.raises(ConfigError, match=r"there is no such file"):
+        load_metric(str(tmp_path / "none.py"))([0.0], [1.0])
+
+
+def test_what_is_not_installed_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    with pytest.raises(ConfigError, match=r"pip install 'quicksilver\[tasks\]'"):
+        load_metric("accuracy")([0.0], [1.0])

@@ -1,8 +1,9 @@
-"""Texts and windows: the right part, the same digest, and one message for everything that is no text."""
+"""Texts and windows: the right part, the same digest, every token's bytes, and one message for everything that is no text."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from harness_world import make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thinning import first
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from quicksilver.data.made_here import python_docs
 from quicksilver.data.spec import DatasetConfig, FilesConfig, HubDatasetConfig
 from quicksilver.data.text import read_text
-from quicksilver.data.windows import encode
+from quicksilver.data.windows import encode, token_byte_lengths
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
@@ -185,3 +190,47 @@ def test_a_dataset_without_a_hub_and_without_its_file_says_so():
     config = DatasetConfig(name="mine", reader="text", hub=HubDatasetConfig())
     with pytest.raises(ConfigError, match="has no text to score"):
         read_text(config)
+
+
+DATA = Path(os.environ.get("QUICKSILVER_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+
+
+def byte_level() -> Tokenizer:
+    """A byte-level tokenizer without merges, a special token, and one added token that is plain text."""
+    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(["naïve  "])
+    return tokenizer
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_bytes_of_the_tokens_are_the_bytes_of_the_text(text: str) -> None:
+    text = text.replace("<|end|>", "")
+    tokenizer = byte_level()
+    lengths = token_byte_lengths(tokenizer)
+    ids = tokenizer.encode("<|end|>" + text + "naïve  ").ids
+    assert int(lengths[torch.tensor(ids)].sum()) == len((text + "naïve  ").encode())
+
+
+@pytest.mark.parametrize(("folder", "dummy_space"), first([("stories260K", 1), ("gpt2-tokenizer", 0), ("llama2-tokenizer", 1)]))
+def test_real_tokenizers_on_real_text(folder: str, dummy_space: int) -> None:
+    if not DATA.is_dir():
+        pytest.skip(f"no data folder at {DATA}: set QUICKSILVER_DATA")
+    tokenizer = AutoTokenizer.from_pretrained(DATA / folder)
+    lengths = token_byte_lengths(tokenizer)
+    text = (DATA / "wikitext-103" / "wiki.valid.tokens").read_text(encoding="utf-8")[:60_000] + " café  日本 \t\U0001f600\n"
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    assert int(lengths[torch.tensor(ids)].sum()) == len(text.encode()) + dummy_space
+
+
+def test_a_tokenizer_that_loses_bytes_is_refused() -> None:
+    tokenizer = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(ConfigError, match=r"WordPiece.*token_bytes=None"):
+        token_byte_lengths(tokenizer)
+    with pytest.raises(ConfigError, match="dict has no"):
+        token_byte_lengths({})

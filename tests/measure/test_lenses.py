@@ -1,4 +1,4 @@
-"""What a lens reads: the model's own states, the loss and entropy that counting by hand gives, and a correlation with an interval."""
+"""Lenses and bounds: the model's own states, what counting by hand gives, and what does not hold fails."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tiny
 import torch
 
 from quicksilver.measure.bench import Bench
+from quicksilver.measure.bounds import INEQUALITIES, Bounds, _one, _Window
 from quicksilver.measure.lenses import LOGIT_LENS, Lenses, correlation
 from quicksilver.measure.measurement import Setting
 from quicksilver.measure.perplexity import Protocol
@@ -54,3 +55,89 @@ def test_a_correlation_of_something_with_itself_is_one_and_of_a_constant_none() 
 def test_too_few_windows_for_an_interval_are_refused() -> None:
     with pytest.raises(ConfigError, match="windows"):
         Lenses(windows=2).check(Setting("all", 14, 0, "compact"))
+
+
+ROW = torch.randint(1, tiny.VOCABULARY, (14,), generator=torch.Generator().manual_seed(3))
+FOLLOWED = 4
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def window(request) -> _Window:
+    model = tiny.load(request.param)
+    return _Window(model, architecture_of(model), ROW, FOLLOWED)
+
+
+def test_states_are_the_models_and_a_layer_with_nothing_changed_gives_the_next_ones(window):
+    hidden = window.arch.model(ROW[None], use_cache=False, output_hidden_states=True).hidden_states
+    assert len(window.states) == tiny.LAYERS + 1
+    for layer in range(tiny.LAYERS):
+        torch.testing.assert_close(window.states[layer], hidden[layer][0], atol=1e-5, rtol=1e-5)
+        own = window.states[layer][window.followed]
+        torch.testing.assert_close(window.layer(layer, own), window.states[layer + 1][window.followed], atol=1e-5, rtol=1e-5)
+
+
+def test_a_gain_is_the_largest_singular_value_of_a_tokens_own_jacobian(window):
+    at = window.states[1][window.followed]
+    jacobian = torch.autograd.functional.jacobian(lambda own: window.layer(1, own), at)  # (R, D, R, D)
+    each = torch.stack([torch.linalg.matrix_norm(jacobian[r, :, r], ord=2) for r in range(FOLLOWED)])
+    assert float(window.gain(1, 40)) == pytest.approx(float(each.max()), rel=0.02)
+    assert float(window.gain(1, 1)) <= float(each.max()) * 1.01  # fewer iterations find less, never more
+
+
+def test_the_sides_are_what_counting_by_hand_gives(window):
+    error, unit = window.halting(1)
+    states = window.states
+    assert len(error) == len(ROW) - 1
+    assert float(error[4]) == pytest.approx(float((states[-1][5] - states[2][5]).norm()))
+    assert float(unit[4]) == pytest.approx(float((states[2][5] - states[1][5]).norm()))
+    error, unit = window.fusion(1)
+    t = int(window.followed[2])
+    changed = states[2].clone()
+    changed[t] = (states[2][t] + states[2][t - 1]) / 2
+    with torch.no_grad():
+        by_hand = window.calls[2](changed[None])[0, t]
+    assert float(error[2]) == pytest.approx(float((states[3][t] - by_hand).norm()), rel=1e-4)
+    assert float(unit[2]) == pytest.approx(float((states[2][t] - states[2][t - 1]).norm()) / 2)
+    _, apart = window.fusion_to_the_end(1)
+    torch.testing.assert_close(apart, 2 * unit)
+
+
+def test_a_bound_holds_where_it_is_larger():
+    error, unit = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 1.0, 1.0, 1.0])
+    found = _one("halting", "measured", 4, [(error[:2], unit[:2]), (error[2:], unit[2:])], 3.0)
+    assert (found.layer, found.cases, found.holds.value) == (5, 4, 0.75)
+    assert found.bound_ratio == pytest.approx((3 / 2 + 1) / 2)
+    assert _one("halting", "one", 4, [(error, unit)], 0.5).holds.value == 0
+
+
+def test_every_inequality_is_tested_at_every_depth():
+    from types import SimpleNamespace
+
+    model = tiny.load("gpt2")
+    bench = SimpleNamespace(model=model, windows=SimpleNamespace(ids=ROW.repeat(2, 1)), progress=lambda share: None)
+    found = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6]).run(bench)  # type: ignore[arg-type]
+    assert len(found.gains) == tiny.LAYERS
+    assert all(gain > 0 for gain in found.gains)
+    assert {(one.inequality, one.constants) for one in found.held} == {
+        (name, c) for name in INEQUALITIES for c in ("measured", "one")
+    }
+    measured = found.of("fusion", "measured", found.held[0].layer)
+    assert measured.bound_ratio == pytest.approx(
+        found.of("fusion", "one", measured.layer).bound_ratio * found.gains[measured.layer], rel=1e-4
+    )
+    assert type(found).from_json(found.to_json()) == found
+    with pytest.raises(ConfigError, match="was not tested at layer 99: there are layers"):
+        found.of("halting", "one", 99)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"windows": 0}, "windows=0 must be a whole number of at least 1"),
+        ({"tokens": 1000}, "tokens=1000 is out of range: .* at most the 512 of a window"),
+        ({"depths": [1.0]}, r"depths\[0\]=1.0 is out of range"),
+    ],
+)
+def test_options_out_of_range_are_refused(changed, said):
+    with pytest.raises(ConfigError, match=said):
+        Bounds(**changed).check(Setting("all", 512, 448, "compact"))

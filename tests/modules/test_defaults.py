@@ -1,16 +1,28 @@
-"""One set of defaults: what `Halting()` is in Python, `modules=[halting]` is on the command line."""
+"""One set of defaults, in Python and on the command line; and what needs no thresholds of one's own."""
+
+from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
+import tiny
+import torch
 from omegaconf import OmegaConf
 
+from quicksilver.models.loading import EMBEDDED, load, locate
+from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import PRESETS, Halting
+from quicksilver.modules.fitted import model_digest
+from quicksilver.modules.halting import HaltsEverything
+from quicksilver.modules.thresholds import shipped_calibration
 from quicksilver.records.identity import canonical
 from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runs.config import compose
 from quicksilver.runs.parts import build_modules, module_class, module_entry
+from quicksilver.runtime import ConfigError
+from quicksilver.runtime.run import apply
 
 DERIVED = ("full_mask", "forced_mask", "keep_mask", "protected_mask", "exempt_mask")  # tensors, which no yaml holds
 
@@ -59,3 +71,66 @@ def test_the_papers_constants_are_the_same_by_either_name(preset: str) -> None:
         key: canonical(entry[key]) for key in PRESETS[preset]
     }
     assert {key for key, value in module_entry("halting")[1].items() if value != entry[key]} <= set(PRESETS[preset])
+
+
+# What was fine-tuned for tasks calibrates on their training rows; the ladder compares shares of tokens, which need no percentiles.
+NAMES = sorted(
+    folder.name for folder in EMBEDDED.glob("*/") if not (folder.name.endswith("-tasks") or folder.name.startswith("ladder-"))
+)
+WINDOWS = torch.randint(1, tiny.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(0))
+
+
+def executed(model, ids: torch.Tensor, modules: list[Halting]) -> int:
+    with torch.no_grad(), apply(model, modules) as run:
+        model(ids, use_cache=True, logits_to_keep=1)
+        return run.flops.executed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_model_has_percentiles_without_a_file(name):
+    config = ModelConfig(name=name, path=f"embedded:{name}")
+    loaded = load(config, locate(config))
+    known = shipped_calibration(model_digest(loaded.model))
+    assert known is not None
+    assert known.n_layers == loaded.model.config.num_hidden_layers
+    ids = torch.randint(1, 6000, (1, 40), generator=torch.Generator().manual_seed(0))
+    dense = executed(loaded.model, ids, [])
+    halved = executed(loaded.model, ids, [Halting(tau_drift="p50", tau_entropy=None, resume_layers=0)])
+    assert 0 < halved < dense
+    saved = 1 - executed(
+        loaded.model, ids.repeat(1, 4), [Halting.from_preset(loaded.model, save=0.3, prompt_tokens=160)]
+    ) / executed(loaded.model, ids.repeat(1, 4), [])
+    assert saved == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("save", [0.1, 0.3])
+def test_any_model_saves_what_was_asked_on_any_text(name, save):
+    model = tiny.load(name)
+    module = Halting.from_preset(model, save=save, prompt_tokens=24)
+    saved = 1 - executed(model, WINDOWS, [module]) / executed(model, WINDOWS, [])
+    assert saved == pytest.approx(save, abs=0.05)  # of 24 tokens, one is 4%
+    assert module.chooses_causally is False
+
+
+def test_a_share_that_cannot_be_saved_says_what_can():
+    with pytest.raises(ConfigError, match=r"save=0\.99: halting saves at most 0\.\d\d"):
+        Halting.from_preset(tiny.load("llama"), save=0.99, prompt_tokens=24)
+
+
+def test_a_threshold_above_everything_warns_once_and_one_of_the_model_does_not():
+    model = tiny.load("llama")
+
+    def warned(module: Halting, tokens: int = 24) -> int:
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad(), apply(model, [module]):
+            warnings.simplefilter("always")
+            model(WINDOWS[:1, :tokens])
+            model(WINDOWS[:1, :tokens])
+        return sum(issubclass(one.category, HaltsEverything) for one in caught)
+
+    assert warned(Halting(tau_drift=1e6, tau_entropy=None, resume_layers=0)) == 1
+    assert warned(Halting(tau_drift=1e6, tau_entropy=None, resume_layers=0), tokens=4) == 0  # so few may all halt by chance
+    assert warned(Halting(tau_drift=1e-9, tau_entropy=None, resume_layers=0)) == 0
+    assert (
+        warned(Halting(tau_drift=[1e6] * tiny.LAYERS, tau_entropy=None, resume_layers=0)) == 0
+    )  # somebody chose one for each layer

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import statistics
 
 import numpy as np
 import pytest
 import torch
 from harness_world import make_world
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import Batch, Hashed, load
 
 from quicksilver.measure import Alternation, LatencySamples, alternate, memory, peak_memory
@@ -85,17 +82,6 @@ def test_an_exception_leaves_the_garbage_collector_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         alternate({"a": fails}, warmup=0)
     assert gc.isenabled()
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0.1, 1e4), min_size=3, max_size=30))
-def test_median_and_spread_are_those_of_numpy(ms: list[float]) -> None:
-    samples = LatencySamples(ms)
-    assert samples.median == pytest.approx(statistics.median(ms))
-    low, high = np.percentile(ms, [25, 75])
-    assert samples.iqr == pytest.approx(high - low, abs=1e-6)
-    same = Alternation({"a": samples}, control="a", control_ms=ms, load_before=0.0, load_after=0.0)
-    assert same.noise_floor == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("method", ["kernel", "sampling"])

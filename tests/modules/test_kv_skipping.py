@@ -113,11 +113,3 @@ def test_skipped_tokens_stay_skipped() -> None:
     counts = [int(one.kv_present(layer).sum()) for layer in range(tiny.LAYERS)]
     assert counts[0] > counts[1]
     assert counts == sorted(counts, reverse=True)
-
-
-def test_attention_criteria_leave_decoding_alone() -> None:
-    batch = tiny.Batch((tuple(range(1, 17)),))
-    skipping = KVSkipping(criterion="attention", skipped_share=0.5, last_queries=2)
-    first, second = tiny.forward(tiny.load("llama"), batch, [skipping], chunks=[12, 4]).trace.passes
-    assert int(first.kv_present(4).sum()) == 6
-    assert bool(second.kv_present(4).all())

@@ -249,20 +249,6 @@ def test_the_residual_scope_holds_the_hidden_state_once() -> None:
 
 
 @pytest.mark.processor
-@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-@pytest.mark.parametrize("weights", ["int8", "token"])
-def test_integers_are_close_to_what_they_are_simulated_as(name: str, weights: Any) -> None:
-    """One scale a token and the same weights: equal, up to the rounding of int8's float arithmetic."""
-    model = precise(name)
-    for rule in ({"bits": 8}, {"mix": (0.3, 0.3, 0.4)}, {"mix": (0.3, 0.3, 0.4), "widths": (4, 8, 16)}):
-        simulated, integers = (
-            tiny.forward(model, BATCH, [AdaptiveQuantization(execution=e, weights=weights, group_size=None, **rule)])  # type: ignore[arg-type]
-            for e in ("simulate", "int8")
-        )
-        tiny.assert_close(BATCH.real(integers.logits), BATCH.real(simulated.logits))
-
-
-@pytest.mark.processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
 def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype) -> None:
@@ -289,22 +275,6 @@ def test_the_paper_s_ledger_charges_by_width(options: dict[str, Any], layers: in
     flops = tiny.forward(model, Batch((tuple(range(1, 20)),)), [AdaptiveQuantization(**options)]).run.flops
     assert 1 - flops.paper / flops.dense_paper == pytest.approx(saved, abs=5e-4)
     assert flops.executed == flops.dense_nominal
-
-
-@torch.no_grad()
-def test_the_packed_cache_is_small_in_the_layers_that_are_covered() -> None:
-    model = tiny.load("llama")
-    sizes = {}
-    for bits in (16, 8, 4, 2):
-        with apply(model, [AdaptiveQuantization(bits=bits, kv_group_size=8)]) as run:
-            cache = model(BATCH.ids, use_cache=True).past_key_values
-        assert run.kv_bytes.billed == run.kv_bytes.resident
-        sizes[bits] = [layer.resident_bytes() for layer in cache.layers]
-    float32 = sizes[16][0]
-    assert sizes[8][:3] == [float32] * 3
-    for bits in (8, 4, 2):
-        assert cache.layers[4].is_packed
-        assert sizes[bits][3:] == [float32 * (bits + 2 * 16 / 8) / 32] * 2
 
 
 def test_trained_weights_bear_8_and_4_bits_and_not_2() -> None:

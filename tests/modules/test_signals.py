@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from looking import Pass
 
 from quicksilver.modules.signals import (
-    AttentionReceived,
     Drift,
     Entropy,
     Position,
@@ -23,7 +22,6 @@ from quicksilver.modules.signals import (
     lowest,
     make_signal,
     pooled,
-    share_of,
     signal_names,
 )  # fmt: skip
 
@@ -66,18 +64,6 @@ def test_a_zero_state_has_a_drift_and_no_nan() -> None:
         assert Drift(kind)(view, tokens).isfinite().all()
 
 
-def test_the_head_is_asked_about_the_tokens_in_question_only() -> None:
-    one = Pass([5, 3], logits=torch.randn(8, 17))
-    view, tokens = one.look(2)
-    where = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]).bool()
-    scores = Entropy()(view, tokens, where)
-    assert one.asked_logits == 3
-    for row, column in where.nonzero().tolist():
-        p = (view.after[row, column] @ one.head).softmax(-1).tolist()
-        assert float(scores[row, column]) == pytest.approx(entropy(p), rel=1e-4)
-    assert scores[~where].isposinf().all()
-
-
 def test_latent_entropy_is_of_the_softmax_over_the_state() -> None:
     view, tokens = Pass([4]).look(1)
     scores = Entropy("latent")(view, tokens)
@@ -95,47 +81,6 @@ def test_histogram_entropy_counts_bins_of_the_standardised_state() -> None:
     assert even == pytest.approx(scaled, abs=1e-5)  # normed: scale and offset do not count
     assert peaked == pytest.approx(entropy([63 / 64, 1 / 64]), rel=1e-4)
     assert peaked < even <= math.log(16)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 2), st.integers(1, 6))
-def test_observing_queries_are_not_scored(lengths: list[int], extra: int, last: int) -> None:
-    one = Pass(lengths, extra=extra)
-    attention = torch.rand(one.shape)
-    view, tokens = one.look(3, attention=attention)
-    scores = AttentionReceived(last)(view, tokens)
-    observing = one.state.valid & (one.slots >= one.lengths - last)
-    assert scores[observing].isposinf().all()
-    rest = one.state.valid & ~observing
-    assert torch.equal(scores[rest], attention[rest])
-    everyone = AttentionReceived(None)(view, tokens)
-    assert torch.equal(everyone[one.state.valid], attention[one.state.valid])
-
-
-def test_position_ranks_the_oldest_first() -> None:
-    view, tokens = Pass([3, 5], first_slot=40).look(0)
-    assert Position()(view, tokens).tolist() == [[math.inf, math.inf, 40, 41, 42], [40, 41, 42, 43, 44]]
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), min_size=2, max_size=4),
-    st.integers(0, 3),
-    st.integers(0, 2**40),
-    st.integers(0, 8),
-    st.data(),
-)
-def test_chance_knows_the_token_and_nothing_else(
-    rows: list[list[int]], extra: int, seed: int, layer: int, data: st.DataObject
-) -> None:
-    lengths = [len(row) for row in rows]
-    width = max(lengths) + extra
-    ids = torch.tensor([[9] * (width - len(row)) + row for row in rows])
-    together = Random(seed)(*Pass(lengths, extra=extra, ids=ids).look(layer))
-    for i, row in enumerate(rows):
-        alone = Random(seed)(*Pass([len(row)], ids=torch.tensor([row])).look(layer))
-        assert torch.equal(together[i, width - len(row) :], alone[0])
-        cut = data.draw(st.integers(0, len(row) - 1))  # decoded after a prompt of `cut` tokens
-        later = Pass([len(row) - cut], ids=torch.tensor([row[cut:]]), first_slot=cut, is_prompt=False)
-        assert torch.equal(Random(seed)(*later.look(layer))[0], alone[0, cut:])
 
 
 def test_chance_is_uniform_and_differs_by_seed_layer_slot_and_token() -> None:
@@ -168,12 +113,6 @@ def test_lowest_takes_exactly_k_and_the_lowest(shape: tuple, k: int) -> None:
         assert chosen[row].sum() == min(max(k, 0), int(eligible[row].sum()))
         order = [(scores[row, c].nan_to_num(math.inf).item(), c) for c in eligible[row].nonzero().flatten().tolist()]
         assert chosen[row].nonzero().flatten().tolist() == sorted(c for _, c in sorted(order)[: max(k, 0)])
-
-
-def test_shares_round_half_up_per_row() -> None:
-    assert share_of(torch.tensor([[1], [2], [5], [512]]), 0.5).flatten().tolist() == [1, 1, 3, 256]
-    assert share_of(torch.tensor([[7]]), 0.0).item() == 0
-    assert share_of(torch.tensor([[7]]), 1.0).item() == 7
 
 
 @dataclass(frozen=True)

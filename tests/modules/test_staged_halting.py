@@ -224,12 +224,6 @@ def test_it_is_not_replayed_without_its_translators() -> None:
         tiny.forward(tiny.load("llama"), BATCH, [Replay(made.trace)])
 
 
-def test_outside_a_prompt_it_does_nothing() -> None:
-    made = tiny.forward(tiny.load("gpt2"), BATCH, [Staged(schedule=schedule())], chunks=[N - 4, 1, 3])
-    assert all(bool((one.halt_layer == tiny.LAYERS - 1).all()) for one in made.trace.passes[1:])
-    assert bool((made.trace.passes[0].halt_layer == 2).any())
-
-
 def test_a_file_of_schedules_names_its_maps_and_serves_its_model_alone(tmp_path: Path) -> None:
     model = tiny.load("llama")
     arch = architecture_of(model)
@@ -309,11 +303,6 @@ def test_the_classes_are_those_of_the_words() -> None:
     assert stopped() == [[0, 3, 7]]
     assert stopped(halted="content") == [[1, 2, 4, 5]]  # the last token decides, and does not stop; a point is no word
     assert stopped(halted="content", protect_last=0) == [[1, 2, 4, 5, 8]]
-
-
-def test_a_row_s_words_do_not_depend_on_its_batch() -> None:
-    short = (4, 2, 6, 2)  # `in` follows a letter here: it is a part of a word
-    assert stopped((TEXT, short), extra=2) == [[0, 3, 7], [0]]
 
 
 def test_the_null_stops_as_many_of_each_row() -> None:

@@ -142,7 +142,15 @@ def check(
         len(batch.rows) == 1 and whole
     ):  # uneven rows are padded twice: tokens to the most active row, K/V of halted ones to the least
         assert flops.executed - flops.signals <= masked.run.flops.executed - masked.run.flops.signals
-    assert options["chunks"] is None or run.run.kv_bytes.billed == run.run.kv_bytes.resident
+    assert modules or (flops.nominal, flops.paper, flops.signals) == (flops.dense_nominal, flops.dense_paper, 0)
+    if options["chunks"] is not None:
+        assert run.run.kv_bytes.billed == run.run.kv_bytes.resident
+        assert not whole or run.run.kv_bytes.billed == (masked.run.kv_bytes.billed if modules else run.run.kv_bytes.resident)
+        assert not (whole and modules) or run.run.kv_bytes.billed == entries(run.trace, model)
+    assert not layers or set(torch.cat([one.halt_layer[one.valid] for one in run.trace.passes]).tolist()) <= {
+        *layers,
+        tiny.LAYERS - 1,
+    }
     # 2 and 7: masked, and replays from a file
     run.trace.save(path)
     replay = [Replay(Trace.load(path), like=modules)] if modules else []
@@ -169,6 +177,15 @@ def check(
                 )
                 assert torch.equal(drawing.bits_of(batch.alone(i), alone.trace)[0], drawing.bits_of(batch, run.trace)[i])
     no_lookahead(model, max(batch.rows, key=len), modules, data)
+
+
+def entries(trace: Trace, model: PreTrainedModel) -> int:
+    """Bytes of the K/V entries the trace says there are."""
+    config = model.config
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count = sum(int(p.kv_present(layer).sum()) for p in trace.passes for layer in range(trace.n_layers))
+    return count * 2 * kv_heads * head_dim * 4
 
 
 def same(batch: Batch, one: tiny.Outcome, other: tiny.Outcome) -> None:

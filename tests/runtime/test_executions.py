@@ -303,22 +303,6 @@ def test_embeddings_instead_of_ids() -> None:
 # -- when modules are asked --------------------------------------------------------------------------------------------------------
 
 
-@given(batch=tiny.batches(), policy=tiny.hashed(), layers=st.sets(st.integers(0, tiny.LAYERS - 1), min_size=1))
-@settings(max_examples=draws(20))
-def test_decision_layers_are_the_only_ones_that_decide(batch: Batch, policy: Hashed, layers: set[int]) -> None:
-    model = tiny.load("llama")
-    outcomes = [
-        tiny.forward(model, batch, [policy], decision_layers=sorted(layers), execution=execution)
-        for execution in ("compact", "masked")
-    ]
-    for row in tiny.decisions(batch, outcomes[0].trace):
-        assert set(row["halt_layer"].tolist()) <= layers | {tiny.LAYERS - 1}
-        assert set(row["kv_layer"].tolist()) <= layers | {tiny.LAYERS - 1}
-    if not layers - {tiny.LAYERS - 1}:
-        tiny.assert_close(batch.real(outcomes[0].logits), batch.real(tiny.forward(model, batch, []).logits))
-    tiny.assert_close(*(batch.real(outcome.logits) for outcome in outcomes))
-
-
 @given(batch=tiny.batches(low=3), data=st.data())
 @settings(max_examples=draws(15))
 def test_a_module_that_looks_ahead_acts_in_prompts_only_unless_told_otherwise(batch: Batch, data: st.DataObject) -> None:

@@ -8,7 +8,6 @@ import pytest
 import tiny
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from thinning import diagonal, draws
 from tiny import Batch, Capacity, Hashed
 from transformers import GenerationConfig, PreTrainedModel, pipeline
@@ -17,12 +16,6 @@ from quicksilver.baselines.heavy_hitter import HeavyHitter
 from quicksilver.modules import AdaptiveQuantization, TokenFusion
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, apply
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 0},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "several": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
-}
 LOOKING_AHEAD: dict[str, RuntimeModule] = {
     "halts": Capacity(0.5, at=(1,)),
     "quantizes": AdaptiveQuantization(normalisation="minmax", tau_low=0.3, tau_high=0.6, depth=0.2),
@@ -47,20 +40,6 @@ def generate(
     return ids, run
 
 
-@pytest.mark.parametrize(("name", "strategy"), diagonal(tiny.unlike_first(tiny.MODELS), STRATEGIES, n=8))
-@given(data=st.data())
-@settings(max_examples=draws(3))
-def test_compact_generates_what_masked_generates(name: str, strategy: str, data: st.DataObject) -> None:
-    model = tiny.load(name)
-    batch = data.draw(tiny.batches(low=2, high=10))
-    modules = data.draw(tiny.policies())
-    with tiny.unless_blind(model) as blind:
-        compact, masked = (
-            generate(model, batch, modules, execution, **STRATEGIES[strategy])[0] for execution in ("compact", "masked")
-        )
-    assert blind or torch.equal(compact, masked)
-
-
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @given(batch=tiny.batches(low=2, high=10), policy=tiny.hashed(protect=1))
 @settings(max_examples=draws(3))
@@ -80,19 +59,6 @@ def test_greedy_generation_is_prefill_over_and_over(name: str, batch: Batch, pol
             logits[0] = -torch.inf  # no end of text before the sixth
             text.append(int(logits.argmax()))
         assert row[-6:].tolist() == text[-6:]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-@given(row=tiny.token_ids(2, 5), policy=tiny.hashed())
-@settings(max_examples=draws(3))
-def test_rejected_candidates_are_cropped_away(name: str, row: tuple[int, ...], policy: Hashed) -> None:
-    """Prompt lookup decoding guesses tokens, checks them in one pass, and crops the cache back: the text is the greedy one."""
-    model, batch = tiny.load(name), Batch((row * 3,))
-    greedy, _ = generate(model, batch, [policy], do_sample=False, tokens=10)
-    for execution in ("compact", "masked"):
-        guessed, run = generate(model, batch, [policy], execution, do_sample=False, tokens=10, prompt_lookup_num_tokens=3)
-        assert torch.equal(guessed, greedy)
-        assert any(p.valid.shape[1] > 1 for p in run.trace.passes[1:])  # it did guess
 
 
 @pytest.mark.parametrize(("drafts", "policy", "name"), diagonal(("lookup", "assistant"), LOOKING_AHEAD, ("gpt2", "llama")))

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import draws
 from tiny import Batch, Capacity, HaltAll, Hashed
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
-from quicksilver.runtime import Architecture, Run, RuntimeModule, TokenPolicy, Trace, apply
+from quicksilver.runtime import Architecture, Run, RuntimeModule, TokenPolicy, apply
 
 flops = pytest.importorskip("quicksilver.measure.flop_counter")
 
@@ -28,18 +28,6 @@ def test_most_of_a_run_spent_on_halted_tokens_is_counted_too(name: str, missing_
     runs: list[Run] = []
     counted = flops.count_executed(lambda: runs.append(tiny.forward(model, batch, [Hashed(0.9, missing_kv=missing_kv)]).run))
     assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
-
-
-@given(data=st.data(), batch=tiny.batches(), name=st.sampled_from(tiny.FAMILIES))
-@settings(max_examples=draws(15))
-def test_without_a_decision_nominal_is_dense(data: st.DataObject, batch: Batch, name: str) -> None:
-    chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    model = tiny.load(name)
-    for modules in ([], [tiny.Never()]):
-        found = tiny.forward(model, batch, modules, chunks=chunks).run.flops
-        assert found.nominal == found.dense_nominal <= found.executed
-        assert found.paper == found.dense_paper > 0
-        assert found.signals == 0
 
 
 def test_nominal_by_hand() -> None:
@@ -87,42 +75,10 @@ def test_one_logit_costs_one_head() -> None:
 # -- bytes -----------------------------------------------------------------------------------------------------------------------
 
 
-def entries(trace: Trace, model: PreTrainedModel) -> int:
-    """Bytes of the K/V entries the trace says there are."""
-    config = model.config
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    count = sum(int(p.kv_present(layer).sum()) for p in trace.passes for layer in range(trace.n_layers))
-    return count * 2 * kv_heads * head_dim * 4
-
-
 def storage_bytes(cache: Any) -> int:
     """What the cache keeps alive: a small view of a large tensor keeps all of it."""
     held = [t.untyped_storage() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
-
-
-@pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
-@given(data=st.data())
-@settings(max_examples=draws(6))
-@torch.no_grad()
-def test_billed_is_what_was_decided_and_what_is_resident(name: str, data: st.DataObject) -> None:
-    """Even rows and uneven ones, while the cache grows."""
-    model = tiny.load(name)
-    batch = data.draw(tiny.batches(low=2))
-    modules = data.draw(tiny.policies())
-    inputs, cache, start = batch.inputs(), None, 0
-    with apply(model, modules) as run:
-        for size in data.draw(tiny.chunkings(batch.width)):
-            part = {k: v[:, : start + size] if k == "attention_mask" else v[:, start : start + size] for k, v in inputs.items()}
-            cache = model(**part, past_key_values=cache, use_cache=True).past_key_values
-            start += size
-            assert run.kv_bytes.billed == run.kv_bytes.resident == entries(run.trace, model)
-    masked = tiny.forward(model, batch, modules, chunks=[batch.width], execution="masked").run
-    whole = tiny.forward(model, batch, modules, chunks=[batch.width]).run
-    assert masked.kv_bytes.billed == whole.kv_bytes.billed
-    dense = tiny.forward(model, batch, [], chunks=[batch.width]).run
-    assert masked.kv_bytes.resident >= dense.kv_bytes.resident  # nothing is saved (a sliding window keeps less when dense)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from quicksilver.runtime import ConfigError, UnsupportedModelError
 from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.quantized import linear
-from quicksilver.runtime.quantized.codes import STORED_AS, ByWidth, encode, pack, quantize_dequantize, unpack
+from quicksilver.runtime.quantized.codes import STORED_AS, encode, pack, quantize_dequantize, unpack
 from quicksilver.runtime.quantized.linear import IntegerExecutor, SimulatedExecutor, encode_weight, kernel_for
 
 # On a processor without VNNI the executor says so; its numbers are tested all the same.
@@ -122,14 +122,6 @@ def test_packing_loses_nothing_and_wastes_less_than_a_byte(rows: int, width: int
     packed = pack(code, bits)
     assert packed.shape == (rows, -(-width * bits // 8))
     assert torch.equal(unpack(packed, bits, width), code)
-
-
-@given(st.lists(st.sampled_from([2, 4, 8, 16]), min_size=0, max_size=12))
-def test_every_row_is_held_at_its_own_width(bits: list[int]) -> None:
-    x = values((len(bits), 2, 9), 0)
-    held = ByWidth.of(torch.tensor(bits, dtype=torch.uint8)).quantize_dequantize(x, 4)
-    for row, width in enumerate(bits):
-        torch.testing.assert_close(held[row], quantize_dequantize(x[row], width, 4), rtol=0, atol=1e-12)
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------------------
@@ -387,14 +379,3 @@ def test_offloaded_weights_are_refused() -> None:
     x, widths = torch.zeros(1, 2, 8), torch.full((1, 2), 8, dtype=torch.uint8)
     with pytest.raises(UnsupportedModelError, match="offloaded"):
         IntegerExecutor(weights="int8").run_layer(block, widths, lambda: block(x))
-
-
-def test_a_single_token_is_coded_as_among_others() -> None:
-    """Batch invariance, exactly: integers add up the same in any company."""
-    block, x = Block(), values((1, 7, 24), 3)
-    bits = torch.tensor([[8, 4, 2, 8, 4, 2, 8]], dtype=torch.uint8)
-    executor = IntegerExecutor(weights="int8")
-    together = executor.run_layer(block.a, bits, lambda: block.a(x))
-    for i in range(7):
-        alone = executor.run_layer(block.a, bits[:, i : i + 1], lambda i=i: block.a(x[:, i : i + 1]))
-        torch.testing.assert_close(alone[0, 0], together[0, i], rtol=1e-12, atol=1e-12)

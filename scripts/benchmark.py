@@ -16,10 +16,10 @@ runtime, on gpt2-large layers (d = 1280, 20 heads) at 8 × 512 tokens:
     decide     the price of deciding alone: modules decide, everything is executed
     predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on --shapes (a shipped
                model under its own schedules): realization ratio of the prompt, and time per token decoded after it
-    generate   greedy decoding: tokens per second without a module; time per token when every token stops at half depth
+    generate   greedy decoding: tokens per second without a module; time of a further token when every token stops at half depth
     repeat     the same ratio measured three times over: how far apart its medians are
 quantization: what int8 brings. A kernel is timed with what it needs around it: coding the inputs with one scale a token, scales and bias.
-    kernels    one linear layer: ways to multiply int8 codes that torch, and torchao where it is installed, offer, against float32
+    kernels    one linear layer: every kernel of the runtime that is right on this processor, and torchao's where it is installed
     prefill    whole models, int8 products for all tokens, batch × sequence; decode: one token at a time in batch 1
 break_even: time over dense inference's, by batch × sequence × width × halting rate. A point pays where even the worse quartile is faster than dense
     inference by more than the noise.
@@ -39,23 +39,21 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import psutil
 import torch
-import torch.nn.functional as F
 from benchmarking import (
     REPEATS,
     RESULTS,
@@ -64,21 +62,23 @@ from benchmarking import (
     WARMUP,
     Call,
     Option,
+    Passes,
     Shape,
+    Way,
     decoding,
     environment,
-    executed_flops,
+    in_turns,
     model_of,
-    one_pass,
     parsed,
+    prompt,
     random_ids,
     save,
     say_if_busy,
 )  # fmt: skip
 from torch import nn
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Ratio, alternate, alternate_steps, shared_weight_copy
+from quicksilver.measure.latency import Alternation, Ratio, alternate_steps
 from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
 from quicksilver.modules.fastest_linear import FastestLinear
 from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, model_digest
@@ -87,15 +87,14 @@ from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
-from quicksilver.runtime.quantized.codes import ByWidth
 from quicksilver.runtime.quantized.kernels import KERNELS, Kind, choose
-from quicksilver.runtime.quantized.linear import IntegerExecutor, LinearLayer
 
 LAYERS_OF_WIDE = 4  # of shapes wider than --width: a pass of 8 × 512 tokens takes half a minute
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
 ALPHAS = (0.05, 0.1)  # per layer, App. J
 PHASES = ("prefill", "decode")
-STEPS = 4  # tokens decoded in one sample of break_even
+STEPS = 4  # tokens decoded in one sample of break_even and of quantization
+COPIES = 8  # of a linear layer that one row goes round, more than a cache holds: a decoder reads weights once
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 Options = argparse.Namespace
 
@@ -109,27 +108,28 @@ def show(title: str, rows: Any) -> None:
 
 @dataclass
 class Bench:
-    """A model of random weights, its input, and what was found with them."""
+    """Models of random weights, their input, and what was found with them."""
 
     options: Options
     dtype: torch.dtype
     findings: list[dict[str, Any]] = field(default_factory=list)
 
-    def model(self, layers: int) -> PreTrainedModel:
+    def __post_init__(self) -> None:
         o = self.options
-        shape = Shape("given", "gpt2", o.width, o.heads, 4 * o.width, layers, o.vocabulary)
-        return self.model_of(shape, layers)
+        self.ids = random_ids(o.batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
+        self.prompt = prompt(self.ids, use_cache=False)
 
-    def model_of(self, shape: Shape, layers: int) -> PreTrainedModel:
+    def model(self, layers: int, shape: Shape | None = None) -> PreTrainedModel:
         o = self.options
+        shape = shape or Shape("given", "gpt2", o.width, o.heads, 4 * o.width, layers, o.vocabulary)
         return model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=self.dtype, device=o.device)
 
-    def input_ids(self) -> torch.Tensor:
-        o = self.options
-        return random_ids(o.batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
-
-    def alternate(self, fns: Mapping[str, Call]) -> Alternation:
-        return alternate(fns, self.options.warmup, self.options.repeats, self.options.device)
+    def turns(
+        self, model: PreTrainedModel, ways: Mapping[str, Way], passes: Passes | None = None
+    ) -> tuple[Alternation, dict[str, float]]:
+        """The plain model and these ways, in turns; the share that each saves of its executed FLOPs."""
+        times, executed = in_turns({"plain": Way(model, None), **ways}, passes or self.prompt, self.options)
+        return times, {name: 1 - flops / executed["plain"] for name, flops in executed.items()}
 
     def found(
         self, section: str, what: str, ratio: Ratio, times: Alternation | None, target: tuple[str, float], unit: str = "", **details: Any
@@ -165,46 +165,32 @@ def transformed(ratio: Ratio, of: Callable[[float], float]) -> Ratio:
     return Ratio(of(ratio.median), low, high)
 
 
-def forward(
-    model: PreTrainedModel, ids: torch.Tensor, modules: Sequence[RuntimeModule] | None, execution: Literal["compact", "decide"] = "compact"
-) -> Call:  # fmt: skip
-    """One forward pass: of the plain model (`modules=None`), or with the context entered and left each time."""
-    plain = one_pass(model, ids, use_cache=False)
-
-    def under() -> torch.Tensor:
-        with apply(model, modules or [], execution=execution):
-            return plain()
-
-    return plain if modules is None else under
+HALF_DEPTH = StaticDepth(depth=0.5, missing_kv="drop")
 
 
 def no_module(bench: Bench) -> None:
-    model, ids = bench.model(bench.options.layers), bench.input_ids()
-    plain, under = forward(model, ids, None), forward(model, ids, [])
-    identical = float(torch.equal(plain(), under()))
-    times = bench.alternate({"plain": plain, "no module": under})
+    model = bench.model(bench.options.layers)
+    plain = model(bench.ids, use_cache=False).logits
+    with apply(model, []):
+        identical = float(torch.equal(plain, model(bench.ids, use_cache=False).logits))
+    times, _ = bench.turns(model, {"no module": Way(model)})
     bench.slower("none", "slower than the plain model", times, "no module", 1.0)
     bench.found("none", "logits bit-identical (1: yes)", Ratio(identical, identical, identical), None, ("at least", 1.0))
 
 
-def realizations(
-    bench: Bench, section: str, policies: Mapping[str, RuntimeModule], deciding: bool = False, **details: Any
+def policies(
+    bench: Bench, section: str, layers: int, modules: Mapping[str, RuntimeModule], kinds: Sequence[str], **details: Any
 ) -> None:
-    """The realization ratio of each policy, and what its decisions alone cost."""
-    layers = bench.options.decay_layers
-    model, ids = bench.model(layers), bench.input_ids()
-    plain = forward(model, ids, None)
-    fns = {"plain": plain} | {name: forward(model, ids, [policy]) for name, policy in policies.items()}
-    if deciding:
-        fns |= {f"{name}, decide": forward(model, ids, [policy], "decide") for name, policy in policies.items()}
-    dense = executed_flops(model, [], plain)
-    saved = {name: 1 - executed_flops(model, [policy], plain) / dense for name, policy in policies.items()}
-    times = bench.alternate(fns)
-    for name, share in saved.items():
-        what = f"realization ratio, {name} ({100 * share:.1f}% of FLOPs saved)"
-        bench.realization(section, what, times, name, share, 0.95, **details, layers=layers)
-        if deciding:
-            bench.slower(section, f"deciding costs: {name}", times, f"{name}, decide", 2.0)
+    """The realization ratio of each policy (`compact`), and what its decisions alone cost (`decide`)."""
+    model = bench.model(layers)
+    ways = {(name, kind): Way(model, [module], kind) for kind in kinds for name, module in modules.items()}
+    times, saved = bench.turns(model, {", ".join(key): way for key, way in ways.items()})
+    for (name, kind), key in ((key, ", ".join(key)) for key in ways):
+        if kind == "decide":
+            bench.slower(section, f"deciding costs: {name}", times, key, 2.0)
+        else:
+            what = f"realization ratio, {name} ({100 * saved[key]:.1f}% of FLOPs saved)"
+            bench.realization(section, what, times, key, saved[key], 0.95, **details, layers=layers)
 
 
 def decay(bench: Bench) -> None:
@@ -212,28 +198,24 @@ def decay(bench: Bench) -> None:
     alpha = PAPER_ALPHA * PAPER_LAYERS / bench.options.decay_layers
     # The paper drops (2.2); projecting K/V of halted tokens is work that the decay does not ask for.
     rows = {"even rows": True, "uneven rows": False}
-    policies = {name: ExponentialDecay(alpha=alpha, even=even, missing_kv="drop") for name, even in rows.items()}
-    realizations(bench, "decay", policies, alpha=alpha)
+    made = {name: ExponentialDecay(alpha=alpha, even=even, missing_kv="drop") for name, even in rows.items()}
+    policies(bench, "decay", bench.options.decay_layers, made, ("compact",), alpha=alpha)
 
 
 def fusion(bench: Bench) -> None:
     shared: dict[str, Any] = {"rule": "capacity", "fused_share": 0.3, "start": 1 / 3}
-    policies = {"closest states": TokenFusion(**shared), "least attended": TokenFusion(criterion="attention", **shared)}
-    realizations(bench, "fusion", policies, deciding=True)
+    made = {"closest states": TokenFusion(**shared), "least attended": TokenFusion(criterion="attention", **shared)}
+    policies(bench, "fusion", bench.options.decay_layers, made, ("compact", "decide"))
 
 
 def decide(bench: Bench) -> None:
-    model, ids = bench.model(bench.options.layers), bench.input_ids()
-    policies: dict[str, RuntimeModule] = {
+    made: dict[str, RuntimeModule] = {
         # Nothing is below these thresholds, so every token is asked about after every layer: the dearest case.
         "drift thresholds, every token and layer": Halting(tau_drift=1e-9, window=(0.0, 1.0), tau_entropy=None, resume_layers=0),
         "random decay, even rows": ExponentialDecay(),
         "Halting() as it comes": Halting(rule="capacity", resume_layers=0),
     }
-    fns = {"plain": forward(model, ids, None)}
-    times = bench.alternate(fns | {name: forward(model, ids, [policy], "decide") for name, policy in policies.items()})
-    for name in policies:
-        bench.slower("decide", f"deciding costs: {name}", times, name, 2.0)
+    policies(bench, "decide", bench.options.layers, made, ("decide",))
 
 
 def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTranslator:
@@ -246,105 +228,60 @@ def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTransla
 
 
 def predicted(bench: Bench) -> None:
-    o = bench.options
+    o, decoded = bench.options, decoding(bench.ids, bench.options.new_tokens)
+    after: Passes = lambda model, begin: decoded(model, lambda: None)  # the prompt's run goes on
     for name in o.shapes:
-        if name not in SHAPES:  # a shipped model under its own schedules
+        if name in SHAPES:
+            shape = SHAPES[name]
+            layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
+            drop, predict = max(1, round(layers * 3 / 16)), max(2, round(layers * 5 / 8))
+            schedule = Schedule(drop, 0.2, predict, protect_last=min(32, o.sequence // 8))
+            model = bench.model(layers, shape)
+            module = schedule.halting(translator=random_translator(model, schedule.predict_before))
+            made = {f"{name} × {layers} layers, {schedule}": module}
+        else:  # a shipped model under its own schedules
             model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(o.device).eval()
-            for save_, schedule in schedules_of(architecture_of(model)).items():
-                what = f"{name}, its {100 * save_:g}%, {schedule}"
-                timed_prediction(bench, model, schedule.halting(), what, model.config.num_hidden_layers)
-            continue
-        shape = SHAPES[name]
-        layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
-        model = bench.model_of(shape, layers)
-        schedule = Schedule(
-            max(1, round(layers * 3 / 16)), 0.2, max(2, round(layers * 5 / 8)), protect_last=min(32, o.sequence // 8)
-        )
-        module = schedule.halting(translator=random_translator(model, schedule.predict_before))
-        timed_prediction(bench, model, module, f"{shape.name} × {layers} layers, {schedule}", layers)
-
-
-def timed_prediction(bench: Bench, model: PreTrainedModel, module: RuntimeModule, what: str, layers: int) -> None:
-    """The prompt's realization ratio, and what decoding after it takes."""
-    o, ids = bench.options, bench.input_ids()
-    plain = shared_weight_copy(model)
-    with apply(model, [module]) as run:
-        passes = {"plain": forward(plain, ids, None), "predicted": forward(model, ids, None)}
-        passes["predicted"]()
-        executed = run.flops.executed
-        saved = 1 - executed / executed_flops(plain, [], passes["plain"])
-        times = bench.alternate(passes)
-        decode = {"plain": decoding(plain, ids, o.new_tokens), "predicted": decoding(model, ids, o.new_tokens)}
-        steps, _ = alternate_steps(decode, o.warmup, o.repeats, o.device)
-    said = f"realization ratio, {what} ({100 * saved:.1f}% of FLOPs saved)"
-    bench.realization("predicted", said, times, "predicted", saved, 0.9, layers=layers)
-    bench.slower("predicted", f"decoding after it, slower: {what}", steps, "predicted", 1.5, layers=layers)
-
-
-class StepClock(LogitsProcessor):
-    """Notes when each token's logits arrive: time per decoded token without the prompt's share, and without a second run."""
-
-    def __init__(self, device: str) -> None:
-        self.on_gpu = torch.device(device).type == "cuda"
-        self.moments: list[float] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.on_gpu:
-            torch.cuda.synchronize(scores.device)
-        self.moments.append(time.perf_counter())
-        return scores
-
-    def ms_per_token(self) -> float:
-        return 1e3 * (self.moments[-1] - self.moments[0]) / (len(self.moments) - 1)
+            layers, found = model.config.num_hidden_layers, schedules_of(architecture_of(model))
+            made = {f"{name}, its {100 * save_:g}%, {schedule}": schedule.halting() for save_, schedule in found.items()}
+        for what, module in made.items():
+            ways = {"predicted": Way(model, [module])}
+            times, saved = bench.turns(model, ways)
+            share = saved["predicted"]
+            said = f"realization ratio, {what} ({100 * share:.1f}% of FLOPs saved)"
+            bench.realization("predicted", said, times, "predicted", share, 0.9, layers=layers)
+            steps, _ = bench.turns(model, ways, after)
+            bench.slower("predicted", f"decoding after it, slower: {what}", steps, "predicted", 1.5, layers=layers)
 
 
 def generate(bench: Bench) -> None:
-    o, ids = bench.options, bench.input_ids()
+    o, ids = bench.options, bench.ids
     model: Any = bench.model(o.layers)  # transformers decorates `generate` in a way that type checkers misread
-    half = StaticDepth(depth=0.5, missing_kv="drop")
-    ways: dict[str, list[RuntimeModule] | None] = {"plain": None, "no module": [], "half depth": [half]}
-    per_token: dict[str, list[float]] = {name: [] for name in ways}
+    how = {
+        "max_new_tokens": o.new_tokens,
+        "min_new_tokens": o.new_tokens,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+    }
 
-    def decode(new_tokens: int, *clock: StepClock) -> None:
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False,
-            logits_processor=LogitsProcessorList(clock),
-        )  # fmt: skip
+    def whole(model: Any, begin: Call) -> tuple[Call, ...]:
+        return (lambda: (begin(), model.generate(ids, **how)),)
 
-    def timed(name: str) -> None:
-        clock, modules = StepClock(o.device), ways[name]
-        with ExitStack() as stack:
-            if modules is not None:
-                stack.enter_context(apply(model, modules))
-            decode(o.new_tokens, clock)
-        per_token[name].append(clock.ms_per_token())
-
-    def decode_flops(modules: Sequence[RuntimeModule]) -> int:
-        """Of the tokens after the first, which comes out of the prompt's pass."""
-        return executed_flops(model, modules, lambda: decode(o.new_tokens)) - executed_flops(model, modules, lambda: decode(1))
-
-    saved = 1 - decode_flops([half]) / decode_flops([])
-    times = bench.alternate({name: lambda name=name: timed(name) for name in ways})  # type: ignore[misc]
-    # The clock also ticked in the warm-up, and twice a round in the plain model.
-    ticks = {name: ms[o.warmup :] for name, ms in per_token.items()}
-    plain, ticks["plain"] = ticks["plain"], ticks["plain"][0::2]
-    steps = Alternation(
-        {name: LatencySamples(ms) for name, ms in ticks.items()}, control="plain", control_ms=plain[1::2],
-        load_before=times.load_before, load_after=times.load_after,
-    )  # fmt: skip
-    for what, clock in (("whole call", times), ("decoding alone", steps)):
-        ratio = transformed(clock.ratio("no module", "plain"), lambda r: 1 / r)
+    calls, _ = bench.turns(model, {"no module": Way(model)}, whole)
+    steps, saved = bench.turns(
+        model, {"no module": Way(model), "half depth": Way(model, [HALF_DEPTH])}, decoding(ids, o.new_tokens - 1)
+    )
+    for what, times in (("whole call", calls), ("decoding alone", steps)):
+        ratio = transformed(times.ratio("no module", "plain"), lambda r: 1 / r)
         said = f"no module: tokens per second, {what}, of the plain model's"
-        bench.found("generate", said, ratio, clock, ("at least", 0.98))
-    said = f"half depth: share of the FLOPs saved ({100 * saved:.1f}%) that time per token falls by"
-    bench.realization("generate", said, steps, "half depth", saved, 0.85, layers=o.layers)
+        bench.found("generate", said, ratio, times, ("at least", 0.98))
+    share = saved["half depth"]
+    said = f"half depth: share of the FLOPs saved ({100 * share:.1f}%) that time per token falls by"
+    bench.realization("generate", said, steps, "half depth", share, 0.85, layers=o.layers)
 
 
 def repeat(bench: Bench) -> None:
-    model, ids = bench.model(bench.options.layers), bench.input_ids()
-    half = StaticDepth(depth=0.5, missing_kv="drop")
-    fns = {"plain": forward(model, ids, None), "half depth": forward(model, ids, [half])}
-    series = [bench.alternate(fns) for _ in range(3)]
+    model = bench.model(bench.options.layers)
+    series = [bench.turns(model, {"half depth": Way(model, [HALF_DEPTH])})[0] for _ in range(3)]
     ratios = [times.ratio("half depth", "plain").median for times in series]
     spread = 100 * (max(ratios) - min(ratios)) / statistics.median(ratios)
     noisiest = max(series, key=lambda times: times.noise_floor or 0.0)
@@ -374,24 +311,8 @@ def runtime(o: Options) -> int:
 # -- quantization ----------------------------------------------------------------------------------------------------------------
 
 
-def alternate_by(clock: str, fns: Mapping[str, Call], warmup: int, repeats: int, calls: int = 1) -> Alternation:
-    """As `measure.latency.alternate`, on one of `CLOCKS`; `calls` calls make one sample."""
-    now, load = CLOCKS[clock], psutil.getloadavg()[0]
-    times: dict[str, list[float]] = {name: [] for name in fns}
-    for turn in range(warmup + repeats):
-        for name, fn in fns.items():
-            began = now()
-            for _ in range(calls):
-                fn()
-            if turn >= warmup:
-                times[name].append(1e3 * (now() - began) / calls)
-    samples = {name: LatencySamples(ms) for name, ms in times.items()}
-    return Alternation(samples, load_before=load, load_after=psutil.getloadavg()[0])
-
-
-def speedups(o: Options, part: str, what: str, fns: Mapping[str, Call], calls: int = 1) -> list[dict[str, Any]]:
+def speedups(part: str, what: str, times: Alternation) -> list[dict[str, Any]]:
     """How many times as fast as the first callable: median and quartiles over rounds."""
-    times = alternate_by(o.clock, fns, o.warmup, o.repeats, calls)
     ratios = {name: times.ratio(next(iter(times)), to=name) for name in times}
     return [
         {"part": part, "what": what, "name": name, "speedup": r.median, "low": r.low, "high": r.high}
@@ -402,123 +323,44 @@ def speedups(o: Options, part: str, what: str, fns: Mapping[str, Call], calls: i
 def kernels(o: Options) -> list[dict[str, Any]]:
     wide, found = 4 * o.width, []
     for rows, width, channels in ((o.kernel_rows, o.width, wide), (1, o.width, wide), (1, wide, o.width)):
-        calls = kernel_calls(rows, width, channels)
-        found += speedups(o, "kernels", f"{rows} x {width} x {channels}", calls, calls=1 if rows > 1 else 4)
+        calls = {name: (call,) for name, call in kernel_calls(rows, width, channels).items()}
+        times = alternate_steps(calls, o.warmup, o.repeats, clock=CLOCKS[o.clock])[0]
+        found += speedups("kernels", f"{rows} x {width} x {channels}", times)
     return found
 
 
-def kernel_calls(rows: int, width: int, channels: int, copies: int = 8) -> dict[str, Call]:
-    """Ways to apply a linear layer. One row goes round `copies` of it, more than a cache holds: a decoder reads weights once."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, width, generator=generator)
-    bias = torch.randn(channels, generator=generator)
-    copies = copies if rows == 1 else 1
-    weights = [torch.randn(channels, width, generator=generator) / width**0.5 for _ in range(copies)]
-    turn = iter(range(10**9))
-    zeros = torch.zeros(channels, dtype=torch.int64)
-    chosen: list[str] = []
-
-    def each(make: Callable[[torch.Tensor], Call]) -> Call:
-        made = [make(weight) for weight in weights]
-        return lambda: made[next(turn) % copies]()
-
-    def linear_of(weight: torch.Tensor) -> nn.Linear:
-        linear = nn.Linear(width, channels)
-        linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
-        return linear
-
-    def scale_of(weight: torch.Tensor) -> torch.Tensor:
-        return weight.abs().amax(1) / 127
-
-    def int8(weight: torch.Tensor) -> torch.Tensor:
-        return (weight / scale_of(weight)[:, None]).round().to(torch.int8)
-
-    def coded(dtype: torch.dtype, middle: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = scale_of(x)[:, None]
-        return (x / scale).round_().add_(middle).to(dtype), scale
-
-    def in_bfloat16(weight: torch.Tensor) -> Call:
-        y, w, b = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
-        return lambda: F.linear(y, w, b)
-
-    def ours(weight: torch.Tensor) -> Call:
-        linear, executor, all_at_8 = linear_of(weight), IntegerExecutor(weights="int8"), ByWidth({8: None})
-        with_weights = LinearLayer({}, linear, {})
-        return lambda: executor._linear(with_weights, linear.forward, all_at_8, {}, x)
-
-    def onednn(weight: torch.Tensor) -> Call:
-        # Unsigned inputs on purpose: with signed ones this operator runs a reference loop, 3000 times slower (torch 2.13).
-        packed, scale = torch.ops.onednn.qlinear_prepack(int8(weight), None), scale_of(weight)
-
-        def call() -> torch.Tensor:
-            code, per_token = coded(torch.uint8, 128)
-            product = torch.ops.onednn.qlinear_pointwise
-            out = product(code, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-            return torch.addcmul(bias, out, per_token)
-
-        return call
-
-    def packed_for_fbgemm(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
-        torch.backends.quantized.engine = "x86"
-        codes = torch._make_per_channel_quantized_tensor(int8(weight), scale_of(weight).double(), zeros, 0)
-        return torch.ops.quantized.linear_prepack(codes, bias)
-
-    def fbgemm(weight: torch.Tensor) -> Call:
-        packed = packed_for_fbgemm(weight, None)
-
-        def call() -> torch.Tensor:
-            code, per_token = coded(torch.float32, 0)  # it wants floats, and codes them anew by the scale it is given
-            out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(code, 1.0, 128, packed)
-            return torch.addcmul(bias, out, per_token)
-
-        return call
-
-    def fbgemm_dynamic(weight: torch.Tensor) -> Call:
-        packed = packed_for_fbgemm(weight, bias)
-        return lambda: torch.ops.quantized.linear_dynamic(x, packed)
-
-    def weight_only(weight: torch.Tensor) -> Call:
-        y, code, scale = x.bfloat16(), int8(weight), scale_of(weight).bfloat16()
-        return lambda: torch._weight_int8pack_mm(y, code, scale).add_(bias)
-
-    def fastest(weight: torch.Tensor) -> Call:
-        linear = linear_of(weight)
-        if not chosen:
-            chosen.append(choose([linear]).of(Kind.of(weight, rows)))
-        product = KERNELS[chosen[0]].prepare(linear)
-        return lambda: product(x)
-
-    ways: dict[str, tuple[str, Callable[[torch.Tensor], Call]]] = {  # what is wrong on this processor is not timed
-        "float32": ("float", lambda weight: lambda: F.linear(x, weight, bias)),
-        "bfloat16": ("bfloat16", in_bfloat16),
-        "torch._int_mm (ours)": ("int_mm", ours),
-        "onednn.qlinear_pointwise": ("qlinear", onednn),
-        "fbgemm, scale given": ("fbgemm", fbgemm),
-        "fbgemm dynamic, one scale a batch": ("fbgemm", fbgemm_dynamic),
-        "_weight_int8pack_mm, bfloat16 inputs": ("weight_only", weight_only),
-        "auto": ("float", fastest),
-    }
+def kernel_calls(rows: int, width: int, channels: int) -> dict[str, Call]:
+    """Every kernel for this product, as far as it is right on this processor, torchao's where it is installed, and the one that `auto` takes."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, width)
+    linears = [nn.Linear(width, channels).requires_grad_(False) for _ in range(COPIES if rows == 1 else 1)]
+    chosen = choose(linears[:1]).of(Kind.of(linears[0].weight, rows))
+    ways: dict[str, Callable[[nn.Module], Call]] = {}
+    for name, kernel in KERNELS.items():
+        if (refusal := kernel.refusal(linears[0].weight, rows)) is None:
+            ways["float32" if name == "float" else name] = kernel.prepare
+        else:
+            print(f"{name} is not timed: {refusal}.", file=sys.stderr)
+    ways[f"auto, which takes {chosen}"] = KERNELS[chosen].prepare
     if importlib.util.find_spec("torchao") is not None:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
-        def torchao(weight: torch.Tensor) -> Call:
-            model = nn.Sequential(copy.deepcopy(linear_of(weight)))
+        def torchao(linear: nn.Module) -> Call:
+            model = nn.Sequential(copy.deepcopy(linear))
             quantize_(model, Int8DynamicActivationInt8WeightConfig())
-            return lambda: model(x)
+            return model
 
-        ways["torchao int8 dynamic"] = ("int_mm", torchao)
-    calls: dict[str, Call] = {}
-    for name, (kernel, make) in ways.items():
-        refusal = KERNELS[kernel].refusal(weights[0], 1)
-        if refusal is None:
-            call = each(make)
-            calls[f"auto, which takes {chosen[0]}" if name == "auto" else name] = call
-        else:
-            print(f"{name} is not timed: {refusal}.", file=sys.stderr)
-    return calls
+        ways["torchao int8 dynamic"] = torchao
+
+    def around(make: Callable[[nn.Module], Call]) -> Call:
+        products = [make(linear) for linear in linears]
+        turn = cycle(products)
+        return lambda: [next(turn)(x) for _ in range(1 if rows > 1 else 4)]
+
+    return {name: around(make) for name, make in ways.items()}
 
 
-def quantized_models(o: Options, layers: int) -> dict[str, tuple[PreTrainedModel, list[RuntimeModule]]]:
+def quantized_models(o: Options, layers: int) -> dict[str, Way]:
     """Dense and quantised, in both dtypes. The output head is never quantised."""
     # A llama has three matrices in the MLP: two thirds of the width, for as many weights a layer.
     inner = 4 * o.width if o.family == "gpt2" else o.width * 8 // 3 // 8 * 8
@@ -529,35 +371,24 @@ def quantized_models(o: Options, layers: int) -> dict[str, tuple[PreTrainedModel
         "int8 from half depth, K/V as they are": {"depth": 0.5, "kv": False},
         "int8 from the second layer on": {"depth": 0.0},
     }
-    found: dict[str, tuple[PreTrainedModel, list[RuntimeModule]]] = {}
+    found: dict[str, Way] = {}
     for dtype, model in {"float32": single, "bfloat16": half.to(torch.bfloat16)}.items():
-        found[dtype] = (model, [])
+        found[dtype] = Way(model)
         for name, how in ways.items():
             if dtype == "float32" or "kv" not in how:
-                module = AdaptiveQuantization(bits=8, execution="int8", **how)
-                found[f"{dtype}, {name}"] = (shared_weight_copy(model), [module])
-        found[f"{dtype}, each product by the fastest kernel"] = (shared_weight_copy(model), [FastestLinear()])
+                found[f"{dtype}, {name}"] = Way(model, [AdaptiveQuantization(bits=8, execution="int8", **how)])
+        found[f"{dtype}, each product by the fastest kernel"] = Way(model, [FastestLinear()])
     return found
 
 
 def quantized_prefill(o: Options) -> list[dict[str, Any]]:
-    ids = random_ids(o.batch, o.sequence)
-    with ExitStack() as stack:
-        fns = {
-            name: one_pass(model, ids, stack.enter_context(apply(model, modules)).reset)
-            for name, (model, modules) in quantized_models(o, o.layers).items()
-        }
-        return speedups(o, "prefill", f"{o.batch} x {o.sequence}", fns)
+    times, _ = in_turns(quantized_models(o, o.layers), prompt(random_ids(o.batch, o.sequence)), o, clock=CLOCKS[o.clock])
+    return speedups("prefill", f"{o.batch} x {o.sequence}", times)
 
 
-def quantized_decode(o: Options, tokens: int = 4) -> list[dict[str, Any]]:
-    ids = random_ids(1, o.context)
-    with ExitStack() as stack:
-        fns = {}
-        for name, (model, modules) in quantized_models(o, o.decode_layers).items():
-            steps, undo = decoding(model, ids, tokens, stack.enter_context(apply(model, modules)).reset)
-            fns[name] = lambda steps=steps, undo=undo: (steps(), undo())
-        return speedups(o, "decode", f"1 after {o.context}", fns)
+def quantized_decode(o: Options) -> list[dict[str, Any]]:
+    times, _ = in_turns(quantized_models(o, o.decode_layers), decoding(random_ids(1, o.context), STEPS), o, clock=CLOCKS[o.clock])
+    return speedups("decode", f"1 after {o.context}", times)
 
 
 QUANTIZED = {"kernels": kernels, "prefill": quantized_prefill, "decode": quantized_decode}
@@ -566,7 +397,6 @@ QUANTIZED = {"kernels": kernels, "prefill": quantized_prefill, "decode": quantiz
 def quantization(o: Options) -> int:
     if o.threads:
         torch.set_num_threads(o.threads)
-    warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")  # of torch's own quantised tensors
     found = [one for part in o.only for one in QUANTIZED[part](o)]
     save(o.output, {"torch": torch.__version__, "options": o, "findings": found})
     return 0
@@ -595,27 +425,18 @@ def cell_of(model: PreTrainedModel, shape: Shape, phase: str, batch: int, sequen
     """One cell of the map: every mechanism at this batch and sequence, in turns with dense inference."""
     place = {"shape": shape.name, "width": shape.width, "phase": phase, "batch": batch, "sequence": sequence}
     ids = random_ids(batch, sequence, device=o.device)
-
-    def steps(model: PreTrainedModel, before: Call = lambda: None) -> tuple[Call, ...]:
-        if phase == "decode":
-            return decoding(model, ids, STEPS, before)
-        return (one_pass(model, ids, before, use_cache=True, logits_to_keep=1),)
-
-    dense, fits = steps(model), 0.0
+    passes = decoding(ids, STEPS) if phase == "decode" else prompt(ids, use_cache=True, logits_to_keep=1)
+    dense, seconds = passes(model, lambda: None), 0.0
     for _ in range(2):  # the first one asks the system for memory
         began = time.perf_counter()
         for step in dense:
             step()
-        fits = time.perf_counter() - began
-    if fits > o.cell_seconds:
-        return [place | {"status": f"left out: one pass takes {fits:.1f} s, more than --cell-seconds {o.cell_seconds:g}"}]
-    with ExitStack() as stack:
-        fns = {"dense": dense}
-        for name, module in mechanisms(phase, o.rates, o.layers).items():
-            other = shared_weight_copy(model)
-            fns[name] = steps(other, stack.enter_context(apply(other, [module])).reset)
-        times = alternate_steps(fns, o.warmup, o.repeats, o.device)[0]
-    return [place | cell_row(times, name) for name in fns if name != "dense"]
+        seconds = time.perf_counter() - began
+    if seconds > o.cell_seconds:
+        return [place | {"status": f"left out: one pass takes {seconds:.1f} s, more than --cell-seconds {o.cell_seconds:g}"}]
+    ways = {name: Way(model, [module]) for name, module in mechanisms(phase, o.rates, o.layers).items()}
+    times, _ = in_turns({"dense": Way(model, None), **ways}, passes, o)
+    return [place | cell_row(times, name) for name in ways]
 
 
 def cell_row(times: Alternation, name: str) -> dict[str, Any]:
@@ -720,25 +541,17 @@ def break_even(o: Options) -> int:
 def scaling_point(sequence: int, layers: int, o: Options) -> list[dict[str, Any]]:
     """Dense inference and both decays, in turns, at one length and depth."""
     model = model_of(SHAPES[o.shape], layers, sequence, device=o.device)
-    ids = random_ids(o.batch, sequence, device=o.device)
     # Few layers fall along the curve of all: the share of active tokens at the same fraction of depth is that of the true model.
     scale = SHAPES[o.shape].layers / layers
-    fns = {"dense": one_pass(model, ids, use_cache=False)}
-    executed = {"dense": executed_flops(model, [], fns["dense"])}
-    with ExitStack() as stack:
-        for alpha in ALPHAS:
-            other, name = shared_weight_copy(model), f"decay {alpha:g}"
-            run = stack.enter_context(apply(other, [ExponentialDecay(alpha=alpha * scale, missing_kv="drop")]))
-            fns[name] = one_pass(other, ids, run.reset, use_cache=False)
-            fns[name]()
-            executed[name] = run.flops.executed
-        times = alternate(fns, o.warmup, o.repeats, o.device)
+    ways = {f"decay {alpha:g}": Way(model, [ExponentialDecay(alpha=alpha * scale, missing_kv="drop")]) for alpha in ALPHAS}
+    ids = random_ids(o.batch, sequence, device=o.device)
+    times, executed = in_turns({"dense": Way(model, None), **ways}, prompt(ids, use_cache=False), o)
     place = {"shape": o.shape, "batch": o.batch, "sequence": sequence, "layers": layers}
-    noise = 100 * (times.noise_floor or 0.0)
     return [
         place
-        | {"way": name, "ms": samples.median, "iqr_ms": samples.iqr, "noise_floor_pct": noise, "executed_flops": executed[name]}
-        | {"time_of_dense": times.ratio(name, to="dense").median, "flops_of_dense": executed[name] / executed["dense"]}
+        | {"way": name, "ms": samples.median, "iqr_ms": samples.iqr, "noise_floor_pct": 100 * (times.noise_floor or 0.0)}
+        | {"executed_flops": executed[name], "time_of_dense": times.ratio(name, to="dense").median}
+        | {"flops_of_dense": executed[name] / executed["dense"]}
         | {"load_average": times.load_before, "warnings": "; ".join(times.warnings)}
         for name, samples in times.items()
     ]
@@ -858,8 +671,8 @@ def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> dict[str, Any]:
     difference = apart(part, asked(ours)(), asked(hflm)())  # and nothing is cold after it
     round_s = 1.5 * (time.perf_counter() - began)
     rounds = min(max(LEAST_ROUNDS, int(o.seconds / len(o.parts) / round_s)), MOST_ROUNDS)
-    fns = {"hflm": asked(hflm), "quicksilver": asked(ours), "hflm again": asked(hflm)}
-    times = alternate_by(o.clock, fns, 0, rounds)
+    calls = {"hflm": (asked(hflm),), "quicksilver": (asked(ours),), "hflm again": (asked(hflm),)}
+    times = alternate_steps(calls, 0, rounds, control=False, clock=CLOCKS[o.clock])[0]
     ratio, noise = times.ratio("quicksilver", to="hflm"), times.ratio("hflm again", to="hflm")
     return {
         "part": part, "hflm_ms": times["hflm"].median, "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noise_low": noise.low,
@@ -872,7 +685,7 @@ def lm_eval(o: Options) -> int:
 
     from quicksilver.lm_eval import QuickSilverLM
 
-    load = psutil.getloadavg()[0]
+    load = os.getloadavg()[0]
     torch.set_num_threads(o.threads)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as results:

@@ -21,9 +21,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import deepcopy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +37,18 @@ from benchmarking import (  # noqa: E402
     Call,
     Option,
     Shape,
+    Way,
     decoding,
     environment,
-    executed_flops,
+    in_turns,
     model_of,
-    one_pass,
     parsed,
+    prompt,
     random_ids,
     save,
 )  # fmt: skip
 
 from quicksilver.baselines.int8_dynamic import Int8Dynamic  # noqa: E402
-from quicksilver.measure.latency import Alternation, alternate, alternate_steps, shared_weight_copy  # noqa: E402
 from quicksilver.modules import ExponentialDecay, Halting, RandomHalting, StaticDepth  # noqa: E402
 from quicksilver.runtime import QuickSilverError, RuntimeModule, apply, architecture_of  # noqa: E402
 
@@ -78,21 +76,6 @@ DRY: dict[str, Any] = {
 }  # fmt: skip
 Options = argparse.Namespace
 Row = dict[str, Any]
-Make = Callable[[torch.Tensor, ExitStack], Call]
-
-
-def depth(shape: Shape, o: Options) -> int:
-    """Layers that are built."""
-    return o.layers or shape.layers
-
-
-def half_halted(layers: int) -> Halting:
-    """Half of a prompt halts at once after a fifth of the depth: static shapes, one decision."""
-    at = max(1, layers // 5) / layers
-    window = (at, min(1.0, at + 1 / layers))
-    return Halting(
-        rule="capacity", signal="random", schedule="one_shot", halted_share=0.5, window=window, missing_kv="drop", resume_layers=0
-    )
 
 
 # -- invariants ------------------------------------------------------------------------------------------------------------------
@@ -151,144 +134,61 @@ def _invariants(shape: Shape, o: Options) -> list[Row]:
 # -- time ------------------------------------------------------------------------------------------------------------------------
 
 
-def prefill(model: PreTrainedModel, shape: Shape, batch: int, o: Options) -> list[Row]:
-    ids = random_ids(batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
-    policies: dict[str, list[RuntimeModule]] = {
-        "no module": [],
-        "decay 0.07": [ExponentialDecay(alpha=0.07, missing_kv="drop")],
-        "half halted at a fifth": [half_halted(depth(shape, o))],
-    }
-    how: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
-    plain = one_pass(model, ids, **how)
-    dense = executed_flops(model, [], plain)
-    saved = {name: 1 - executed_flops(model, modules, plain) / dense for name, modules in policies.items()}
-    with ExitStack() as stack:
-        fns = {"dense": plain} | {name: _call(model, ids, modules, stack, **how) for name, modules in policies.items()}
-        times = alternate(fns, o.warmup, o.repeats, o.device)
-    return rows_of("prefill", shape, batch, times, saved, batch * o.sequence)
-
-
-def decode(model: PreTrainedModel, shape: Shape, batch: int, o: Options) -> list[Row]:
-    ids = random_ids(batch, o.context, vocabulary=o.vocabulary, device=o.device)
-    half = StaticDepth(depth=0.5, missing_kv="drop")
-
-    def flops(modules: Sequence[RuntimeModule]) -> int:
-        """Of the decoded tokens alone: the prompt's pass is forgotten before them."""
-        with apply(model, modules) as run:
-            decoding(model, ids, o.new_tokens, run.reset)[0]()
-            return run.flops.executed
-
-    saved = {"no module": 0.0, "half depth": 1 - flops([half]) / flops([])}
-    with ExitStack() as stack:
-        fns = {"dense": decoding(model, ids, o.new_tokens)}
-        for name, modules in {"no module": [], "half depth": [half]}.items():
-            other = shared_weight_copy(model)
-            fns[name] = decoding(other, ids, o.new_tokens, stack.enter_context(apply(other, deepcopy(modules))).reset)
-        times, _ = alternate_steps(fns, o.warmup, o.repeats, o.device)
-    return rows_of("decode", shape, batch, times, saved, batch * o.new_tokens)
-
-
-def rows_of(part: str, shape: Shape, batch: int, times: Alternation, saved: Mapping[str, float], tokens: int) -> list[Row]:
-    noise = times.noise_floor or 0.0
-    found = []
-    for name, samples in times.items():
-        ratio = times.ratio(name, to="dense")
-        row: Row = {
-            "part": part, "shape": shape.name, "batch": batch, "what": name, "ms": samples.median, "iqr_ms": samples.iqr,
-            "tokens_per_s": 1e3 * tokens / samples.median, "time_of_dense": ratio.median, "low": ratio.low, "high": ratio.high,
-            "noise_floor_pct": 100 * noise, "samples_ms": samples.ms, "warnings": times.warnings,
-        }  # fmt: skip
-        if name in saved:
-            row["executed_flops_saved_pct"] = 100 * saved[name]
-            # A ratio of noise is no ratio.
-            real = saved[name] > noise and abs(1 - ratio.median) > noise
-            row["realization"] = (1 - ratio.median) / saved[name] if real else None
-        found.append(row)
-    return found
-
-
-# -- what may not work: integers, compiled, captured -----------------------------------------------------------------------------
-
-
-def int8(model: PreTrainedModel, shape: Shape, batch: int, o: Options) -> list[Row]:
-    """Prefill, dense and with int8 products, alone and with half of the prompt halted: in turns, as far as each of them works."""
-    asked: dict[str, Callable[[], list[RuntimeModule] | None]] = {
-        "dense": lambda: None,
-        "int8 by torch": lambda: [Int8Dynamic()],
-        "int8 by torch, half halted": lambda: [Int8Dynamic(), half_halted(depth(shape, o))],
-        "int8 by torchao": lambda: [Int8Dynamic(backend="torchao")],
-    }
-
-    def made(make: Callable[[], list[RuntimeModule] | None]) -> Make:
-        return lambda ids, stack: _called(_call(model, ids, make(), stack))
-
-    return _as_far_as_it_works("int8", shape, batch, o, {name: made(make) for name, make in asked.items()})
-
-
-def faster(model: PreTrainedModel, shape: Shape, batch: int, o: Options) -> list[Row]:
-    """Dense and half-halted prefill, eager, with compiled layers, and as CUDA graphs: in turns, as far as each of them works."""
-
-    def eager(modules: list[RuntimeModule] | None) -> Make:
-        return lambda ids, stack: _called(_call(model, ids, modules, stack))
-
-    def compiled(modules: list[RuntimeModule] | None) -> Make:
-        def make(ids: torch.Tensor, stack: ExitStack) -> Call:
-            stack.enter_context(compiled_for(depth(shape, o)))
-            other = shared_weight_copy(model)
-            for layer in architecture_of(other).layers:
-                layer.forward = torch.compile(layer.forward, dynamic=True)
-            return _called(_call(other, ids, modules, stack, copied=False))
-
-        return make
-
-    def graph(modules: list[RuntimeModule] | None) -> Make:
-        return lambda ids, stack: captured(_call(model, ids, modules, stack))
-
-    half: list[RuntimeModule] = [half_halted(depth(shape, o))]
-    made = {"dense": eager(None), "half halted, eager": eager(half)}
-    # Graphs come last: after a capture that failed, the device may refuse what comes next.
-    for name, way in (("torch.compile", compiled), ("CUDA graph", graph)):
-        made |= {f"dense, {name}": way(None), f"half halted, {name}": way(half)}
-    return _as_far_as_it_works("faster", shape, batch, o, made)
-
-
-def _as_far_as_it_works(part: str, shape: Shape, batch: int, o: Options, made: Mapping[str, Make]) -> list[Row]:
-    """Prefill by each of `made`, in turns. What one of them raises is a finding, one row; a full device is not: it stops the part."""
-    ids = random_ids(batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
-    fns: dict[str, Call] = {}
-    failures: list[Row] = []
-    with ExitStack() as stack:
-        for name, make in made.items():
-            if name.endswith(("torchao", "CUDA graph")) and not on_cuda(o.device):
-                failures.append(failure(part, shape, batch, name, NEEDS_CUDA))
-                continue
-            try:
-                fns[name] = make(ids, stack)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a compiler raises
-                lines = str(error).splitlines()
-                failures.append(failure(part, shape, batch, name, f"{type(error).__name__}: {lines[0][:200] if lines else ''}"))
-        times = alternate(fns, o.warmup, o.repeats, o.device)
-    return rows_of(part, shape, batch, times, {}, batch * o.sequence) + failures
-
-
-def _call(
-    model: PreTrainedModel, ids: torch.Tensor, modules: Sequence[RuntimeModule] | None, stack: ExitStack, copied: bool = True, **how: Any
-) -> Call:  # fmt: skip
-    """A prompt's pass on a copy with shared weights, under the modules for as long as `stack` is open; None: of the plain model."""
-    other = shared_weight_copy(model) if copied else model
-    how = how or {"use_cache": False, "logits_to_keep": 1}
-    return (
-        one_pass(other, ids, **how)
-        if modules is None
-        else one_pass(other, ids, stack.enter_context(apply(other, deepcopy(modules))).reset, **how)
+def half_halted(layers: int) -> Halting:
+    """Half of a prompt halts at once after a fifth of the depth: static shapes, one decision."""
+    at = max(1, layers // 5) / layers
+    window = (at, min(1.0, at + 1 / layers))
+    return Halting(
+        rule="capacity", signal="random", schedule="one_shot", halted_share=0.5, window=window, missing_kv="drop", resume_layers=0
     )
 
 
-def _called(call: Call) -> Call:
-    call()
-    return call
+def ways_of(part: str, model: PreTrainedModel, layers: int) -> dict[str, Way]:
+    """What a part compares, dense inference first."""
+    half, dense = half_halted(layers), {"dense": Way(model, None)}
+    if part == "prefill":
+        decay = ExponentialDecay(alpha=0.07, missing_kv="drop")
+        return dense | {
+            "no module": Way(model), "decay 0.07": Way(model, [decay]), "half halted at a fifth": Way(model, [half])
+        }  # fmt: skip
+    if part == "decode":
+        return dense | {"no module": Way(model), "half depth": Way(model, [StaticDepth(depth=0.5, missing_kv="drop")])}
+    if part == "int8":
+        return dense | {
+            "int8 by torch": Way(model, lambda: [Int8Dynamic()]), "int8 by torch, half halted": Way(model, lambda: [Int8Dynamic(), half]),
+            "int8 by torchao": Way(model, lambda: [Int8Dynamic(backend="torchao")]),
+        }  # fmt: skip
+    found = dense | {"half halted, eager": Way(model, [half])}
+    # Graphs come last: after a capture that failed, the device may refuse what comes next.
+    hows: dict[str, dict[str, Any]] = {"torch.compile": {"prepare": compile_layers}, "CUDA graph": {"finish": captured}}
+    for name, how in hows.items():
+        found |= {f"dense, {name}": Way(model, None, **how), f"half halted, {name}": Way(model, [half], **how)}
+    return found
+
+
+def measured(part: str, model: PreTrainedModel, shape: Shape, batch: int, o: Options) -> list[Row]:
+    """A part's ways in turns, a row each. What one of them raises is a finding, too; a full device is not: it stops the part."""
+    ways, failed = ways_of(part, model, model.config.num_hidden_layers), {}
+    if not on_cuda(o.device):
+        failed = {name: NEEDS_CUDA for name in ways if name.endswith(("torchao", "CUDA graph"))}
+    ids = random_ids(batch, o.context if part == "decode" else o.sequence, vocabulary=o.vocabulary, device=o.device)
+    passes = decoding(ids, o.new_tokens) if part == "decode" else prompt(ids, use_cache=part == "prefill", logits_to_keep=1)
+    tokens = batch * (o.new_tokens if part == "decode" else o.sequence)
+    times, executed = in_turns(
+        {name: way for name, way in ways.items() if name not in failed}, passes, o,
+        failed=failed if part in ("int8", "faster") else None,
+    )  # fmt: skip
+    noise, found = times.noise_floor or 0.0, []
+    for name, samples in times.items():
+        ratio, saved = times.ratio(name, to="dense"), 1 - executed[name] / executed["dense"]
+        real = saved > noise and abs(1 - ratio.median) > noise  # a ratio of noise is no ratio
+        found.append({
+            "part": part, "shape": shape.name, "batch": batch, "what": name, "ms": samples.median, "iqr_ms": samples.iqr,
+            "tokens_per_s": 1e3 * tokens / samples.median, "time_of_dense": ratio.median, "low": ratio.low, "high": ratio.high,
+            "noise_floor_pct": 100 * noise, "samples_ms": samples.ms, "warnings": times.warnings,
+            "executed_flops_saved_pct": 100 * saved, "realization": (1 - ratio.median) / saved if real else None,
+        })  # fmt: skip
+    return found + [failure(part, shape, batch, name, why) for name, why in failed.items()]
 
 
 def on_cuda(device: str) -> bool:
@@ -299,15 +199,17 @@ def failure(part: str, shape: Shape, batch: int, what: str, why: str) -> Row:
     return {"part": part, "shape": shape.name, "batch": batch, "what": what, "failed": why}
 
 
-@contextmanager
-def compiled_for(layers: int) -> Iterator[None]:
-    """Within, torch.compile makes as many versions of a layer's code as there are layers: after 8 it would go on without compiling, and say
-    nothing that a table shows."""
+def compile_layers(model: PreTrainedModel) -> None:
+    """torch.compile makes as many versions of a layer's code as there are layers: after 8 it would go on without compiling, and say nothing
+    that a table shows."""
     from torch._dynamo import config
 
-    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
-    with config.patch(dict.fromkeys(names, 8 + 4 * layers)):
-        yield
+    layers = architecture_of(model).layers
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        if hasattr(config, name):
+            setattr(config, name, 8 + 4 * len(layers))
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def captured(call: Call) -> Call:
@@ -355,11 +257,11 @@ def run(o: Options) -> int:
                 return 1
         positions = max(o.sequence, o.context + o.new_tokens) + 1
         dtype = getattr(torch, o.dtype)
-        model = model_of(shape, depth(shape, o), positions, vocabulary=o.vocabulary, dtype=dtype, device=o.device)
-        for part, measure in {"prefill": prefill, "decode": decode, "int8": int8, "faster": faster}.items():
+        model = model_of(shape, o.layers or shape.layers, positions, vocabulary=o.vocabulary, dtype=dtype, device=o.device)
+        for part in PARTS[1:]:
             for batch in o.batch if part in o.only else ():
                 try:
-                    rows = measure(model, shape, batch, o)
+                    rows = measured(part, model, shape, batch, o)
                 except torch.OutOfMemoryError as error:
                     rows = [failure(part, shape, batch, "all", f"out of memory: {str(error).splitlines()[0]}")]
                 add(found, rows, o)

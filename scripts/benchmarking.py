@@ -13,6 +13,8 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "benchmarks"
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -92,38 +94,91 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-# -- passes to be timed ----------------------------------------------------------------------------------------------------------
+# -- passes in turns -------------------------------------------------------------------------------------------------------------
+
+Passes = Callable[[PreTrainedModel, Call], tuple[Call, ...]]  # of a model, and what begins each of them: the steps of one sample
 
 
-def one_pass(model: PreTrainedModel, ids: torch.Tensor, before: Call = lambda: None, **how: Any) -> Call:
-    """The forward pass of a prompt (B, N), with `before` called first; it returns logits."""
-
-    def call() -> torch.Tensor:
-        before()
-        return model(ids, **how).logits
-
-    return call
+def prompt(ids: torch.Tensor, **how: Any) -> Passes:
+    """The forward pass of a prompt (B, N)."""
+    return lambda model, begin: (lambda: (begin(), model(ids, **how).logits)[1],)
 
 
-def decoding(model: PreTrainedModel, ids: torch.Tensor, n: int, before: Call = lambda: None) -> tuple[Call, Call]:
+def decoding(ids: torch.Tensor, n: int) -> Passes:
     """`n` further tokens after the prompt (B, N), whose cache is made once; and what takes them back."""
-    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
 
-    def steps() -> None:
-        before()
-        for _ in range(n):
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+    def passes(model: PreTrainedModel, begin: Call) -> tuple[Call, ...]:
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
 
-    return steps, lambda: cache.crop(-n)
+        def steps() -> None:
+            begin()
+            for _ in range(n):
+                model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+        return steps, lambda: cache.crop(-n)
+
+    return passes
 
 
-def executed_flops(model: PreTrainedModel, modules: Sequence[Any], call: Call) -> int:
-    """Operations that `call` executes under the modules."""
+@dataclass(frozen=True)
+class Way:
+    """What takes its turn: a model under modules.
+
+    Args:
+        modules: or what makes them; None: the plain model.
+        prepare: called with the model's copy before the modules act. finish: makes what is timed of a pass.
+    """
+
+    model: PreTrainedModel
+    modules: Sequence[Any] | Callable[[], Sequence[Any]] | None = ()
+    execution: Any = "compact"
+    prepare: Call | None = None
+    finish: Call = lambda step: step
+
+
+def in_turns(
+    ways: Mapping[str, Way], passes: Passes, o: argparse.Namespace, *, clock: Callable[[], float] | None = None,
+    failed: dict[str, str] | None = None,
+) -> tuple[Any, dict[str, int]]:  # fmt: skip
+    """Time the passes of each way in turns, the first one twice a round (A/A).
+
+    Args:
+        o: with `warmup`, `repeats` and, if not the CPU, `device`.
+        failed: takes why a way does not work, by its name; None: that is raised. A full device always is.
+
+    Returns:
+        `measure.latency.Alternation` of the first step, and by name the executed FLOPs of a sample.
+    """
+    from quicksilver.measure.latency import alternate_steps, shared_weight_copy
     from quicksilver.runtime import apply
 
-    with apply(model, modules) as run:
-        call()
-        return run.flops.executed
+    steps: dict[str, tuple[Call, ...]] = {}
+    executed: dict[str, int] = {}
+    with ExitStack() as stack:
+        for name, way in ways.items():
+            try:
+                model = shared_weight_copy(way.model)
+                if way.prepare is not None:
+                    way.prepare(model)
+                with ExitStack() as only_counted:
+                    entered = only_counted if way.modules is None else stack
+                    modules = way.modules() if callable(way.modules) else deepcopy(list(way.modules or ()))
+                    run = entered.enter_context(apply(model, modules, execution=way.execution))
+                    made = passes(model, run.reset)
+                    for step in made:
+                        step()
+                    executed[name] = run.flops.executed
+                if way.modules is None:
+                    made = passes(model, lambda: None)
+                steps[name] = (way.finish(made[0]), *made[1:])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a compiler raises
+                if failed is None:
+                    raise
+                failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        times = alternate_steps(steps, o.warmup, o.repeats, getattr(o, "device", "cpu"), clock=clock)[0]
+    return times, executed
 
 
 # -- options and output ----------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _times_ms(steps: Sequence[Step], device: torch.device) -> list[float]:
+def _times_ms(steps: Sequence[Step], device: torch.device, clock: Callable[[], float]) -> list[float]:
     """Milliseconds of each step, one after another without a pause."""
     import torch
 
@@ -156,11 +156,11 @@ def _times_ms(steps: Sequence[Step], device: torch.device) -> list[float]:
                 mark.record()
         marks[-1].synchronize()
         return [before.elapsed_time(after) for before, after in pairwise(marks)]
-    clock = [time.perf_counter()]
+    moments = [clock()]
     for step in steps:
         step()
-        clock.append(time.perf_counter())
-    return [(after - before) * 1e3 for before, after in pairwise(clock)]
+        moments.append(clock())
+    return [(after - before) * 1e3 for before, after in pairwise(moments)]
 
 
 def shared_weight_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -201,11 +201,13 @@ def alternate_steps(
     device: str | torch.device = "cpu",
     *,
     control: bool = True,
+    clock: Callable[[], float] | None = None,
 ) -> list[Alternation]:
     """As `alternate`, of work in steps that follow one another, such as a prompt and what is decoded after it.
 
     Args:
         fns: the steps of each, equally many.
+        clock: seconds, where the device has no events of its own; None: `time.perf_counter`.
 
     Returns:
         One for each step: the time from the first step's beginning to the end of that step. The last is of all of them.
@@ -233,9 +235,9 @@ def alternate_steps(
     for _ in range(repeats):
         with _no_garbage_collection():
             for name, steps in turns:
-                times[name].append(_times_ms(steps, device))
+                times[name].append(_times_ms(steps, device, clock or time.perf_counter))
             if control:
-                again.append(_times_ms(fns[first], device))
+                again.append(_times_ms(fns[first], device, clock or time.perf_counter))
     seconds, on_wall = time.perf_counter() - began, time.time() - began_on_wall
     for name, rounds in (*times.items(), (first, again)):
         if any(value <= 0 for values in rounds for value in values):

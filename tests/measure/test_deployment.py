@@ -9,7 +9,7 @@ from tiny import load
 from quicksilver.measure.deployment import Deployment, Percentiles
 from quicksilver.measure.serving import Requests, Served, deployment, serve
 from quicksilver.modules import StaticDepth
-from quicksilver.runtime import ConfigError, apply
+from quicksilver.runtime import apply
 
 PROMPT = torch.tensor([[5, 9, 2, 33, 7, 5, 9, 2, 33, 7, 5, 9, 2]])
 NEW = 9
@@ -50,12 +50,6 @@ def test_a_run_is_served_under_its_modules() -> None:
         tokens = serve(model, PROMPT, NEW).tokens
         assert len(run.trace.passes) == NEW
     assert tokens != greedy(model)
-
-
-@pytest.mark.parametrize(("prompt", "new", "words"), [(PROMPT.repeat(2, 1), 4, "one prompt"), (PROMPT, 1, "new_tokens=1")])
-def test_what_has_no_time_per_token_is_refused(prompt: torch.Tensor, new: int, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        serve(load("gpt2"), prompt, new)
 
 
 def served(step_ms: float, tokens: int = 5) -> Served:

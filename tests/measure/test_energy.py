@@ -15,7 +15,6 @@ from quicksilver.measure.emissions import EmissionsResult
 from quicksilver.measure.energy import BELOW, CodeCarbonMeter, _per_token, energy, meter_of
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
-from quicksilver.runtime import ConfigError
 
 
 class Bench:
@@ -90,18 +89,6 @@ def test_a_counter_that_does_not_move_gives_no_zero(monkeypatch: pytest.MonkeyPa
     assert _per_token(found["dense"], 0.4).net_j_per_token == BELOW
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"window_s": 0.5}, "window_s=0.5"), ({"rounds": 1}, "rounds=1"), ({"tokens_per_call": 0}, "tokens_per_call=0")],
-)
-def test_windows_that_resolve_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
-    bench = Bench(monkeypatch)
-    arguments: dict[str, Any] = {"tokens_per_call": 1, "meter": bench, "window_s": 1.0, "rounds": 2} | changes
-    with pytest.raises(ConfigError, match=words):
-        energy({"dense": lambda: None}, **arguments)
-    assert bench.windows == []
-
-
 def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the network was asked")
@@ -116,8 +103,6 @@ def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monke
     assert meter_of("FRA") is meter_of("FRA")
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
-    with pytest.raises(ConfigError, match="country_iso_code=Germany.*DEU"):
-        CodeCarbonMeter("Germany")
 
 
 class Steady:

@@ -140,19 +140,6 @@ def test_mauve_is_asked_where_it_is_installed(world, monkeypatch):
     assert asked["p_features"].shape == asked["q_features"].shape == (3, 16)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["measure.generation.prompt_tokens=40"], "prompt_tokens=40: a prompt is the beginning of a window"),
-        (["measure.generation.new_tokens=2"], "new_tokens=2 must be a whole number of at least"),
-        (["measure.generation.temperature=0"], "temperature=0.0 is out of range"),
-    ],
-)
-def test_what_cannot_be_is_refused(world, words, says):
-    with pytest.raises(ConfigError, match=says):
-        compose([*world, *HALTING, *words])
-
-
 def test_more_than_the_context_is_refused(world):
     with pytest.raises(ConfigError, match="16 and new_tokens|more than the model's 64 positions"):
         ensure([compose([*world, *HALTING, "measure.generation.new_tokens=60"])])

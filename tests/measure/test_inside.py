@@ -146,12 +146,6 @@ def test_nothing_is_left_on_the_model(model):
     assert {name: (len(one._forward_hooks), len(one._forward_pre_hooks)) for name, one in model.named_modules()} == hooks
 
 
-@pytest.mark.parametrize("length", [1, tiny.POSITIONS + 1])
-def test_texts_that_do_not_fit_are_refused(length):
-    with pytest.raises(ConfigError, match=f"{length} tokens"):
-        look_inside(tiny.load("gpt2"), torch.zeros(length, dtype=torch.long))
-
-
 # --- in a record ----------------------------------------------------------------------------------------------------------------
 
 SENTENCES = ["abc defg", "hgf"]
@@ -222,18 +216,6 @@ def test_a_text_that_is_not_there_and_a_damaged_file_are_named(record, tmp_path)
     (tmp_path / SIGNALS).write_bytes((record.path / SIGNALS).read_bytes()[:-1] + b"x")
     with pytest.raises(ConfigError, match=SIGNALS):
         copied.signals(0)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["measure.signals.enabled=true"], "measure.signals.sentences"),
-        (["measure.signals.enabled=true", "measure.signals.windows=-1"], "measure.signals.windows=-1"),
-    ],
-)
-def test_options_that_show_nothing_are_refused(words, said):
-    with pytest.raises(ConfigError, match=said):
-        compose(words)
 
 
 def test_the_preset_has_the_papers_sentences():

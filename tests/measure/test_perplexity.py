@@ -73,21 +73,6 @@ def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: i
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"name": "prefix"}, "'prefix'.*all and continuation"),
-        ({"window_tokens": 1}, "window_tokens=1"),
-        ({"window_tokens": 512.0}, r"window_tokens=512\.0"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"name": "continuation", "window_tokens": 64, "prompt_tokens": 64}, "prompt_tokens=64.*window_tokens=64"),
-    ],
-)
-def test_a_protocol_that_makes_no_sense_is_refused_by_value(options: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Protocol(**options)
-
-
 def test_the_prompt_length_does_not_matter_where_everything_is_scored() -> None:
     assert Protocol("all", window_tokens=16, prompt_tokens=448).scored_tokens == 15
     assert Protocol("continuation", window_tokens=16, prompt_tokens=10).scored_tokens == 6
@@ -175,27 +160,6 @@ def test_logits_that_are_not_finite_are_an_error_that_names_window_and_protocol(
     protocol = Protocol(name, window_tokens=8, prompt_tokens=4, batch_size=3)
     with pytest.raises(QuickSilverError, match=rf"window 2: .*protocol={name}"):
         score(model, windows, protocol)
-
-
-@pytest.mark.parametrize(
-    ("windows", "words"),
-    [
-        (torch.zeros(2, 9, dtype=torch.long), r"\(2, 9\).*window_tokens=8"),
-        (torch.zeros(0, 8, dtype=torch.long), "no window"),
-        (torch.zeros(2, 8), "float32"),
-        (torch.full((2, 8), VOCABULARY), f"{VOCABULARY}.*another model's tokenizer"),
-    ],
-)
-def test_windows_that_do_not_fit_are_refused(windows: torch.Tensor, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        score(tiny.load("gpt2"), windows, Protocol("all", window_tokens=8))
-
-
-def test_a_window_longer_than_the_context_and_a_model_in_training_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"window_tokens=97.*96"):
-        score(tiny.load("gpt2"), random_windows(1, 97), Protocol("all", window_tokens=97))
-    with pytest.raises(ConfigError, match=r"model\.eval"):
-        score(tiny.build("gpt2").train(), random_windows(1, 8), Protocol("all", window_tokens=8))
 
 
 # -- the audit -------------------------------------------------------------------------------------------------------------------

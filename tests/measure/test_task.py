@@ -136,11 +136,6 @@ def test_what_was_cut_is_said_with_the_score():
     assert "cut" not in (TaskResult("accuracy", 0.75, {}, 0.5, 24, 0, 400, 1, 1, 1, 0, 4.0).line() or "")
 
 
-def test_an_unknown_task_names_those_that_there_are():
-    with pytest.raises(ConfigError, match=r"dataset=sst3: there is no such dataset\..*sst2"):
-        compose(["dataset=sst3", "measure=task"])
-
-
 def test_a_text_without_labels_is_refused(tmp_path):
     words = [word for word in make_world(tmp_path / "world") if not word.startswith("measure")]
     with pytest.raises(ConfigError, match=r"measure=task needs labelled examples"):

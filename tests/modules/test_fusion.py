@@ -34,6 +34,11 @@ def fuse(fusion: TokenFusion, one: Pass, layer: int = 4, halted: list[list[bool]
     return one.state, view.after
 
 
+def fusing(**options: Any) -> TokenFusion:
+    """From half depth on; nobody is protected."""
+    return TokenFusion(**{"start": 0.5, "protect_first": 0, "protect_last": 0} | options)
+
+
 def merged(state: Any) -> torch.Tensor:
     """(B, N) bool: tokens that another one carries."""
     return state.representatives() != torch.arange(state.valid.shape[1])
@@ -110,16 +115,7 @@ def test_capacity_merges_exactly_its_share_of_each_row(
     if max_group is not None and max_group > max(lengths):
         return
     one = Pass(lengths, extra=extra)
-    fusion = TokenFusion(
-        fused_share=share,
-        every=every,
-        max_group=max_group,
-        criterion=criterion,
-        protect_first=0,
-        protect_last=0,
-        start=0.5,
-        rule="capacity",
-    )
+    fusion = fusing(rule="capacity", fused_share=share, every=every, max_group=max_group, criterion=criterion)
     assert not fusion.causal
     state = one.run(fusion)
     for row, n in enumerate(lengths):
@@ -138,7 +134,7 @@ def test_a_halted_token_is_not_fused_and_separates_those_beside_it(data: st.Data
     n = data.draw(st.integers(2, 20))
     flags = st.lists(st.booleans(), min_size=n, max_size=n)
     halted = [data.draw(flags), data.draw(flags)]
-    fusion = TokenFusion(start=0.5, every=1, tau_fuse=data.draw(st.floats(2, 6)), protect_first=0, protect_last=0)
+    fusion = fusing(every=1, tau_fuse=data.draw(st.floats(2, 6)))
     one = Pass([n, n])
     state, _ = fuse(fusion, one, 4, halted)
     state, _ = fuse(fusion, one, 5)
@@ -160,7 +156,7 @@ def test_super_tokens_fuse_again_and_weigh_what_they_stand_for() -> None:
     states = torch.tensor([[[0.0], [1.0], [2.0], [9.0]]]).expand(1, 4, 8) * 1.0
     for merge, expected in (("size", (0 + 1 + 2 + 9) / 4), ("mean", ((0 + 1 + 2) / 3 + 9) / 2)):
         one = Pass([4])
-        fusion = TokenFusion(start=0.5, every=1, tau_fuse=3.0, merge=merge, protect_first=0, protect_last=0)
+        fusion = fusing(every=1, tau_fuse=3.0, merge=merge)
         state, after = fuse(fusion, one, 4, before=states, after=states)
         assert state.representatives().tolist() == [[2, 2, 2, 3]]
         fusion.tau_fuse = 100.0
@@ -170,7 +166,7 @@ def test_super_tokens_fuse_again_and_weigh_what_they_stand_for() -> None:
         torch.testing.assert_close(after[0, 3], torch.full((8,), expected))
     three = torch.tensor([[[0.0], [0.0], [3.0]]]).expand(1, 3, 8) * 1.0
     for merge, expected in (("size", 1.0), ("attention", 1.5)):
-        fusion = TokenFusion(start=0.5, tau_fuse=100.0, merge=merge, protect_first=0, protect_last=0)
+        fusion = fusing(tau_fuse=100.0, merge=merge)
         _, after = fuse(fusion, Pass([3]), 4, before=three, after=three, attention=torch.tensor([[0.2, 0.0, 0.2]]))
         torch.testing.assert_close(after[0, 2], torch.full((8,), expected))
         assert [fusion.wants_attention(layer) for layer in (3, 4)] == [False, merge == "attention"]
@@ -183,16 +179,8 @@ def test_exempt_tokens_are_never_fused(data: st.DataObject) -> None:
     slots = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     first, last = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     one = Pass([n], ids=ids)
-    fusion = TokenFusion(
-        start=0.5,
-        fused_share=0.9,
-        exempt_ids=[3],
-        exempt_mask=slots,
-        protect_first=first,
-        protect_last=last,
-        criterion="random",
-        rule="capacity",
-    )
+    exempted: dict[str, Any] = {"exempt_ids": [3], "exempt_mask": slots, "protect_first": first, "protect_last": last}
+    fusion = fusing(rule="capacity", fused_share=0.9, criterion="random", **exempted)
     state, _ = fuse(fusion, one)
     exempt = (ids[0] == 3) | slots | (torch.arange(n) < first) | (torch.arange(n) >= n - last)
     assert not (touched(state)[0] & exempt).any()
@@ -203,15 +191,7 @@ def test_anchors_and_rare_tokens_are_never_fused_even_after_part_of_an_anchor_ha
     counts[7] = 3
     row = (1, 2, 3, 10, 11, 12, 4, 7, 5, 6, 10, 11, 20, 21, 22, 23)
     batch = tiny.Batch((row, row[:10]), extra=2)
-    fusion = TokenFusion(
-        start=0.4,
-        tau_fuse=1e9,
-        anchors=[[10, 11, 12], [20, 21]],
-        token_counts=counts,
-        rare_below=4,
-        protect_first=0,
-        protect_last=0,
-    )
+    fusion = fusing(start=0.4, tau_fuse=1e9, anchors=[[10, 11, 12], [20, 21]], token_counts=counts, rare_below=4)
     drop_11 = RandomHalting(rate=0.0, window=(0, 0.2), forced_ids=[11], missing_kv="drop", resume_layers=0)
     for modules in ([fusion], [drop_11, fusion]):
         trace = tiny.forward(tiny.load("gpt2"), batch, modules).trace
@@ -249,7 +229,7 @@ def test_the_least_attended_pairs_fuse_and_never_the_observers(lengths: list[int
     one = Pass(lengths, extra=extra, ids=torch.arange(max(lengths) + extra).expand(len(lengths), -1))
     attention = torch.rand(one.shape, generator=torch.Generator().manual_seed(sum(lengths)))
     fusion = TokenFusion(
-        criterion="attention", attention_queries=queries, start=0.5, fused_share=0.3, protect_first=0, rule="capacity"
+        rule="capacity", criterion="attention", attention_queries=queries, start=0.5, fused_share=0.3, protect_first=0
     )
     state, _ = fuse(fusion, one, attention=attention)
     null = fusion.null(0)
@@ -308,10 +288,8 @@ def test_a_context_is_the_mean_of_the_active_tokens_around(lengths: list[int], e
 
 
 def test_tokens_of_diverging_contexts_stay_apart() -> None:
-    fused = [
-        int(merged(fuse(TokenFusion(start=0.5, tau_fuse=100.0, tau_context=tau, context_window=4), Pass([40]))[0]).sum())
-        for tau in (0.0, 1.0, 100.0)
-    ]
+    options: dict[str, Any] = {"start": 0.5, "tau_fuse": 100.0, "context_window": 4}
+    fused = [int(merged(fuse(TokenFusion(tau_context=tau, **options), Pass([40]))[0]).sum()) for tau in (0.0, 1.0, 100.0)]
     assert 0 == fused[0] < fused[1] < fused[2] == 34
 
 
@@ -448,16 +426,7 @@ def test_fusing_with_the_next_token_tells_it() -> None:
     """Of random tokens nobody can say the next one better than by chance. A model that is let fuse t with t + 1 does."""
     model = copying_model()
     windows = torch.randint(0, tiny.VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(0))
-    fusion = TokenFusion(
-        criterion="random",
-        fused_share=0.45,
-        max_group=2,
-        start=0.2,
-        protect_first=0,
-        protect_last=0,
-        lookahead=True,
-        rule="capacity",
-    )
+    fusion = fusing(rule="capacity", criterion="random", fused_share=0.45, max_group=2, start=0.2, lookahead=True)
     with torch.no_grad(), apply(model, [fusion]) as run:
         logits = model(windows).logits
     saw = (run.trace.passes[0].fused_layer < tiny.LAYERS - 1)[:, :-1]

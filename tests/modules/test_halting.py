@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 
 from quicksilver.modules import PRESETS, Halting
-from quicksilver.runtime import MISSING_KV, ConfigError
+from quicksilver.runtime import ConfigError
 
 ROWS = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 WINDOWS = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted).filter(lambda w: w[0] * LAYERS < LAYERS - 1)
@@ -206,24 +206,6 @@ def test_nothing_halts_outside_the_window_or_in_vain(window: list[float], resume
     assert [layer for layer in range(n_layers) if halting.acts_at(layer)] == useful
 
 
-def test_the_default_window_is_layers_6_to_24_of_30() -> None:
-    halting = capacity()
-    halting.bind(architecture(30))
-    assert [layer + 1 for layer in range(30) if halting.acts_at(layer)] == list(range(6, 25))
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MISSING_KV if mode != "predict"])
-def test_what_is_left_of_a_halted_token(mode: str) -> None:
-    one = Pass([4])
-    one.run(by_drift(1e9, missing_kv=mode, resume_layers=2))
-    assert (one.state.halted_kv == MISSING_KV.index(mode)).all()
-    assert (one.state.resume_layer == LAYERS - 2).all()
-    assert (one.state.halt_layer == 1).all()
-
-
-# -- with a model ----------------------------------------------------------------------------------------------------------------
-
-
 # -- presets and refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +214,9 @@ def test_presets_are_the_paper_as_printed() -> None:
     assert (b2.tau_drift, b2.tau_entropy, b2.unit, b2.drift) == (0.045, 1.15, "bits", "l2")
     assert (g2.tau_drift, g2.tau_entropy, g2.unit, g2.window) == (1e-3, 1.15, "nats", (0.2, 0.8))
     assert (fig9.tau_drift, fig9.tau_entropy) == (1.0, None)
+    default = capacity()
+    default.bind(architecture(30))
+    assert [layer + 1 for layer in range(30) if default.acts_at(layer)] == list(range(6, 25))
     b2.bind(architecture(30))
     assert min(layer + 1 for layer in range(30) if b2.acts_at(layer)) == 5  # B.5
     assert all(

@@ -97,7 +97,7 @@ def policies() -> st.SearchStrategy[list[RuntimeModule]]:
 
 @pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.MODELS), ("sdpa", "eager"), n=10))
 @given(data=st.data())
-@settings(max_examples=draws(10))
+@settings(max_examples=draws(17))
 def test_of_any_model(name: str, attention: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
     check(tiny.load(name, attention), data.draw(tiny.batches()), data.draw(policies()), data, path, whole=True)

@@ -1,15 +1,34 @@
-"""Quantization with drawn options, and the widths of a trace. Nothing here is a test."""
+"""Modules that several tests run: all four mechanisms, a preset, quantization with drawn options; and the widths of a trace. Nothing here is a test."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import tiny
 import torch
 from hypothesis import strategies as st
 from tiny import Batch
 
-from quicksilver.modules import AdaptiveQuantization
-from quicksilver.runtime import Trace
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, PresetHalting, TokenFusion
+from quicksilver.runtime import RuntimeModule, Trace
+
+
+def all_four() -> list[RuntimeModule]:
+    """Of which each acts on the tiny models."""
+    return [
+        Halting(rule="capacity", halted_share=0.4, window=(0.2, 0.9), resume_layers=1),
+        KVSkipping(),
+        TokenFusion(rule="capacity", tau_fuse=None, fused_share=0.4, start=0.4),
+        AdaptiveQuantization(depth=0.4, tau_low=3.6, tau_high=3.9),
+    ]
+
+
+class Preset(PresetHalting):
+    """With a random map, as no translator ships with a tiny model."""
+
+    def bind(self, architecture: Any) -> None:
+        self.translator = tiny.random_translators(architecture)[self.schedule.predict_before - 1]
+        super().bind(architecture)
 
 
 def quantizing(causal: bool = True) -> st.SearchStrategy[AdaptiveQuantization]:

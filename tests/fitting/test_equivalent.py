@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import draws
-from tiny import Hashed
 from tiny_encoder import MODEL as ENCODER
 from tiny_encoder import states
 
@@ -26,28 +25,15 @@ def gates_of(trace: Trace):
     return lambda layer, hidden, kept: (depth != layer).to(hidden.dtype)
 
 
-@settings(max_examples=draws(8), deadline=None)
-@given(
-    family=st.sampled_from(["gpt2", "llama", "gpt_neox", "qwen2-mixed"]),
-    batch=tiny.batches(low=4, padded=False),
-    seed=st.integers(0, 50),
-)
-@torch.no_grad()
-def test_a_language_models_values_are_those_of_the_halted_run(family, batch, seed):
-    model = tiny.load(family)
-    halted = tiny.forward(model, batch, [Hashed(halt=0.3, missing_kv="drop", seed=seed)])
-    with equivalent_forward(model, gates_of(halted.trace)):
-        tiny.assert_close(model(**batch.inputs(), use_cache=False).logits, halted.logits)
-
-
 @settings(max_examples=draws(6), deadline=None)
 @given(
     family=st.sampled_from(["gpt2", "llama", "gpt_neox", "qwen2-mixed"]),
     batch=tiny.batches(low=4, padded=False),
     seed=st.integers(0, 50),
+    last=st.sampled_from([1, 3]),
 )
 @torch.no_grad()
-def test_predicted_tokens_stay_in_sight_and_the_values_are_those_of_the_halted_run(family, batch, seed):
+def test_a_language_models_values_are_those_of_the_halted_run_and_predicted_tokens_stay_in_sight(family, batch, seed, last):
     model = tiny.load(family)
     arch = tiny.Run(model, [], "compact", None).arch
     translator = tiny.random_translators(arch)[1]
@@ -56,19 +42,19 @@ def test_predicted_tokens_stay_in_sight_and_the_values_are_those_of_the_halted_r
     class DropThenPredict(TokenPolicy):
         @property
         def translators(self):
-            return {1: translator}
+            return {1: translator} if last == 1 else {}
 
         def decide(self, view, tokens):
-            if view.layer in (0, 1):
+            if view.layer <= last:
                 chosen = tokens.active & (tiny.chance(seed, view.layer, view.slots, view.input_ids) < 0.4)
-                how = {"missing_kv": "predict", "translator": translator} if view.layer else {"missing_kv": "drop"}
+                predicts = view.layer == last == 1
+                how = {"missing_kv": "predict", "translator": translator} if predicts else {"missing_kv": "drop"}
                 tokens.halt(chosen, **how)
 
     halted = tiny.forward(model, batch, [DropThenPredict()])
     decided = gates_of(halted.trace)
-    with equivalent_forward(
-        model, lambda layer, *states: decided(layer, *states) if layer < 2 else None, translators={1: translator}
-    ):
+    gate = lambda layer, *states: decided(layer, *states) if layer <= last else None
+    with equivalent_forward(model, gate, translators={1: translator} if last == 1 else {}):
         tiny.assert_close(model(**batch.inputs(), use_cache=False).logits, halted.logits)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from drawing import all_four
 from thinning import first
 from tiny import FAMILIES, VOCABULARY, Batch, Never, build, load, unlike_first
 from transformers.cache_utils import Cache
@@ -13,8 +14,7 @@ from transformers.cache_utils import Cache
 from quicksilver.measure import breakdown
 from quicksilver.measure.breakdown import SectionClock, Subject, component_latency, watching
 from quicksilver.measure.components import COMPONENTS, KERNELS
-from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
-from quicksilver.runtime import RuntimeModule, apply, architecture_of, phases
+from quicksilver.runtime import apply, architecture_of, phases
 
 CPU = torch.device("cpu")
 BATCH = Batch(((5, 9, 2, 33, 7, 8, 21, 4, 50, 3, 11, 60), (7, 7, 31, 5, 1, 2, 40, 8, 9, 30, 22, 6)))
@@ -31,23 +31,6 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
     monkeypatch.setattr(breakdown.time, "perf_counter", look)
     yield now
-
-
-def all_four() -> list[RuntimeModule]:
-    return [
-        Halting(
-            rule="capacity",
-            signal="random",
-            schedule="one_shot",
-            halted_share=0.5,
-            window=(0.2, 0.8),
-            missing_kv="drop",
-            resume_layers=0,
-        ),
-        KVSkipping(),
-        TokenFusion(rule="capacity", tau_fuse=None, criterion="random", fused_share=0.3, start=0.2, protect_first=0),
-        AdaptiveQuantization(bits=8, depth=0.4),
-    ]
 
 
 def test_every_phase_of_the_runtime_is_a_component() -> None:

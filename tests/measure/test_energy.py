@@ -135,7 +135,3 @@ def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_
     assert found.gco2_per_token == pytest.approx(found.energy_j_per_token * 0.36 / 3600)
     assert found.dense_energy_j_per_token > 0
     assert "world average" in found.line()
-
-
-def test_the_world_average_is_that_of_codecarbon() -> None:
-    assert meter_of(None).grid_kg_per_kwh == pytest.approx(0.475)

@@ -9,26 +9,18 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from drawing import all_four
 from harness_world import LAYERS, PROMPT, WINDOW, make_world
 
 from quicksilver.measure.inside import look_inside
 from quicksilver.measure.signals import token_texts
-from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, TokenFusion
+from quicksilver.modules import AdaptiveQuantization
 from quicksilver.records.record import SIGNALS, load_record
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 IDS = torch.tensor([5, 9, 33, 2, 7, 7, 41, 18, 3, 12])
-
-
-def modules() -> list:
-    return [
-        Halting(rule="capacity", tau_drift=None, tau_entropy=None, halted_share=0.4, window=(0.2, 0.9), resume_layers=1),
-        KVSkipping(),
-        TokenFusion(rule="capacity", tau_fuse=None, fused_share=0.4, start=0.4),
-        AdaptiveQuantization(depth=0.4, tau_low=3.6, tau_high=3.9),
-    ]
 
 
 @pytest.fixture(params=["gpt2", "llama", "gpt_neox"])
@@ -73,7 +65,7 @@ def test_the_components_keep_what_they_say_of_the_variance(model):
 
 
 def test_a_run_shows_its_decisions(model):
-    run = {k.removeprefix("run."): v for k, v in look_inside(model, IDS, modules()).arrays.items() if k.startswith("run.")}
+    run = {k.removeprefix("run."): v for k, v in look_inside(model, IDS, all_four()).arrays.items() if k.startswith("run.")}
     idle = run["active"] == 0
     assert idle.any()
     assert not idle[0].any()
@@ -96,7 +88,7 @@ def test_a_run_shows_its_decisions(model):
 
 
 def test_compact_and_masked_show_the_same(model):
-    compact, masked = (look_inside(model, IDS, modules()[:2], execution=how).arrays for how in ("compact", "masked"))
+    compact, masked = (look_inside(model, IDS, all_four()[:2], execution=how).arrays for how in ("compact", "masked"))
     for name in compact:
         if name != "run.attention_received":  # under masked, whoever was halted is asked about as well
             torch.testing.assert_close(compact[name], masked[name], atol=1e-4, rtol=1e-4, equal_nan=True)
@@ -140,7 +132,7 @@ def test_nothing_is_left_on_the_model(model):
     gradients = [parameter.grad for parameter in model.parameters()]  # other tests share this model
     with torch.no_grad():
         before = model(IDS[None]).logits
-        look_inside(model, IDS, modules(), attribution=True)
+        look_inside(model, IDS, all_four(), attribution=True)
         assert torch.equal(model(IDS[None]).logits, before)
     assert all(parameter.grad is was for parameter, was in zip(model.parameters(), gradients, strict=True))
     assert {name: (len(one._forward_hooks), len(one._forward_pre_hooks)) for name, one in model.named_modules()} == hooks
@@ -216,10 +208,3 @@ def test_a_text_that_is_not_there_and_a_damaged_file_are_named(record, tmp_path)
     (tmp_path / SIGNALS).write_bytes((record.path / SIGNALS).read_bytes()[:-1] + b"x")
     with pytest.raises(ConfigError, match=SIGNALS):
         copied.signals(0)
-
-
-def test_the_preset_has_the_papers_sentences():
-    signals = compose(["measure=signals"]).identity()["measure"]["signals"]
-    assert signals["sentences"][1] == "The quick brown fox jumps over the lazy dog."
-    assert "dynamic token halting" in signals["sentences"][0]
-    assert "not" in signals["sentences"][2]

@@ -33,15 +33,6 @@ def test_callables_take_turns_and_the_first_is_its_own_control() -> None:
     assert len(result.control_ms) == 3
 
 
-def test_without_a_control_there_is_no_noise_floor() -> None:
-    calls: list[str] = []
-    result = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, warmup=0, repeats=4, control=False)
-    assert calls == ["a", "b"] * 4
-    assert result.noise_floor is None
-    assert result.load_before >= 0
-    assert result.load_after >= 0
-
-
 def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])

@@ -1,4 +1,5 @@
-"""A task under modules: choices by log-likelihood, equal to the plain model's; what each cost, and how deep its last token went."""
+"""A task under modules: choices by log-likelihood, equal to the plain model's; what each cost, and how deep its last token went.
+A checkpoint for sequence classification answers by its own head, and one that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from harness_world import make_world
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from harness_world import make_model, make_world
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from quicksilver.measure.task import EXAMPLES, TaskResult, batches, encode
 from quicksilver.runs.config import compose
@@ -32,21 +33,21 @@ task:
 WORDS, FIELDS = "labels: {x: ['0'], y: ['1']}", "choices: [a, b]"
 
 
-def words_of(tmp_path: Path, choices: str) -> list[str]:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    group = tmp_path / "mine" / "dataset"
+def words_of(folder: Path, choices: str, rows: list[dict] = ROWS) -> list[str]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    group = folder / "mine" / "dataset"
     group.mkdir(parents=True)
-    (group / "mine.yaml").write_text(YAML.format(choices=choices, rows=tmp_path / "rows.jsonl"))
-    words = [word for word in make_world(tmp_path / "world", window=64, prompt=24) if not word.startswith(("dataset", "measure"))]
+    (group / "mine.yaml").write_text(YAML.format(choices=choices, rows=folder / "rows.jsonl"))
+    words = [word for word in make_world(folder / "world", window=64, prompt=24) if not word.startswith(("dataset", "measure"))]
     return [
-        *words, f"hydra.searchpath=[file://{tmp_path / 'mine'}]", "dataset=mine", "measure=task", "protocol=continuation",
-        "protocol.window_tokens=32", "protocol.prompt_tokens=24", "measure.task.batch_size=3", f"results_dir={tmp_path / 'results'}",
+        *words, f"hydra.searchpath=[file://{folder / 'mine'}]", "dataset=mine", "measure=task", "protocol=continuation",
+        "protocol.window_tokens=32", "protocol.prompt_tokens=24", "measure.task.batch_size=3", f"results_dir={folder / 'results'}",
     ]  # fmt: skip
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> list[str]:
-    return words_of(tmp_path, WORDS)
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[str]:
+    return words_of(tmp_path_factory.mktemp("task"), WORDS)
 
 
 def examples(record) -> pd.DataFrame:
@@ -90,18 +91,11 @@ def test_choices_of_several_tokens_follow_from_the_prompt_s_cache(tmp_path):
 def test_modules_save_work_and_the_execution_does_not_matter(world):
     words = [*world, "modules=[halting_attention]"]
     compact, masked = ensure([compose(words), compose([*words, "execution=masked"])])
-    dense = ensure([compose([*world, "modules=[]"])])[0].measured("task", TaskResult)
-    found = compact.measured("task", TaskResult)
-    assert found.executed_flops < 0.9 * dense.executed_flops
-    pairs = zip(examples(compact)["log_likelihoods"], examples(masked)["log_likelihoods"], strict=True)
-    assert all(a == pytest.approx(b, abs=1e-4) for a, b in pairs)
-    assert any(
-        a.tolist() != b.tolist() for a, b in zip(examples(compact)["log_likelihoods"], examples_of_dense(world), strict=True)
-    )  # halting is felt
-
-
-def examples_of_dense(world):
-    return examples(ensure([compose([*world, "modules=[]"])])[0])["log_likelihoods"]
+    (dense,) = ensure([compose([*world, "modules=[]"])])
+    assert compact.measured("task", TaskResult).executed_flops < 0.9 * dense.measured("task", TaskResult).executed_flops
+    ours, theirs, plain = (examples(record)["log_likelihoods"] for record in (compact, masked, dense))
+    assert all(a == pytest.approx(b, abs=1e-4) for a, b in zip(ours, theirs, strict=True))
+    assert any(a.tolist() != b.tolist() for a, b in zip(ours, plain, strict=True))  # halting is felt
 
 
 def test_the_depth_of_the_last_token_is_told(world):
@@ -140,3 +134,50 @@ def test_a_text_without_labels_is_refused(tmp_path):
     words = [word for word in make_world(tmp_path / "world") if not word.startswith("measure")]
     with pytest.raises(ConfigError, match=r"measure=task needs labelled examples"):
         ensure([compose([*words, "measure=task", f"results_dir={tmp_path / 'results'}"])])
+
+
+# -- a head of its own -----------------------------------------------------------------------------------------------------------
+
+OF_THREE = [{"text": "abc " * (2 + i % 5) + "xyz"[i % 3], "label": i % 3 or "yes"} for i in range(12)]
+LABELS = "labels: {x: ['yes'], y: ['1'], z: ['2']}"
+
+
+def with_a_head(folder: Path, choices: str = LABELS, rows: list[dict] = OF_THREE, **changes) -> list[str]:
+    """A tiny GPT-2 with a head of three labels; the first has a name, which is not the first of the task."""
+    make_model(folder / "model")  # the tokenizer
+    torch.manual_seed(7)
+    labels = {"id2label": {0: "2", 1: "Yes", 2: "1"}, "label2id": {"2": 0, "Yes": 1, "1": 2}}
+    config = GPT2Config(
+        vocab_size=257, n_embd=16, n_layer=4, n_head=2, n_positions=64, initializer_range=0.3, bos_token_id=256, eos_token_id=256,
+        num_labels=3, pad_token_id=256, **labels | changes,
+    )  # fmt: skip
+    GPT2ForSequenceClassification(config).save_pretrained(folder / "model")
+    return [*words_of(folder, choices, rows), f"model.path={folder / 'model'}"]
+
+
+def test_its_own_head_answers(tmp_path):
+    words = with_a_head(tmp_path)
+    dense, halted = ensure([compose([*words, "modules=[]"]), compose([*words, "modules=[halting_attention]"])])
+    ours, theirs = (examples(record)["log_likelihoods"] for record in (dense, halted))
+    plain = GPT2ForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for i in (0, 3, 11):
+        with torch.no_grad():
+            logits = plain(**tokenizer(OF_THREE[i]["text"], return_tensors="pt")).logits[0].log_softmax(-1)
+        assert ours[i].tolist() == pytest.approx([float(logits[k]) for k in (1, 2, 0)], abs=1e-5)  # the task's order: yes, 1, 2
+    found = dense.measured("task", TaskResult)
+    assert (found.examples, found.metric) == (12, "accuracy")
+    assert halted.measured("task", TaskResult).executed_flops < found.executed_flops
+    assert any(a.tolist() != b.tolist() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("labels", "changes", "says"), [
+    ("labels: {x: ['yes'], y: ['1']}", {}, r"the model's head has 3 labels \(2, yes, 1\), and dataset\.task\.labels has 2"),
+    (LABELS.replace("'2'", "two"), {}, r"dataset\.task\.labels \(yes, 1, two\) are not the model's labels \(2, yes, 1\)"),
+    (LABELS, {"tie_word_embeddings": False}, "its head of words"),
+])  # fmt: skip
+def test_a_head_that_does_not_fit_is_one_clear_line(tmp_path, labels, changes, says):
+    rows = [{"text": "abc", "label": label} for label in ("yes", "1") * 4]
+    with pytest.raises(ConfigError, match=says) as caught:
+        ensure([compose([*with_a_head(tmp_path, labels, rows, **changes), "modules=[]"])])
+    assert "\n" not in str(caught.value)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from drawing import bits_of
+from drawing import Preset, bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import diagonal, draws
@@ -40,7 +40,6 @@ from quicksilver.modules import (
     Halting,
     KVSkipping,
     LearnedHalting,
-    PresetHalting,
     RandomHalting,
     Replay,
     Schedule,
@@ -57,14 +56,6 @@ from quicksilver.runtime import ConfigError, RuntimeModule, Trace, Transform, ap
 LONG = tiny.Batch((tuple(range(1, 33)),))
 RAGGED = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
 EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))
-
-
-class Preset(PresetHalting):
-    """With a random map, as none ships with a tiny model."""
-
-    def bind(self, architecture: Any) -> None:
-        self.translator = tiny.random_translators(architecture)[self.schedule.predict_before - 1]
-        super().bind(architecture)
 
 
 GATES = TrainedGates(

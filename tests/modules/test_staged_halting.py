@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from drawing import Preset
 from harness_world import make_world
 from hypothesis import given
 from hypothesis import strategies as st
@@ -165,17 +166,6 @@ N = 40
 BATCH = tiny.Batch((tuple(range(1, N + 1)), tuple(range(3, N + 3))))
 
 
-class Staged(PresetHalting):
-    """With a random map, as no translator ships with a tiny model."""
-
-    def bind(self, architecture) -> None:
-        layer = self.schedule.predict_before - 1
-        self.translator = tiny.random_translators(architecture)[layer]
-        tiny_digest = self.translator.translator.weights_digest
-        assert tiny_digest == "random"
-        super().bind(architecture)
-
-
 def schedule(**changes) -> Schedule:
     return Schedule(
         **{"drop_before": 1, "drop_share": 0.25, "predict_before": 3, "protect_first": 2, "protect_last": 5} | changes
@@ -185,7 +175,7 @@ def schedule(**changes) -> Schedule:
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_the_oldest_are_dropped_and_all_but_the_protected_are_predicted(name: str, execution: str) -> None:
-    run = tiny.forward(tiny.load(name), BATCH, [Staged(schedule=schedule())], execution=execution)
+    run = tiny.forward(tiny.load(name), BATCH, [Preset(schedule=schedule())], execution=execution)
     (one,) = run.trace.passes
     wanted = torch.full((N,), tiny.LAYERS - 1)
     wanted[2:12], wanted[12 : N - 5] = 0, 2
@@ -200,7 +190,7 @@ def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
     model = tiny.load(name)
     arch = architecture_of(model)
     for one in (schedule(), schedule(drop_share=0.0), schedule(predict_before=2, protect_last=1)):
-        run = tiny.forward(model, tiny.Batch((tuple(range(1, N + 1)),)), [Staged(schedule=one)]).run
+        run = tiny.forward(model, tiny.Batch((tuple(range(1, N + 1)),)), [Preset(schedule=one)]).run
         head = 2 * arch.vocab_size * arch.width
         executed = run.flops.executed - N * head + head  # the test asks for all logits, a prompt for one
         dense = tiny.forward(model, tiny.Batch((tuple(range(1, N + 1)),)), []).run.flops.executed - N * head + head
@@ -219,7 +209,7 @@ def test_just_enough_drops_one_token_fewer_than_would_not_do() -> None:
 
 
 def test_it_is_not_replayed_without_its_translators() -> None:
-    made = tiny.forward(tiny.load("llama"), BATCH, [Staged(schedule=schedule())])
+    made = tiny.forward(tiny.load("llama"), BATCH, [Preset(schedule=schedule())])
     with pytest.raises(ConfigError, match="like=modules"):
         tiny.forward(tiny.load("llama"), BATCH, [Replay(made.trace)])
 

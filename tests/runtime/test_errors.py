@@ -142,31 +142,21 @@ def test_a_ragged_cache_is_not_continued_outside(name: str, execution: str) -> N
         model(BATCH.ids[:, :1], past_key_values=cache)
 
 
-@torch.no_grad()
-def test_a_cache_of_the_other_execution_is_refused() -> None:
-    model = tiny.load("llama")
-    for made, used in (("compact", "masked"), ("masked", "compact")):
-        with apply(model, [Hashed()], execution=made):
-            cache = model(BATCH.ids, use_cache=True).past_key_values
-        with pytest.raises(UnsupportedModelError, match="another execution"), apply(model, [Hashed()], execution=used):
-            model(BATCH.ids[:, :1], past_key_values=cache)
-
-
 @pytest.mark.parametrize("execution", ["compact", "masked", "decide"])
-@torch.no_grad()
-def test_a_static_cache_is_refused(execution: str) -> None:
-    model = tiny.load("llama")
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(QuickSilverError, match=r"StaticLayer.*DynamicCache"), apply(model, [Hashed()], execution=execution):
-        model(BATCH.ids, past_key_values=cache)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed", "gemma3"])
 @torch.no_grad()
-def test_generate_with_a_static_cache_is_refused(name: str) -> None:
-    model = tiny.load(name)
-    with pytest.raises(QuickSilverError, match=r"[sS]tatic.*DynamicCache"), apply(model, [Hashed()]):
-        model.generate(BATCH.ids, attention_mask=BATCH.mask, max_new_tokens=3, cache_implementation="static")
+def test_a_static_cache_and_one_of_another_execution_are_refused(name: str, execution: Any) -> None:
+    model, options = tiny.load(name), {"attention_mask": BATCH.mask, "max_new_tokens": 3, "cache_implementation": "static"}
+    with apply(model, [Hashed()], execution="masked" if execution == "compact" else "compact"):
+        other = model(BATCH.ids, use_cache=True).past_key_values
+    with apply(model, [Hashed()], execution=execution):
+        with pytest.raises(QuickSilverError, match=r"[sS]tatic.*DynamicCache"):
+            model(BATCH.ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+        with pytest.raises(QuickSilverError, match=r"[sS]tatic.*DynamicCache"):
+            model.generate(BATCH.ids, **options)
+        if execution != "decide":
+            with pytest.raises(UnsupportedModelError, match="another execution"):
+                model(BATCH.ids[:, :1], past_key_values=other)
 
 
 @torch.no_grad()

@@ -20,13 +20,8 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MOST_BYTES + 1)  # a hole: it takes no room
     (tmp_path / "link").symlink_to("/dev/zero")
-    for name, says in {
-        "pipe": "pipe or a device",
-        "link": "pipe or a device",
-        ".": "a folder",
-        "large": "at most 2",
-        "none": "No such",
-    }.items():
+    refused = {"pipe": "pipe or a device", "link": "pipe or a device", ".": "a folder", "large": "at most 2", "none": "No such"}
+    for name, says in refused.items():
         with pytest.raises(OSError, match=says):
             read_bytes(tmp_path / name)
 

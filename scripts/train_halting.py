@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.studies.token_halting import frames, timing
+from quicksilver.studies.token_halting import frames
 from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, Workers, measured, tasks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,9 +97,9 @@ def detection(options: argparse.Namespace) -> None:
     found = {}
     with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
         if options.sizes_only:
-            found["sizes"] = timing.sizes()
+            found["sizes"] = frames.sizes()
         elif options.cost_only:
-            found["cost"] = pd.concat(workers.map(timing.cost, options.seeds), ignore_index=True)
+            found["cost"] = pd.concat(workers.map(frames.cost, options.seeds), ignore_index=True)
         elif not options.timing_only:
             alone = options.processes == 1
             if alone:
@@ -113,7 +113,7 @@ def detection(options: argparse.Namespace) -> None:
                 seeds, (measured(seed, more) for seed in seeds) if alone else workers.map(measured, options.seeds, more)
             )
     if not (options.no_timing or options.sizes_only or options.cost_only):
-        found |= {"timing": timing.timing(seeds[0], more), "parts": timing.parts(seeds[0])}
+        found |= {"timing": frames.timing(seeds[0], more), "parts": frames.parts(seeds[0])}
     print("Written: " + ", ".join(map(str, frames.write(found, options.output))))
 
 

@@ -118,7 +118,6 @@ def straight_through(p: torch.Tensor) -> torch.Tensor:
 
 
 Steps = Callable[[range], Iterable[int]]
-_ABOUT = "quicksilver"
 KEPT_EVERY = 10  # steps
 FEW_FASTER = 5.0  # than the rate of w, whose D numbers act together
 ALL_PREDICTED = -1.0  # b of a gate that predicts, before training: p = 0.27
@@ -267,8 +266,9 @@ def train_gates(
         )
     predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
     trainer = _Trainer(architecture, ids, recipe, gates, predicting)
-    state = _State(checkpoint, trainer)
-    first = state.load()
+    sizes = [len(ids), int(ids.sum())]
+    state = TrainingFile(checkpoint, {"recipe": asdict(recipe), "width": architecture.width, "windows": sizes})
+    first = trainer.resume(state.load())
     if not first:
         # From near the budget: what is learned is whom to halt, not how many.
         start, _ = _nearest(architecture, trainer.now(), ids[:2], recipe, 9)
@@ -280,7 +280,7 @@ def train_gates(
         for step in progress(range(first, recipe.steps)):
             trainer.step(step, checkpoint)
             if (step + 1) % KEPT_EVERY == 0 or step == recipe.steps - 1:
-                state.save(step + 1)
+                state.save(step=step + 1, **trainer.state())
     finally:
         for name, p in architecture.model.named_parameters():
             p.requires_grad_(was[name])
@@ -329,6 +329,22 @@ class _Trainer:
         """What stands now is the start."""
         self.start = {name: part.clone() for name, part in self.gates.state_dict().items()}
         self.averaged = {name: torch.zeros_like(part) for name, part in self.start.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed training needs."""
+        parts = {"gates": self.gates.state_dict(), "start": self.start, "averaged": self.averaged}
+        return parts | {"optimiser": self.optimiser.state_dict(), "strength": self.strength, "curve": self.curve}
+
+    def resume(self, found: Mapping[str, Any] | None) -> int:
+        """Take up a state of `state`; returns the step to go on from."""
+        if found is None:
+            return 0
+        self.gates.load_state_dict(found["gates"])
+        self.optimiser.load_state_dict(found["optimiser"])
+        self.start, self.averaged, self.strength, self.curve = (
+            found[name] for name in ("start", "averaged", "strength", "curve")
+        )
+        return int(found["step"])
 
     def made(self, parts: Parts) -> TrainedGates:
         """Gates of these weights."""
@@ -394,57 +410,81 @@ class _Trainer:
         return torch.stack([self._dense[int(i)] for i in chosen]).float()
 
 
-class _State:
-    """A training on disk: gates, Adam's moments, λ and the curve, in one safetensors file."""
+class TrainingFile:
+    """The state of a training on disk, in one safetensors file; what is no tensor is JSON in its header.
 
-    def __init__(self, path: Path | None, trainer: _Trainer) -> None:
-        self.path, self.trainer = path, trainer
-        windows = [len(trainer.ids), int(trainer.ids.sum())]
-        self.of = {"recipe": json.loads(json.dumps(asdict(trainer.recipe))), "width": trainer.arch.width, "windows": windows}
+    Args:
+        path: None: nothing is kept.
+        of: what the training is of, as JSON has it.
+    """
 
-    def save(self, step: int) -> None:
-        if self.path is None:
-            return
-        kept = {"gates": self.trainer.gates.state_dict(), "start": self.trainer.start, "averaged": self.trainer.averaged}
-        tensors = {f"{of}.{name}": value for of, parts in kept.items() for name, value in parts.items()}
-        for number, state in self.trainer.optimiser.state_dict()["state"].items():
-            tensors |= {f"optimiser.{number}.{name}": value for name, value in state.items()}
-        about = {**self.of, "step": step, "strength": self.trainer.strength, "curve": self.trainer.curve}
-        content = save({name: t.detach().clone().contiguous() for name, t in tensors.items()}, {_ABOUT: json.dumps(about)})
-        write_atomically(self.path, content)
+    def __init__(self, path: Path | None, of: Mapping[str, Any]) -> None:
+        self.path = path
+        self.of: dict[str, Any] = json.loads(json.dumps(of))  # as it comes back from the file
 
-    def load(self) -> int:
-        """The step to go on from.
+    def save(self, **state: Any) -> None:
+        """Replace what is there by the state: nested mappings and lists of tensors and of what JSON has."""
+        if self.path is not None:
+            tensors: dict[str, torch.Tensor] = {}
+            content = _without_tensors({**self.of, **state}, "", tensors)
+            write_atomically(self.path, save(tensors, {"content": json.dumps(content)}))
+
+    def load(self) -> dict[str, Any] | None:
+        """The state, tuples as lists; None: there is none yet.
 
         Raises:
-            ConfigError: a checkpoint of another training, or one that cannot be read.
+            ConfigError: a file of another training, or one that cannot be read.
         """
         if self.path is None or not self.path.is_file():
-            return 0
-        try:
-            with safe_open(str(self.path), framework="pt") as file:
-                about: dict[str, Any] = parse_json((file.metadata() or {})[_ABOUT])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise ConfigError(f"{self.path} cannot be read ({error}): remove it and train again.") from error
+            return None
+        found = read_training(self.path)
         for name, own in self.of.items():
-            if about.get(name) != own:
+            if found.get(name) != own:
                 raise ConfigError(
-                    f"{self.path} is the checkpoint of another training: its {name} is {about.get(name)}, and this one's {own}. "
+                    f"{self.path} is the checkpoint of another training: its {name} is {found.get(name)}, and this one's {own}. "
                     "Remove it, or give another place."
                 )
-        trainer = self.trainer
-        names = list(trainer.gates.state_dict())
-        trainer.gates.load_state_dict({name: tensors[f"gates.{name}"] for name in names})
-        trainer.start, trainer.averaged = ({name: tensors[f"{of}.{name}"] for name in names} for of in ("start", "averaged"))
-        state = trainer.optimiser.state_dict()
-        for name, tensor in tensors.items():
-            if name.startswith("optimiser."):
-                _, number, what = name.split(".", 2)
-                state["state"].setdefault(int(number), {})[what] = tensor
-        trainer.optimiser.load_state_dict(state)
-        trainer.strength, trainer.curve = about["strength"], about["curve"]
-        return about["step"]
+        return found
+
+
+def read_training(path: Path) -> dict[str, Any]:
+    """What a `TrainingFile` holds: what it is of, and the state.
+
+    Raises:
+        ConfigError: it is not there or cannot be read.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            content = parse_json((file.metadata() or {})["content"])
+            return dict(_with_tensors(content, {name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118  (not a dict)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{path} cannot be read ({reason}): remove it and train again, python scripts/train_halting.py."
+        ) from error
+
+
+def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The value as JSON has it; its tensors are put into `tensors`, by their place. Keys of a mapping may be integers, as an optimiser's are."""
+    if isinstance(value, torch.Tensor):
+        tensors[place] = value.detach().clone().contiguous()
+        return {"tensor": place}
+    if isinstance(value, Mapping):
+        return {"items": [[key, _without_tensors(one, f"{place}/{key}", tensors)] for key, one in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(one, f"{place}/{i}", tensors) for i, one in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of `_without_tensors`; tuples come back as lists."""
+    if isinstance(value, dict):
+        if "tensor" in value:
+            return tensors[value["tensor"]]
+        return {key: _with_tensors(one, tensors) for key, one in value["items"]}
+    return [_with_tensors(one, tensors) for one in value] if isinstance(value, list) else value
 
 
 def at_budget(

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quicksilver.files import write_atomically
 from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
-from quicksilver.fitting.gates import HaltingGates
+from quicksilver.fitting.gates import HaltingGates, TrainingFile, read_training
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
@@ -146,9 +144,11 @@ def train(
         raise ConfigError("A detector that halts imitates a teacher: give gates, teacher and recipe.imitates, or no teacher.")
     control = None if gates is None else SparsityController(gates, recipe.tokens or 0.0, model.config.num_hidden_layers)
     optimisers = _optimisers(model, gates, recipe.base_rate)
-    keeper = Checkpoint(checkpoint, recipe, model, gates, control, optimisers)
-    first, curve = keeper.load()
-    started = time.process_time() - keeper.processor_s
+    of = {"recipe": asdict(recipe), "shape": asdict(model.shape), "gates": None if gates is None else list(gates.layers)}
+    kept = TrainingFile(checkpoint, of)
+    parts: list[Any] = [model, *optimisers, *([] if gates is None else [gates])]
+    first, curve, processor_s = _resumed(kept.load(), parts, control)
+    started = time.process_time() - processor_s
     weights = torch.where(data.in_box, recipe.box_weight, 1.0)
     model.train()
     model.requires_grad_(recipe.base_rate > 0)
@@ -170,8 +170,8 @@ def train(
                 task = float(loss.detach())
                 loss = loss + control.strength * gates.sparsity(weights[chosen])
                 inside, m = batch.in_box, mask.current
-                kept = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
-                entry |= {"tokens": control.update(mask), "kept_in_box": kept, "strength": control.strength, "task": task}
+                in_box = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
+                entry |= {"tokens": control.update(mask), "kept_in_box": in_box, "strength": control.strength, "task": task}
             entry["loss"] = float(loss.detach())
             if not math.isfinite(entry["loss"]):
                 raise QuickSilverError(
@@ -186,12 +186,25 @@ def train(
             if step % 10 == 0 or step == recipe.steps - 1:
                 curve.append(entry)
             if (step + 1) % every == 0 or step == recipe.steps - 1:
-                keeper.processor_s = time.process_time() - started
-                keeper.save(step + 1, curve)
+                processor_s = time.process_time() - started
+                strength = None if control is None else control.strength
+                states = [part.state_dict() for part in parts]
+                kept.save(step=step + 1, curve=curve, strength=strength, processor_s=processor_s, parts=states)
     finally:
         model.requires_grad_(True)
         model.eval()
-    return Trained(model, gates, curve, recipe.steps, keeper.processor_s)
+    return Trained(model, gates, curve, recipe.steps, processor_s)
+
+
+def _resumed(found: dict[str, Any] | None, parts: list[Any], control: SparsityController | None) -> tuple[int, list[Any], float]:
+    """Put a state back into the parts; the step to go on from, the curve so far and the processor's seconds."""
+    if found is None:
+        return 0, [], 0.0
+    for part, state in zip(parts, found["parts"], strict=True):
+        part.load_state_dict(state)
+    if control is not None:
+        control.strength = found["strength"]
+    return found["step"], found["curve"], found["processor_s"]
 
 
 def _halting(model: PillarDetector, gates: HaltingGates | None, modules: list[RuntimeModule]) -> AbstractContextManager[Any]:
@@ -261,98 +274,13 @@ def _order(n: int, recipe: Recipe, step: int) -> torch.Tensor:
     return torch.randperm(n, generator=generator)[place : place + recipe.batch_size]
 
 
-class Checkpoint:
-    """The state of a training on disk: weights, gates, optimisers, curve, in one safetensors file; what is no tensor is JSON in its header."""
-
-    def __init__(
-        self, path: Path | None, recipe: Recipe, model: PillarDetector, gates: HaltingGates | None, control: SparsityController | None,
-        optimisers: list[torch.optim.Optimizer],
-    ) -> None:  # fmt: skip
-        self.path, self.control, self.processor_s = path, control, 0.0
-        self.parts: list[Any] = [model, *optimisers] if gates is None else [model, *optimisers, gates]
-        of = {"recipe": asdict(recipe), "shape": asdict(model.shape), "gates": None if gates is None else list(gates.layers)}
-        self.of: dict[str, Any] = json.loads(json.dumps(of))  # as it comes back from the file
-
-    def save(self, step: int, curve: list[dict[str, float]]) -> None:
-        if self.path is None:
-            return
-        strength = None if self.control is None else self.control.strength
-        about = {**self.of, "step": step, "curve": curve, "strength": strength, "processor_s": self.processor_s}
-        tensors: dict[str, torch.Tensor] = {}
-        content = _without_tensors({**about, "parts": [part.state_dict() for part in self.parts]}, "", tensors)
-        write_atomically(self.path, safetensors.torch.save(tensors, {"content": json.dumps(content)}))
-
-    def load(self) -> tuple[int, list[dict[str, float]]]:
-        """The step to go on from, and the curve so far.
-
-        Raises:
-            ConfigError: a checkpoint of another recipe or shape, or one that cannot be read.
-        """
-        if self.path is None or not self.path.is_file():
-            return 0, []
-        found = read_checkpoint(self.path)
-        for name, own in self.of.items():
-            if found[name] != own:
-                raise ConfigError(
-                    f"{self.path} is the checkpoint of another training: its {name} is {found[name]}, and this one's {own}. "
-                    "Remove it, or give another place."
-                )
-        for part, state in zip(self.parts, found["parts"], strict=True):
-            part.load_state_dict(state)
-        if self.control is not None:
-            self.control.strength = found["strength"]
-        self.processor_s = found["processor_s"]
-        return found["step"], found["curve"]
-
-
-def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The value as JSON has it; its tensors are put into `tensors`, by their place. Keys of a mapping may be integers, as an optimiser's are."""
-    if isinstance(value, torch.Tensor):
-        tensors[place] = value.detach().clone().contiguous()
-        return {"tensor": place}
-    if isinstance(value, Mapping):
-        return {"items": [[key, _without_tensors(one, f"{place}/{key}", tensors)] for key, one in value.items()]}
-    if isinstance(value, list | tuple):
-        return [_without_tensors(one, f"{place}/{i}", tensors) for i, one in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `_without_tensors`; tuples come back as lists."""
-    if isinstance(value, dict):
-        return (
-            tensors[value["tensor"]] if "tensor" in value else {key: _with_tensors(one, tensors) for key, one in value["items"]}
-        )
-    return [_with_tensors(one, tensors) for one in value] if isinstance(value, list) else value
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What a checkpoint is of, and the states of its parts: detector, optimisers, gates.
-
-    Raises:
-        ConfigError: it is not there or cannot be read.
-    """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            content, names = json.loads(file.metadata()["content"]), file.keys()
-            found = _with_tensors(content, {name: file.get_tensor(name) for name in names})
-        return {name: found[name] for name in ("recipe", "shape", "gates", "step", "curve", "strength", "processor_s", "parts")}
-    except FileNotFoundError:
-        raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): remove it and train again, python scripts/train_halting.py."
-        ) from error
-
-
 def trained(path: Path, shape: Shape) -> Trained:
     """The detector, and its gates if it has any, that a finished training left.
 
     Raises:
         ConfigError: no such checkpoint, or one of another shape.
     """
-    found, wanted = read_checkpoint(path), json.loads(json.dumps(asdict(shape)))
+    found, wanted = read_training(path), json.loads(json.dumps(asdict(shape)))
     for name, own in wanted.items():
         if found["shape"][name] != own:
             raise ConfigError(

@@ -12,17 +12,29 @@ import pytest
 import tiny_encoder
 import torch
 
-from quicksilver.fitting.gates import HaltingGates
+from quicksilver.fitting.gates import HaltingGates, read_training
 from quicksilver.modules import StaticDepth
 from quicksilver.runtime import ConfigError, QuickSilverError
 from quicksilver.runtime.run import apply
-from quicksilver.studies.token_halting import runs, timing
-from quicksilver.studies.token_halting.evaluate import ap_difference, evaluate
+from quicksilver.studies.token_halting import frames, runs
 from quicksilver.studies.token_halting.frames import accuracy, effects
 from quicksilver.studies.token_halting.model import Batch, Shape, batch_of, detector
-from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, Workers, gated, halted_shares, needs, ruled, tasks
+from quicksilver.studies.token_halting.runs import (
+    MORE,
+    PARTS,
+    Plan,
+    SeedRuns,
+    Workers,
+    ap_difference,
+    evaluate,
+    gated,
+    halted_shares,
+    needs,
+    ruled,
+    tasks,
+)
 from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
-from quicksilver.studies.token_halting.training import Recipe, Trained, imitation_loss, read_checkpoint, train, trained
+from quicksilver.studies.token_halting.training import Recipe, Trained, imitation_loss, train, trained
 
 GRID = Grid(side=8)
 SHAPE = Shape(width=16, layers=3, heads=2)
@@ -71,7 +83,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path):
     path = tmp_path / "one.safetensors"
     with pytest.raises(Killed):
         train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2, progress=killed)
-    assert read_checkpoint(path)["step"] == 4
+    assert read_training(path)["step"] == 4
     resumed = train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2)
     for one, two in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=0, rtol=0)
@@ -122,7 +134,7 @@ def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
         QuickSilverError, match=r"loss of step 5 is not finite: give a smaller learning rate.*last good state is .*one"
     ):
         train(model, DATA, Recipe(8, batch_size=4), checkpoint=path, every=2, progress=poisoned)
-    found = read_checkpoint(path)
+    found = read_training(path)
     assert found["step"] == 4
     assert all(bool(torch.isfinite(tensor).all()) for tensor in found["parts"][0].values())
 
@@ -307,8 +319,8 @@ def halting():
 def test_each_clock_has_the_operations_of_its_own_part(halting):
     scenes = PLAN.validation_scenes(2)
     with (
-        timing.Timed(halting.model, None, scenes, GRID) as dense,
-        timing.Timed(halting.model, gated(halting), scenes, GRID) as ours,
+        frames.Timed(halting.model, None, scenes, GRID) as dense,
+        frames.Timed(halting.model, gated(halting), scenes, GRID) as ours,
     ):
         encoder, whole = ([one.flops(clock) for one in (dense, ours)] for clock in ("encoder", "whole"))
     with apply(halting.model, []) as run, torch.inference_mode():
@@ -321,7 +333,7 @@ def test_each_clock_has_the_operations_of_its_own_part(halting):
 def test_parts_are_those_that_ran_and_layers_have_the_tokens_that_were_left(halting, monkeypatch):
     seed = SeedRuns(PLAN, 0, None)
     monkeypatch.setattr(seed, "train", lambda name: halting)
-    found = timing.parts(seed, repeats=3, scenes=2).set_index(["run", "part"])
+    found = frames.parts(seed, repeats=3, scenes=2).set_index(["run", "part"])
     assert (found["latency_ms"] > 0).all()
     assert set(found.loc["halted"].index) - set(found.loc["dense"].index) == {"runtime", "decide", "gather", "scatter"}
     assert found.loc[("dense", "layer 2"), "tokens"] == GRID.n_pillars
@@ -336,20 +348,20 @@ def test_drawn_gates_leave_what_they_shall():
     model = detector(Shape(32, 4, 2), 0)
     hidden = torch.randn(3, 200, 32, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        drawn = timing._gates_that_leave(model, hidden)
+        drawn = frames._gates_that_leave(model, hidden)
         with apply(model, gated(Trained(model, drawn, [], 0))(0)) as run:
             for one in hidden.split(1):
                 model.encoder(inputs_embeds=one)
     left = np.mean([[float(p.active(layer).float().mean()) for layer in range(4)] for p in run.trace.passes], axis=0)
-    assert left == pytest.approx([1, *timing.LEFT], abs=0.02)
+    assert left == pytest.approx([1, *frames.LEFT], abs=0.02)
 
 
 def test_a_row_a_size():
-    found = timing.sizes(((16, 8, 1), (16, 8, 2)), layers=4, repeats=3)
+    found = frames.sizes(((16, 8, 1), (16, 8, 2)), layers=4, repeats=3)
     assert found["pillars"].tolist() == [64, 64]
     assert (found["latency_ratio"] > 0).all()
     assert found["flops_saved_pct"].between(20, 80).all()
-    assert found["tokens"].to_numpy() == pytest.approx((1 + sum(timing.LEFT)) / 4, abs=0.03)
+    assert found["tokens"].to_numpy() == pytest.approx((1 + sum(frames.LEFT)) / 4, abs=0.03)
 
 
 def test_the_cost_of_a_study_is_its_steps_times_a_step(tmp_path, monkeypatch):
@@ -357,14 +369,14 @@ def test_the_cost_of_a_study_is_its_steps_times_a_step(tmp_path, monkeypatch):
         for dial in (0.0, 0.1):
             yield "control", "dense", dial, seed._measured(seed.train("control"))
 
-    monkeypatch.setattr(timing, "PARTS", ("frozen",))
+    monkeypatch.setattr(frames, "PARTS", ("frozen",))
     monkeypatch.setattr(SeedRuns, "evaluations", evaluations)
     plan = dataclasses.replace(PLAN, steps=4, tuning_steps=3, validation=2)
     seed = SeedRuns(plan, 0, tmp_path)
     seed.train("control")
-    found = timing.cost(seed, steps=1, scenes=2).set_index("what")
+    found = frames.cost(seed, steps=1, scenes=2).set_index("what")
     assert found["count"].to_dict() == {
-        "scenes": 10, "dense": 4, "control": 3, "frozen": 3, "2 evaluations": 2, "intervals": timing.DRAWS,
+        "scenes": 10, "dense": 4, "control": 3, "frozen": 3, "2 evaluations": 2, "intervals": frames.DRAWS,
     }  # fmt: skip
     assert found["seconds"].to_numpy() == pytest.approx((found["count"] * found["seconds_each"]).to_numpy())
     assert (found["seconds_each"] > 0).all()

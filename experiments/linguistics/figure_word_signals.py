@@ -133,9 +133,13 @@ def _deepened(one: Means) -> Estimate:
 # --- claims -----------------------------------------------------------------------------------------------------------------------
 
 
-def _collapse(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-    record = outcomes[runs.MAIN].record
-    return None if record is None else _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats["function"])
+def _answer(words: str) -> AnsweredBy:
+    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        record = outcomes[runs.MAIN].record
+        return None if record is None else _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
+
+    note = f"{words} words, logit lens of the dense model, last layer that is looked at, less half of the depth"
+    return AnsweredBy(runs.HALTING, runs.MAIN, of=of, note=note)
 
 
 def _decay(outcomes: Mapping[str, Outcome]) -> Estimate | None:
@@ -164,9 +168,8 @@ def _decay(outcomes: Mapping[str, Outcome]) -> Estimate | None:
 
 
 ANSWERS = {
-    "e4.collapse.entropy_change_nats": AnsweredBy(
-        runs.HALTING, runs.MAIN, of=_collapse, note="function words, logit lens of the dense model, last layer that is looked at"
-    ),
+    "e4.collapse.entropy_change_nats": _answer("function"),
+    "o.entropy.entropy_change_nats": tuple(_answer(words) for words in ("function", "content")),
     "c1.decay.attention_kept_ratio": AnsweredBy(
         runs.HALTING,
         runs.MAIN,

@@ -7,7 +7,7 @@ frequency, position or spelling; the third what a model of position and frequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -179,32 +179,34 @@ def _model_columns() -> tuple[Column, ...]:
 # --- claims -----------------------------------------------------------------------------------------------------------------------
 
 
-def _rate(key: str, *names: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
-    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        """The lowest of the rates of these classes, by the paper's tags, in percent."""
-        record = outcomes[key].record
-        if record is None:
+def _lowest(outcomes: Mapping[str, Outcome], names: Sequence[str]) -> str | None:
+    """Of these classes the one that halts least, by the paper's tags."""
+    record = outcomes[runs.MAIN].record
+    return None if record is None else min(names, key=lambda name: result(record).of(name, "paper").halted.value)
+
+
+def _answer(*names: str, note: str = "") -> AnsweredBy:
+    """The lowest rate of these classes, in percent, and how far it is from that of any tokens."""
+
+    def rate(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        record, name = outcomes[runs.MAIN].record, _lowest(outcomes, names)
+        if record is None or name is None:
             return None
-        shares = [result(record).of(name, "paper").halted for name in names]
-        lowest = min(shares, key=lambda share: share.value)
-        return Estimate(100 * lowest.value, 100 * lowest.low, 100 * lowest.high)
+        share = result(record).of(name, "paper").halted
+        return Estimate(100 * share.value, 100 * share.low, 100 * share.high)
 
-    return of
+    def beyond(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        record, name = outcomes[runs.MAIN].record, _lowest(outcomes, names)
+        null = None if record is None or name is None else result(record).of(name).nulls.get("random")
+        return None if null is None else Estimate(100 * null.excess, 100 * null.excess_low, 100 * null.excess_high)
 
-
-def _answers(*names: str, note: str = "") -> tuple[AnsweredBy, ...]:
-    said = {runs.MAIN: "drift and entropy, calibrated", "attention": "least attended (ours)"}
-    return tuple(
-        AnsweredBy(
-            runs.HALTING, key, of=_rate(key, *names), note="; ".join(filter(None, (f"{technique}, half of the depth", note)))
-        )
-        for key, technique in said.items()
-    )
+    said = "; ".join(filter(None, ("drift and entropy, calibrated, half of the depth", note)))
+    return AnsweredBy(runs.HALTING, runs.MAIN, of=rate, beyond_chance=beyond, note=said)
 
 
 _LOWEST = "the lowest of determiners, prepositions and conjunctions"
-ANSWERS = {f"{claim}.halted_share_pct": _answers(name) for name, (_, claim) in CLASSES.items() if claim is not None} | {
-    "section2.function_words.halted_share_pct": _answers("determiner", "preposition", "conjunction", note=_LOWEST),
-    "s1.function_words.halted_share_pct": _answers("determiner", "preposition", "conjunction", note=_LOWEST),
-    "m.content_words.halted_share_pct": _answers("content"),
+ANSWERS = {f"{claim}.halted_share_pct": _answer(name) for name, (_, claim) in CLASSES.items() if claim is not None} | {
+    "section2.function_words.halted_share_pct": _answer("determiner", "preposition", "conjunction", note=_LOWEST),
+    "s1.function_words.halted_share_pct": _answer("determiner", "preposition", "conjunction", note=_LOWEST),
+    "m.content_words.halted_share_pct": _answer("content"),
 }

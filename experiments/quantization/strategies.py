@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.records.record import Record
+from quicksilver.records.stats import paired_records
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy, saved_pct
@@ -147,7 +148,21 @@ def answers() -> dict[str, tuple[AnsweredBy, ...]]:
         if row.reported is not None and row.key != "baseline":
             claim = f"{row.reported}.flops_saved_pct"
             found[claim] = (*found.get(claim, ()), AnsweredBy(row.panel, row.key, of=app_j(row.key), note=APP_J))
+    guided = [row for row in rows() if row.reported == "table3.entropy_aware"]
+    note = "widths by entropy against the same widths at random"
+    found["o.static.lead_on_chance_pct"] = tuple(AnsweredBy(row.panel, row.key, of=_lead(row.key), note=note) for row in guided)
     return found
+
+
+def _lead(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
+    def of(panel: Mapping[str, Outcome]) -> Estimate | None:
+        record = panel[key].record
+        if record is None or "null_nll_nats" not in record.windows:
+            return None
+        paired = paired_records(record, record, baseline_column="null_nll_nats")
+        return Estimate(-paired.relative_pct, -paired.relative_pct_high, -paired.relative_pct_low)
+
+    return of
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:

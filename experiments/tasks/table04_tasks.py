@@ -140,16 +140,11 @@ def findings(frame: pd.DataFrame) -> tuple[str, ...]:
 
 
 def _answers() -> dict[str, tuple[AnsweredBy, ...]]:
-    """What a task loses is answered by the paper's four rules together, and by ours; its scores by dense inference and by the four rules."""
-    found = {}
+    """What a task loses, and its score, are answered by the paper's four rules together; its dense score by dense inference."""
+    found: dict[str, tuple[AnsweredBy, ...]] = {}
     for task, (title, claim, _) in scores.TASKS.items():
-        answers = []
-        for system in ("paper", "attention"):
-            technique = scores.SYSTEMS[system][0]
-            answers.append(
-                AnsweredBy(scores.PANEL, f"{task}.{system}", of=scores.loss_of(f"{task}.{system}"), note=f"{title}: {technique}")
-            )
-        found[f"{claim}.score_drop"] = tuple(answers)
+        technique, key = scores.SYSTEMS["paper"][0], f"{task}.paper"
+        found[f"{claim}.score_drop"] = (AnsweredBy(scores.PANEL, key, of=scores.loss_of(key), note=f"{title}: {technique}"),)
         for quantity, system in (("dense_score", scores.DENSE), ("quicksilver_score", "paper")):
             technique, key = scores.SYSTEMS[system][0], f"{task}.{system}"
             found[f"{claim}.{quantity}"] = (AnsweredBy(scores.PANEL, key, of=scores.score_of(key), note=f"{title}: {technique}"),)

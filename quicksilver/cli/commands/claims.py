@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING
 from quicksilver.cli.arguments import check_overrides
 from quicksilver.cli.commands.reproduce import recorded_of_all
 from quicksilver.cli.progress import explain, width
-from quicksilver.report.reproduction import LOCAL_SUFFIX, all_kept, base_config, make_command, name_of
+from quicksilver.report.reproduction import LOCAL_SUFFIX, VARIANTS, all_kept, base_config, make_command, name_of
 from quicksilver.report.table import read
 from quicksilver.runs.jobs import RecordIndex
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from quicksilver.records.store import Store
+
+NAME = "claims"
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,9 +45,9 @@ def main(words: Sequence[str]) -> int:
     found, troubles = recorded_of_all(base, overrides, answers)
     failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
     sources = [Source(one, outcomes, make_command(one, overrides)) for one, (_, outcomes) in found.items()]
-    name = name_of("claims", base, overrides)
+    name = name_of(NAME, base, overrides)
     whole = all(all_kept(source.outcomes, store) for source in sources) and not _lacks(store, name)
-    table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}")
+    table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == NAME else {})
     print(table.text(width()))
     contents = {"md": table.markdown().encode(), "csv": table.csv().encode(), "json": table.written().json()}
     contents = {f"{table.name}.{suffix}": content for suffix, content in contents.items()}
@@ -52,6 +56,14 @@ def main(words: Sequence[str]) -> int:
     for artefact, trouble in troubles.items():
         print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)
     return 1 if failed or troubles else 0
+
+
+def _others(store: Store) -> dict[str, pd.DataFrame]:
+    """The written ledgers of other models and texts, by what these are called."""
+    import pandas as pd
+
+    paths = {one.title: store.root / f"{NAME}-{one.name}.json" for one in VARIANTS}
+    return {title: pd.DataFrame(read(path).entries) for title, path in paths.items() if path.is_file()}
 
 
 def _lacks(store: Store, name: str) -> bool:

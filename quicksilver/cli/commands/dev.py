@@ -4,7 +4,7 @@ quicksilver dev benchmark                what the runtime costs and saves on thi
 quicksilver dev benchmark only=[runtime,scaling] minutes=5
 quicksilver dev benchmark against=HEAD~20
 quicksilver dev keep                     put the records behind every written table, figure and the ledger into results/records, where git has them
-quicksilver dev variants                 write the tables and figures of other models and texts that the repository has, and results/variants.md
+quicksilver dev variants                 write what the repository has of other models and texts: tables, figures, the ledger, and results/variants.md
 eval "$(quicksilver dev completion bash)"      completes commands, keys and choices; in ~/.bashrc, or with zsh in ~/.zshrc
 quicksilver dev readme                   put the written tables and figures into README.md, between its markers
 
@@ -110,11 +110,14 @@ def variants(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a key that there is not.
     """
+    from quicksilver.cli.commands import claims
     from quicksilver.files import write_files
     from quicksilver.report.reproduction import VARIANTS, make_command, variants_page
 
     root = _results(words, "variants")
     there = {variant: _write_variant(variant, root) for variant in VARIANTS}
+    for variant in VARIANTS:
+        claims.main([*variant.overrides, f"results_dir={root}"])
     commands = {variant: {one: make_command(one, variant.overrides) for one in missing} for variant, missing in there.items()}
     (path,) = write_files(root, {"variants.md": variants_page(there, commands).encode()})
     for variant, missing in there.items():

@@ -27,9 +27,12 @@ from quicksilver.report.claims.reported import (
     Target,
     Verdict,
     contradictions,
+    difference,
+    halted_by_chance_pct,
     judge,
     quantity,
     reported,
+    with_its_chance,
     with_its_quality,
     with_its_saving,
 )
@@ -42,14 +45,27 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 PAPER_MODELS = ("gpt2-large", "gpt2-medium")
 PAPER_GPU = "A100"
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "not comparable", "not measured")
+# Of several rows of a claim the first of these is the claim's: it holds where it holds everywhere.
+LEAST_FAVOURABLE = ("not reproduced", "partly", "reproduced", "not measured", "not comparable")
 BY_DEFINITION: Verdict = "by definition"  # no verdict to be counted
 CONTRADICTIONS = "The paper against itself"
-STATEMENT = "statement"
+STATEMENT, SETTING = "statement", "setting"
 _CHANCE = {-1: "better than chance", 0: "no better than chance", 1: "worse than chance"}
 _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
     *("panel", "section", "kind", "claim", "place", "quote", "reported", "target_low", "target_high", "unit"),
-    *("measured", "measured_low", "measured_high", "protocol", "execution", "lookahead", "versus_null", "verdict", "why"),
+    *(
+        "measured",
+        "measured_low",
+        "measured_high",
+        "protocol",
+        "execution",
+        "lookahead",
+        "versus_null",
+        "verdict",
+        "elsewhere",
+        "why",
+    ),
     *("artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu", "record", "dense_record"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "lookahead")
@@ -62,7 +78,8 @@ LEGEND = (
     "setting, or an absolute number of another model or machine. not measured: no record, or an interval too wide. by definition: it could "
     "not be otherwise; not counted. The whole rule: docs/verdicts.md.",
     "contradiction, consistent: computed from the paper's numbers alone; choice: the paper leaves it open.",
-    "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own.",
+    "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own. elsewhere: the "
+    "verdict on other models and texts, the least favourable of their rows. Headings count each outcome once, by its least favourable row.",
 )
 
 
@@ -77,6 +94,7 @@ class AnsweredBy:
         panel, key: the row whose record is asked.
         column: of `against_dense`; None: the quantity's own.
         of: instead of a column, from the outcomes of the panel by key to an estimate; None where these do not have it.
+        beyond_chance: of a share, its difference from what chance gives (percentage points), from the outcomes of the panel by key.
         note: what is compared, where that is not plain.
         by_definition: why the number can be no other; then it is shown and not judged.
     """
@@ -85,6 +103,7 @@ class AnsweredBy:
     key: str
     column: str | None = None
     of: Callable[[Mapping[str, Outcome]], Estimate | None] | None = None
+    beyond_chance: Callable[[Mapping[str, Outcome]], Estimate | None] | None = None
     note: str = ""
     by_definition: str = ""
 
@@ -217,6 +236,15 @@ class _Claim:
         return Target(100 * ((low or 0.0) / (dense + slack) - 1), 100 * ((high or 0.0) / (dense - slack) - 1))
 
     @property
+    def chance_pct(self) -> float | None:
+        """What the paper says, or implies, that chance gives of a share."""
+        if self.name == "halted_share_pct":
+            return halted_by_chance_pct()
+        if self.name != "precision_pct":
+            return None
+        return self.entry.values.get("random_precision_pct", reported()["s2.phrases"].values["random_precision_pct"])
+
+    @property
     def beside(self) -> _Claim | None:
         """The claim that it is made together with: of a saving a quality, of a quality the operations that it is claimed to save."""
         others = [_Claim(self.entry, name) for name in self.entry.quantities]
@@ -321,7 +349,7 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     if what.sense == "setting":
         key = entry.config.get(claim.name)
         where = f", kept as conf/{key.replace('.', '.yaml: ', 1)}" if key else ""
-        return [base | {"verdict": "not comparable", "why": f"a setting, no outcome{where}"}]
+        return [base | {"kind": SETTING, "verdict": "not comparable", "why": f"a setting, no outcome{where}"}]
     if what.of_dense:
         relative = {"target_low": claim.target.low, "target_high": claim.target.high}
         base |= {"unit": ""} if claim.is_reference else relative
@@ -374,6 +402,12 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, found: Estimate
         beside = None if its is None else (other.id, other.verdict(record, its)[0])
     fixed = answer.by_definition or (claim.entry.by_definition.get(claim.name, "") if answer.of is None else "")
     verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, beside)
+    beyond = None if answer.beyond_chance is None else answer.beyond_chance({answer.key: outcome})
+    if beyond is not None and claim.chance_pct is not None:
+        claimed = next(end for end in claim.stated if end is not None)
+        lowered = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
+        said = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}] from chance, claimed {claimed - claim.chance_pct:+.1f}"
+        verdict, why = lowered, "; ".join(filter(None, (why, said)))
     widths = answer.of is None and claim.what.column == "paper_flops_saved_pct" and _charges_widths(record)
     chance: dict[str, Any] = {}
     if claim.what.kind == "quality" and dense is not None and record.found("null", NullResult) is not None:
@@ -424,21 +458,49 @@ def _statements(artefact: Artefact) -> Iterator[dict[str, Any]]:
 # --- as a table -------------------------------------------------------------------------------------------------------------------
 
 
-def ledger(sources: Sequence[Source], name: str = "claims") -> Table:
-    """The ledger as a table, a panel for each group of claims."""
+def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str, pd.DataFrame] | None = None) -> Table:
+    """The ledger as a table, a panel for each group of claims.
+
+    Args:
+        others: ledgers of other models and texts by what they are called: what they say of a claim stands beside it.
+    """
     rows = frame(sources)
+    elsewhere = {label: standing(found) for label, found in (others or {}).items()}
+    there = [
+        "; ".join(f"{label}: {found[claim]}" for label, found in elsewhere.items() if found.get(claim) in LEAST_FAVOURABLE[:3])
+        for claim in rows["claim"]
+    ]
+    rows["elsewhere"] = [said if record else "" for said, record in zip(there, rows["record"], strict=True)]
     panels = [
         Panel(str(group), f"{group}: {_counts(members)}", _columns(str(group)), _notes(members))
         for group, members in rows.groupby("panel", sort=False)
     ]
-    claims = rows[rows["kind"] == "claim"]
-    title = f"The claims of arXiv 2506.22396: {claims['claim'].nunique()} numbers in {len(claims)} rows, {_counts(claims)}"
+    outcomes = standing(rows)
+    title = f"The claims of arXiv 2506.22396: {len(outcomes)} outcomes, each counted once: {_said(Counter(outcomes.values()))}"
+    for label, found in elsewhere.items():
+        same = {claim: verdict for claim, verdict in found.items() if claim in outcomes}
+        title += f". {label}: {_said(Counter(same.values()))}"
     return Table(name, title, rows, tuple(panels), LEGEND)
 
 
+def standing(rows: pd.DataFrame) -> dict[str, str]:
+    """The verdict on each outcome, settings and what is so by definition left out: of its rows the least favourable, so that none is counted
+    twice."""
+    outcomes = rows[(rows["kind"] == "claim") & (rows["verdict"] != BY_DEFINITION)]
+    return {
+        str(claim): min(members, key=LEAST_FAVOURABLE.index)
+        for claim, members in outcomes.groupby("claim", sort=False)["verdict"]
+    }
+
+
 def _counts(rows: pd.DataFrame) -> str:
-    counts = Counter(rows["verdict"])
-    order = dict.fromkeys((*VERDICTS, *(word for word in counts if word != BY_DEFINITION)))
+    outcomes, settings = standing(rows), int((rows["kind"] == SETTING).sum())
+    others = rows.loc[~rows["kind"].isin(("claim", SETTING)), "verdict"]
+    return _said(Counter([*outcomes.values(), *others])) or f"{settings} settings"
+
+
+def _said(counts: Counter[str]) -> str:
+    order = dict.fromkeys((*VERDICTS, *counts))
     return ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
 
 
@@ -469,6 +531,7 @@ def _columns(group: str) -> tuple[Column, ...]:
         Column("", "measured", _measurement),
         protocol,
         verdict,
+        Column("", "elsewhere", _words("elsewhere", 26), "left", 2),
         Column("", "why", _words("why", 40), align="left"),
     )
 

@@ -204,11 +204,33 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
 
 
 def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:
-    """The verdict on a saving, given that on the quality it is claimed with in the same run: no better than that quality. Quality that
-    failed, is undecided or cannot be compared leaves nothing of a saving: leaving work out is easy."""
+    """The verdict on a saving, given that on the quality it is claimed with in the same run: no better than that quality. Where that is
+    undecided, so is the saving; where it failed or cannot be compared nothing is left of it: leaving work out is easy."""
     if saving not in ("reproduced", "partly") or quality in ("reproduced", "by definition"):
         return saving
-    return "partly" if quality == "partly" else "not reproduced"
+    return quality if quality in ("partly", "not measured") else "not reproduced"
+
+
+def with_its_chance(share: Verdict, beyond: Verdict) -> Verdict:
+    """The verdict on a share, given that on its difference from chance: no better than that, because chance alone gives a share."""
+    return share if _ORDER.index(share) >= _ORDER.index(beyond) else beyond
+
+
+_ORDER: tuple[Verdict, ...] = ("reproduced", "partly", "not measured", "not reproduced")
+
+
+def difference(claimed: float, chance: float, found: Estimate) -> Verdict:
+    """The verdict on how far a share is from chance: claimed and found in percent, with the sign that the claim has."""
+    if claimed < chance:
+        found = Estimate(-found.value, -found.high, -found.low)
+    return judge("gain", Target(abs(claimed - chance), None), found)
+
+
+@cache
+def halted_by_chance_pct() -> float:
+    """What any token of Table 2 halts at: its classes' shares, weighted by their tokens."""
+    classes = [one.values for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values]
+    return sum(one["halted_share_pct"] * one["tokens"] for one in classes) / sum(one["tokens"] for one in classes)
 
 
 def with_its_saving(quality: Verdict, saving: Verdict) -> Verdict:
@@ -341,6 +363,15 @@ def table5_kv(**rows: Reported) -> Computed:
         f"{min(skipped):g} to {max(skipped):g}: the least change is written, the most skipped"
     )
     return Computed(text, not false and max(skipped) < min(written))
+
+
+def strictly_below(bound: Bounds, **values: float) -> Computed:
+    text = ", ".join(f"{value:g} ({name})" for name, value in values.items())
+    return Computed(f"{text} against under {bound[1]:g}", bound[1] is None or max(values.values()) < bound[1])
+
+
+def more_bits_cost_no_more(fewer: float, more: float) -> Computed:
+    return Computed(f"{fewer:g} with 2-bit tokens, {more:g} with 4 bits in their place", more <= fewer)
 
 
 def inside_grid(low: float, high: float, low_grid: tuple[float, float], high_grid: tuple[float, float]) -> Computed:

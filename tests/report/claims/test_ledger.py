@@ -13,7 +13,17 @@ from quicksilver.cli import main as console
 from quicksilver.cli.commands import reproduce
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, Row, find
-from quicksilver.report.claims.ledger import CONTRADICTIONS, STATEMENT, AnsweredBy, Source, Statement, frame, ledger
+from quicksilver.report.claims.ledger import (
+    CONTRADICTIONS,
+    SETTING,
+    STATEMENT,
+    AnsweredBy,
+    Source,
+    Statement,
+    frame,
+    ledger,
+    standing,
+)
 from quicksilver.report.claims.reported import Estimate, contradictions, reported
 from quicksilver.runtime.errors import ConfigError
 
@@ -64,7 +74,7 @@ def halting(tmp_path, quantity: str, **options) -> pd.Series:
 def test_every_claim_and_every_contradiction_has_a_row():
     found = frame([])
     expected = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities}
-    assert set(found.loc[found["kind"] == "claim", "claim"]) == expected
+    assert set(found.loc[found["kind"].isin(("claim", SETTING)), "claim"]) == expected
     assert set(found.loc[found["kind"] == "conflict", "claim"]) == {f"conflict.{row.id}" for row in contradictions()}
 
 
@@ -92,7 +102,7 @@ def test_without_records_nothing_is_reproduced_and_everything_says_why():
         ({"saved": 0.25, "faster": 0.20, "per_token": 0.0095}, ("partly", "partly", "partly")),
         (
             {"saved": 0.25, "faster": 0.20, "per_token": 0.0068, "spread": 40.0},
-            ("not reproduced", "not reproduced", "not measured"),
+            ("not measured", "not measured", "not measured"),
         ),
         ({"saved": 0.10, "faster": 0.08, "per_token": 0.2}, ("not reproduced", "not reproduced", "not reproduced")),
         ({"saved": 0.0, "faster": -0.30, "per_token": 0.2}, ("not reproduced", "not reproduced", "not reproduced")),
@@ -245,7 +255,8 @@ def table(tmp_path_factory):
 def test_it_is_readable_in_a_terminal(table):
     text = table.text(150)
     assert max(map(len, text.splitlines())) <= 150
-    assert f"{sum(len(entry.quantities) for entry in reported().values())} numbers" in text
+    settings = [one for one in reported().values() if one.group == "Settings"]
+    assert f"Settings: {sum(len(entry.quantities) for entry in settings)} settings" in text
     for heading in ("Operations and perplexity", "Time", "Energy", "Tasks", "Settings", CONTRADICTIONS):
         assert heading in text
     line = next(part for part in text.splitlines() if part.lstrip().startswith("table11.isolated.halting.delta_ppl"))
@@ -274,8 +285,39 @@ def test_the_ledger_has_the_statements_of_the_study_and_does_not_count_them():
     found = table.frame[table.frame["kind"] == STATEMENT]
     assert set(found["panel"]) == {"arXiv 2303.05078 (Ye et al., token halting)"}
     assert artefact.build([], artefact.name).frame["verdict"].tolist() == found["verdict"].tolist()
-    claims = table.frame[table.frame["kind"] == "claim"]
-    assert f"{claims['claim'].nunique()} numbers in {len(claims)} rows" in table.title
+    assert f"{len(standing(table.frame))} outcomes, each counted once" in table.title
+
+
+def test_an_outcome_counts_once_by_its_least_favourable_row_and_says_how_it_is_elsewhere(tmp_path):
+    answers = {"p4.joint": (AnsweredBy("all", "run"), AnsweredBy("all", "run", of=lambda panel: Estimate(20.0, 19.0, 21.0)))}
+    found = frame(sources := [source(tmp_path, answers=answers, saved=0.5, per_token=0.003)])
+    assert set(found.loc[found["claim"] == "p4.joint.flops_saved_pct", "verdict"]) == {"reproduced", "partly"}
+    assert standing(found)["p4.joint.flops_saved_pct"] == "partly"
+    table = ledger(sources, others={"another": found.assign(verdict="not reproduced")})
+    beside = table.frame.set_index("claim").loc["p4.joint.flops_saved_pct", "elsewhere"]
+    assert set(beside) == {"another: not reproduced"}
+    assert "another: " in table.title
+
+
+@pytest.mark.parametrize(
+    ("share", "beyond", "verdict"),
+    [
+        (90.0, (50.0, 45.0, 55.0), "partly"),  # 53.5 points above what any token of Table 2 halts at are claimed
+        (92.0, (55.0, 54.0, 56.0), "reproduced"),
+        (92.0, (0.5, -0.5, 1.5), "not reproduced"),
+        (60.0, (-20.0, -22.0, -18.0), "not reproduced"),
+        (92.0, (30.0, 2.0, 58.0), "not measured"),
+    ],
+)
+def test_a_share_is_judged_by_its_difference_from_chance(tmp_path, share, beyond, verdict):
+    answer = AnsweredBy(
+        "all", "run", of=lambda panel: Estimate(share, share - 1, share + 1), beyond_chance=lambda panel: Estimate(*beyond)
+    )
+    claim = "table2.determiners.halted_share_pct"
+    found = row([source(tmp_path, answers={claim: answer}, saved=0.2)], claim)
+    assert found["verdict"] == verdict
+    assert "points" in found["why"]
+    assert "from chance" in found["why"]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from quicksilver.fitting.fitted_prediction import FittedPrediction, static_sched
 from quicksilver.fitting.oracle_exit import OracleExit, share_that_saves
 from quicksilver.fitting.schedules import saved_pct
 from quicksilver.modules import Schedule
-from quicksilver.runtime import MISSING_KV, ConfigError, apply, architecture_of
+from quicksilver.runtime import MISSING_KV, ConfigError, architecture_of
 
 N = 40
 BATCH = tiny.Batch((tuple(range(1, N + 1)), tuple(range(3, N + 3))))
@@ -31,17 +31,7 @@ def fitted(name: str, control: str) -> FittedPrediction:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_pairs_predict_better_than_the_mean_and_that_no_worse_than_shuffled_pairs(name: str) -> None:
     arch = architecture_of(tiny.load(name))
-    states: dict[int, torch.Tensor] = {}
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs, i=i: states.__setitem__(i, kwargs.get("hidden_states", args[0] if args else None)),
-            with_kwargs=True,
-        )
-        for i, layer in enumerate(arch.layers)
-    ]
-    arch.base(input_ids=BATCH.ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
+    states = arch.model(BATCH.ids, use_cache=False, output_hidden_states=True).hidden_states
     error = {}
     for control in ("none", "shuffled", "mean"):
         module = fitted(name, control)
@@ -126,23 +116,16 @@ def test_it_saves_what_was_asked_for_and_loses_less_than_the_same_tokens_without
     assert torch.equal(tiny.forward(model, batch, []).logits, dense.logits)  # nothing is left on the model
 
 
-def test_what_comes_after_a_token_moves_neither_its_decision_nor_its_logits() -> None:
+def test_what_comes_after_a_token_moves_neither_its_decision_nor_its_logits_and_masked_agrees() -> None:
     model, module = tiny.load("llama"), oracle("llama")
-    ids = BATCH.ids
-    changed = ids.clone()
-    changed[:, 20:] = 7
-    with torch.no_grad(), apply(model, [module]) as run:
-        one = model(ids).logits
-        two = model(changed).logits
-        before, after = run.trace.passes
-    assert torch.equal(before.halt_layer[:, :20], after.halt_layer[:, :20])
-    torch.testing.assert_close(one[:, :20], two[:, :20], rtol=1e-4, atol=1e-5)
-
-
-def test_masked_and_compact_agree() -> None:
-    model, module = tiny.load("llama"), oracle("llama")
-    outcomes = [tiny.forward(model, BATCH, [module], execution=execution).logits for execution in ("compact", "masked")]
-    tiny.assert_close(*outcomes)
+    changed = tiny.Batch(tuple((*row[:20], *[7] * 20) for row in BATCH.rows))
+    one, two, masked = (
+        tiny.forward(model, batch, [module], execution=execution)
+        for batch, execution in ((BATCH, "compact"), (changed, "compact"), (BATCH, "masked"))
+    )
+    assert torch.equal(one.trace.passes[0].halt_layer[:, :20], two.trace.passes[0].halt_layer[:, :20])
+    torch.testing.assert_close(one.logits[:, :20], two.logits[:, :20], rtol=1e-4, atol=1e-5)
+    tiny.assert_close(one.logits, masked.logits)
 
 
 def test_bad_input_is_refused() -> None:

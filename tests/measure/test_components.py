@@ -50,16 +50,6 @@ def test_inner_sections_are_not_counted_in_outer_ones(ticks: list[float]) -> Non
     assert sum(clock.times_ms().values()) == 1000 * (ticks[0] - 1)
 
 
-def test_a_logit_lens_is_the_price_of_the_decision_that_asked_for_it(ticks: list[float]) -> None:
-    clock = SectionClock(CPU)
-    clock.enter("decisions", 2)
-    clock.enter("gather_scatter")
-    clock.enter("output_head")
-    for _ in range(3):
-        clock.leave()
-    assert set(clock.times_ms()) == {("decisions", 2), ("gather_scatter", 2)}
-
-
 @pytest.mark.parametrize("family", first(unlike_first(FAMILIES), 2))
 def test_a_dense_pass_has_the_models_own_components_in_every_layer(family: str, ticks: list[float]) -> None:
     model = load(family)

@@ -147,13 +147,9 @@ SENTENCES = ["abc defg", "hgf"]
 def record(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inside")
     words = [*make_world(folder), f"results_dir={folder / 'results'}", "modules=[halting]", "protocol=continuation"]
-    words += [
-        "measure.signals.enabled=true",
-        f"measure.signals.sentences=[{','.join(SENTENCES)}]",
-        "measure.signals.windows=1",
-        "measure.signals.attribution=true",
-    ]
-    words += ["modules.halting.tau_drift=p60", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0"]
+    options = ("enabled=true", f"sentences=[{','.join(SENTENCES)}]", "windows=1", "attribution=true")
+    words += [f"measure.signals.{option}" for option in options]
+    words += [f"modules.halting.{option}" for option in ("tau_drift=p60", "tau_entropy=null", "resume_layers=0")]
     return ensure([compose(words)])[0]
 
 

@@ -19,12 +19,11 @@ from quicksilver.runs.run import ensure
 from quicksilver.runtime import Trace
 from quicksilver.runtime.errors import ConfigError
 
-FUSION = (
-    "token_fusion",
-    "modules.token_fusion.rule=capacity",
-    "modules.token_fusion.tau_fuse=null",
-    "modules.token_fusion.max_group=3",
-)
+FUSION = [f"modules.token_fusion.{option}" for option in ("rule=capacity", "tau_fuse=null", "max_group=3")]
+HALTING = [
+    "modules=[halting]",
+    *(f"modules.halting.{option}" for option in ("tau_drift=p60", "tau_entropy=null", "resume_layers=0")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +39,13 @@ def words(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def halted(words: list[str]) -> Record:
-    more = [
-        "modules=[halting]",
-        "modules.halting.tau_drift=p60",
-        "modules.halting.tau_entropy=null",
-        "modules.halting.resume_layers=0",
-    ]
-    (record,) = ensure([compose([*words, *more, "measure.word_signals.enabled=true"])])
+    (record,) = ensure([compose([*words, *HALTING, "measure.word_signals.enabled=true"])])
     return record
 
 
 @pytest.fixture(scope="module")
 def fused(words: list[str]) -> Record:
-    more = [f"modules=[{FUSION[0]}]", *FUSION[1:], "protocol=continuation", "measure.constituents.enabled=true"]
+    more = ["modules=[token_fusion]", *FUSION, "protocol=continuation", "measure.constituents.enabled=true"]
     (record,) = ensure([compose([*words, *more])])
     return record
 
@@ -141,8 +134,7 @@ def test_precision_is_that_of_counting_the_pairs(fused: Record):
 
 
 def test_a_long_sentence_is_skipped_and_counted(words: list[str]):
-    small = [*words, "protocol.window_tokens=22", "protocol.prompt_tokens=16", "modules=[halting]", "modules.halting.tau_drift=p60",
-             "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0"]  # fmt: skip
+    small = [*words, "protocol.window_tokens=22", "protocol.prompt_tokens=16", *HALTING]
     (record,) = ensure([compose(small)])
     found = record.measured("word_classes", WordClassesResult)
     assert found.counted.long_sentences > 0

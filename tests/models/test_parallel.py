@@ -22,17 +22,8 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_two_ranks_are_one_model(family, tmp_path, subtests):
     """Heads of one K/V group, and heads whose q, k and v are interleaved; the words cannot be halved."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "tests/two_ranks.py",
-        family,
-        str(tmp_path),
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "tests/two_ranks.py", family, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
     made = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, timeout=1800)
     assert made.returncode == 0, made.stderr[-3000:]

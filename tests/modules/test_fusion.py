@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from looking import LAYERS, Pass, architecture
+from looking import Pass, architecture
 from thinning import draws
 
 from quicksilver.modules import RandomHalting, TokenFusion, calibrate, shuffled
@@ -481,12 +481,7 @@ def trained_readout(head: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tor
 
 
 def test_it_acts_from_its_start_on() -> None:
-    def layers(**options: Any) -> list[int]:
-        fusion = TokenFusion(rule="capacity", **options)
+    for options, layers in (({}, [11]), ({"every": 6}, [11, 17, 23]), ({"start": 0.9, "every": 1}, [26, 27, 28])):
+        fusion = TokenFusion(rule="capacity", **options)  # type: ignore[arg-type]
         fusion.bind(architecture(30))
-        return [layer for layer in range(30) if fusion.acts_at(layer)]
-
-    assert layers() == [11]  # 0.4 of 30: after the twelfth (G.3)
-    assert layers(every=6) == [11, 17, 23]
-    assert layers(start=0.9, every=1) == [26, 27, 28]
-    assert LAYERS == 10
+        assert [layer for layer in range(30) if fusion.acts_at(layer)] == layers  # 0.4 of 30: after the twelfth (G.3)

@@ -145,19 +145,15 @@ def test_full_processing_beats_forced_halting_beats_the_rule(data: st.DataObject
     full_id, full_slot, forced_id, forced_slot, by_rule = (torch.tensor(data.draw(flags)) for _ in range(5))
     first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
     ids = (full_id + 2 * forced_id)[None]  # 3 is in both lists
-    halting = by_drift(
-        0.5,
-        rule=rule,
-        full_ids=[1, 3],
-        forced_ids=[2, 3],
-        full_mask=full_slot,
-        forced_mask=forced_slot[None],
-        protect_first=first,
-        protect_last=last,
-        window=(0.3, 0.3),
-        signal="drift",
-        halted_share=float(by_rule.float().mean()),
-    )
+    overrides: dict[str, Any] = {
+        "full_ids": [1, 3],
+        "forced_ids": [2, 3],
+        "full_mask": full_slot,
+        "forced_mask": forced_slot[None],
+    }
+    share = float(by_rule.float().mean())
+    options: dict[str, Any] = {"rule": rule, "window": (0.3, 0.3), "signal": "drift", "halted_share": share}
+    halting = by_drift(0.5, protect_first=first, protect_last=last, **overrides, **options)
     before, after = drifting([0.1 if b else 0.9 for b in by_rule])
     halted = torch.tensor(halted_by(halting, Pass([n], ids=ids), 2, before=before, after=after))
     slots = torch.arange(n)

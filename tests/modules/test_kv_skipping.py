@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 
-from quicksilver.modules import KVSkipping, RandomHalting
+from quicksilver.modules import KVSkipping
 
 BATCH = tiny.Batch((tuple(range(1, 21)), tuple(range(30, 44))))
 
@@ -86,23 +85,6 @@ def test_halted_and_attention_needs_both() -> None:
     skipping = KVSkipping(criterion="halted_and_attention", tau_kv=0.5, last_queries=1, protect_first=0)
     assert not skipping.causal
     assert ask(skipping, Pass([5]), 3, halted, attention=attention).tolist() == [[True, False, False, False, False]]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_halting_and_skipping_in_a_model_drop_what_halting_alone_projects(family: str, execution: str) -> None:
-    model, halting = tiny.load(family), RandomHalting(rate=0.4, window=(0, 1), resume_layers=0)
-    kept = tiny.forward(model, BATCH, [halting], execution=execution)
-    skipped = tiny.forward(model, BATCH, [halting, KVSkipping(protect_first=2)], execution=execution)
-    for before, after in zip(kept.trace.passes, skipped.trace.passes, strict=True):
-        assert torch.equal(before.halt_layer, after.halt_layer)
-        slots = before.valid.long().cumsum(1) - 1
-        for layer in range(1, tiny.LAYERS):
-            assert torch.equal(before.kv_present(layer), before.valid)
-            gone = before.valid & ~before.active(layer) & (slots >= 2)
-            assert gone.any()
-            assert torch.equal(after.kv_present(layer), before.valid & ~gone)
-    assert not torch.allclose(kept.logits, skipped.logits, atol=1e-4)
 
 
 def test_skipped_tokens_stay_skipped() -> None:

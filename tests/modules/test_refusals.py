@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from drawing import Preset
 from looking import LAYERS, Pass, architecture
 
 from quicksilver.baselines.bfloat16 import BFloat16
@@ -39,6 +40,7 @@ from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.modules.signals import AttentionReceived, make_signal
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply
 
+LONG = tiny.Batch((tuple(range(28)),))
 SCHEDULE = Schedule(1, 0.25, 3, 2, 5)
 GATES = TrainedGates((0, 2), torch.zeros(2, tiny.WIDTH), torch.zeros(2), tiny.LAYERS)
 STAGE: dict[str, Any] = {"before": 3, "count": 2, "signal": "position"}
@@ -187,6 +189,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (under(TokenFusion(token_counts=[5, 5, 5], rare_below=2, rule="capacity")), "token_counts has 3 numbers and the vocabulary 61 tokens"),
     (under(TokenFusion(anchors=[[1, 2]], rule="capacity"), inputs_embeds=torch.randn(1, 8, tiny.WIDTH)),
      "anchors and token_counts select by token id.*exempt_mask"),
+    (lambda: under(Replay(tiny.forward(tiny.load("gpt2"), LONG, [AdaptiveQuantization(bits=8)]).trace))(), "like=modules"),
+    (lambda: under(Replay(tiny.forward(tiny.load("gpt2"), LONG, [Preset(schedule=SCHEDULE)]).trace))(), "like=modules"),
     (under(PresetHalting(save=0.4)), "no schedule ships with this model"),
     (under(learned(threshold=[0.5, 0.5, 0.5])), "threshold has 3 numbers for gates after 2 layers"),
     (under(learned(resume_layers=2)), r"Gates after layers \[2\] save nothing with resume_layers=2"),

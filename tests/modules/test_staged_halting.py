@@ -19,13 +19,13 @@ from looking import LAYERS, Pass, architecture
 
 from quicksilver.data.annotation import TOKEN_SETS, word_classes
 from quicksilver.fitting.schedules import saved_pct, smallest_schedule
-from quicksilver.modules import Calibration, PresetHalting, Replay, Schedule, Stage, StagedHalting, WordClassHalting
+from quicksilver.modules import Calibration, PresetHalting, Schedule, Stage, StagedHalting, WordClassHalting
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.staged_halting import files_behind
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.parts import build_modules
-from quicksilver.runtime import MISSING_KV, ConfigError, TokenState, apply, architecture_of
+from quicksilver.runtime import MISSING_KV, ConfigError, apply, architecture_of
 
 ROWS = st.lists(st.integers(1, 14), min_size=1, max_size=3)
 SIGNALS = ("position", "drift", "random", "attention", {"name": "entropy", "of": "latent"})
@@ -122,24 +122,6 @@ def test_a_threshold_is_the_layer_s_own_and_causal() -> None:
     assert one.halted(4)[0].tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_prompt_is_counted_on_the_host(family: str, padded: bool) -> None:
-    drop = {"before": 1, "count": 4, "signal": "position", "missing_kv": "drop"}
-    counted: list[int | None] = []
-
-    class Noting(StagedHalting):
-        def decide(self, view: Any, tokens: TokenState) -> None:
-            super().decide(view, tokens)
-            counted.append(tokens.n_left)
-
-    noting = Noting(stages=[drop, {"before": 4, "rest": True, "missing_kv": "project"}], protect_first=1, protect_last=3)
-    row = tuple(range(1, 17))
-    for execution in ("compact", "masked"):
-        tiny.forward(tiny.load(family), tiny.Batch((row, row[3:] if padded else row)), [noting], execution=execution)
-    assert counted == ([None] * 4 if padded else [12, 4] * 2)
-
-
 def one(**options: Any) -> list[dict[str, Any]]:
     return [{"before": 3, "count": 2, "signal": "position", **options}]
 
@@ -206,12 +188,6 @@ def test_just_enough_drops_one_token_fewer_than_would_not_do() -> None:
     assert saved_pct(arch, fewer, 64) < 35
     assert smallest_schedule(arch, 3, 4, 0.99, 64) is None
     assert smallest_schedule(arch, 1, 4, 0.1, 64) is None
-
-
-def test_it_is_not_replayed_without_its_translators() -> None:
-    made = tiny.forward(tiny.load("llama"), BATCH, [Preset(schedule=schedule())])
-    with pytest.raises(ConfigError, match="like=modules"):
-        tiny.forward(tiny.load("llama"), BATCH, [Replay(made.trace)])
 
 
 def test_a_file_of_schedules_names_its_maps_and_serves_its_model_alone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from quicksilver.measure.flop_counter import count_by_operator, count_executed
 from quicksilver.modules import ChannelSparsity, calibrate_modules
 from quicksilver.modules.block_attention import BlockAttention
 from quicksilver.modules.channel_sparsity import RotatedModel, linear_maps, weight_of
-from quicksilver.runtime import ConfigError, Run, UnsupportedModelError, apply, architecture_of
+from quicksilver.runtime import ConfigError, UnsupportedModelError, apply, architecture_of
 
 
 def ids_of(model: torch.nn.Module, rows: int, seed: int = 0) -> torch.Tensor:
@@ -169,17 +169,18 @@ def test_halted_runs_are_the_same_in_blocks_and_their_work_is_what_is_counted(
     modules = data.draw(tiny.policies())
     plain = tiny.forward(model, batch, modules)
     for execution in ("compact", "masked"):
-        runs: list[Run] = []
-        found = []
+        found: list[torch.Tensor] = []
+        with torch.no_grad(), apply(model, [*modules, BlockAttention(block=block)], execution=execution) as run:
+            counted = count_executed(lambda: found.append(model(**batch.inputs(), use_cache=False).logits))  # noqa: B023
+            assert run.flops.executed == pytest.approx(counted, rel=0.01)
+        tiny.assert_close(batch.real(found[0]), batch.real(plain.logits), atol=1e-4)
 
-        def run(execution: str = execution, runs: list[Run] = runs, found: list[torch.Tensor] = found) -> None:
-            outcome = tiny.forward(model, batch, [*modules, BlockAttention(block=block)], execution=execution)
-            runs.append(outcome.run)
-            found.append(outcome.logits)
 
-        counted = count_executed(run)
-        tiny.assert_close(found[0], plain.logits, atol=1e-4)
-        assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
+@pytest.mark.xfail(reason="ledgers that are first read after the block have forgotten its size", strict=True)
+def test_ledgers_may_be_read_after_the_block() -> None:
+    with torch.no_grad(), apply(tiny.load("llama"), [BlockAttention()]) as run:
+        counted = count_executed(lambda: tiny.load("llama")(torch.arange(24)[None], use_cache=False))
+    assert run.flops.executed == pytest.approx(counted, rel=0.01)
 
 
 def test_no_prompt_is_left_to_the_fused_kernel_and_one_token_is() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from tiny import Batch
-from torch import nn
 
 from quicksilver.modules import AdaptiveQuantization
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState, apply, architecture_of
@@ -67,20 +65,7 @@ class EverySecond(TokenPolicy):
 def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, execution: str, counted: bool) -> None:
     model = tiny.load(name)
     arch = architecture_of(model)
-    states: dict[int, torch.Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            states[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, layer in enumerate(arch.layers)]
-    try:
-        model(**BATCH.inputs(), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    states = model(**BATCH.inputs(), use_cache=False, output_hidden_states=True).hidden_states  # entering each layer
     frozen = states[AT + 1]  # nobody has halted before: these are the dense model's
     translator = Constant(arch)
     with apply(model, [EverySecond(translator, counted=counted)], execution=execution) as run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 
 import pytest
@@ -323,10 +324,9 @@ def test_without_an_exact_kernel_there_is_one_warning_and_the_same_numbers(monke
             found = executor.run_layer(block, widths, lambda: block(x))
     assert before == ("float" in exact.kernel)
     assert len(caught) == 1
-    message = str(caught[0].message)
-    assert "cpu has no exact int8 matrix product" in message
-    assert "linear layers of quantised tokens" in message
-    assert "slower than the dense model" in message
+    assert re.search(
+        "cpu has no exact int8 .*linear layers of quantised tokens.*slower than the dense model", str(caught[0].message)
+    )
     assert executor.kernel.startswith("float products of the codes on cpu (")
     torch.testing.assert_close(found, expected)
 

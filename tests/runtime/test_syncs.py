@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quicksilver.baselines.one_shot_halting import OneShotHalting
 from quicksilver.baselines.prompt_pruning import PromptPruning
-from quicksilver.modules import ExponentialDecay, Halting, StaticDepth
+from quicksilver.modules import ExponentialDecay, Halting, StagedHalting, StaticDepth
 from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
 
 # `tolist` shows as `resolve_conj`, and does so in inference mode only.
@@ -64,6 +64,7 @@ class PredictsHalf(tiny.Halts):
         tokens.halt(mask, missing_kv="predict", translator=translator, count_per_row=8)
 
 
+OLDEST = {"before": 1, "count": 4, "signal": "position", "missing_kv": "drop"}
 STATIC = {
     "predicted": lambda: [PredictsHalf()],
     "one shot": lambda: [halting(schedule="one_shot", signal="random")],
@@ -74,6 +75,9 @@ STATIC = {
     "sinks spared": lambda: [halting(schedule="one_shot", halted_share=0.4, protect_first=2)],
     "twice": lambda: [halting(schedule="one_shot", halted_share=0.2), ExponentialDecay(alpha=0.3, missing_kv="drop")],
     "decay": lambda: [ExponentialDecay(alpha=0.2, missing_kv="drop")],
+    "staged": lambda: [
+        StagedHalting(stages=[OLDEST, {"before": 4, "rest": True, "missing_kv": "project"}], protect_first=1, protect_last=3)
+    ],
     "static depth": lambda: [StaticDepth(depth=0.5, missing_kv="drop")],
     "one-shot peer": lambda: [OneShotHalting(halted_share=0.5, start=0.4, missing_kv="drop")],
     "pruned": lambda: [PromptPruning(missing_kv="drop")],

@@ -63,28 +63,6 @@ def test_traces_of_several_batches_are_joined_in_order(tmp_path: Path) -> None:
         Trace.concat([joined, Trace(6)])
 
 
-@given(data=st.data(), batch=tiny.batches(), policy=tiny.hashed())
-@settings(max_examples=draws(20))
-def test_a_trace_counts_what_was_active(data: st.DataObject, batch: Batch, policy: Hashed) -> None:
-    """Layer by layer, by what the layers were really called with."""
-    model = tiny.load("llama")
-    seen = torch.zeros(tiny.LAYERS, dtype=torch.long)
-    handles = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs, i=i: seen.__setitem__(i, seen[i] + kwargs["hidden_states"].shape[1]), with_kwargs=True
-        )
-        for i, layer in enumerate(model.model.layers)
-    ]
-    try:
-        alone = Batch(batch.rows[:1])
-        trace = tiny.forward(model, alone, [policy], chunks=data.draw(st.none() | tiny.chunkings(alone.width))).trace
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert trace.active_counts().tolist() == seen.tolist()
-    assert sum(int(p.valid.sum()) for p in trace.passes) == len(alone.rows[0])
-
-
 @given(batch=tiny.batches(low=2), policy=tiny.hashed(), name=st.sampled_from(tiny.FAMILIES))
 @settings(max_examples=draws(30))
 def test_the_trace_is_what_the_policy_decided(batch: Batch, policy: Hashed, name: str) -> None:
@@ -147,41 +125,36 @@ def test_every_kind_of_event_comes_back_from_disk(tmp_path: Path) -> None:
                 assert all(getattr(one, part).dtype == tensor.dtype for part, tensor in of.items())
 
 
-SCHEMA_0 = '{"schema": "quicksilver-trace-0", "n_layers": 5, "first_columns": []}'
+def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
+    path, unreadable = tmp_path / "foreign.safetensors", "is not a readable trace"
+    some_trace().save(path)
+    whole, tensors = path.read_bytes(), load_file(path)
+    with safe_open(str(path), framework="pt") as file:
+        about = json.loads(file.metadata()["quicksilver"])
 
+    def refused(says: str) -> None:
+        with pytest.raises(ConfigError, match=rf"foreign\.safetensors.*{says}"):
+            Trace.load(path)
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        *((content, "is not a readable trace") for content in (b"", b"not a trace", b"\x00" * 64, b'{"halt_layer": []}' * 9)),
-        *((size, "is not a readable trace") for size in (7, 0.5, -1)),  # torn there
-        *(({name: value}, "is not a readable trace") for name, value in (("n_layers", "many"), ("n_layers", None))),
-        *(({"first_columns": value}, "is not a readable trace") for value in ([0, 8], "{")),
-        (None, r"has schema None.*reads 'quicksilver-trace-\d+'"),
-        ("pt", r"has schema None.*reads 'quicksilver-trace-\d+'"),
-        (SCHEMA_0, r"has schema 'quicksilver-trace-0'.*reads 'quicksilver-trace-\d+'"),
-        ("gone", ""),
-        ("folder", ""),
-    ],
-)
-def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, damage: object, says: str) -> None:
-    path = tmp_path / "foreign.safetensors"
-    if isinstance(damage, bytes):
-        path.write_bytes(damage)
-    elif isinstance(damage, int | float):
-        some_trace().save(path)
-        whole = path.read_bytes()
-        path.write_bytes(whole[: int(damage * len(whole)) if isinstance(damage, float) else damage])
-    elif isinstance(damage, dict):
-        some_trace().save(path)
-        with safe_open(str(path), framework="pt") as file:
-            about = json.loads(file.metadata()["quicksilver"]) | damage
-        about = {name: value for name, value in about.items() if value is not None}
-        save_file(load_file(path), path, metadata={"quicksilver": json.dumps(about)})
-    elif damage == "folder":
-        path.mkdir()
-    elif damage != "gone":
-        metadata = {None: None, "pt": {"format": "pt"}, SCHEMA_0: {"quicksilver": SCHEMA_0}}[damage]
+    for content in (
+        b"",
+        b"not a trace",
+        b"\x00" * 64,
+        b'{"halt_layer": []}' * 9,
+        whole[:7],
+        whole[: len(whole) // 2],
+        whole[:-1],
+    ):
+        path.write_bytes(content)
+        refused(unreadable)
+    for changes in ({"n_layers": "many"}, {"n_layers": None}, {"first_columns": [0, 8]}, {"first_columns": "{"}):
+        changed = {name: value for name, value in (about | changes).items() if value is not None}
+        save_file(tensors, path, metadata={"quicksilver": json.dumps(changed)})
+        refused(unreadable)
+    for metadata, schema in ((None, None), ({"format": "pt"}, None), ({"quicksilver": '{"schema": "old"}'}, "'old'")):
         save_file({"weight": torch.zeros(3)}, path, metadata=metadata)
-    with pytest.raises(ConfigError, match=rf"foreign\.safetensors.*{says}"):
-        Trace.load(path)
+        refused(rf"has schema {schema}.*reads 'quicksilver-trace-\d+'")
+    path.unlink()
+    refused("")
+    path.mkdir()
+    refused("")

@@ -14,12 +14,11 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlparse
 
-from quicksilver.report.site.collection import Collection, Piece
+from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import markdown
 from quicksilver.report.wandb import sweeps
 from quicksilver.runtime.errors import QuickSilverError
@@ -28,8 +27,7 @@ TITLE = "QuickSilver: what the paper says, and what was measured"
 NEEDED = ("wandb", "wandb_workspaces")
 
 
-@dataclass(frozen=True)
-class PanelSpec:
+class PanelSpec(NamedTuple):
     """One panel, by the names of logged numbers: a scatter of two of them, bars of some, or pictures."""
 
     kind: Literal["scatter", "bars", "pictures"]
@@ -37,8 +35,7 @@ class PanelSpec:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A heading with words and panels below it; `sweep` shows the runs of one sweep only."""
 
     title: str
@@ -47,20 +44,18 @@ class Section:
     sweep: str | None = None
 
 
+WORK = ("executed_flops_saved_pct", "delta_ppl_pct")
+LEDGERS = ("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct")
 # What the paper draws over runs: 8/15 the frontier, 6 and 7 the savings, 16 and Table 7 the cost in time, C.4 the cache.
 RUNS = Section(
     "Runs",
     "Every difference is against dense inference on the same windows; times are medians of rounds that alternate with the dense model.",
     (
-        PanelSpec("scatter", "Quality against work (Figures 8, 15)", ("executed_flops_saved_pct", "delta_ppl_pct")),
+        PanelSpec("scatter", "Quality against work (Figures 8, 15)", WORK),
         PanelSpec("scatter", "Quality against time (Figure 16)", ("speedup_pct", "delta_ppl_pct")),
         PanelSpec("scatter", "Quality against its null at the same budget", ("null_delta_ppl_pct", "delta_ppl_pct")),
         PanelSpec("scatter", "Time saved against work saved: realization", ("executed_flops_saved_pct", "speedup_pct")),
-        PanelSpec(
-            "bars",
-            "Work saved, three ledgers, % (Figures 6, 7)",
-            ("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct"),
-        ),
+        PanelSpec("bars", "Work saved, three ledgers, % (Figures 6, 7)", LEDGERS),
         PanelSpec("bars", "KV bytes saved, % of dense", ("kv_bytes_saved_pct",)),
     ),
 )
@@ -70,48 +65,32 @@ def outline(site: Collection) -> Iterator[Section]:
     """The report's sections: runs, sweeps, then every table and figure that was written."""
     yield RUNS
     for sweep in sweeps(site):
-        panel = PanelSpec("scatter", "Quality against work", ("executed_flops_saved_pct", "delta_ppl_pct"))
-        yield Section(f"Sweep {sweep}", panels=(panel,), sweep=f"sweep {sweep}")
+        yield Section(f"Sweep {sweep}", panels=(PanelSpec("scatter", "Quality against work", WORK),), sweep=f"sweep {sweep}")
     for piece in site.pieces:
-        if piece.written:
-            yield _section(piece)
+        if piece.written and piece.kind == "figure":
+            yield Section(piece.title, "\n".join(piece.written.caption), (PanelSpec("pictures", piece.title, (piece.name,)),))
+        elif piece.written:
+            yield Section(piece.title, markdown(piece.written).partition("\n")[2].strip())
 
 
-def _section(piece: Piece) -> Section:
-    assert piece.written is not None
-    if piece.kind == "figure":
-        return Section(piece.title, "\n".join(piece.written.caption), (PanelSpec("pictures", piece.title, (piece.name,)),))
-    return Section(piece.title, markdown(piece.written).partition("\n")[2].strip())
-
-
-@dataclass
-class Project:
-    """Where the report goes."""
-
-    project: str
-    entity: str
-    site: Collection = field(repr=False)
-
-
-def build(project: Project, workspaces: Any) -> Any:
+def build(project: str, entity: str, site: Collection, workspaces: Any) -> Any:
     """The report as an object of `wandb_workspaces.reports.v2`, not saved yet."""
+    where = {"project": project, "entity": entity}
     kinds = {
-        "scatter": lambda spec: workspaces.ScatterPlot(title=spec.title, x=spec.keys[0], y=spec.keys[1]),
-        "bars": lambda spec: workspaces.BarPlot(title=spec.title, metrics=list(spec.keys)),
-        "pictures": lambda spec: workspaces.MediaBrowser(title=spec.title, media_keys=list(spec.keys)),
+        "scatter": lambda title, keys: workspaces.ScatterPlot(title=title, x=keys[0], y=keys[1]),
+        "bars": lambda title, keys: workspaces.BarPlot(title=title, metrics=list(keys)),
+        "pictures": lambda title, keys: workspaces.MediaBrowser(title=title, media_keys=list(keys)),
     }
     blocks = [workspaces.TableOfContents()]
-    for section in outline(project.site):
+    for section in outline(site):
         blocks.append(workspaces.H1(text=section.title))
-        if section.text:
-            blocks.append(workspaces.MarkdownBlock(text=section.text))
+        blocks += [workspaces.MarkdownBlock(text=section.text)] if section.text else []
         if section.panels:
-            where = {"project": project.project, "entity": project.entity}
             chosen = {"filters": f'Metric("group") == "{section.sweep}"'} if section.sweep else {}
             runs = workspaces.Runset(**where, name=section.sweep or "all runs", **chosen)
-            panels = [kinds[spec.kind](spec) for spec in section.panels]
+            panels = [kinds[kind](title, keys) for kind, title, keys in section.panels]
             blocks.append(workspaces.PanelGrid(runsets=[runs], panels=panels))
-    return workspaces.Report(project=project.project, entity=project.entity, title=TITLE, blocks=blocks)
+    return workspaces.Report(**where, title=TITLE, blocks=blocks)
 
 
 def missing() -> list[str]:
@@ -154,17 +133,12 @@ def main(words: list[str] | None = None) -> int:
         return 0
     said = missing()
     if said:
-        print(
-            "The report was not built.",
-            *said,
-            "Until then, make report gives the same tables and figures as a local site.",
-            sep="\n  ",
-            file=sys.stderr,
-        )
+        said.append("Until then, make report gives the same tables and figures as a local site.")
+        print("The report was not built.", *said, sep="\n  ", file=sys.stderr)
         return 1
     import wandb_workspaces.reports.v2 as workspaces
 
-    report = build(Project(arguments.project, arguments.entity, site), workspaces)
+    report = build(arguments.project, arguments.entity, site, workspaces)
     report.save()
     print(report.url)
     return 0

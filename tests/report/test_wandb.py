@@ -153,7 +153,7 @@ def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
 def test_the_report_is_built_from_blocks(results):
     names = ("TableOfContents", "H1", "MarkdownBlock", "PanelGrid", "Runset", "ScatterPlot", "BarPlot", "MediaBrowser", "Report")
     fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in names})
-    _, report = wandb_report.build(wandb_report.Project("mine", "me", Collection(results)), fake)
+    _, report = wandb_report.build("mine", "me", Collection(results), fake)
     assert (report["project"], report["entity"]) == ("mine", "me")
     grids = [about for name, about in report["blocks"] if name == "PanelGrid"]
     assert len(grids) == 3

@@ -29,49 +29,73 @@ GPU = [
     "--dtype=float32",
     "--repeats=3",
 ]
-SHAPE = {"batch": 2, "sequence": 12, "layers": 3, "decay-layers": 4, "width": 16, "heads": 2, "vocabulary": 31, "new-tokens": 3}
-TINY = [f"--{name}={value}" for name, value in SHAPE.items()] + ["--repeats=3", "--warmup=1", "--shapes=tiny"]
+TINY = "--batch=2 --sequence=12 --layers=3 --decay-layers=4 --width=16 --heads=2 --vocabulary=31 --new-tokens=3 --repeats=3 --warmup=1 --shapes=tiny"
+SCALING = [
+    "--shape",
+    "tiny",
+    "--sequence",
+    "8",
+    "16",
+    "32",
+    "--layers",
+    "2",
+    "3",
+    "--fixed-layers",
+    "2",
+    "--fixed-sequence",
+    "8",
+    "--repeats",
+    "3",
+]
+
+
+def findings(output: Path, words: str) -> list[dict[str, Any]]:
+    """What `benchmark.py` with these words writes into a file."""
+    assert benchmark.main([*words.split(), "--output", str(output)]) == 0
+    return json.loads(output.read_text())["findings"]
 
 
 @pytest.mark.slow
 def test_every_section_is_measured_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "deeper" / "benchmark.json"
-    assert benchmark.main(["runtime", *TINY, "--dtypes", "float32", "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
+    found, printed = findings(output, f"runtime {TINY} --dtypes float32"), capsys.readouterr().out
+    assert {f["section"] for f in found} == set(benchmark.SECTIONS)
     content = json.loads(output.read_text())
-    findings = content["findings"]
-    assert {f["section"] for f in findings} == set(benchmark.SECTIONS)
-    assert content["options"]["width"] == 16
-    assert content["environment"]["threads"] == torch.get_num_threads()
-    for finding in findings:
+    assert (content["options"]["width"], content["environment"]["threads"]) == (16, torch.get_num_threads())
+    for finding in found:
         assert finding["low"] <= finding["value"] <= finding["high"]
         assert finding["section"] in printed
         bound = float(finding["target"].split()[-1])
         holds = finding["value"] >= bound if finding["target"].startswith("at least") else finding["value"] <= bound
         assert finding["reached"] == holds
-    (identical,) = [f for f in findings if "bit-identical" in f["what"]]
+        assert all(len(samples) == 3 for samples in finding["details"].get("samples_ms", {}).values())
+    (identical,) = [f for f in found if "bit-identical" in f["what"]]
     assert identical["value"] == 1.0
-    decay = [f["details"] for f in findings if f["section"] == "decay"]
+    decay = [f["details"] for f in found if f["section"] == "decay"]
     assert len(decay) == 2
-    for details in decay:
-        assert 0 < details["executed_flops_saved"] < 1
-        assert details["alpha"] == pytest.approx(0.63)  # the curve of 36 layers, over 4
-    for finding in findings:
-        for samples in finding["details"].get("samples_ms", {}).values():
-            assert len(samples) == 3
+    assert all(0 < details["executed_flops_saved"] < 1 for details in decay)
+    assert all(details["alpha"] == pytest.approx(0.63) for details in decay)  # the curve of 36 layers, over 4
 
 
 def test_sections_and_types_can_be_chosen(tmp_path: Path) -> None:
-    output = tmp_path / "benchmark.json"
-    benchmark.main(["runtime", *TINY, "--only", "none", "--dtypes", "bfloat16", "--output", str(output)])
-    findings = json.loads(output.read_text())["findings"]
-    assert {(f["section"], f["dtype"]) for f in findings} == {("none", "bfloat16")}
+    found = findings(tmp_path / "benchmark.json", f"runtime {TINY} --only none --dtypes bfloat16")
+    assert {(f["section"], f["dtype"]) for f in found} == {("none", "bfloat16")}
+
+
+def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_path: Path) -> None:
+    sizes = "--batch 2 --sequence 12 --context 6 --kernel-rows 64 --layers 2 --decode-layers 2 --width 16 --heads 2 --repeats 3"
+    found = findings(tmp_path / "int8.json", f"quantization {sizes} --clock cpu")
+    assert {f["part"] for f in found} == set(benchmark.QUANTIZED)
+    first = {(f["part"], f["what"]): f["name"] for f in reversed(found)}
+    assert set(first.values()) == {"float32"}
+    assert all(f["low"] <= f["speedup"] <= f["high"] for f in found)
+    assert {"bfloat16", "weight_only"} <= {f["name"] for f in found if f["part"] == "kernels"}
 
 
 @pytest.mark.slow
 def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shapes", "tiny", "tiny-llama", "--batch", "1", "2", "--sequence", "12", "--rates", "0.5", "--cell-seconds", "60"]
-    assert benchmark.main(["break_even", *words, "--output", str(tmp_path)]) == 0
+    words = "break_even --shapes tiny tiny-llama --batch 1 2 --sequence 12 --rates 0.5 --cell-seconds 60"
+    assert benchmark.main([*words.split(), "--output", str(tmp_path)]) == 0
     frame = pd.read_csv(tmp_path / "break_even.csv")
     assert len(frame) == 2 * 2 * 2 * 4  # shapes, phases, batches, mechanisms
     assert set(frame["mechanism"]) == {"halting 50%", "kv skipping 50%", "fusion 30%", "int8"}
@@ -82,8 +106,9 @@ def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pyt
 
 
 def test_cells_that_take_too_long_are_left_out_and_said(tmp_path: Path) -> None:
+    words = "break_even --shapes tiny --sequence 12 --cell-seconds 0"
     with pytest.raises(benchmark.ConfigError, match="--cell-seconds 0"):
-        benchmark.main(["break_even", "--shapes", "tiny", "--sequence", "12", "--cell-seconds", "0", "--output", str(tmp_path)])
+        benchmark.main([*words.split(), "--output", str(tmp_path)])
 
 
 def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
@@ -108,22 +133,7 @@ def test_where_halting_starts_to_pay_noise_does_not_count(steps: list[tuple[int,
 
 @pytest.mark.slow
 def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--shape",
-        "tiny",
-        "--sequence",
-        "8",
-        "16",
-        "32",
-        "--layers",
-        "2",
-        "3",
-        "--fixed-layers",
-        "2",
-        "--fixed-sequence",
-        "8",
-    ]
-    assert benchmark.main(["scaling", *words, "--repeats", "3", "--output", str(tmp_path)]) == 0
+    assert benchmark.main(["scaling", *SCALING, "--output", str(tmp_path)]) == 0
     frame = pd.read_csv(tmp_path / "scaling.csv")
     assert len(frame) == (3 + 2) * 3
     assert (frame.loc[frame["way"] == "dense", "flops_of_dense"] == 1).all()
@@ -148,18 +158,20 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "no CUDA device" in captured.err
 
 
+def gpu(output: Path, words: str, code: int = 0) -> list[dict[str, Any]]:
+    """The rows that benchmark_gpu.py writes on the CPU with these words."""
+    assert benchmark_gpu.main([*GPU, *words.split(), "--output", str(output)]) == code
+    return json.loads(output.read_text())["rows"]
+
+
 def test_the_gpu_benchmark_checks_the_invariants_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "deeper" / "gpu.json"
-    words = [*GPU, "--batch", "1", "2", "--warmup", "0", "--only", "invariants", "prefill", "decode"]
-    assert benchmark_gpu.main([*words, "--output", str(output)]) == 0
-    content = json.loads(output.read_text())
-    parts = [row["part"] for row in content["rows"]]
-    assert parts == ["invariants"] * 5 + ["prefill"] * 8 + ["decode"] * 6
-    assert all(row["holds"] for row in content["rows"][:5])
-    by_what = {(row["what"], row["batch"]): row for row in content["rows"][5:13]}
+    rows = gpu(tmp_path / "deeper" / "gpu.json", "--batch 1 2 --warmup 0 --only invariants prefill decode")
+    assert [row["part"] for row in rows] == ["invariants"] * 5 + ["prefill"] * 8 + ["decode"] * 6
+    assert all(row["holds"] for row in rows[:5])
+    by_what = {(row["what"], row["batch"]): row for row in rows[5:13]}
     assert by_what["half halted at a fifth", 1]["executed_flops_saved_pct"] > 20
     assert by_what["dense", 2]["tokens_per_s"] > 0
-    halves = [row["executed_flops_saved_pct"] for row in content["rows"] if row["what"] == "half depth"]
+    halves = [row["executed_flops_saved_pct"] for row in rows if row["what"] == "half depth"]
     assert all(20 < saved < 50 for saved in halves)  # of the tokens alone; the output head is not halved
     assert "holds" in capsys.readouterr().out
 
@@ -175,22 +187,20 @@ def test_a_broken_invariant_stops_everything(
         return rows
 
     monkeypatch.setattr(benchmark_gpu, "_invariants", one_off)
-    assert benchmark_gpu.main([*GPU, "--batch", "1", "--output", str(tmp_path / "gpu.json")]) == 1
+    assert {row["part"] for row in gpu(tmp_path / "gpu.json", "--batch 1", code=1)} == {"invariants"}
     assert "compact = masked does not hold" in capsys.readouterr().err
-    assert {row["part"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]} == {"invariants"}
 
 
-def test_what_cannot_be_captured_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no compiler here")
+def refuses(*_: Any, **__: Any) -> None:
+    raise RuntimeError("not here")
 
+
+def test_what_cannot_be_compiled_or_captured_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", refuses)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = [*GPU, "--batch", "1", "--warmup", "0", "--only", "faster"]
-    assert benchmark_gpu.main([*words, "--output", str(tmp_path / "gpu.json")]) == 0
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    rows = gpu(tmp_path / "gpu.json", "--batch 1 --warmup 0 --only faster")
     failed = {row["what"]: row["failed"] for row in rows if "failed" in row}
-    assert failed["dense, torch.compile"] == "RuntimeError: no compiler here"
+    assert failed["dense, torch.compile"] == "RuntimeError: not here"
     assert failed["half halted, CUDA graph"] == "skipped: needs a CUDA device"
     assert [row["what"] for row in rows if "failed" not in row] == ["dense", "half halted, eager"]
 
@@ -206,20 +216,12 @@ def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(
     assert said.err == ""
     assert {line.split()[0] for line in said.out.splitlines() if not line.startswith(" ")} == {*benchmark_gpu.PARTS, "Dry"}
     assert "int8 by torch, half halted" in said.out
-    for what in ("dense, CUDA graph", "half halted, CUDA graph", "int8 by torchao"):
-        (row,) = (line for line in said.out.splitlines() if f"  {what}  " in line)
-        assert row.endswith("skipped: needs a CUDA device")
+    assert said.out.count(benchmark_gpu.NEEDS_CUDA) == 3
     assert "Only a CUDA device can do: dense, CUDA graph, half halted, CUDA graph, int8 by torchao." in said.out
     assert kept.exists() == before
-
-
-def test_a_step_that_fails_in_the_dry_run_fails_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuses(**_: Any) -> None:
-        raise RuntimeError("no integers here")
-
-    monkeypatch.setattr(benchmark_gpu, "Int8Dynamic", refuses)
+    monkeypatch.setattr(benchmark_gpu, "Int8Dynamic", refuses)  # a step that fails, fails the dry run
     assert benchmark_gpu.main(["--dry-run", "--shapes", "tiny", "--batch", "1", "--only", "int8"]) == 1
-    assert "int8, int8 by torch: RuntimeError: no integers here" in capsys.readouterr().err
+    assert "int8, int8 by torch: RuntimeError: not here" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -238,21 +240,7 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monk
     def tiny(part: str, output: Path, more: list[str]) -> str | None:
         asked.append([part, *more])
         if part == "scaling":
-            words = [
-                "--shape",
-                "tiny",
-                "--sequence",
-                "8",
-                "16",
-                "32",
-                "--layers",
-                "2",
-                "--fixed-layers",
-                "2",
-                "--fixed-sequence",
-                "8",
-            ]
-            benchmark.main(["scaling", *words, "--repeats", "3", "--output", str(output)])
+            benchmark.main(["scaling", *SCALING, "--output", str(output)])
             return None
         return "it broke"
 

@@ -90,19 +90,10 @@ def test_the_oldest_tokens_are_dropped_and_nearly_all_others_stop_later() -> Non
 
 
 def test_one_line_for_a_table() -> None:
-    drop = Stage(before=3, count=96, signal="position", missing_kv="drop")
-    predict = Stage(before=10, rest=True, missing_kv="predict", translator="embedded")
-    assert StagedHalting(stages=[drop, predict], protect_first=4, protect_last=32, missing_kv="project").describe() == (
-        "96 oldest dropped @3, rest but 4+32 predicted @10"
-    )
-    by_signal = [
-        {"before": 2, "share": 0.205, "signal": {"name": "attention", "last_queries": 8}, "missing_kv": "zero"},
-        {"before": 0.5, "below": "p25", "signal": "drift"},
-    ]
-    assert (
-        StagedHalting(stages=by_signal, protect_first=0, protect_last=None, missing_kv="project").describe()
-        == "20.5% least attended zeroed @2, drift < p25 projected @0.5"
-    )
+    attended = {"before": 2, "share": 0.205, "signal": {"name": "attention", "last_queries": 8}, "missing_kv": "zero"}
+    last = Stage(before=0.5, below="p25", signal="drift")
+    halting = StagedHalting(stages=[attended, last], protect_first=0, protect_last=None, missing_kv="project")
+    assert halting.describe() == "20.5% least attended zeroed @2, drift < p25 projected @0.5"
 
 
 def test_a_threshold_is_the_layer_s_own_and_causal() -> None:

@@ -61,27 +61,6 @@ def test_a_rotated_model_is_the_same_function_and_leaves_nothing_behind(family: 
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
-@torch.no_grad()
-def test_nothing_is_zeroed_at_no_error_and_much_at_a_large_one(family: str) -> None:
-    model = tiny.load(family)
-    ids = ids_of(model, 3)
-    expected, skippable, apart = model(ids).logits, [], []
-    for error in (0.0, 0.01, 0.1):
-        module = ChannelSparsity(error=error)
-        module.fit(model, ids_of(model, 8, seed=1), batch_size=4)
-        with apply(model, [module]) as run:
-            logits = model(ids).logits
-            skippable.append(run.flops.skippable)
-            assert run.flops.nominal == run.flops.dense_nominal - run.flops.skippable
-            assert run.flops.executed >= run.flops.dense_nominal
-            run.reset()
-            assert run.flops.skippable == 0
-        apart.append(float((logits - expected).abs().max()))
-    assert skippable[0] < skippable[1] < skippable[2]
-    assert apart[0] < 1e-3 < apart[1] < apart[2]
-
-
 @torch.no_grad()
 def test_what_is_skippable_is_what_was_zero() -> None:
     model = tiny.load("llama")
@@ -98,6 +77,9 @@ def test_what_is_skippable_is_what_was_zero() -> None:
             handles.append(linear.register_forward_hook(count))
         model(ids_of(model, 2))
         found = run.flops.skippable
+        assert run.flops.nominal == run.flops.dense_nominal - found
+        run.reset()
+        assert run.flops.skippable == 0
     for handle in handles:
         handle.remove()
     assert found == zeros[0] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import draws
 from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 from quicksilver.measure.flop_counter import aten
 from quicksilver.runtime import (
@@ -72,40 +69,6 @@ def test_what_is_decided_alone_is_what_is_executed_where_the_first_decision_is_t
 
 
 # -- what the words mean -----------------------------------------------------------------------------------------------------------
-
-
-def without_layers(model: PreTrainedModel, first: int, stop: int) -> PreTrainedModel:
-    """A copy of the model that lacks layers [first, stop): what a token goes through that is halted there."""
-    shallow = copy.deepcopy(model)
-    name, layers = next((n, m) for n, m in shallow.named_modules() if isinstance(m, nn.ModuleList) and len(m) == tiny.LAYERS)
-    kept = nn.ModuleList([layer for i, layer in enumerate(layers) if not first <= i < stop])
-    shallow.set_submodule(name, kept)
-    shallow.config.num_hidden_layers = len(kept)
-    if getattr(shallow.config, "layer_types", None):
-        types = shallow.config.layer_types
-        shallow.config.layer_types = [t for i, t in enumerate(types) if not first <= i < stop]
-    return shallow
-
-
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS))
-@given(
-    batch=tiny.batches(),
-    at=st.integers(0, tiny.LAYERS - 2),
-    resume=st.integers(0, 3),
-    execution=st.sampled_from(["compact", "masked"]),
-    missing_kv=st.sampled_from(["drop", "project", "copy", "zero", "predict"]),
-)
-@settings(max_examples=draws(6))
-@torch.no_grad()
-def test_halting_every_token_is_the_model_without_those_layers(
-    name: str, attention: str, batch: Batch, at: int, resume: int, execution: str, missing_kv: str
-) -> None:
-    """The definition of halted and resumed, by a model that was never under the runtime. Nobody asks for the missing K/V."""
-    model = tiny.load(name, attention)
-    shallow = without_layers(model, at + 1, max(at + 1, tiny.LAYERS - resume))
-    plain = shallow(**batch.inputs(), use_cache=False).logits
-    halted = tiny.forward(model, batch, [HaltAll(at, missing_kv, resume)], execution=execution)
-    tiny.assert_close(batch.real(halted.logits), batch.real(plain))
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

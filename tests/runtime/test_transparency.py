@@ -158,21 +158,15 @@ def test_a_module_that_broke_once_may_be_called_again_inside_the_same_block() ->
 
 
 def test_options_that_are_refused_leave_the_model_alone() -> None:
-    model = tiny.load("gpt2")
-
-    class Picky(TokenPolicy):
+    class Picky(Never):
         def bind(self, architecture: Any) -> None:
             raise ConfigError("no")
 
-        def decide(self, view: LayerView, tokens: TokenState) -> None: ...
-
-    with left_untouched(model):
-        for wrong in ({"execution": "fast"}, {"decision_layers": [99]}):
+    with left_untouched(tiny.load("gpt2")):
+        for module, wrong in ((Hashed(), {"execution": "fast"}), (Hashed(), {"decision_layers": [99]}), (Picky(), {})):
             with pytest.raises(ConfigError):
-                apply(model, [Hashed()], **wrong)
-        with pytest.raises(ConfigError):
-            apply(model, [Picky()])
-        apply(model, [Hashed()])  # made and never entered
+                apply(tiny.load("gpt2"), [module], **wrong)
+        apply(tiny.load("gpt2"), [Hashed()])  # made and never entered
 
 
 @torch.no_grad()

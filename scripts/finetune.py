@@ -18,8 +18,8 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-AFTER_THE_PLAN = 1000  # number of the first epoch of `more`: no order of the plan's comes again
-AVERAGE = "held_accuracy_of_average"
 SAVED_EVERY, SCORED_EVERY = 200, 600  # steps; the kept rows take as long as 25 steps
 HELD_ROWS = 600  # of a task's training rows, kept out of training: what choices are made on
 FOLDS = 5
@@ -51,7 +49,6 @@ class Recipe:
     base: str
     epochs: dict[str, float]
     lr: float = 1e-3
-    lr_muon: float = 0.0
     weight_decay: float = 0.01
     warmup_steps: int = 100
     batch_tokens: int = 1024
@@ -61,30 +58,21 @@ class Recipe:
     lora: int = 0  # rank of the low-rank updates; 0: all weights are trained
     # (from step, to step), in order: in each the learning rate falls straight to 0 from what the plan has at its beginning.
     falls: tuple[tuple[int, int], ...] = ()
-    # After the plan: epochs of tasks once more, from `lr_more` of the peak learning rate straight to 0.
-    more: dict[str, float] = field(default_factory=dict)
-    lr_more: float = 0.4
-    # In `more` only: share of a sentence's tokens whose embedding is zero in a step, and decay per step of the average of the weights,
-    # which then is the finished model (0: the last weights are).
-    token_dropout: float = 0.0
-    average: float = 0.0
-    plan_dropout: float = 0.0  # token_dropout of the plan
+    plan_dropout: float = 0.0  # share of a sentence's tokens whose embedding is zero in a step
     # What is kept out: "rows", or of tasks of one sentence whole "sentences" with all their phrases.
     held: str = "rows"
     distil: float = 0.0  # share of the n-gram model's answers in the targets of tasks of one sentence
     whole_sentences: float = 0.0  # epochs, besides the plan's, of the rows that are no phrase of another
     attention: str = "sdpa"  # "eager" takes half the time at a few dozen tokens
 
-    def lr_scale(self, step: int, steps: int, more: int = 0) -> float:
-        """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`; then another of `more`."""
+    def lr_scale(self, step: int, steps: int) -> float:
+        """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`."""
         for first, last in self.falls:
             if first <= step < last:
-                return self._planned(first, steps, more) * (last - step) / (last - first)
-        return self._planned(step, steps, more)
+                return self._planned(first, steps) * (last - step) / (last - first)
+        return self._planned(step, steps)
 
-    def _planned(self, step: int, steps: int, more: int) -> float:
-        if step >= steps:
-            return self.lr_more * (1 - (step - steps) / more)
+    def _planned(self, step: int, steps: int) -> float:
         return min(1.0, (step + 1) / self.warmup_steps) * (1 - step / steps)
 
 
@@ -131,20 +119,18 @@ def batches(data: list[Encoded], recipe: Recipe, rng: np.random.Generator) -> li
     return made
 
 
-def plan(
-    data: dict[str, list[Encoded]], recipe: Recipe, wanted: Mapping[str, float], first_epoch: int = 0
-) -> list[list[Encoded]]:
+def plan(data: dict[str, list[Encoded]], recipe: Recipe, wanted: Mapping[str, float]) -> list[list[Encoded]]:
     """Batches of `wanted` epochs of every task, in one shuffled order."""
     made: list[list[Encoded]] = []
     for name, epochs in wanted.items():
-        left, epoch = epochs, first_epoch
+        left, epoch = epochs, 0
         while left > 0:
             rng = np.random.default_rng((recipe.seed, epoch, len(name)))
             some = batches(data[name], recipe, rng)
             rng.shuffle(some)
             made += some[: round(len(some) * min(1.0, left))]
             left, epoch = left - 1, epoch + 1
-    np.random.default_rng(recipe.seed + first_epoch).shuffle(made)
+    np.random.default_rng(recipe.seed).shuffle(made)
     return made
 
 
@@ -200,33 +186,6 @@ def drawn(batch: list[Encoded], share: float, seed: int, step: int) -> torch.Ten
     return (~(some & (at > 0) & (at < ends))).float()
 
 
-class WeightAverage(torch.optim.Optimizer):
-    """Exponential average of the weights over steps, kept like an optimiser's state, so that it is saved and read with the others."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], decay: float):
-        super().__init__(parameters, {"lr": 0.0})
-        self.decay = decay
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if "average" not in state:
-                    state["average"] = p.detach().clone()
-                state["average"].lerp_(p, 1 - self.decay)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange weights and average: once to score or to keep the average, again to train on."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "average" in self.state[p]:
-                    kept = p.detach().clone()
-                    p.copy_(self.state[p]["average"])
-                    self.state[p]["average"].copy_(kept)
-
-
 @torch.no_grad()
 def accuracy(model: Any, data: list[Encoded]) -> float:
     model.eval()
@@ -243,11 +202,6 @@ def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optim
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrix = [p for n, p in named if p.ndim == 2 and ("layers." in n or ".h." in n)]
     rest = [p for n, p in named if not (p.ndim == 2 and ("layers." in n or ".h." in n))]
-    if recipe.lr_muon:
-        return [
-            torch.optim.Muon(matrix, lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0),
-        ]
     groups = [{"params": matrix, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
@@ -264,7 +218,7 @@ def with_lora(model: Any, rank: int) -> Any:
 def read_rows(recipe: Recipe, tokenizer: Any, data_root: Path) -> tuple[dict[str, list[Encoded]], dict[str, list[Encoded]]]:
     """Rows of every task: those that are trained on, and those that are kept out."""
     data, held = {}, {}
-    for name in (*recipe.epochs, *(name for name in recipe.more if name not in recipe.epochs)):
+    for name in recipe.epochs:
         read = read_task(compose([f"dataset={name}", "measure=task"]).dataset, "calibration", root=data_root)
         task, found = read.task, list(read.examples)
         sentences = sentences_of(task, found)
@@ -400,7 +354,7 @@ def folder_of(base: str) -> Path:
     return shipped if shipped.is_dir() else Path(base)
 
 
-def check_recipe(recipe: Recipe, planned: int, meta: Mapping[str, Any], source: Path) -> None:
+def check_recipe(recipe: Recipe, meta: Mapping[str, Any], source: Path) -> None:
     """Refuse a state of another recipe; what takes effect after its step may be another.
 
     Raises:
@@ -409,8 +363,6 @@ def check_recipe(recipe: Recipe, planned: int, meta: Mapping[str, Any], source: 
     saved, mine = dict(meta["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
     if saved["falls"] == [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]:
         saved["falls"] = mine["falls"]
-    if meta["step"] <= planned and not saved["more"]:
-        saved |= {name: mine[name] for name in ("more", "lr_more", "token_dropout", "average")}
     if saved != mine:
         raise SystemExit(f"{source} was made by another recipe. Give the same options, or another --work. Nothing was changed.")
 
@@ -424,29 +376,20 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     data, held = read_rows(recipe, tokenizer, data_root)
     sentences = {f"{name} sentences": [e for e in rows if e.whole] for name, rows in data.items() if any(e.whole for e in rows)}
     every = plan(data | sentences, recipe, dict(recipe.epochs) | dict.fromkeys(sentences, recipe.whole_sentences))
-    planned = len(every)
-    every += plan(data, recipe, recipe.more, first_epoch=AFTER_THE_PLAN)
     optims = optimizers(model, recipe)
-    average = WeightAverage([p for p in model.parameters() if p.requires_grad], recipe.average)
-    if recipe.average:
-        optims.append(average)
     state = TrainingState(work)
-    meta = state.load(model, optims, lambda meta, source: check_recipe(recipe, planned, meta, source))
+    meta = state.load(model, optims, lambda meta, source: check_recipe(recipe, meta, source))
     step, history = (0, []) if meta is None else (meta["step"], meta["history"])
     peaks = [[g["lr"] for g in optim.param_groups] for optim in optims]
-    # A fall that begins in the last part of the plan ends it.
-    ends = recipe.falls[-1][1] if recipe.falls else 0
-    steps = ends if ends and (ends > planned or not recipe.more) else len(every)
+    steps = recipe.falls[-1][1] if recipe.falls else len(every)
     bar = tqdm(total=steps, initial=step, unit="step", mininterval=20, file=sys.stderr)
     smooth, began, seen = None, time.monotonic(), 0
     while step < steps:
-        scale = recipe.lr_scale(step, planned, len(every) - planned)
+        scale = recipe.lr_scale(step, len(every))
         for optim, peak in zip(optims, peaks, strict=True):
             for group, lr in zip(optim.param_groups, peak, strict=True):
                 group["lr"] = lr * scale
-        late = step >= planned
-        silent = recipe.token_dropout if late else recipe.plan_dropout
-        heard = drawn(every[step], silent, recipe.seed, step) if silent else None
+        heard = drawn(every[step], recipe.plan_dropout, recipe.seed, step) if recipe.plan_dropout else None
         loss, right = loss_of(model, every[step], recipe.prefix_loss, heard)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -455,8 +398,7 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
                 f"step {step}: the gradient is not finite. The state of the last save is in {work}; try a lower --lr."
             )
         for optim in optims:
-            if optim is not average or late:
-                optim.step()
+            optim.step()
             optim.zero_grad(set_to_none=True)
         smooth = right if smooth is None else 0.98 * smooth + 0.02 * right
         step += 1
@@ -466,17 +408,12 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
         if step % SCORED_EVERY == 0 or step == steps:
             scores = {name: accuracy(model, rows) for name, rows in held.items()}
             history.append({"step": step, "loss_nats": loss.item(), "training_accuracy": smooth, "held_accuracy": scores})
-            if average.state:
-                average.swap()
-                history[-1][AVERAGE] = {name: accuracy(model, rows) for name, rows in held.items()}
-                average.swap()
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
         if step % SAVED_EVERY == 0 or step == steps or out_of_time:
             state.save({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}, model, optims)
         if out_of_time:
             break
     if step == steps and out is not None:
-        average.swap()
         plain = model if adapted is None else adapted.merge_and_unload()
         export(plain, tokenizer, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
 
@@ -493,7 +430,7 @@ def export(model: Any, tokenizer: Any, base: Path, out: Path, recipe: Recipe, hi
 
 
 def curve(history: list[Any], path: Path, title: str) -> None:
-    """Accuracy on the kept rows over steps; dashed that of the average of the weights, where there is one."""
+    """Accuracy on the kept rows over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -501,9 +438,7 @@ def curve(history: list[Any], path: Path, title: str) -> None:
 
     figure, plot = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for name in history[-1]["held_accuracy"]:
-        (line,) = plot.plot([h["step"] for h in history], [h["held_accuracy"][name] for h in history], marker=".", label=name)
-        averaged = [h for h in history if AVERAGE in h]
-        plot.plot([h["step"] for h in averaged], [h[AVERAGE][name] for h in averaged], linestyle="--", color=line.get_color())
+        plot.plot([h["step"] for h in history], [h["held_accuracy"][name] for h in history], marker=".", label=name)
     plot.set(xlabel="step", ylabel="accuracy on rows kept out of training", title=title)
     plot.legend()
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -527,29 +462,18 @@ LICENCES = {
 
 def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> str:
     """README.md of the finished model."""
-    epochs = {name: recipe.epochs.get(name, 0.0) + recipe.more.get(name, 0.0) for name in rows}
-    right = history[-1].get(AVERAGE, history[-1]["held_accuracy"])
+    right = history[-1]["held_accuracy"]
     tasks = [
-        f"| {name} | {rows[name]:,} | {epochs[name]:g} | {right[name]:.1%} | {LICENCES.get(name, 'its own')} |" for name in rows
+        f"| {name} | {n:,} | {recipe.epochs[name]:g} | {right[name]:.1%} | {LICENCES.get(name, 'its own')} |"
+        for name, n in rows.items()
     ]
     size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
     falls = (
         "; ".join(f"from step {first} straight to 0 at step {last}" for first, last in recipe.falls) or "straight to 0 at the end"
     )
     options = f"--falls {' '.join(f'{first}-{last}' for first, last in recipe.falls)} " if recipe.falls else ""
-    if recipe.more:
-        options += f"--more {' '.join(f'{k}={v:g}' for k, v in recipe.more.items())} "
     options += "".join(f"{option} " for option in changed(recipe))
     what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
-    again = (
-        f"after the plan {', '.join(f'{v:g} epochs of {k}' for k, v in recipe.more.items())} once more, from {recipe.lr_more:g} of the peak; "
-        if recipe.more
-        else ""
-    )
-    if recipe.token_dropout:
-        again += f"in these a sentence's token is not heard (its embedding is zero) with probability {recipe.token_dropout:g}; "
-    if recipe.average:
-        again += f"the model is the average of its weights over these steps (decay {recipe.average:g} a step); "
     early = ", which is less than the plan's epochs where the learning rate was let fall early" if recipe.falls else ""
     kept = ": SST-2's are phrases of the sentences that it was trained on, so that the validation sentences are harder"
     if recipe.held == "sentences":
@@ -569,7 +493,7 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
         "frequent answer was not learned by a model of this size.", "",
         "![learning curve](learning_curve.png)", "",
         f"Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of "
-        f"{recipe.warmup_steps} steps, then falling; {again}{falls}; {history[-1]['step']} steps in all{early}. Cross-entropy of the label word, and {recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks "
+        f"{recipe.warmup_steps} steps, then falling; {falls}; {history[-1]['step']} steps in all{early}. Cross-entropy of the label word, and {recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks "
         f"(in training only). bfloat16 autocast, seed {recipe.seed}, one thread of a CPU.", "",
         f"Again: `{command}` (needs the rows below `--data-root`).", "",
         f"The base model, its data and its limits: ../{recipe.base}/README.md.", "",
@@ -590,10 +514,9 @@ def main() -> None:
     parser.add_argument(
         "--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0"
     )
-    parser.add_argument("--more", nargs="*", default=[], metavar="TASK=EPOCHS", help="tasks once more after the plan")
     parser.add_argument("--minutes", type=float, default=1e9)
     for f in dataclasses.fields(Recipe):
-        if f.name not in ("base", "epochs", "falls", "more"):
+        if f.name not in ("base", "epochs", "falls"):
             parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -601,11 +524,8 @@ def main() -> None:
     recipe = Recipe(
         base=args.base,
         epochs=_epochs(args.tasks),
-        **{
-            f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls", "more")
-        },
+        **{f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")},
         falls=falls,
-        more=_epochs(args.more),
     )
     torch.manual_seed(recipe.seed)
     try:
@@ -619,7 +539,7 @@ def _epochs(words: Sequence[str]) -> dict[str, float]:
     try:
         return {name: float(n) for name, n in (word.split("=") for word in words)}
     except ValueError as error:
-        raise SystemExit(f"--tasks and --more take TASK=EPOCHS, such as sst2=3, not {' '.join(words)!r}.") from error
+        raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(words)!r}.") from error
 
 
 if __name__ == "__main__":

@@ -126,9 +126,6 @@ def test_a_tokenizer_that_loses_bytes_has_no_bits_per_byte(tokenizer, monkeypatc
     assert windows.why_no_bytes == "it loses bytes"
 
 
-# -- the hub, without one -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def stream(monkeypatch):
     """A `datasets` library that streams these rows."""

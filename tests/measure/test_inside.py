@@ -44,16 +44,6 @@ def test_dense_signals_are_those_of_the_plain_model(model):
     assert seen["dense.nll_nats"][0].isnan()
 
 
-def test_attention_received_is_the_column_mean_of_the_attention_matrix():
-    model = tiny.build("llama")
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        matrices = torch.stack(model(IDS[None], output_attentions=True, use_cache=False).attentions)[:, 0]  # (L, H, N, N)
-    received = look_inside(model, IDS).arrays["dense.attention_received"]
-    torch.testing.assert_close(received[1:-1], matrices.mean(1).mean(1)[:-1])
-    assert received[[0, -1]].isnan().all()
-
-
 def test_the_components_keep_what_they_say_of_the_variance(model):
     seen = look_inside(model, IDS)
     assert list(seen.explained) == sorted(seen.explained, reverse=True)
@@ -137,8 +127,6 @@ def test_nothing_is_left_on_the_model(model):
     assert all(parameter.grad is was for parameter, was in zip(model.parameters(), gradients, strict=True))
     assert {name: (len(one._forward_hooks), len(one._forward_pre_hooks)) for name, one in model.named_modules()} == hooks
 
-
-# --- in a record ----------------------------------------------------------------------------------------------------------------
 
 SENTENCES = ["abc defg", "hgf"]
 

@@ -16,7 +16,6 @@ from thinning import draws
 from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.data.windows import windows_of
 from quicksilver.measure import Protocol, score
-from quicksilver.measure import perplexity as module_under_test
 from quicksilver.measure.fidelity import DenseLogits, divergence
 from quicksilver.measure.perplexity import audit
 from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, TokenPolicy, TokenState, apply
@@ -53,9 +52,6 @@ class HaltIfNextIsOdd(TokenPolicy):
             tokens.halt(tokens.active & (view.input_ids.roll(-1, dims=1) % 2 == 1))
 
 
-# -- windows ---------------------------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @given(length=st.integers(0, 200), size=st.integers(1, 40), limit=st.none() | st.integers(1, 10))
 def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: int, size: int, limit: int | None) -> None:
@@ -68,9 +64,6 @@ def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: i
     count = windows.shape[0]
     assert torch.equal(windows.flatten(), ids[: count * size])
     assert count == (length // size if limit is None else min(limit, length // size))
-
-
-# -- the protocol ----------------------------------------------------------------------------------------------------------------
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------------------
@@ -113,13 +106,6 @@ def test_dense_scores_are_those_of_the_plain_model(
         assert scores.bits_per_byte == pytest.approx(expected.sum().item() / math.log(2) / text_bytes, rel=1e-4)
 
 
-def test_a_million_small_terms_are_summed_in_double_precision() -> None:
-    logits = torch.zeros(1, 40_000, 3)
-    nll, _ = module_under_test._nll_nats(logits, torch.zeros(1, 40_000, dtype=torch.long))
-    assert nll.dtype == torch.float64
-    assert nll.sum().item() == pytest.approx(40_000 * math.log(3), rel=1e-6)
-
-
 def test_the_prompt_has_its_own_share_of_the_ledgers_and_leaves_a_cache() -> None:
     protocol = Protocol("continuation", window_tokens=20, prompt_tokens=14, batch_size=4)
     windows = random_windows(4, 20)
@@ -148,9 +134,6 @@ def test_logits_that_are_not_finite_are_an_error_that_names_window_and_protocol(
     protocol = Protocol(name, window_tokens=8, prompt_tokens=4, batch_size=3)
     with pytest.raises(QuickSilverError, match=rf"window 2: .*protocol={name}"):
         score(model, windows, protocol)
-
-
-# -- the audit -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["all", "continuation"])

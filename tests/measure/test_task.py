@@ -124,19 +124,11 @@ def test_batches_are_equally_long_and_hold_every_example_once(world):
         encode([Example("a", ("x" * 20, "y"), 0, 0)], tokenizer, 16)
 
 
-def test_what_was_cut_is_said_with_the_score():
-    found = TaskResult("accuracy", 0.75, {}, 0.5, 24, 3, 400, 1, 1, 1, 0, 4.0)
-    assert found.line() == "accuracy 75.0 on 24 examples, 3 cut on the left to fit (majority class 50.0)"
-    assert "cut" not in (TaskResult("accuracy", 0.75, {}, 0.5, 24, 0, 400, 1, 1, 1, 0, 4.0).line() or "")
-
-
 def test_a_text_without_labels_is_refused(tmp_path):
     words = [word for word in make_world(tmp_path / "world") if not word.startswith("measure")]
     with pytest.raises(ConfigError, match=r"measure=task needs labelled examples"):
         ensure([compose([*words, "measure=task", f"results_dir={tmp_path / 'results'}"])])
 
-
-# -- a head of its own -----------------------------------------------------------------------------------------------------------
 
 OF_THREE = [{"text": "abc " * (2 + i % 5) + "xyz"[i % 3], "label": i % 3 or "yes"} for i in range(12)]
 LABELS = "labels: {x: ['yes'], y: ['1'], z: ['2']}"

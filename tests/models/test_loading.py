@@ -171,9 +171,6 @@ def test_files_are_read_once(folder, monkeypatch):
         weights_digest(folder, remembered)
 
 
-# -- the hub, without one -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def hub_at(monkeypatch):
     """Points the hub's client at an address on this machine."""

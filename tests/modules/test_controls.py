@@ -26,9 +26,6 @@ from quicksilver.runtime import MISSING_KV, ConfigError, PassTrace, Trace
 FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
 
 
-# -- chance and depth ------------------------------------------------------------------------------------------------------------
-
-
 @given(st.floats(0, 1), st.integers(0, 99))
 @settings(max_examples=draws(6))
 def test_random_halting_halts_at_its_rate(rate: float, seed: int) -> None:
@@ -75,9 +72,6 @@ def test_uneven_decay_is_uneven_and_right_on_average() -> None:
     assert counts.unique().numel() > 4
 
 
-# -- replay ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_trace_of_something_else_is_refused() -> None:
     batch = tiny.Batch((tuple(range(1, 13)),))
     trace = tiny.forward(tiny.load("gpt2"), batch, [Halting(rule="capacity", resume_layers=0)]).trace
@@ -85,9 +79,6 @@ def test_a_trace_of_something_else_is_refused() -> None:
         tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(range(9)),)), [Replay(trace)])
     with pytest.raises(ConfigError, match=r"1 passes and this would be number 2.*same batches"):
         tiny.forward(tiny.load("gpt2"), batch, [Replay(trace, first_pass=1)])
-
-
-# -- shuffling -------------------------------------------------------------------------------------------------------------------
 
 
 def decided(seed: int, rows: int, n: int, padding: list[int], first_column: int) -> PassTrace:
@@ -143,9 +134,6 @@ def test_shuffling_does_move_them_and_differently_by_seed_and_row() -> None:
     assert not torch.equal(a, b)
     assert torch.equal(a[:, :4], halt_layer[:, :4])  # attention sinks, by default
     assert torch.equal(a[:, -1], halt_layer[:, -1])  # and the token that predicts what follows
-
-
-# -- perfect exit ----------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=draws(8))

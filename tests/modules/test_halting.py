@@ -33,9 +33,6 @@ def by_drift(tau_drift: Any, **options: Any) -> Halting:
     return Halting(**{"tau_drift": tau_drift, "tau_entropy": None, "resume_layers": 0} | options)
 
 
-# -- capacity --------------------------------------------------------------------------------------------------------------------
-
-
 @given(
     ROWS, st.integers(0, 2), st.sampled_from(["one_shot", "gradual", "exponential"]), st.floats(0, 1), st.floats(0, 0.5), WINDOWS,
     st.sampled_from(["drift", "update_norm", "attention", "position", "random", {"name": "entropy", "of": "latent"}]),
@@ -87,9 +84,6 @@ def test_layers_that_are_not_asked_are_made_up_for() -> None:
     assert sometimes.halted(4).sum() < everywhere.halted(4).sum()
 
 
-# -- thresholds ------------------------------------------------------------------------------------------------------------------
-
-
 def drifting(drifts: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """States (1, N, 8) with these relative drifts."""
     after = torch.ones(1, len(drifts), 8)
@@ -133,9 +127,6 @@ def test_thresholds_may_differ_by_layer() -> None:
 def test_states_that_are_not_numbers_never_halt_by_threshold() -> None:
     before, after = drifting([0.05, math.nan])
     assert halted_by(by_drift(10.0), Pass([2]), 3, before=before, after=after) == [True, False]
-
-
-# -- overrides -------------------------------------------------------------------------------------------------------------------
 
 
 @given(st.data(), st.sampled_from(["threshold", "capacity"]))
@@ -186,9 +177,6 @@ def test_the_last_token_of_a_prompt_stays_and_elsewhere_none_is_last() -> None:
     assert decoded.halted(8).all()
 
 
-# -- depth and what is left of a token -------------------------------------------------------------------------------------------
-
-
 @given(WINDOWS, st.integers(0, 3), st.integers(3, 40))
 def test_nothing_halts_outside_the_window_or_in_vain(window: list[float], resume: int, n_layers: int) -> None:
     halting = by_drift(1e9, window=window, resume_layers=resume)
@@ -200,9 +188,6 @@ def test_nothing_halts_outside_the_window_or_in_vain(window: list[float], resume
         return
     halting.bind(architecture(n_layers))
     assert [layer for layer in range(n_layers) if halting.acts_at(layer)] == useful
-
-
-# -- presets and refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_presets_are_the_paper_as_printed() -> None:

@@ -54,19 +54,6 @@ def test_the_module_halts_whom_the_trained_forward_masks():
     assert run.flops.signals == 2 * WIDTH * 2 * (20 + widest)
 
 
-@torch.no_grad()
-def test_a_threshold_is_a_dial_between_nobody_and_everybody():
-    halted = []
-    for threshold in (0.0, 0.3, 0.6, 1.0):
-        with apply(ENCODER, [learned(gates=trained(ENCODER), threshold=threshold)]) as run:
-            ENCODER(states(2, 20))
-        halted.append(40 - int(run.trace.active_counts()[-1]))
-    assert halted[0] == 0
-    assert halted[-1] == 40
-    assert halted == sorted(halted)
-    assert len(set(halted)) == 4
-
-
 def test_gates_that_only_read_leave_no_derivative_on_what_they_read():
     slopes = {}
     for reads_only in (False, True):

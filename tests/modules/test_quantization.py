@@ -38,8 +38,6 @@ def precise(name: str, attention: str = "sdpa") -> PreTrainedModel:
     return model
 
 
-# -- who gets how many bits ------------------------------------------------------------------------------------------------------
-
 # Logits (a, 0, 0, 0) for states (a, …): entropies fall from ln 4 as a grows.
 HEAD = torch.zeros(8, 4)
 HEAD[0, 0] = 1.0
@@ -180,9 +178,6 @@ def test_percentiles_are_calibrated(normalisation: Any) -> None:
     assert mix[8] == pytest.approx(0.3, abs=0.03)
 
 
-# -- the invariants --------------------------------------------------------------------------------------------------------------
-
-
 def assert_same_bits(batch: Batch, one: Trace, other: Trace) -> None:
     for a, b in zip(bits_of(batch, one), bits_of(batch, other), strict=True):
         assert torch.equal(a, b)
@@ -242,9 +237,6 @@ def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype)
         assert_same_bits(BATCH, runs[0].trace, runs[1].trace)
         compact, masked = (torch.cat(BATCH.real(run.logits)).float() for run in runs)
         assert (compact - masked).norm() < (0.02 if dtype == torch.float32 else 0.1) * masked.norm()
-
-
-# -- ledgers, bytes --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "layers", "saved"), [

@@ -68,9 +68,6 @@ def test_what_is_decided_alone_is_what_is_executed_where_the_first_decision_is_t
     assert decided.run.flops.signals == executed.run.flops.signals > 0
 
 
-# -- what the words mean -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("missing_kv", ["drop", "project"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox"])
@@ -129,9 +126,6 @@ def test_several_modules_are_asked_in_order_of_priority_and_see_what_came_before
     assert after_halt == [(1, 5, 0), (1, 40, 0), (1, 90, 11)]  # HaltAll has the default priority, 50
     assert [entry[:2] for entry in asked if entry[0] == 0] == [(0, 5), (0, 40), (0, 90)]
     assert not [entry for entry in asked if entry[0] == 2]  # nobody takes part there
-
-
-# -- what a module is shown --------------------------------------------------------------------------------------------------------
 
 
 class Attention(TokenPolicy):
@@ -263,9 +257,6 @@ def test_embeddings_instead_of_ids() -> None:
     tiny.assert_same_decisions(tiny.decisions(batch, run.trace), tiny.decisions(batch, expected.trace))
 
 
-# -- when modules are asked --------------------------------------------------------------------------------------------------------
-
-
 @given(batch=tiny.batches(low=3), data=st.data())
 @settings(max_examples=draws(15))
 def test_a_module_that_looks_ahead_acts_in_prompts_only_unless_told_otherwise(batch: Batch, data: st.DataObject) -> None:
@@ -284,8 +275,6 @@ def test_a_module_that_looks_ahead_acts_in_prompts_only_unless_told_otherwise(ba
     with_tokens = {i for i in range(len(chunks)) if batch.mask[:, sum(chunks[:i]) : sum(chunks[: i + 1])].any()}
     assert {index for index, _ in everywhere.seen} == with_tokens
 
-
-# -- states that stay packed where nobody looks --------------------------------------------------------------------------------------
 
 EVEN = Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
 

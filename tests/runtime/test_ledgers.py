@@ -17,8 +17,6 @@ from quicksilver.runtime import Architecture, Run, RuntimeModule, TokenPolicy, a
 
 flops = pytest.importorskip("quicksilver.measure.flop_counter")
 
-# -- floating-point operations ---------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero"])
@@ -70,9 +68,6 @@ def test_one_logit_costs_one_head() -> None:
         run.reset()
         model(batch.ids, logits_to_keep=1)
     assert all_logits - run.flops.executed == 15 * 2 * tiny.WIDTH * tiny.VOCABULARY
-
-
-# -- bytes -----------------------------------------------------------------------------------------------------------------------
 
 
 def storage_bytes(cache: Any) -> int:
@@ -151,9 +146,6 @@ def test_a_cache_cropped_to_nothing_is_a_new_one(execution: str) -> None:
         cache.reset()
         assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
     torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
-
-
-# -- caches from elsewhere -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

@@ -33,9 +33,6 @@ def assert_same_trace(a: Trace, b: Trace) -> None:
             assert torch.equal(getattr(left, name)[left.valid], getattr(right, name)[right.valid]), name
 
 
-# -- 7: replay -------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_replay_needs_no_signal() -> None:
     """The policy apart from its execution: entropies and attentions are not computed again."""
     model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
@@ -84,9 +81,6 @@ def expected_kv_layer(policy: Hashed, slots: torch.Tensor, ids: torch.Tensor, ha
         for layer in reversed(range(tiny.LAYERS - 1)):
             last[policy.skips(layer, slots, ids) & (halt_layer > layer)] = layer
     return last
-
-
-# -- bad input -------------------------------------------------------------------------------------------------------------------
 
 
 def some_trace() -> Trace:

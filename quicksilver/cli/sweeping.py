@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
+import re
+import signal
 import sys
 import threading
 import time
@@ -26,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from quicksilver.cli.arguments import SweepOptions
-from quicksilver.cli.main import say
+from quicksilver.cli.main import Terminated, say
 from quicksilver.cli.progress import progress_bar, show_fault, summary, width
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
@@ -253,18 +256,20 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     board.write()
     if not wanted:
         return None
-    if sweep.manifest.launcher == SERIAL:
-        work_through(sweep, composed.plans.__getitem__, wanted, board)
-        return None
     workers = min(sweep.manifest.workers, len(wanted))
     task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
     try:
+        if sweep.manifest.launcher == SERIAL:
+            work_through(sweep, composed.plans.__getitem__, wanted, board)
+            return None
         with _watched(board):
             runs = [run for run in reversed(sweep.manifest.runs) if run.number in wanted]  # the last is open longest
             launch(
                 settings, task, workers, sweep.folder.absolute() / "workers", lambda: not any(is_open(sweep, run) for run in runs)
             )
     except QuickSilverError as error:
+        if sweep.manifest.launcher == SERIAL and not isinstance(error, SameFailureError):
+            raise
         return error
     return None
 
@@ -301,8 +306,9 @@ class Worker:
             config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
             return plan([dataclasses.replace(config, results_dir=self.results_dir)], place)
 
-        self._load(sweep, plan_of)
-        work_through(sweep, plan_of, self.wanted, Board(sweep), shown=False)
+        with _ends_with_its_job():
+            self._load(sweep, plan_of)
+            work_through(sweep, plan_of, self.wanted, Board(sweep), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
 
     def _load(self, sweep: Sweep, plan_of: Callable[[int], Plan]) -> None:
@@ -316,6 +322,35 @@ class Worker:
             config = planned.wanted[0].config
             if config.model.parallel is None:
                 planned.context.model(config)
+
+
+@contextmanager
+def _ends_with_its_job() -> Iterator[None]:
+    """What submitit's signal handler raises when its job's time is over, an Exception, would be taken for the failure of the run or the import that it
+    hits. Within, it is `Terminated`, which nothing swallows.
+
+    Raises:
+        QuickSilverError: that happened; what the worker was making is left to others.
+    """
+    number = getattr(signal, f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}", None)  # as submitit has it
+    before = None if number is None else signal.getsignal(number)
+    if number is None or not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        try:
+            before(number, frame)
+        except Exception as error:
+            raise Terminated(str(error)) from error
+
+    signal.signal(number, end)
+    try:
+        yield
+    except Terminated as ended:
+        raise QuickSilverError(f"The time of this worker's job was over. {ended}") from ended
+    finally:
+        signal.signal(number, before)
 
 
 @contextmanager
@@ -341,6 +376,18 @@ def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
         watcher.join()
 
 
+_ALIKE = 3
+
+
+class SameFailureError(QuickSilverError):
+    """Runs fail one after the other in the same way: the environment is broken, not the runs."""
+
+
+def _kind(error: Exception) -> str:
+    """Equal for failures that differ in values, numbers and paths alone."""
+    return re.sub(r"(?<==)[^\s,]+|\S*/\S*|[\d.]+", "", f"{type(error.__cause__ or error).__name__} {error}")
+
+
 def work_through(
     sweep: Sweep,
     plan_of: Callable[[int], Plan],
@@ -358,8 +405,12 @@ def work_through(
         wanted: numbers of the runs.
         runs: they, one after the other; None: those that no other process makes.
         shown: what each record says goes to stdout.
+
+    Raises:
+        SameFailureError: `_ALIKE` runs in a row failed in one way, and the next ones would, too.
     """
     seconds: list[float] = []
+    alike: list[str] = []  # of the failures since the last record, or of another kind
     together = parallel.processes() > 1
     with progress_bar() as bar, closing(runs or claimed(sweep, wanted, board.catch_up)) as given:
         try:
@@ -384,7 +435,13 @@ def work_through(
                         say(f"{label}: {error}")
                     if together:
                         raise
+                    alike = [*(kind for kind in alike if kind == _kind(error)), _kind(error)]
+                    if len(alike) == _ALIKE:
+                        raise SameFailureError(
+                            f"{_ALIKE} runs in a row failed in one way ({type(error.__cause__ or error).__name__}), and the next ones would, too: {error}"
+                        ) from error
                 else:
+                    alike = []
                     seconds.append(time.monotonic() - began)
                     if shown:
                         print(f"{label}\n{summary(record)}", flush=True)

@@ -85,6 +85,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 _PLACES = "Give model.path=/folder of a Hugging Face model, or a hub id."
 _USED_SHARE = 0.8  # of the memory that is free: K/V and logits need theirs
 _REPAIR = "Copy the model's files again, config.json and weights from one place."
+_INSTALL = "The model's files are not to blame, this installation is: `quicksilver doctor` says what it lacks."
 
 
 @dataclass(frozen=True)
@@ -309,8 +310,9 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
         try:
             tokenizer = AutoTokenizer.from_pretrained(files.folder, **local)
         except Exception as error:
+            remedy = _INSTALL if isinstance(error, ImportError) else _REPAIR
             raise ConfigError(
-                f"model={config.name}: {files.folder} has no tokenizer that transformers reads: {_first_line(error)} {_REPAIR}"
+                f"model={config.name}: {files.folder} has no tokenizer that transformers reads: {_first_line(error)} {remedy}"
             ) from error
         classifies = is_classifier(files.folder)
         if classifies and config.parallel:
@@ -336,7 +338,7 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
             ) from error
         except Exception as error:
             eager = "attention implementation" in str(error) and config.attn_implementation != "eager"
-            remedy = "Use model.attn_implementation=eager." if eager else _REPAIR
+            remedy = "Use model.attn_implementation=eager." if eager else _INSTALL if isinstance(error, ImportError) else _REPAIR
             raise ConfigError(f"model={config.name}: {files.folder} cannot be loaded: {_first_line(error)} {remedy}") from error
     model, info = loaded
     wrong = [*_loaded_wrongly(info), *_not_floats(files.folder)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -42,13 +43,36 @@ def check_memory(weights_bytes: int, name: str) -> None:
 
 
 def host_memory_bytes() -> int:
-    """Of the machine, without its GPUs."""
-    return int(psutil.virtual_memory().total)
+    """Of the machine, without its GPUs, or what a cgroup (a container, a job) gives of it."""
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroups())])
 
 
 def free_memory_bytes() -> int:
     """Of it, what can be had without taking it from others."""
-    return int(psutil.virtual_memory().available)
+    return min([int(psutil.virtual_memory().available), *(max(0, limit - taken) for limit, taken in _cgroups())])
+
+
+_CGROUPS, _OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _cgroups() -> list[tuple[int, int]]:
+    """Limit and what is taken of it, in bytes, of every cgroup around this process that has a limit. Cached files, which give way, take nothing."""
+    found = []
+    with suppress(OSError, ValueError):  # no Linux
+        for line in _OF_PROCESS.read_text(encoding="utf-8").splitlines():
+            _, kinds, place = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            root = _CGROUPS / "memory" if kinds else _CGROUPS
+            limit, taken = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+            cached = "total_inactive_file " if kinds else "inactive_file "
+            below = root / place.strip("/")
+            for folder in (below, *below.parents[: len(below.parts) - len(root.parts)]):
+                with suppress(OSError, ValueError):  # `max`: no limit; or a folder that only the host sees
+                    stat = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+                    files = sum(int(entry.removeprefix(cached)) for entry in stat if entry.startswith(cached))
+                    found.append((int((folder / limit).read_text()), int((folder / taken).read_text()) - files))
+    return found
 
 
 def memory_bytes() -> int:

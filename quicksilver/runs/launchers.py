@@ -6,6 +6,8 @@ model once, and a worker that dies leaves one run to the others. Hydra's plugins
 
 from __future__ import annotations
 
+import getpass
+import re
 import shutil
 import subprocess
 import threading
@@ -30,6 +32,8 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 SERIAL = "basic"
 _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "ray": "ray"}
 _IN_MEMORY = ("tmpfs", "ramfs")
+_JOB = re.compile(r"\d[^|]*\|[A-Z_]+")  # a line of squeue
+_OUT_OF_MEMORY = re.compile(r"OUT_OF_ME|oom[_ -]?kill|exceeded (?:\w+ )?memory limit", re.IGNORECASE)
 
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:
@@ -159,6 +163,8 @@ def launch(
         if cfg.hydra.launcher.get("exclusive") is False:
             del cfg.hydra.launcher["exclusive"]  # sbatch has --exclusive, and nothing for its opposite
     context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
+    if launcher_name(settings) == "submitit_slurm":
+        ask_squeue()
     try:
         launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)
 
@@ -174,13 +180,40 @@ def launch(
     except QuickSilverError:
         raise
     except Exception as error:  # of submitit, joblib or ray, each with its own; all that matters is in the sweep
-        line = (str(error).strip() or repr(error)).splitlines()[0]
-        raise QuickSilverError(
-            f"A worker of hydra/launcher={launcher_name(settings)} failed: {type(error).__name__}: {line}"
-        ) from error
+        raise QuickSilverError(f"A worker of hydra/launcher={launcher_name(settings)} failed: {_why(error)}") from error
     finally:
         with suppress(OSError):
             log_dir.rmdir()  # a launcher that wrote no log
+
+
+def ask_squeue() -> None:
+    """Let submitit ask `squeue` what became of its jobs, no longer `sacct`: without accounting that knows nothing, and a dead job would be waited
+    for. Who is in the queue no more has ended."""
+    from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
+
+    class Watcher(SlurmInfoWatcher):
+        def _make_command(self) -> list[str] | None:
+            asks = ["squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", "--format=%i|%T"]
+            return asks if self._registered - self._finished else None
+
+        def read_info(self, string: bytes | str) -> dict[str, dict[str, str]]:
+            lines = (string if isinstance(string, str) else string.decode(errors="replace")).splitlines()
+            if not all(map(_JOB.fullmatch, lines)):
+                return {}  # nonsense: what was known stays
+            seen = super().read_info("\n".join(["JobID|State", *lines]))
+            return {job: {"State": "ENDED"} for job in self._registered - self._finished} | seen
+
+    if type(SlurmJob.watcher).__name__ != "Watcher":
+        SlurmJob.watcher = Watcher(delay_s=30)
+
+
+def _why(error: Exception) -> str:
+    """One line of what a launcher raised, which may hold a traceback or a log."""
+    text = str(error).strip() or repr(error)
+    if _OUT_OF_MEMORY.search(text):
+        return "it ran out of memory. Give it more (hydra.launcher.mem_gb), or take a smaller protocol.batch_size."
+    raised = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE)
+    return raised[-1] if raised else f"{type(error).__name__}: {' '.join(text.splitlines()[:2])}"
 
 
 def _until_over(wait: Callable[[], None], is_over: Callable[[], bool], every_s: float = 0.1) -> None:

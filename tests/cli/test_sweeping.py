@@ -179,6 +179,28 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monke
     assert not (results / "sweeps" / "depths" / "failed").exists()
 
 
+@pytest.mark.parametrize(
+    ("messages", "made"), [(["x=1 is broken"] * 5, 3), (["a", "b", "a", "b", "a"], 5), (["a", "a", "", "a", "a"], 5)]
+)
+def test_a_sweep_stops_after_three_failures_of_one_kind(messages, made, words, results, capsys, monkeypatch):
+    said = iter(messages)
+    make = sweeping.make
+
+    def broken(planned, **more):
+        message = next(said)
+        if not message:
+            return make(planned, **more)
+        raise QuickSilverError(message) from ImportError()
+
+    monkeypatch.setattr(sweeping, "make", broken)
+    depths = "modules.static_depth.depth=0.2,0.3,0.5,0.7,0.8"
+    assert sweep(*words, *(depths if "depth=" in word else word for word in DEPTHS), "name=depths") == 1
+    assert [state != "waiting" for state in states(results)] == [True] * made + [False] * (5 - made)
+    err = capsys.readouterr().err
+    assert ("3 runs in a row failed in one way (ImportError), and the next ones would, too: x=1 is broken" in err) == (made == 3)
+    assert "the same command" in err
+
+
 def test_while_it_runs_the_status_says_which_one(words, results, monkeypatch):
     from quicksilver.measure import bench
 

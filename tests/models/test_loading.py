@@ -277,6 +277,39 @@ def test_a_model_larger_than_memory_and_disk_is_refused_before_it_is_loaded(orig
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU would take it")
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_what_the_cgroups_around_this_process_leave_of_it(tmp_path, monkeypatch, version):
+    root, names = (
+        (tmp_path / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+        if version == 1
+        else (tmp_path, ("memory.max", "memory.current", "inactive_file"))
+    )
+    (root / "job" / "step").mkdir(parents=True)
+    for place, contents in {".": (900_000, 0, 0), "job": (1_000_000, 700_000, 300_000), "job/step": ("max", 5, 0)}.items():
+        for name, content in zip(names[:2], contents[:2], strict=True):
+            (root / place / name).write_text(f"{content}\n")
+        (root / place / "memory.stat").write_text(f"anon 1\n{names[2]} {contents[2]}\n")
+    (tmp_path / "of_process").write_text("1:name=systemd:/\n4:memory:/job/step\n" if version == 1 else "0::/job/step\n")
+    monkeypatch.setattr(memory_check, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory_check, "_OF_PROCESS", tmp_path / "of_process")
+    assert memory_check.host_memory_bytes() == 900_000
+    assert memory_check.free_memory_bytes() == 600_000
+    (tmp_path / "of_process").write_text("0::/elsewhere\nnonsense\n")
+    (root / "memory.max").unlink(missing_ok=True)
+    assert memory_check.host_memory_bytes() == memory_check.psutil.virtual_memory().total
+
+
+def test_a_broken_installation_is_not_blamed_on_the_model_s_files(original, monkeypatch):
+    import transformers
+
+    def broken(*_, **__):
+        raise ModuleNotFoundError("Could not import module 'GPT2LMHeadModel'.")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", broken)
+    with pytest.raises(ConfigError, match=r"Could not import.*this installation is: `quicksilver doctor`"):
+        loading.load(ModelConfig("tiny", str(original)), loading.ModelFiles(original, "folder"))
+
+
 def test_what_memory_does_not_hold_stays_on_disk(original, plain, monkeypatch):
     needed = memory_check.weights_bytes(original, 4)
     monkeypatch.setattr(memory_check, "free_memory_bytes", lambda: int(0.6 * needed / 0.8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from quicksilver.records.record import record_frame
 from quicksilver.runs import launchers
 from quicksilver.runs.composing import hydra_started
 from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
 from quicksilver.runs.sweep import Sweep
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -164,6 +166,85 @@ def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer(
     with pytest.raises(RuntimeError, match="UncompletedJobError"):
         launchers._until_over(died, lambda: False)
     launchers._until_over(died, lambda: True)  # all is made: what became of a worker matters no more
+
+
+class UncompletedJobError(Exception):
+    """As submitit raises it."""
+
+
+@pytest.fixture
+def job_ends():
+    """submitit's handler of the signal that announces the end of a job: it raises."""
+
+    def end(*_):
+        raise UncompletedJobError("Job not requeued because: timed-out too many times.")
+
+    before = signal.signal(signal.SIGUSR2, end)
+    yield end
+    assert signal.signal(signal.SIGUSR2, before) is end  # the worker has put it back
+
+
+@pytest.mark.parametrize("within", ["work_through", "_load"])
+def test_the_end_of_a_job_is_no_failure_of_the_run_that_it_hits(within, words, tmp_path, monkeypatch, job_ends):
+    assert console.main(["run", "-m", *words, *DEPTHS, "limit=1"]) == 0
+
+    def hit(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        except Exception as error:  # as transformers does, whatever an import raises
+            raise ImportError("Could not import GPT2LMHeadModel") from error
+
+    monkeypatch.setattr(*((sweeping, "make") if within == "work_through" else (RunContext, "model")), hit)
+    with pytest.raises(QuickSilverError, match=r"time of this worker's job was over\. Job not requeued"):
+        sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2, 3))()
+    assert [state.state for state in Sweep.load(tmp_path / "results", "depths").states()] == ["done", "waiting", "waiting"]
+
+
+def test_jobs_that_are_dead_are_seen_without_accounting(cluster, monkeypatch):
+    pytest.importorskip("submitit")
+    from submitit.slurm.slurm import SlurmJob
+
+    monkeypatch.setattr(SlurmJob, "watcher", SlurmJob.watcher)
+    launchers.ask_squeue()
+    queue = {
+        "7_0|RUNNING\n7_[1-2%2]|PENDING": "RUNNING PENDING PENDING",
+        "7_0|OUT_OF_MEMORY\n7_1|RUNNING": "OUT_OF_MEMORY RUNNING ENDED",
+    }
+    jobs = ("7_0", "7_1", "7_2")
+    for job in jobs:
+        SlurmJob.watcher.register_job(job)
+    for said, states in queue.items():
+        (cluster / "squeue").write_text(f"#!/bin/sh\necho '{said}'\n")
+        (cluster / "squeue").chmod(0o755)
+        SlurmJob.watcher.update()
+        assert " ".join(SlurmJob.watcher.get_state(job, "cache") for job in jobs) == states
+    for program in ("echo 'slurm: hello'", "exit 1"):  # an answer that is none, and no answer: what was known stays
+        (cluster / "squeue").write_text(f"#!/bin/sh\n{program}\n")
+        SlurmJob.watcher.update()
+        assert [SlurmJob.watcher.is_done(job, "cache") for job in jobs] == [True, False, True]
+    (cluster / "squeue").write_text("#!/bin/sh\n")
+    SlurmJob.watcher.update()
+    assert SlurmJob.watcher.get_state("7_1", "cache") == "ENDED"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("Job 7 has not produced any output (state: OUT_OF_MEMORY)\nlog", "it ran out of memory"),
+        ("Job 7\nslurmstepd: error: StepId=7.0 exceeded memory limit (900 > 500), being killed", "hydra.launcher.mem_gb"),
+        (
+            "failed during processing with trace:\nTraceback\n  here\na.b.QuickSilverError: it is broken\nlogs",
+            "QuickSilverError: it is broken",
+        ),
+        (
+            "Job 7 (task: 0) with path x\nhas not produced any output (state: ENDED)",
+            "x has not produced any output (state: ENDED)",
+        ),
+    ],
+)
+def test_what_a_launcher_raises_is_one_line_that_says_why(text, says):
+    assert says in (said := launchers._why(RuntimeError(text)))
+    assert "\n" not in said
 
 
 def test_a_worker_has_its_model_before_it_claims_a_run(words, tmp_path, monkeypatch):

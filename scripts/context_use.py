@@ -91,7 +91,7 @@ def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part:
 
 def main() -> None:
     from safetensors.torch import load_file
-    from train_reference import Recipe, bits_per_byte, build_model, load_tokenizer
+    from train_reference import Recipe, bits_per_byte, build_model, corpus_name, load_tokenizer
     from transformers import AutoModelForCausalLM
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -103,9 +103,7 @@ def main() -> None:
         recipe = Recipe.from_saved(json.loads((args.folder / "meta.json").read_text())["recipe"])
         model = build_model(recipe)
         model.load_state_dict(load_file(args.folder / "model.safetensors"), strict=False)
-        tokenizer = load_tokenizer(
-            args.folder.parent.parent / ("corpus-far" if "code" in recipe.sources else "corpus"), recipe.context_tokens
-        )
+        tokenizer = load_tokenizer(args.folder.parent.parent / corpus_name(recipe), recipe.context_tokens)
     elif (args.folder / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
         tokenizer = load_tokenizer(args.folder)

@@ -269,11 +269,15 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source
     return tokenizer
 
 
-def prepare(data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...] = SOURCES) -> dict:
+def prepare(
+    data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...] = SOURCES, tokenizer_file: Path | None = None
+) -> dict:
     """Tokenizer and token streams in `out` (`{source}.bin`, uint16; where their documents begin: `{source}.starts.npy`).
 
-    They are reused when they are already there for this vocabulary and these sources.
+    The tokenizer is trained on the text, unless `tokenizer_file` names one. The streams are reused when they are already there for this vocabulary and these sources.
     """
+    from tokenizers import Tokenizer
+
     manifest_path = out / "corpus.json"
     if manifest_path.is_file():
         manifest = json.loads(manifest_path.read_text())
@@ -282,7 +286,7 @@ def prepare(data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...
     out.mkdir(parents=True, exist_ok=True)
     found = training_documents(data_root, sources)
     documents, overlap = remove_overlap(found, held_out_texts(data_root) | (held_out_source() if "code" in sources else {}))
-    tokenizer = train_tokenizer(documents, vocab_size)
+    tokenizer = train_tokenizer(documents, vocab_size) if tokenizer_file is None else Tokenizer.from_file(str(tokenizer_file))
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
     manifest = {"vocab_size": vocab_size, "ngram_words": NGRAM_WORDS, "sources": {}}

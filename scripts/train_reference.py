@@ -25,11 +25,13 @@ import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
 from context_use import context_use
+from safetensors.torch import load_file
 from tqdm import tqdm
 from training_state import TrainingState
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ROOT / "quicksilver" / "models" / "reference"
 SAVED_SECONDS, EVALUATED_SECONDS = 180, 1800
 
 
@@ -61,6 +63,7 @@ class Recipe:
     whole_documents: bool = False  # a window begins with a document, or lies wholly in one
     long_from_tokens: int | None = None  # the full context from here on; None: from the decay on
     repeats: tuple[float, float] = (0.0, 0.0)  # share of windows with repeated spans, at the short and at the full context
+    start: str | None = None  # the shipped model whose weights and tokenizer the training begins with
     shortened: tuple[int, int] | None = (
         None  # (from step, to step): from there the learning rate falls straight to 0 at the other
     )
@@ -108,9 +111,11 @@ class Recipe:
         return cls(**fields)
 
 
+# On from the shipped models: windows of 1,024, source code, repeated spans and recalled facts, at a lower peak.
 _FAR = Recipe(
-    family="gpt2", context_tokens=1024, total_tokens=42_000_000, decay_fraction=0.25, sources=corpus.FAR_SOURCES, whole_documents=True,
-    long_from_tokens=14_000_000, repeats=(0.25, 0.1), mixture=(0.2, 0.14, 0.22, 0.34, 0.1), decay_mixture=(0.3, 0.1, 0.24, 0.3, 0.06),
+    family="gpt2", context_tokens=1024, total_tokens=12_000_000, decay_fraction=0.3, sources=corpus.FAR_SOURCES, whole_documents=True,
+    long_from_tokens=0, repeats=(0.0, 0.15), mixture=(0.18, 0.14, 0.2, 0.36, 0.12), decay_mixture=(0.3, 0.1, 0.22, 0.3, 0.08),
+    lr_muon=5e-3, lr_adamw=3e-3, start="reference-gpt2",
 )  # fmt: skip
 RECIPES = {
     "reference-gpt2": Recipe(family="gpt2", total_tokens=13_000_000),
@@ -119,15 +124,27 @@ RECIPES = {
     "ladder-gpt2-2m": Recipe(family="gpt2", layers=12, width=96, heads=3, kv_heads=3, mlp_width=384, total_tokens=4_000_000),
     "ladder-gpt2-4m": Recipe(family="gpt2", layers=16, width=128, heads=4, kv_heads=4, mlp_width=512, total_tokens=4_000_000),
     "ladder-gpt2-8m": Recipe(family="gpt2", total_tokens=4_000_000),
-    # Models that use far context: windows of 1,024, source code, repeated spans and recalled facts. A night of one core each.
     "far-gpt2": _FAR,
-    "far-llama": dataclasses.replace(_FAR, family="llama", kv_heads=2, mlp_width=576),
+    "far-llama": dataclasses.replace(_FAR, family="llama", kv_heads=2, mlp_width=512, start="reference-llama"),
     "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512, total_tokens=10_000_000, shortened=(850, 1020)),
 }
 
 
+@torch.no_grad()
 def build_model(recipe: Recipe) -> PreTrainedModel:
     torch.manual_seed(recipe.seed)
+    model = _new_model(recipe)
+    if recipe.start is not None:
+        weights = load_file(SHIPPED / recipe.start / "model.safetensors")
+        for name, tensor in model.state_dict().items():
+            if name in weights:  # tied weights are stored once
+                known = weights[name].float()
+                # Learned positions beyond those of the model it starts from begin as copies of the ones there are.
+                tensor.copy_(known if known.shape == tensor.shape else known.repeat(len(tensor) // len(known), 1))
+    return model
+
+
+def _new_model(recipe: Recipe) -> PreTrainedModel:
     if recipe.family == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
@@ -302,10 +319,15 @@ def loss_curve(history: list[dict], path: Path, title: str) -> None:
     plt.close(fig)
 
 
+def corpus_name(recipe: Recipe) -> str:
+    return "corpus-far" if "code" in recipe.sources else "corpus"
+
+
 def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, device: str) -> None:
     run_folder = work / name
-    corpus_folder = work / ("corpus-far" if "code" in recipe.sources else "corpus")
-    corpus.prepare(data_root, corpus_folder, recipe.vocab_size, recipe.sources)
+    corpus_folder = work / corpus_name(recipe)
+    known = None if recipe.start is None else SHIPPED / recipe.start / "tokenizer.json"
+    corpus.prepare(data_root, corpus_folder, recipe.vocab_size, recipe.sources, known)
     tokenizer = load_tokenizer(corpus_folder, recipe.context_tokens)
     held_out = {k: v for k, v in corpus.held_out_texts(data_root).items() if k in ("wikitext-103-valid", "python-docs")}
 
@@ -398,9 +420,7 @@ def main() -> None:
         "--work", type=Path, default=Path(os.environ.get("QUICKSILVER_TRAINING", Path.home() / "quicksilver-training")),
         help="corpus, checkpoints, curves; outside of the repository, so that a run outlives its checkout",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "quicksilver" / "models" / "reference", help="where the finished folder goes"
-    )
+    parser.add_argument("--out", type=Path, default=SHIPPED, help="where the finished folder goes")
     parser.add_argument("--total-tokens", type=int, help="may be changed on a resume until the decay has begun")
     parser.add_argument(
         "--shorten",

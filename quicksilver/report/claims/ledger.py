@@ -63,6 +63,7 @@ COLUMNS = [
         "lookahead",
         "versus_null",
         "verdict",
+        "tuned",
         "elsewhere",
         "why",
     ),
@@ -78,7 +79,8 @@ LEGEND = (
     "setting, or an absolute number of another model or machine. not measured: no record, or an interval too wide. by definition: it could "
     "not be otherwise; not counted. The whole rule: docs/verdicts.md.",
     "contradiction, consistent: computed from the paper's numbers alone; choice: the paper leaves it open.",
-    "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own. elsewhere: the "
+    "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own. tuned: the "
+    "verdict on the setting that won on calibration text (table fair_trial), and what it measured; not counted. elsewhere: the "
     "verdict on other models and texts, the least favourable of their rows. Headings count each outcome once, by its least favourable row.",
 )
 
@@ -97,6 +99,7 @@ class AnsweredBy:
         beyond_chance: of a share, its difference from what chance gives (percentage points), from the outcomes of the panel by key.
         note: what is compared, where that is not plain.
         by_definition: why the number can be no other; then it is shown and not judged.
+        tuned: the row has the setting that won on calibration text, not the paper's: its verdict stands in a column of its own.
     """
 
     panel: str
@@ -106,6 +109,7 @@ class AnsweredBy:
     beyond_chance: Callable[[Mapping[str, Outcome]], Estimate | None] | None = None
     note: str = ""
     by_definition: str = ""
+    tuned: bool = False
 
 
 @dataclass(frozen=True)
@@ -353,19 +357,27 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     if what.of_dense:
         relative = {"target_low": claim.target.low, "target_high": claim.target.high}
         base |= {"unit": ""} if claim.is_reference else relative
-    answers = [(source, answer) for source in sources for name, answer in source.answers if claim.is_answered(name, answer)]
-    found: dict[
-        Any, dict[str, Any]
-    ] = {}  # rows by what was measured: Figures 6 and 7 show the records of Table 11, one row is enough
-    reasons, command = [], ""
+    given = [(source, answer) for source in sources for name, answer in source.answers if claim.is_answered(name, answer)]
+    answers = [(source, answer) for source, answer in given if not answer.tuned]
+    rows, reasons = _answered(claim, answers)
+    tuned, _ = _answered(claim, [(source, answer) for source, answer in given if answer.tuned])
+    base |= {"tuned": "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]}" for row in tuned)}
+    if rows:
+        return [base | row for row in rows]
+    return [base | _not_judged(claim, answers, reasons)]
+
+
+def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for each number that records give, each once: Figures 6 and 7 show the records of Table 11. And why others give none."""
+    found: dict[Any, dict[str, Any]] = {}
+    reasons = []
     for source, answer in answers:
         outcome = source.panels.get(answer.panel, {}).get(answer.key)
         if outcome is None or outcome.record is None:
             reasons += [outcome.reason] if outcome is not None and outcome.reason else []
-            command = command or ("" if outcome is not None and outcome.reason else source.command)
             continue
         record = outcome.record
-        if record.simulated and what.kind in ("time", "energy") and what.sense != "level":
+        if record.simulated and claim.what.kind in ("time", "energy") and claim.what.sense != "level":
             reasons.append("simulated, so no time: float products stand in for the quantised ones")
             continue
         try:
@@ -379,18 +391,24 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
             continue
         same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, measured)
         if same not in found:
-            found[same] = base | _judged(claim, answer, outcome, measured) | {"artefact": source.artefact.name}
-    if found:
-        return list(found.values())
+            found[same] = _judged(claim, answer, outcome, measured) | {"artefact": source.artefact.name}
+    return list(found.values()), reasons
+
+
+def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], reasons: Sequence[str]) -> dict[str, Any]:
+    """What stands in the place of a verdict on a claim that no record answers."""
+    entry, what = claim.entry, claim.what
+    there = [(source, source.panels.get(answer.panel, {}).get(answer.key)) for source, answer in answers]
+    unmade = (one.command for one, outcome in there if outcome is None or (outcome.record is None and not outcome.reason))
+    command = next(unmade, "")
     why = f"no record: {command}" if command else "; ".join(dict.fromkeys(reasons))
     said = {"why": why, "command": command, "artefact": answers[0][0].artefact.name} if answers else {}
     said = said or {"why": entry.not_measured or "no experiment of this version asks"}
     if said["why"] == _ZERO:
-        return [base | {"verdict": BY_DEFINITION, **said}]
+        return {"verdict": BY_DEFINITION, **said}
     if claim.name in entry.not_comparable or (what.sense == "level" and what.kind == "tokens"):
-        why = entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]
-        return [base | {"verdict": "not comparable", "why": why}]
-    return [base | {"verdict": "not measured", **said}]
+        return {"verdict": "not comparable", "why": entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]}
+    return {"verdict": "not measured", **said}
 
 
 def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, found: Estimate) -> dict[str, Any]:
@@ -531,6 +549,7 @@ def _columns(group: str) -> tuple[Column, ...]:
         Column("", "measured", _measurement),
         protocol,
         verdict,
+        Column("", "tuned", _words("tuned", 16), "left", 4),
         Column("", "elsewhere", _words("elsewhere", 26), "left", 2),
         Column("", "why", _words("why", 40), align="left"),
     )

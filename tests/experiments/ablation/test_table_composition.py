@@ -1,4 +1,4 @@
-"""An ingredient pays where it saves something, worsens nothing, and does not move the answers further from the dense model's."""
+"""The price of an ingredient is the rise of KL to dense for each point of time that it saves."""
 
 from __future__ import annotations
 
@@ -47,26 +47,28 @@ def outcome(results: Path, key: str, kl: float, *, saved: float, faster: float =
 
 
 @pytest.mark.parametrize(
-    ("kl", "saved", "faster", "verdict"),
+    ("kl", "faster", "price"),
     [
-        (0.020, 0.50, 0.40, "pays"),
-        (0.020, 0.40, 0.60, "pays"),
-        (0.040, 0.50, 0.60, "does not pay"),  # further from the dense model
-        (0.020, 0.40, 0.41, "does not pay"),  # within the noise
-        (0.020, 0.50, 0.30, "does not pay"),  # less work, more time
+        (0.020, 0.60, 0.0),  # time for nothing
+        (0.040, 0.60, 0.1),  # KL × 100 rises by 2 for 20 points
+        (0.020, 0.41, None),
+        (0.020, 0.30, None),
     ],
 )
-def test_the_verdict_reads_work_time_and_divergence(tmp_path: Path, kl: float, saved: float, faster: float, verdict: str) -> None:
+def test_a_price_is_kl_for_a_point_of_time(tmp_path: Path, kl: float, faster: float, price: float | None) -> None:
     outcomes = [
         outcome(tmp_path / "a", "dense", 0, saved=0),
         outcome(tmp_path / "b", "preset", 0.020, saved=0.40, faster=0.40, wobble=0.001),
-        outcome(tmp_path / "c", "add.skipping", kl, saved=saved, faster=faster, wobble=0.001),
+        outcome(tmp_path / "c", "add.skipping", kl, saved=0.5, faster=faster, wobble=0.001),
     ]
     frame = pd.DataFrame(composition.comparison.frame(outcomes))
     (said,) = composition.findings(outcomes, frame)
-    assert said.startswith(
-        f"Skipped K/V entries: {verdict} (added to the preset: operations of the prompt {100 * saved - 40:+.1f}"
-    )
+    assert said.startswith("Skipped K/V entries. Added to the preset: operations of the prompt +10.")
+    priced = said.split("], ")[1]
+    if price is None:
+        assert priced == "no time saved beyond the noise."
+    else:
+        assert float(priced.removesuffix(" for each point of time.")) == pytest.approx(price, abs=0.01)
     change = composition.kl_change(outcomes[2], outcomes[1])
     assert change is not None
     assert change.low < change.value < change.high

@@ -299,6 +299,19 @@ def test_an_outcome_counts_once_by_its_least_favourable_row_and_says_how_it_is_e
     assert "another: " in table.title
 
 
+def test_the_verdict_on_a_tuned_setting_stands_beside_and_is_not_counted(tmp_path):
+    claim = "table11.isolated.halting.flops_saved_pct"
+    plain = frame([source(tmp_path, saved=0.05, per_token=0.003)])
+    answers = {"table11.isolated.halting": AnsweredBy("all", "run", tuned=True)}
+    tuned = source(tmp_path, answers=answers, named=None, saved=0.25, per_token=0.003)
+    found = frame([source(tmp_path, saved=0.05, per_token=0.003), tuned])
+    assert standing(found) == standing(plain)
+    (said,) = found.loc[found["claim"] == claim, "tuned"]
+    assert said.startswith("reproduced: 25.")
+    alone = frame([tuned])
+    assert alone.loc[alone["claim"] == claim, ["verdict", "tuned"]].to_numpy().tolist() == [["not measured", said]]
+
+
 @pytest.mark.parametrize(
     ("share", "beyond", "verdict"),
     [

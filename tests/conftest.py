@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import imitation_hub
 import pytest
 import thinning
 from hypothesis import Phase, settings
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HF_ENDPOINT"] = imitation_hub.HUB.endpoint  # no test reaches the real one
     os.fsync = lambda descriptor: None  # no test cuts the power, and thousands of small files wait for the disk
     if (
         config.cache is not None
@@ -48,6 +50,21 @@ def data_root() -> Path:
     if root is None:
         pytest.skip(tiny.NO_DATA)
     return root
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Iterator[imitation_hub.Hub]:
+    """An imitation of the hub, empty, and an empty cache; clients do not wait before they try again."""
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with imitation_hub.HUB.serving() as serving:
+        yield serving
+    huggingface_hub.close_session()
+    huggingface_hub.HfFileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 
 from quicksilver.data.spec import DatasetConfig, Part, SplitConfig, TaskConfig
 from quicksilver.files import write_atomically
-from quicksilver.models.hub import require_hub
+from quicksilver.models.hub import fetching
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import parse_json, read_bytes
 
@@ -293,15 +293,10 @@ def _hub_rows(
     what = f"dataset={config.name}"
     if missing is not None:
         what += f": there is no file {missing}, and of the hub's {hub.id}"
-    require_hub(what, str(hub.id), "dataset", offline)
     import datasets
 
-    try:
+    with fetching(what, str(hub.id), "dataset", offline):
         rows = [dict(row) for row in datasets.load_dataset(hub.id, hub.config, split=split, revision=hub.revision)]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"dataset={config.name}: {hub.id} cannot be read from the hub: {type(error).__name__}: {error}"
-        ) from error
     if kept is not None:
         write_atomically(kept, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return iter(rows), source

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -16,7 +16,7 @@ from quicksilver.data.annotation import Annotation
 from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.spec import ANNOTATED, DatasetConfig, Part
 from quicksilver.data.treebank import read_treebank
-from quicksilver.models.hub import require_hub
+from quicksilver.models.hub import fetching
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import parse_json, read_bytes
 
@@ -210,10 +210,13 @@ def _from_hub(config: DatasetConfig, part: Part, path: Path | None, cache: Path 
     offline = [f"dataset.files.{part}=/path/of/a/local/file", "dataset=python-docs (embedded)"]
     if path is not None:
         offline.insert(0, f"data.root=/folder with {getattr(config.files, part)} in it (or QUICKSILVER_DATA)")
-    require_hub(f"dataset={config.name}", str(hub.id), "dataset", offline)
-    rows = _stream(config, split)
-    # The hub keeps WikiText without its blank lines' own content; the distributed file has " \n" there.
-    text = "".join(row or " \n" for row in rows) if config.reader == "lines" else _join(_slice(config, part, rows))
+    import datasets
+
+    datasets.config.STREAMING_READ_MAX_RETRIES = 2  # the default keeps a person waiting for minutes
+    with fetching(f"dataset={config.name}", str(hub.id), "dataset", offline):
+        rows = _stream(config, datasets.load_dataset(hub.id, hub.config, split=split, revision=hub.revision, streaming=True))
+        # The hub keeps WikiText without its blank lines' own content; the distributed file has " \n" there.
+        text = "".join(row or " \n" for row in rows) if config.reader == "lines" else _join(_slice(config, part, rows))
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         new = kept.with_name(f".{kept.name}-{secrets.token_hex(4)}")
@@ -222,20 +225,11 @@ def _from_hub(config: DatasetConfig, part: Part, path: Path | None, cache: Path 
     return Text(text, source)
 
 
-def _stream(config: DatasetConfig, split: str) -> Iterator[str]:
-    import datasets
-
-    hub = config.hub
-    datasets.config.STREAMING_READ_MAX_RETRIES = 2  # the default keeps a person waiting for minutes
-    try:
-        stream = datasets.load_dataset(hub.id, hub.config, split=split, revision=hub.revision, streaming=True)
-        for row in stream:
-            if not isinstance(row[hub.text_field], str):
-                raise ValueError(
-                    f"a row's {hub.text_field} is {row[hub.text_field]!r}, no text: name another with dataset.hub.text_field=…"
-                )
-            yield row[hub.text_field]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"dataset={config.name}: {hub.id} cannot be streamed from the hub: {type(error).__name__}: {error}"
-        ) from error
+def _stream(config: DatasetConfig, rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    field = config.hub.text_field
+    for row in rows:
+        if not isinstance(text := row.get(field), str):
+            raise ConfigError(
+                f"dataset={config.name}: a row's {field} is {text!r}, no text: name another with dataset.hub.text_field=…"
+            )
+        yield text

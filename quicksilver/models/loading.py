@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import shutil
 import tempfile
 import weakref
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quicksilver.models import memory_check
-from quicksilver.models.hub import require_hub
+from quicksilver.models.hub import fetching
 from quicksilver.models.parallel import cut
 from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
@@ -180,13 +181,8 @@ def _from_hub(config: ModelConfig) -> ModelFiles:
             "HF_HOME=/cache that holds it",
             "model=reference-gpt2 (embedded)",
         )
-        require_hub(f"model={config.name}", config.path, "model", offline)
-        try:
+        with fetching(f"model={config.name}", config.path, "model", offline):
             cached = snapshot(local_only=False)
-        except OSError as error:
-            raise ConfigError(
-                f"model={config.name}: {config.path} cannot be fetched from the hub: {str(error).splitlines()[0]}"
-            ) from error
     return ModelFiles(_complete(config, cached), f"hub:{config.path}", cached.name)
 
 
@@ -259,6 +255,9 @@ def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = N
     Args:
         remembered: digests of files by path, size, inode and both times of change; read and added to, so that gigabytes are read once.
             The time of last status change and the inode tell a replaced file whose size and modification time were kept (cp -p, rsync -t).
+
+    Raises:
+        ConfigError: a file of the hub's cache is not what the hub publishes.
     """
     remembered = {} if remembered is None else remembered
     whole = hashlib.sha256()
@@ -276,8 +275,25 @@ def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = N
         if key not in remembered:
             with path.open("rb") as file:
                 remembered[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        _check_published(path, remembered[key])
         whole.update(f"{name} {remembered[key]}\n".encode())
     return whole.hexdigest()
+
+
+def _check_published(path: Path, digest: str) -> None:
+    """Remove a large file of the hub's cache that is not what the hub publishes: the cache keeps it under its published sha256."""
+    kept = path.resolve()
+    if kept.parent.name != "blobs" or not re.fullmatch("[0-9a-f]{64}", kept.name) or kept.name == digest:
+        return
+    try:
+        path.unlink()
+        kept.unlink()
+        remedy = "It was removed: the same command fetches it again."
+    except OSError:
+        remedy = "Remove it: the same command fetches it again."
+    raise ConfigError(
+        f"{path}: the hub publishes sha256 {kept.name[:12]}…, and the file has {digest[:12]}…: it is damaged. {remedy}"
+    )
 
 
 def load(config: ModelConfig, files: ModelFiles) -> Loaded:

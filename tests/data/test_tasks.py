@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -126,23 +124,6 @@ def test_a_file_that_is_not_there_is_named_before_the_hub(monkeypatch):
         ConfigError, match=r"there is no file /not/there\.tsv, and of the hub's nyu-mll/glue: .*give dataset\.task"
     ):
         read_task(config)
-
-
-def test_rows_of_the_hub_are_kept(tmp_path, monkeypatch):
-    asked = []
-
-    def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
-        return [{"question1": "a?", "question2": "b?", "label": 1}] * 3
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    monkeypatch.setattr("quicksilver.data.tasks.require_hub", lambda *args: None)
-    config = compose(["dataset=qqp", "measure=task"]).dataset
-    for _ in range(2):
-        found = read_task(config, cache=tmp_path)
-        assert found.examples[0].prompt == "a?\nb?\nThe same:"
-        assert found.source == "hub:nyu-mll/glue/qqp@main:validation"
-    assert asked == [(("nyu-mll/glue", "qqp"), {"split": "validation", "revision": None})]
 
 
 def test_labels_are_part_of_the_identity_and_places_are_not(data_root):

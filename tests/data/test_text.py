@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -124,63 +122,6 @@ def test_a_tokenizer_that_loses_bytes_has_no_bits_per_byte(tokenizer, monkeypatc
     windows = encode("enough text for it", tokenizer, 10)
     assert windows.token_bytes is None
     assert windows.why_no_bytes == "it loses bytes"
-
-
-@pytest.fixture
-def stream(monkeypatch):
-    """A `datasets` library that streams these rows."""
-    asked = []
-
-    def install(rows):
-        def load_dataset(*args, **kwargs):
-            asked.append((args, kwargs))
-            return iter({"text": row} for row in rows)
-
-        fake = types.SimpleNamespace(load_dataset=load_dataset, config=types.SimpleNamespace())
-        monkeypatch.setitem(sys.modules, "datasets", fake)
-        monkeypatch.setattr("quicksilver.data.text.require_hub", lambda *_: None)
-        return asked
-
-    return install
-
-
-def test_wikitext_from_the_hub_is_the_distributed_file(stream):
-    stream(["", " = Title = \n", "", " One line . \n"])
-    text = read_text(compose(["dataset=wikitext103"]).dataset)
-    assert text.text == " \n = Title = \n \n One line . \n"
-    assert text.source.startswith("hub:Salesforce/wikitext/wikitext-103-v1@b08601e")
-
-
-def test_c4_streams_only_as_many_documents_as_are_asked_for(stream, tmp_path):
-    def rows():
-        yield from (f"document {i}" for i in range(3))
-        raise AssertionError("read on")
-
-    asked = stream(rows())
-    config = compose(["dataset=c4", "dataset.documents=3"]).dataset
-    first = read_text(config, cache=tmp_path)
-    assert first.text == "document 0\n\ndocument 1\n\ndocument 2"
-    assert asked[0][1]["streaming"] is True
-    assert read_text(config, cache=tmp_path) == first  # kept: a resumed run asks no network
-    assert len(asked) == 1
-
-
-def test_a_local_file_wins_over_the_hub(tmp_path, stream):
-    asked = stream([])
-    (tmp_path / "c4").mkdir()
-    (tmp_path / "c4" / "c4_en_train_first1000.jsonl").write_text('{"text": "local"}\n')
-    assert read_text(compose(["dataset=c4"]).dataset, root=tmp_path).text == "local"
-    assert asked == []
-
-
-def test_a_stream_that_breaks_is_one_message(stream):
-    def rows():
-        yield "one"
-        raise ConnectionError("the line was cut")
-
-    stream(rows())
-    with pytest.raises(ConfigError, match="allenai/c4 cannot be streamed from the hub: ConnectionError: the line was cut"):
-        read_text(compose(["dataset=c4"]).dataset)
 
 
 def test_a_dataset_without_a_hub_and_without_its_file_says_so():

@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import socket
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ import torch
 from harness_world import make_model
 
 from quicksilver.models import loading, memory_check
-from quicksilver.models.hub import require_hub
 from quicksilver.models.loading import load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import Halting
@@ -169,76 +165,6 @@ def test_files_are_read_once(folder, monkeypatch):
     (folder / "config.json").write_text("{}")
     with pytest.raises(AssertionError, match="read again"):
         weights_digest(folder, remembered)
-
-
-@pytest.fixture
-def hub_at(monkeypatch):
-    """Points the hub's client at an address on this machine."""
-
-    def point(address: str) -> None:
-        from huggingface_hub import constants
-
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", address)
-        monkeypatch.setattr("huggingface_hub.HfApi", lambda: __import__("huggingface_hub").hf_api.HfApi(endpoint=address))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-
-    return point
-
-
-def refused(repo: str = "gpt2") -> str:
-    with pytest.raises(ConfigError) as caught:
-        require_hub("model=gpt2", repo, "model", ["model.path=/folder", "model=reference-gpt2"])
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_a_closed_port_is_told_within_seconds_with_the_offline_choices(hub_at):
-    hub_at("http://127.0.0.1:9")
-    began = time.monotonic()
-    message = refused()
-    assert time.monotonic() - began < 9
-    assert "cannot be reached" in message
-    assert "Without a network: model.path=/folder; model=reference-gpt2." in message
-
-
-def test_a_hub_that_never_answers_is_given_up(hub_at, monkeypatch):
-    monkeypatch.setattr("quicksilver.models.hub.ANSWER_WITHIN_S", 2.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        hub_at(f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert "cannot be reached" in refused()
-
-
-@pytest.mark.parametrize(
-    ("status", "error_code", "says"),
-    [
-        (404, "RepoNotFound", "does not exist, or is private"),
-        (403, "GatedRepo", "is gated. Accept its licence"),
-        (500, None, "answers:"),
-    ],
-)
-def test_what_the_hub_refuses_is_told_apart(hub_at, status, error_code, says):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        hub_at(f"http://127.0.0.1:{server.getsockname()[1]}")
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(65536)
-                    head = f"HTTP/1.1 {status} no\r\nContent-Length: 0\r\nConnection: close\r\n"
-                    connection.sendall((head + (f"X-Error-Code: {error_code}\r\n" if error_code else "") + "\r\n").encode())
-
-        threading.Thread(target=answer, daemon=True).start()
-        assert says in refused()
-
-
-def test_offline_mode_asks_nobody(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refused()
 
 
 IDS = torch.arange(40).view(2, 20)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from quicksilver.runs.run import Planned, Progress
 
 
+SAYS_EVERY_S = 60.0  # in a log
+
+
 def width() -> int | None:
     """Columns of the terminal; None: the output goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -49,13 +52,21 @@ def show_fault(error: Exception) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr over all missing runs; nothing when stderr is not a terminal, or nothing has to run."""
+    """A bar on stderr over all missing runs, nothing when nothing has to run; where stderr is no terminal, a line a minute."""
     from tqdm import tqdm
 
+    from quicksilver.report.sweep_status import how_far
+
     bar: Any = None
+    said = time.monotonic()
 
     def show(progress: Progress) -> None:
-        nonlocal bar
+        nonlocal bar, said
+        if not sys.stderr.isatty():
+            if time.monotonic() - said >= SAYS_EVERY_S:
+                said = time.monotonic()
+                print(f"{progress.label}: {how_far(vars(progress))}", file=sys.stderr, flush=True)
+            return
         if bar is None:
             shape = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
             bar = tqdm(total=100.0, smoothing=0, file=sys.stderr, disable=None, leave=False, bar_format=shape)

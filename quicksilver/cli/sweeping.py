@@ -30,7 +30,7 @@ from yaml import YAMLError
 
 from quicksilver.cli.arguments import SweepOptions
 from quicksilver.cli.main import Terminated, say
-from quicksilver.cli.progress import progress_bar, show_fault, summary, width
+from quicksilver.cli.progress import SAYS_EVERY_S, progress_bar, show_fault, summary, width
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
@@ -260,7 +260,8 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
     try:
         if sweep.manifest.launcher == SERIAL:
-            work_through(sweep, composed.plans.__getitem__, wanted, board)
+            with sweep.at_work():
+                work_through(sweep, composed.plans.__getitem__, wanted, board)
             return None
         with _watched(board):
             runs = [run for run in reversed(sweep.manifest.runs) if run.number in wanted]  # the last is open longest
@@ -306,7 +307,7 @@ class Worker:
             config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
             return plan([dataclasses.replace(config, results_dir=self.results_dir)], place)
 
-        with _ends_with_its_job():
+        with _ends_with_its_job(), sweep.at_work():
             self._load(sweep, plan_of)
             work_through(sweep, plan_of, self.wanted, Board(sweep), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
@@ -355,17 +356,21 @@ def _ends_with_its_job() -> Iterator[None]:
 
 @contextmanager
 def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
-    """Within, say on stderr how far workers are, whenever that has changed."""
-    over, said = threading.Event(), ""
+    """Within, say on stderr how far workers are, whenever that has changed, and once a minute what each of them does."""
+    over, said, when = threading.Event(), "", time.monotonic()
 
     def look() -> None:
-        nonlocal said
+        nonlocal said, when
         while not over.wait(every_s):
             rows = board.rows()
-            counts = [row["state"] for row in rows]
-            if (now := str(sorted(counts))) != said:
-                said = now
+            counts, minute = str(sorted(row["state"] for row in rows)), time.monotonic() - when >= SAYS_EVERY_S
+            if counts != said or minute:
+                said = counts
                 print(board.headline(rows), file=sys.stderr, flush=True)
+            if minute:
+                when = time.monotonic()
+                running = [row for row in rows if row["state"] == "running"]
+                print("".join(f"  run {row['number']}: {row['where']}\n" for row in running), end="", file=sys.stderr, flush=True)
 
     watcher = threading.Thread(target=look, name="quicksilver-sweep", daemon=True)
     watcher.start()
@@ -462,7 +467,7 @@ def _shown(board: Board, bar: Callable[[Progress], None], place: int, runs: int)
             begun = True
             board.changed()  # its draft is there: the page says that it runs
         board.catch_up()
-        bar(Progress(place, runs, now.label, now.phase, (place + now.fraction) / runs))
+        bar(dataclasses.replace(now, run=place, runs=runs, fraction=(place + now.fraction) / runs))
 
     return show
 
@@ -542,7 +547,8 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
                 else:
                     study.tell(trial, studies.values_of(record, config.objectives))
 
-        work_through(sweep, plan_of, range(1, config.trials + 1), board, runs=drawn())
+        with sweep.at_work():
+            work_through(sweep, plan_of, range(1, config.trials + 1), board, runs=drawn())
     _close_study(board, study, space, config)
     return 1 if any(state.state == "failed" for state in sweep.states()) else 0
 

@@ -40,6 +40,7 @@ class Bench:
         tokenizer: of the model; only texts of one's own need it.
         examples: the labelled examples of a task; None: the dataset has none.
         progress: a measurement calls it with the share of itself that is done, 0 to 1.
+        scored: windows done and windows in all, where the present measurement scores them.
         frame: one row a window; a measurement may add columns to it.
         trace: every decision of the scoring pass.
         files: further files of the record, by name: each is given its path.
@@ -57,6 +58,7 @@ class Bench:
     tokenizer: Any = None
     examples: TaskExamples | None = None
     progress: Callable[[float], None] = lambda share: None
+    scored: tuple[int, int] | None = None
     frame: pd.DataFrame = field(default_factory=pd.DataFrame)
     trace: Trace | None = None
     files: dict[str, Callable[[Path], object]] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class Bench:
 
     def batches_done(self, done: int, of: int) -> None:
         """For `score`: windows done and windows in all."""
+        self.scored = (done, of)
         self.progress(done / of)
 
 
@@ -104,7 +107,7 @@ def run_measurements(
         def progress(share: float, name: str = name, before: float = before, own: float = measurement.share) -> None:
             report(name, (before + own * share) / total)
 
-        bench.progress = progress
+        bench.progress, bench.scored = progress, None
         progress(0.0)
         found = measurement.run(bench)
         if found is not None:

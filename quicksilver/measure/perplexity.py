@@ -261,7 +261,7 @@ def score(
         token_bytes: (V,) long, of `token_byte_lengths`; None leaves the bytes out.
         modules: empty scores the dense model, through the same runtime.
         execution: how decisions are carried out.
-        progress: called after every batch with windows done and windows in all.
+        progress: called at the beginning and after every batch with windows done and windows in all.
         dense: adds to every window how far its predictions are from the dense model's: one forward pass more for each batch.
         decision_layers: layers after which modules are asked; None: after every layer.
 
@@ -273,6 +273,8 @@ def score(
     check_windows(model, windows, protocol)
     rows: list[dict[str, Any]] = []
     billed = resident = 0
+    if progress is not None:
+        progress(0, len(windows))
     # One context for all batches: a replayed trace is looked up by the pass's number since the context was entered.
     with torch.no_grad(), apply(model, modules, execution=execution, decision_layers=decision_layers) as run:
         for start in range(0, len(windows), protocol.batch_size):

@@ -29,8 +29,10 @@ from quicksilver.files import fingerprint_of, write_atomically
 from quicksilver.records import archive, lease
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, Record, checksum, load_record, record_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.reading import read_json
 
 KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
+PROGRESS = "progress.json"  # in a draft: how far it is
 _NEW, _LEASE = ".new-", ".lease"
 _DRAFT = re.compile(r"\.new-[0-9a-f]{20}-\d+-[0-9a-f]{8}(-before)?")  # names of `Store.draft`
 
@@ -51,6 +53,11 @@ class Draft:
         """Write one file of the record: `write` is given its path."""
         with self._store.writing():
             write(self.folder / name)
+
+    def progress(self, content: Mapping[str, Any]) -> None:
+        """Say to whoever looks from outside how far it is; a disk that does not take it stops nobody."""
+        with suppress(OSError):
+            write_atomically(self.folder / PROGRESS, json.dumps(content).encode(), sync=False)
 
 
 class Store:
@@ -94,6 +101,12 @@ class Store:
         there = self.kept is not None and archive.text(self.kept, fingerprint) is not None
         return self.kept / fingerprint if self.kept is not None and there else self.path(fingerprint)
 
+    def folders(self) -> dict[str, Path]:
+        """Where the records are that there are, by fingerprint; the repository's first."""
+        there = [one.name for one in os.scandir(self.runs) if not one.name.startswith(".")] if self.runs.is_dir() else []
+        kept = {} if self.kept is None else {name: self.kept / name for name in archive.names(self.kept)}
+        return {name: self.runs / name for name in there} | kept
+
     def dense_of(self, record: Record) -> Record:
         """The dense record a record's differences are against (a dense record is its own).
 
@@ -124,12 +137,26 @@ class Store:
 
     def in_the_making(self) -> dict[str, lease.Holder]:
         """Fingerprints of the runs that living processes make now, and who they are, in the order they began."""
-        found: dict[str, lease.Holder] = {}
+        return {fingerprint: who for fingerprint, who, _ in self._drafts()}
+
+    def progress(self) -> dict[str, dict[str, Any]]:
+        """What their drafts say of how far they are, by fingerprint (runs/run.py); nothing of those that have said nothing yet."""
+        found = {}
+        for fingerprint, _, folder in self._drafts():
+            with suppress(OSError, ValueError):
+                found[fingerprint] = read_json(folder / PROGRESS)
+        return found
+
+    def _drafts(self) -> list[tuple[str, lease.Holder, Path]]:
+        """Fingerprint, holder and folder of all drafts of living processes, in the order they began."""
+        found = []
         for path in self.runs.glob(f"{_NEW}*{_LEASE}") if self.runs.is_dir() else ():
             who = lease.holder(path)
             if who is not None:
-                found[path.name.removeprefix(_NEW).partition("-")[0]] = who
-        return dict(sorted(found.items(), key=lambda one: (one[1].since, one[0])))
+                found.append(
+                    (path.name.removeprefix(_NEW).partition("-")[0], who, path.with_name(path.name.removesuffix(_LEASE)))
+                )
+        return sorted(found, key=lambda one: (one[1].since, one[0]))
 
     @contextmanager
     def draft(self, fingerprint: str) -> Iterator[Draft]:
@@ -154,6 +181,7 @@ class Store:
             QuickSilverError: the disk is full, or the folder cannot be written.
         """
         with self.writing():
+            (draft.folder / PROGRESS).unlink(missing_ok=True)
             names = sorted(p.name for p in draft.folder.iterdir())
             content = {**data, "files": {name: described(draft.folder / name) for name in names}}
             written = json.dumps({**content, CHECKSUM: checksum(content)}, indent=1, allow_nan=False)

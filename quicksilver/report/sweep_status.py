@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -13,8 +14,10 @@ from quicksilver.files import write_atomically
 from quicksilver.records import lease
 from quicksilver.records.record import Record, load_record
 from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
+from quicksilver.records.store import Store
 from quicksilver.report.table import NO_VALUE, signed
-from quicksilver.runs.sweep import PAGE, RunState, Sweep, time_left_s
+from quicksilver.runs.launchers import waiting_jobs
+from quicksilver.runs.sweep import PAGE, RunState, Sweep, names, time_left_s
 from quicksilver.runtime.errors import ConfigError
 
 STATES = ("done", "running", "failed", "waiting")
@@ -43,6 +46,8 @@ class Board:
         settings = dict(text.partition("=")[::2] for text in state.run.differing)
         row: dict[str, Any] = {"number": state.run.number, "state": state.state, "settings": settings}
         row |= {"where": state.where, "since": state.since, "error": state.error, "fingerprint": state.run.fingerprint}
+        if state.state == "running":
+            row["where"] = " | ".join(filter(None, (how_far(state.progress), state.where, state.progress.get("job"))))
         if state.folder is not None:
             if state.folder.name not in self._found:
                 try:
@@ -52,19 +57,20 @@ class Board:
             row |= self._found[state.folder.name]
         return row
 
-    def time_left_s(self, rows: Sequence[Mapping[str, Any]]) -> float | None:
-        """Until the last run is done; None: nobody can know yet."""
-        states = [row["state"] for row in rows]
-        left, running = states.count("waiting") + states.count("running"), states.count("running")
-        # A run that was there before the sweep says how long one takes as well.
-        return time_left_s(left, [row["seconds"] for row in rows if "seconds" in row], running)
-
     def headline(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """`NAME: 17 of 200 done, 2 running, 1 failed, 180 waiting; about 12 min left`."""
+        """`NAME: 17 of 200 done, 2 running, 1 failed, 180 waiting; 2 at work, 1 job in the queue, about 12 min left`."""
         counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
         said = [f"{counts['done']} of {len(rows)} done", *(f"{counts[state]} {state}" for state in STATES[1:] if counts[state])]
-        left = self.time_left_s(rows) if counts["running"] or counts["done"] else None
-        return f"{self.sweep.manifest.name}: {', '.join(said)}{f'; about {duration(left)} left' if left else ''}"
+        left = counts["running"] + counts["waiting"]
+        if not left:
+            return f"{self.sweep.manifest.name}: {', '.join(said)}"
+        workers, queued = len(self.sweep.workers()), waiting_jobs(self.sweep.folder / "workers")
+        doing = [f"{workers} at work" if workers else "nobody is at work"]
+        doing += [f"{queued} job{'s' * (queued > 1)} in the queue"] if queued else []
+        # A run that was there before the sweep says how long one takes as well.
+        left_s = time_left_s(left, [row["seconds"] for row in rows if "seconds" in row], workers) if workers else None
+        doing += [f"about {duration(left_s)} left"] if left_s else []
+        return f"{self.sweep.manifest.name}: {', '.join(said)}; {', '.join(doing)}"
 
     def text(self, width: int | None = None) -> str:
         """The headline and the table, for a terminal of so many columns."""
@@ -120,6 +126,37 @@ class Board:
         shown: dict[str, Any] = {"rows": rows, "counts": counts, "headline": self.headline(rows), "numbers": _NUMBERS}
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return page.render(sweep=self.sweep.manifest, cell=cell, about=_about, now=now, **shown)
+
+
+def status(results_dir: Path | str) -> str:
+    """What is at work below a results folder: sweeps that are not over, with the runs that are being made, and runs of no sweep."""
+    lines, seen = [], set[str]()
+    for name in names(results_dir):
+        board = Board(Sweep.load(results_dir, name))
+        states = board.sweep.states()
+        seen |= {state.run.fingerprint for state in states if state.run.fingerprint is not None}
+        if any(state.state in ("running", "waiting") for state in states):
+            lines.append(board.headline(rows := board.rows()))
+            runs = {run.number: board.sweep.manifest.label(run) for run in board.sweep.manifest.runs}
+            lines += [f"  {runs[row['number']]}: {row['where']}" for row in rows if row["state"] == "running"]
+    store = Store(results_dir)
+    progress = store.progress()
+    for fingerprint, who in store.in_the_making().items():
+        if fingerprint not in seen:
+            doing = progress.get(fingerprint, {})
+            said = (how_far(doing), f"{who.host}, process {who.pid}", doing.get("job"))
+            lines.append(f"{doing.get('label', fingerprint)}: {' | '.join(filter(None, said))}")
+    return "\n".join(lines) or f"Nothing is at work below {results_dir}."
+
+
+def how_far(doing: Mapping[str, Any]) -> str:
+    """`quality, window 320 of 2000, 3.1 a second, about 9 min left`, of a `Progress` or what a draft says of it."""
+    said = [doing["phase"]] if doing.get("phase") else []
+    if doing.get("windows"):
+        said.append("window {} of {}".format(*doing["windows"]))
+    if doing.get("windows_per_s"):
+        said.append(f"{doing['windows_per_s']:.3g} a second")
+    return ", ".join(said + ([f"about {duration(doing['left_s'])} left"] if doing.get("left_s") else []))
 
 
 def _about(row: Mapping[str, Any]) -> str:

@@ -115,6 +115,26 @@ def _sinfo(*words: str) -> list[str]:
     return sorted(set(answer.stdout.split()))
 
 
+def waiting_jobs(log_dir: Path) -> int:
+    """How many jobs of Slurm that write their logs there wait for a node; 0: none, or nobody can tell."""
+    ours = {path.name.partition("_")[0] for path in log_dir.glob("[0-9]*")}
+    if not ours or shutil.which("squeue") is None:
+        return 0
+    asks = [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--states=PENDING,CONFIGURING,REQUEUED",
+        f"--user={getpass.getuser()}",
+        "--format=%F",
+    ]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return sum(
+            job.strip() in ours for job in subprocess.run(asks, capture_output=True, text=True, timeout=20).stdout.splitlines()
+        )
+    return 0
+
+
 def _check_seen(results_dir: Path) -> None:
     """Refuse a results folder in this machine's memory where the nodes are others; what else they cannot see, a worker says."""
     kind = _file_system(results_dir)

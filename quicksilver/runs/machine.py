@@ -49,11 +49,11 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
         load_average=os.getloadavg()[0],
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         other_runs=list(other_runs),
-        job=_job(),
+        job=job(),
     )
 
 
-def _job() -> str | None:
+def job() -> str | None:
     """`slurm 17_3 on node5, 4 of 64 cores`; the whole node is said to be one."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:

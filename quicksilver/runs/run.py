@@ -8,6 +8,7 @@ was. `ensure` is both.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +22,13 @@ from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
 from quicksilver.models.loading import Loaded
 from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
+from quicksilver.records.lease import host_name
 from quicksilver.records.provenance import calibration_provenance
 from quicksilver.records.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.records.store import Draft, Store
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.context import RunContext, asks_for_calibration
-from quicksilver.runs.machine import environment
+from quicksilver.runs.machine import environment, job
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.tracker import NotMirrored, check_tracker, mirror
 from quicksilver.runtime.errors import ConfigError
@@ -49,6 +51,8 @@ class Progress:
         label: what it is.
         phase: load, calibration, the name of a measurement, write, or wait: another process makes this record.
         fraction: share of all runs that is done, 0 to 1; never falls.
+        windows: done and in all, where they are scored one after the other; windows_per_s: of them, since that pass began here.
+        left_s: until this run is done, by the share of it that was done since its first window here.
     """
 
     run: int
@@ -56,6 +60,9 @@ class Progress:
     label: str
     phase: str
     fraction: float
+    windows: tuple[int, int] | None = None
+    windows_per_s: float | None = None
+    left_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -223,19 +230,36 @@ def make(
 
 @dataclass
 class _Reporter:
-    """Turns phases of one run into the fraction of all runs."""
+    """Turns phases of one run into the fraction of all runs, and writes them into its draft, at most once a second."""
 
     callback: Callable[[Progress], None] | None
     run: int
     runs: int
     label: str
     reached: float = 0.0
+    draft: Draft | None = None
+    _first: tuple[float, float] | None = None  # time and share of the run at its first window here
+    _pass: tuple[str, float, int] = ("", 0.0, 0)  # phase, time and windows where the present pass began here
+    _wrote: float = -math.inf
 
-    def __call__(self, phase: str, done: float) -> None:
-        """done: share of this run, 0 to 1."""
-        self.reached = max(self.reached, done)
+    def __call__(self, phase: str, done: float, windows: tuple[int, int] | None = None) -> None:
+        """done: share of this run, 0 to 1; windows: of this pass, done and in all."""
+        self.reached, now, per_s, left_s = max(self.reached, done), time.monotonic(), None, None
+        if windows is not None:
+            self._first = self._first or (now, self.reached)
+            if self._pass[0] != phase:
+                self._pass = (phase, now, windows[0])
+            if now > self._pass[1]:
+                per_s = (windows[0] - self._pass[2]) / (now - self._pass[1])
+        if self._first is not None and self.reached > self._first[1]:
+            left_s = (1 - self.reached) * (now - self._first[0]) / (self.reached - self._first[1])
+        said = Progress(self.run, self.runs, self.label, phase, (self.run + self.reached) / self.runs, windows, per_s, left_s)
         if self.callback is not None:
-            self.callback(Progress(self.run, self.runs, self.label, phase, (self.run + self.reached) / self.runs))
+            self.callback(said)
+        if self.draft is not None and now - self._wrote >= 1:
+            self._wrote = now
+            who = {"host": host_name(), "pid": os.getpid(), "job": job(), "time": _now()}
+            self.draft.progress({**dataclasses.asdict(said), "run_fraction": self.reached, **who})
 
 
 # --- running --------------------------------------------------------------------------------------------------------------------
@@ -255,6 +279,7 @@ def _make_one(step: Planned, context: RunContext, report: _Reporter) -> None:
         if not missing:
             return
         with store.draft(step.fingerprint) as draft:
+            report.draft = draft
             record = _run(step, context, store, draft, report)
     if together:
         parallel.broadcast_from_rank0(True)  # the record is there, and the others may read it
@@ -371,7 +396,7 @@ def _measure(bench: Bench, measurements: Mapping[str, Measurement], draft: Draft
         if phase not in seen:
             seen.add(phase)
             draft.event(phase)
-        report(phase, before + (1 - before) * share)
+        report(phase, before + (1 - before) * share, bench.scored)
 
     return measured_scalars(bench, measurements, tell)
 

@@ -3,6 +3,7 @@
 results/sweeps/NAME/
     manifest.json   the runs: overrides, which of them differ, fingerprints. Written once, before the first run
     taken/          one lease a run that a process has begun with, before its record is in the making
+    at_work/        one lease a process that makes runs
     failed/         one file a run that failed, with the reason; gone once the run is tried again
     index.html      the table of the runs, written anew whenever one begins or ends
     workers/        log files of launchers that write some
@@ -16,9 +17,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -37,7 +40,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_json
 
 SCHEMA_VERSION = 1
-FOLDER, MANIFEST, PAGE, TAKEN = "sweeps", "manifest.json", "index.html", "taken"
+FOLDER, MANIFEST, PAGE, TAKEN, AT_WORK = "sweeps", "manifest.json", "index.html", "taken", "at_work"
 _NAME = re.compile(r"[\w][\w.+-]{0,99}")
 
 State = Literal["done", "running", "failed", "waiting"]
@@ -117,6 +120,7 @@ class RunState:
     Attributes:
         folder: its record; None: there is none.
         where: of a run in the making: host and process, and since when; of a failed one, where it failed.
+        progress: of a run in the making, what its draft says (`Store.progress`).
         error: of a failed run.
     """
 
@@ -126,6 +130,7 @@ class RunState:
     where: str | None = None
     since: str | None = None
     error: str | None = None
+    progress: Mapping[str, Any] = field(default_factory=dict)
 
 
 # --- what is swept --------------------------------------------------------------------------------------------------------------
@@ -308,20 +313,51 @@ class Sweep:
                     return run, held
         return None, None
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within, this process is one of those that make the runs of the sweep."""
+        folder = self.folder / AT_WORK
+        with self.store.writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob("*.lock"):
+                lease.remove_abandoned(path)
+            held = lease.wait(folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock")
+        try:
+            yield
+        finally:
+            held.release()
+            with suppress(OSError):
+                folder.rmdir()  # others are at work
+
+    def workers(self) -> list[lease.Holder]:
+        """The living processes that are `at_work`."""
+        found = (lease.holder(path) for path in sorted((self.folder / AT_WORK).glob("*.lock")))
+        return [who for who in found if who is not None]
+
     def states(self) -> list[RunState]:
         """What became of each run, right now."""
-        making = self.store.in_the_making()
+        making, progress = self.store.in_the_making(), self.store.progress()
+        there = self.store.folders()  # after `making`: a run that has ended since has its record by now
         failed = {path.stem: path for path in (self.folder / "failed").glob("*.json")}
-        return [self._state(run, making, failed.get(f"{run.number:04d}")) for run in self.manifest.runs]
+        return [
+            self._state(run, there.get(run.fingerprint or ""), making, progress, failed.get(f"{run.number:04d}"))
+            for run in self.manifest.runs
+        ]
 
-    def _state(self, run: SweepRun, making: dict[str, lease.Holder], failed: Path | None) -> RunState:
-        # `making` was seen first: a run that has ended since has its record by now.
+    def _state(
+        self,
+        run: SweepRun,
+        folder: Path | None,
+        making: Mapping[str, lease.Holder],
+        progress: Mapping[str, Mapping[str, Any]],
+        failed: Path | None,
+    ) -> RunState:
         who = making.get(run.fingerprint or "")
-        folder = self.store.folder(run.fingerprint) if run.fingerprint is not None else None
-        if folder is not None and folder.exists():
+        if folder is not None:
             return RunState(run, "done", folder)
         if who is not None:
-            return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since)
+            doing = progress.get(run.fingerprint or "", {})
+            return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since, progress=doing)
         if failed is not None:
             with suppress(OSError, ValueError, KeyError):
                 said = read_json(failed)

@@ -11,10 +11,11 @@ import pytest
 
 import quicksilver.runs.run as harness_run
 from quicksilver.cli import main as console
-from quicksilver.cli import sweeping
+from quicksilver.cli import progress, sweeping
 from quicksilver.models import loading
 from quicksilver.records import lease
 from quicksilver.records.record import record_frame
+from quicksilver.records.store import Draft
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, claimed, labels
 from quicksilver.runtime.errors import QuickSilverError
@@ -215,6 +216,54 @@ def test_while_it_runs_the_status_says_which_one(words, results, monkeypatch):
     assert sweep(*words, *DEPTHS, "name=depths") == 0
     running = [[*["done"] * i, "running", *["waiting"] * (2 - i)] for i in range(3)]
     assert seen == [["waiting"] * 3, *running]  # the first is the dense run
+
+
+def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, results, capsys, monkeypatch):
+    from quicksilver.runs import run as making
+
+    seen, counts = [], iter(range(10**6))
+    monkeypatch.setattr(making.time, "monotonic", lambda: next(counts))  # a second from each look at the clock to the next
+    monkeypatch.setattr(progress, "SAYS_EVERY_S", 0)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    write = Draft.progress
+
+    def look(self, content):
+        write(self, content)
+        assert console.main(["status", f"results_dir={results}"]) == 0
+        seen.append(capsys.readouterr())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "progress", look)
+        assert sweep(*words, *DEPTHS, "name=depths", "limit=1") == 0
+        assert console.main(["run", *words, "measure=quick"]) == 0
+    me = f"{lease.host_name()}, process {os.getpid()} | slurm 17 on"
+    said = "".join(one.out for one in seen)
+    assert "depths: 0 of 3 done, 1 running, 2 waiting; 1 at work" in said
+    assert re.search(
+        rf"^  \[1/3\] depth=0\.2: quality, window 3 of 3, \S+ a second, about \d+ s left \| {re.escape(me)}", said, re.MULTILINE
+    )
+    assert re.search(r"^tiny \| file \| dense \| all: quality, window 4 of 10, ", said, re.MULTILINE)
+    assert re.search(r"^\[1/3\] depth=0\.2 \| tiny .*: quality, window 3 of 3", "".join(one.err for one in seen), re.MULTILINE)
+    assert not list(results.rglob("progress.json"))  # a record has none
+    capsys.readouterr()
+    assert console.main(["status", f"results_dir={results}"]) == 0
+    assert capsys.readouterr().out == "depths: 1 of 3 done, 2 waiting; nobody is at work\n"
+    assert sweep(*words, *DEPTHS, "name=depths") == 0
+    assert console.main(["status", f"results_dir={results}"]) == 0
+    assert f"Nothing is at work below {results}." in capsys.readouterr().out
+
+
+def test_only_processes_that_live_are_at_work(sweep_folder):
+    there = Sweep.load(sweep_folder.parents[1], "depths")
+    dead = sweep_folder / "at_work" / "1-dead.lock"
+    with there.at_work(), there.at_work():
+        holder = json.loads(next((sweep_folder / "at_work").iterdir()).read_text())
+        dead.write_text(json.dumps(holder | {"process_started": "0"}))
+        assert [who.pid for who in there.workers()] == [os.getpid()] * 2
+    assert there.workers() == []
+    with there.at_work():
+        assert not dead.exists()
+    assert not (sweep_folder / "at_work").exists()
 
 
 # --- what is refused before anything starts ------------------------------------------------------------------------------------------

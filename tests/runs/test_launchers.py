@@ -227,6 +227,16 @@ def test_jobs_that_are_dead_are_seen_without_accounting(cluster, monkeypatch):
     assert SlurmJob.watcher.get_state("7_1", "cache") == "ENDED"
 
 
+def test_jobs_of_a_sweep_that_wait_are_counted(cluster, tmp_path):
+    for name in ("7_0", "7_1", "notes"):
+        (tmp_path / "workers" / name).mkdir(parents=True)
+    assert launchers.waiting_jobs(tmp_path / "workers") == 0  # no Slurm
+    (cluster / "squeue").write_text("#!/bin/sh\nprintf '7\\n7\\n12\\n'\n")
+    (cluster / "squeue").chmod(0o755)
+    assert launchers.waiting_jobs(tmp_path / "workers") == 2
+    assert launchers.waiting_jobs(tmp_path / "elsewhere") == 0
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

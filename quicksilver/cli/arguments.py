@@ -25,19 +25,21 @@ class ResultsFolder(Options):
 
 @dataclass
 class SweepOptions(Options):
-    """Keys of a sweep that are no part of a run.
+    """Keys of `quicksilver run` that are no part of a run, most of them of a sweep.
 
     Attributes:
         name: of the sweep; None: of its experiment, and what only the same runs get.
         limit: make no more than so many runs that have no record; the others wait for the same command without it.
         workers: processes at once, of a launcher that has several; None: as the launcher's yaml says.
         plan: only say what would run and what it would take; of a single run as well.
+        yes: start what is said to take more than an hour; of a single run as well.
     """
 
     name: str | None = None
     limit: Positive | None = None
     workers: Positive | None = None
     plan: bool = False
+    yes: bool = False
 
 
 def split(words: Sequence[str], options: type[Own], command: str) -> tuple[Own, list[str]]:

@@ -89,7 +89,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         if asked.plan:
             return say_plan(overrides, settings, extra_dirs)
         with gc_disabled():
-            composed = compose_runs(overrides, settings, extra_dirs)
+            composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
         first = composed.configs[0]
         if parallel.processes() > 1:
             _join(composed)
@@ -199,12 +199,14 @@ def runs_of(
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
 
 
-def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> Composed:
+def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], yes: bool) -> Composed:
     """Compose and plan every run, within `hydra_started`. Loads no model.
 
     Raises:
-        ConfigError: not one of them can be run; the first says why.
+        ConfigError: not one of them can be run; the first says why. More than an hour of runs here without `yes`.
     """
+    from quicksilver.runs.estimate import check_time
+
     swept = runs_of(overrides, settings, extra_dirs)
     place = RunContext()
     configs: dict[int, RunConfig] = {}
@@ -218,6 +220,8 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
     if len({config.results_dir for config in configs.values()}) > 1:
         raise ConfigError("results_dir: a sweep has one results folder: its manifest lies there.")
     here = launcher_name(settings) in (SERIAL, "joblib", "submitit_local")
+    if here and parallel.processes() == 1:
+        check_time(list(configs.values()), yes)
     fitting: list[ModelConfig] = []
     runs = []
     for number, (words_of_run, differing) in enumerate(swept, start=1):
@@ -511,15 +515,16 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     least = {key: value if value is not None else space.drawn[key].choices[0] for key, value in low.items()}
     first = compose(space.words(least)[0], extra_dirs)
     check_tracker(first.tracker)
-    plan([first], place)  # a model or a text that is not there is refused before anything is drawn
-    if asked.plan or asked.name is None:
-        from quicksilver.runs.estimate import estimates, table
+    from quicksilver.runs.estimate import check_time, estimates, table
 
+    if asked.plan or asked.name is None:
         print(table(estimates([first])))
         print(
             f"Optuna draws {config.trials} runs as it goes (hydra.sweeper.trials); the one above has the smallest value of each key."
         )
         return 0
+    check_time([first], asked.yes)
+    plan([first], place)  # a model or a text that is not there is refused before anything is drawn
     manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
     sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
     with sweep.driver_lock():

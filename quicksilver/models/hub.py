@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 from quicksilver.runtime.errors import ConfigError
@@ -14,6 +15,17 @@ from quicksilver.runtime.errors import ConfigError
 ANSWER_WITHIN_S = 7.0  # includes name resolution, which has time limits of its own and cannot be interrupted
 PATIENCE_S = 15.0  # with a hub whose every answer fails
 _PAUSE_S = 20.0  # without a complaint: something came through in between
+_may_fetch = ContextVar("may_fetch", default=True)
+
+
+@contextmanager
+def nothing_fetched() -> Iterator[None]:
+    """Within, `fetching` refuses: what is not on this machine is not there."""
+    token = _may_fetch.set(False)
+    try:
+        yield
+    finally:
+        _may_fetch.reset(token)
 
 
 @contextmanager
@@ -27,6 +39,8 @@ def fetching(what: str, repo: str, kind: Literal["model", "dataset"], offline: S
     Raises:
         ConfigError: no answer within seconds, HF_HUB_OFFLINE, an unknown or gated repository, or anything that happens in the block.
     """
+    if not _may_fetch.get():
+        raise ConfigError(f"{what}: {repo} is not on this machine, and a plan fetches nothing.")
     from huggingface_hub import HfApi, constants
 
     where = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repo}"

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quicksilver.models.hub import fetching, nothing_fetched
 from quicksilver.models.memory_check import gibibytes, memory_bytes
 from quicksilver.models.spec import ModelConfig
 from quicksilver.runs.config import RunConfig
+from quicksilver.runs.context import RunContext
 from quicksilver.runs.parts import build_measurements
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
 _MATMUL_SHARE = 0.6  # of the speed of a large product: assumed of a decoder layer, measured nowhere here
 _TRACE_BYTES = 6  # a token and layer of a record, at most
+_BYTES_PER_TOKEN = 4  # of English
+_SLOWEST = 1e10  # floating-point operations a second: less than any machine that is used for this
 _VARIANTS = 3  # that take turns while time is taken: dense, the run, dense again
 
 
@@ -91,10 +96,13 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
     found = next((place for place in places if (place / "config.json").is_file()), None)
     if found is not None:
         return found
-    from huggingface_hub import try_to_load_from_cache
+    if kind not in ("embedded", "data") and config.path.count("/") <= 1:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(config.path, "config.json", revision=config.revision) if config.path.count("/") <= 1 else None
-    if isinstance(cached, str):
+        cached = try_to_load_from_cache(config.path, "config.json", revision=config.revision)
+        if not isinstance(cached, str):
+            with fetching(f"model={config.name}", config.path, "model", ("model.path=/folder with its config.json",)):
+                cached = hf_hub_download(config.path, "config.json", revision=config.revision)
         return Path(cached).parent
     known = ", ".join(sorted(path.name for path in SHAPES.iterdir() if path.is_dir()))
     raise ConfigError(
@@ -194,15 +202,34 @@ def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
     return list(found.values())
 
 
-def estimates(configs: Sequence[RunConfig], speed: Speed | None = None) -> list[Estimate]:
+def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
+    from quicksilver.runs.run import plan
+
+    place, left = RunContext(), []
+    for config in configs:
+        try:
+            with nothing_fetched():
+                done = plan([config], place).done
+        except QuickSilverError:
+            done = False
+        if not done:
+            left.append(config)
+    return left
+
+
+def estimates(configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False) -> list[Estimate]:
     """What each run takes, the dense runs they are compared with included.
 
+    Args:
+        fetch: a text that is scored whole may be fetched, to know how long it is.
+
     Raises:
-        ConfigError: a shape that is not known, or a text that is to be scored whole.
+        ConfigError: a shape that is not known, or a text that is to be scored whole and is not at hand.
     """
     shapes: dict[str, Architecture] = {}
     speeds: dict[tuple[str, str], Speed] = {}
-    found = []
+    place, found = RunContext(), []
     for config in with_dense(configs):
         root = Path(config.data.root).expanduser() if config.data.root else None
         key = json.dumps([config.model.name, config.model.path, config.model.dtype])
@@ -211,23 +238,56 @@ def estimates(configs: Sequence[RunConfig], speed: Speed | None = None) -> list[
         rate = (config.model.dtype, config.model.device_map)
         if rate not in speeds:
             speeds[rate] = speed or measured_speed(*rate)
-        if config.dataset.windows is None:
-            raise ConfigError(
-                f"dataset={config.dataset.name}: how long the whole text takes is not known before it is read: give dataset.windows=256."
-            )
-        found.append(estimate(config, shapes[key], speeds[rate], config.dataset.windows))
+        found.append(estimate(config, shapes[key], speeds[rate], config.dataset.windows or _whole(config, place, fetch)))
     return found
+
+
+def _whole(config: RunConfig, place: RunContext, fetch: bool) -> int:
+    """About how many windows the whole text has."""
+    try:
+        with nullcontext() if fetch else nothing_fetched():
+            text = place.text(config, "test").text
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} How long the whole text takes is not known before it is read: give dataset.windows=256."
+        ) from error
+    return max(1, len(text.encode()) // (_BYTES_PER_TOKEN * config.protocol.window_tokens))
+
+
+def check_time(configs: Sequence[RunConfig], yes: bool) -> None:
+    """Print what runs would take that take long, and refuse them unless that was agreed to. Of models of the package, which are small, nothing
+    is asked; of what cannot be known before, nothing is said.
+
+    Raises:
+        ConfigError: more than an hour without `yes`.
+    """
+    asked = [config for config in configs if not config.model.path.startswith("embedded:")]
+    hours = 0.0
+    with suppress(ConfigError):
+        if _hours(estimates(asked, Speed(_SLOWEST, "any"), fetch=True)) > 1 and (left := without_record(asked)):
+            hours = _hours(found := estimates(left, fetch=True))
+            print(table(found), flush=True)
+    if hours > 1 and not yes:
+        raise ConfigError(
+            f"This would take about {hours:,.1f} hours: add yes=true to start it, or score less of the text (dataset.windows=64)."
+        )
+
+
+def _hours(found: Sequence[Estimate]) -> float:
+    return sum(one.seconds for one in found) / 3600
 
 
 def table(found: Sequence[Estimate], speed: Speed | None = None) -> str:
     """One line a run and their sum, for a terminal."""
+    if not found:
+        return "Every run has its record: nothing would run."
     lines = [f"{'run':<64} {'PFLOP':>8} {'hours':>8} {'memory':>10} {'record':>10}"]
     for one in found:
         lines.append(
             f"{one.label[:64]:<64} {one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g} {gibibytes(one.memory_bytes):>10} "
             f"{gibibytes(one.disk_bytes):>10}"
         )
-    hours, memory = sum(one.seconds for one in found) / 3600, max(one.memory_bytes for one in found)
+    hours, memory = _hours(found), max(one.memory_bytes for one in found)
     disk = sum(one.disk_bytes for one in found)
     rate = "" if speed is None else f" {speed.flops_per_s / 1e9:.3g} GFLOP/s of a matrix product were measured on {speed.device}."
     lines.append(

@@ -153,6 +153,7 @@ def test_a_model_that_cannot_be_had_is_one_message(harness, what, monkeypatch, c
         raise ConfigError("gpt2-large: the hub cannot be reached. Without a network: model=reference-gpt2.")
 
     monkeypatch.setattr(harness_run, "plan", refuse)
+    monkeypatch.setattr("quicksilver.runs.estimate.check_time", lambda configs, yes: None)
     assert console.main(["reproduce", *what, "model=gpt2-large", f"results_dir={harness.results}"]) == 2
     assert capsys.readouterr().err.count("cannot be reached") == 1
 
@@ -387,16 +388,14 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
 
 
 def test_all_says_what_would_run_and_runs_nothing(harness, experiments, monkeypatch, capsys):
-    import quicksilver.cli.commands.reproduce as command
-
     (experiments / "table09_broken.py").unlink()
     asked = []
-    monkeypatch.setattr(command, "_say_estimates", lambda configs: asked.append([config.label for config in configs]))
+    monkeypatch.setattr("quicksilver.runs.estimate.estimates", lambda configs: asked.append([one.label for one in configs]) or [])
     assert console.main(["reproduce", "all", "plan=true", f"results_dir={harness.results}"]) == 0
     assert len(asked[0]) >= 2
     assert harness.made == []
     assert files(harness) == {}
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "Every run has its record: nothing would run.\n"
 
 
 def test_a_changed_file_makes_everything_forgotten(harness, experiments, monkeypatch, capsys):

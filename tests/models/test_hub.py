@@ -19,6 +19,7 @@ from quicksilver.data.text import read_text
 from quicksilver.models import hub as hub_module
 from quicksilver.models.loading import locate, weights_digest
 from quicksilver.runs.config import compose
+from quicksilver.runs.estimate import Speed
 from quicksilver.runtime.errors import ConfigError
 
 MODEL = ["model=gpt2-large"]
@@ -99,6 +100,29 @@ def test_a_run_of_a_model_and_a_text_of_the_hub(filled, tmp_path, capsys):
     assert len(filled.asked) == asked  # what was fetched is kept: a resumed run asks no network
 
 
+def test_a_plan_fetches_a_shape_at_most(filled, weights, tmp_path, capsys):
+    words = [f"results_dir={tmp_path / 'results'}", "plan=true", "dataset.windows=64"]
+    assert console.main(["reproduce", "table", "11", *MODEL, *WIKITEXT, *words]) == 0
+    assert "Weights: 2.88 GiB." in capsys.readouterr().out
+    assert filled.asked == []
+    filled.repositories["model:me/mine"] = weights
+    assert (
+        console.main(["reproduce", "table", "11", "model=folder", "model.name=mine", "model.path=me/mine", *WIKITEXT, *words])
+        == 0
+    )
+    assert "mine | wikitext103 | dense" in capsys.readouterr().out
+    assert [filled.fetched(name) for name in ("config.json", "safetensors", "parquet")] == [1, 0, 0]
+
+
+def test_what_takes_hours_is_said_before_its_weights_are_fetched(filled, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("quicksilver.runs.estimate.measured_speed", lambda *_: Speed(1e9, "cpu"))
+    assert console.main(["reproduce", "table", "11", *MODEL, *WIKITEXT, f"results_dir={tmp_path / 'results'}"]) == 2
+    said = capsys.readouterr()
+    assert "runs: about " in said.out
+    assert "hours: add yes=true to start it" in said.err
+    assert [filled.fetched(name) > 0 for name in ("safetensors", "parquet")] == [False, True]
+
+
 def test_texts_and_tasks_of_the_hub_are_fetched_once_and_kept(filled, tmp_path):
     assert read(WIKITEXT).text.startswith(" \n = Title = \n \n a line of words")  # as the distributed file is
     text = read(C4, cache=tmp_path)
@@ -112,7 +136,10 @@ def test_texts_and_tasks_of_the_hub_are_fetched_once_and_kept(filled, tmp_path):
     assert len(filled.asked) == asked
 
 
-@pytest.mark.parametrize("words", [MODEL, WIKITEXT, C4, QQP], ids=["model", "wikitext", "c4", "task"])
+@pytest.mark.parametrize(
+    "words", [MODEL, C4, *(pytest.param(words, marks=pytest.mark.slow) for words in (WIKITEXT, QQP))],
+    ids=["model", "c4", "wikitext", "task"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("where", "fault", "says"),
     [

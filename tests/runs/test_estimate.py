@@ -69,9 +69,30 @@ def test_what_cannot_be_estimated_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="describes no model"):
         estimate.shape_of(ModelConfig(name="mine", path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"give dataset\.windows="):
-        estimate.estimates([compose(["dataset.windows=null"])], SPEED)
+        estimate.estimates([compose(["dataset=wikitext103"])], SPEED)
     with pytest.raises(ConfigError, match=r"model=mine: its shape is not known here.*Known without: gpt2-large, llama2-7b"):
         estimate.shape_of(ModelConfig(name="mine", path="/not/there"))
+
+
+def test_a_text_that_is_scored_whole_is_counted(words):
+    configs = [compose([*words, f"dataset.windows={windows}"]) for windows in ("null", "5", "8")]
+    whole, less, more = (estimate.estimates([config], SPEED)[0].flops for config in configs)
+    assert less < whole < more  # 900 bytes, 4 of them a token
+
+
+def test_more_than_an_hour_starts_with_yes_alone(words, monkeypatch, capsys):
+    assert console.main(["run", *words, "measure=sweep", "dataset.windows=2"]) == 0  # a second is not asked about
+    monkeypatch.setattr(estimate, "_SLOWEST", 1e3)
+    monkeypatch.setattr(estimate, "measured_speed", lambda *_: estimate.Speed(1e2, "cpu"))
+    capsys.readouterr()
+    for command in (["run"], ["run", "-m"]):
+        asked = [*command, *words, "measure=sweep", "dataset.windows=3"]
+        assert console.main(asked) == 2
+        out, err = capsys.readouterr()
+        assert "1 runs: about " in out
+        assert "add yes=true to start it" in err
+    assert console.main(["run", *words, "measure=sweep", "dataset.windows=2"]) == 0  # it has its record
+    assert console.main([*asked, "yes=true"]) == 0
 
 
 def test_more_passes_take_longer():

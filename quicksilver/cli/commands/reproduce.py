@@ -14,6 +14,7 @@ Keys: those of `quicksilver run`, but for protocol and modules, which a table or
 
   svg=true             write a figure's vector graphics as well; not of `all`
   plan=true            only say what would run, and what it would take on this machine (docs/recipes.md)
+  yes=true             start what is said to take more than an hour
   workers=1            processes for runs that read no clock, of the models that come with the package; as it comes one a core
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
 from quicksilver.report.reproduction import base_config, build, command_of, jobs_of, recorded
 from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_context, run_missing, text_of
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Options, Positive
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from quicksilver.runs.jobs import Job
 
 KINDS = ("table", "figure")
-LONG = ("gpt2-large", "llama2-7b")  # models whose tables take so long that it is said before
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Keys(Options):
 
     svg: bool = False
     plan: bool = False
+    yes: bool = False
     workers: Positive | None = None
 
 
@@ -78,10 +79,10 @@ def reproduce(only: Artefact | None, overrides: Sequence[str], options: Keys) ->
     """Run what is missing for one artefact or for all, then print and write one after another; returns the exit code.
 
     Of all, what fails is named at the end, and the others are built. With `plan` nothing is run: what would be is printed, with what it would
-    take. One that takes long says so by itself before it starts.
+    take.
 
     Raises:
-        ConfigError: overrides that no run could have.
+        ConfigError: overrides that no run could have, more than an hour of runs without `yes`.
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
     base = base_config(overrides)
@@ -94,12 +95,13 @@ def reproduce(only: Artefact | None, overrides: Sequence[str], options: Keys) ->
             work, troubles = jobs_of_all(overrides, answers, done=done)
     every = [job for jobs in work.values() for job in jobs]
     missing = [job.config for job in every if job.config is not None]
-    if options.plan:
-        _say_estimates(_without_record(missing))
-        return 0
-    if only is not None and missing and base.model.name in LONG:
-        with suppress(ConfigError):  # of what cannot be known before, nothing is said
-            _say_estimates(missing)
+    if missing or options.plan:
+        from quicksilver.runs.estimate import check_time, estimates, table, without_record
+
+        if options.plan:
+            print(table(estimates(without_record(missing))), flush=True)
+            return 0
+        check_time(missing, options.yes)
     make_side_by_side(every, options.workers, watch=watched)
     # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.
     run_missing(sorted(every, key=_text_of), answers, shared=base if only is None else None, watch=watched, on_fault=show_fault)
@@ -123,28 +125,6 @@ def reproduce(only: Artefact | None, overrides: Sequence[str], options: Keys) ->
         total = len(artefacts())
         print(f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures.")
     return 1 if troubles else 0
-
-
-def _without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
-    from quicksilver.runs.context import RunContext
-    from quicksilver.runs.run import plan
-
-    place, left = RunContext(), []
-    for config in configs:
-        try:
-            done = plan([config], place).done
-        except QuickSilverError:
-            done = False
-        if not done:
-            left.append(config)
-    return left
-
-
-def _say_estimates(missing: Sequence[RunConfig]) -> None:
-    from quicksilver.runs.estimate import estimates, table
-
-    print(table(estimates(missing)) if missing else "Every run has its record: nothing would run.", flush=True)
 
 
 def _text_of(job: Job) -> str:

@@ -6,7 +6,8 @@ quicksilver run --cfg job modules=[halting]     prints the composed config
 quicksilver run --help                          prints the groups and their choices
 
 A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4 (docs/sweeps-and-budgets.md);
-`quicksilver list sweep NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md).
+`quicksilver list sweep NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md); what would take
+more than an hour starts with yes=true.
 """
 
 from __future__ import annotations
@@ -58,16 +59,18 @@ def main(words: Sequence[str]) -> int:
 
         if given.multirun or asked.plan or sweeping.is_sweep(overrides, extra_dirs):
             return sweeping.main(overrides, extra_dirs, asked)
-    if asked != SweepOptions():
+    if asked != SweepOptions(yes=asked.yes):
         raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
-    return _make(compose(overrides, extra_dirs))
+    return _make(compose(overrides, extra_dirs), asked.yes)
 
 
-def _make(config: RunConfig) -> int:
+def _make(config: RunConfig, yes: bool) -> int:
     """Make or find the record of one config and print what it says."""
     from quicksilver.cli.progress import summary, watched
+    from quicksilver.runs.estimate import check_time
     from quicksilver.runs.run import make, plan
 
+    check_time([config], yes)
     planned = plan([config])
     if (made := planned.wanted[0].record) is not None:
         say(f"This run has its record already, of {made.finished[:16].replace('T', ' ')}: it is shown, nothing was run.")

@@ -13,7 +13,7 @@ import torch
 
 from quicksilver.measure.latency import Step
 from quicksilver.measure.measurement import Measurement, Result
-from quicksilver.measure.perplexity import Protocol
+from quicksilver.measure.perplexity import Keep, Protocol, keep_nothing
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import Trace
@@ -45,6 +45,7 @@ class Bench:
         trace: every decision of the scoring pass.
         files: further files of the record, by name: each is given its path.
         decision_layers: layers after which the modules are asked; None: after every layer.
+        keep: of a pass over all windows, by its name, what keeps its blocks.
         dense: what passes of the dense model gave, for every run of this model, text and protocol in this process.
     """
 
@@ -64,6 +65,7 @@ class Bench:
     files: dict[str, Callable[[Path], object]] = field(default_factory=dict)
     dense: DensePasses | None = None
     decision_layers: Sequence[int] | None = None
+    keep: Callable[[str], Keep] = lambda name: keep_nothing
 
     @property
     def batch(self) -> torch.Tensor:

@@ -76,7 +76,7 @@ class Null(Measurement):
                 score(
                     bench.model, bench.windows.ids, bench.protocol, bench.windows.token_bytes, modules=chance, execution=bench.execution,
                     progress=bench.batches_done, dense=bench.dense.logits if bench.dense else None,
-                    decision_layers=bench.decision_layers,
+                    decision_layers=bench.decision_layers, keep=bench.keep(f"null-{seed}"),
                 )
             )  # fmt: skip
         columns = [name for name in ("nll_nats", "kl_nats", "top1_agreement") if name in found[0].windows]

@@ -13,7 +13,7 @@ Negative log-likelihoods are in nats, summed in float64, and divided once, at th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.run import Execution, apply
+from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import PassTrace, Trace
 
 if TYPE_CHECKING:
@@ -78,6 +78,11 @@ class Protocol:
     def first_scored(self) -> int:
         """Position of the first scored token of a window."""
         return self.prompt_tokens if self.name == "continuation" else 1
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a batch of windows."""
+        return 2 if self.name == "continuation" and self.scored_tokens > 1 else 1
 
     @property
     def scored_tokens(self) -> int:
@@ -145,6 +150,26 @@ class Scores:
         if self.windows["bytes"].isna().any():
             return None
         return self.nll_nats / math.log(2) / int(self.windows["bytes"].sum())
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a pass over some of the windows gave: their rows of `Scores.windows`, and the rest as there."""
+
+    rows: list[dict[str, Any]]
+    trace: Trace
+    kv_bytes_billed: int
+    kv_bytes_resident: int
+
+
+BLOCK_WINDOWS = 32
+# Gives the blocks of a pass, in their order, and computes those that it has not, by the function it is given.
+Keep = Callable[[Sequence[range], Callable[[range], Block]], Iterable[Block]]
+
+
+def keep_nothing(blocks: Sequence[range], compute: Callable[[range], Block]) -> Iterable[Block]:
+    """Every block is computed."""
+    return map(compute, blocks)
 
 
 def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Protocol) -> None:
@@ -251,6 +276,7 @@ def score(
     progress: Callable[[int, int], None] | None = None,
     dense: DenseLogits | None = None,
     decision_layers: Sequence[int] | None = None,
+    keep: Keep = keep_nothing,
 ) -> Scores:
     """Score windows of text under a protocol, with modules applied.
 
@@ -264,6 +290,7 @@ def score(
         progress: called at the beginning and after every batch with windows done and windows in all.
         dense: adds to every window how far its predictions are from the dense model's: one forward pass more for each batch.
         decision_layers: layers after which modules are asked; None: after every layer.
+        keep: may keep blocks of about `BLOCK_WINDOWS` windows, so that a pass goes on where it was killed.
 
     Raises:
         ConfigError: windows that do not fit the protocol or the model, a module that the protocol does not allow.
@@ -271,52 +298,74 @@ def score(
     """
     check_allowed(modules, protocol)
     check_windows(model, windows, protocol)
-    rows: list[dict[str, Any]] = []
-    billed = resident = 0
-    if progress is not None:
-        progress(0, len(windows))
-    # One context for all batches: a replayed trace is looked up by the pass's number since the context was entered.
+    size = protocol.batch_size * max(1, BLOCK_WINDOWS // protocol.batch_size)
+    blocks = [range(first, min(first + size, len(windows))) for first in range(0, len(windows), size)]
+    # One context for all: what modules do to the model is done once.
     with torch.no_grad(), apply(model, modules, execution=execution, decision_layers=decision_layers) as run:
-        for start in range(0, len(windows), protocol.batch_size):
-            batch = windows[start : start + protocol.batch_size].to(model.device)
-            nll, finite, ledgers = [], [], []
-            comparison = None if dense is None else dense.comparison(start, batch)
-            first_pass, before = len(run.trace.passes), run.flops
-            for logits, targets in scored_logits(model, batch, protocol):
-                call_nll, call_finite = _nll_nats(logits, targets)
-                nll.append(call_nll)
-                finite.append(call_finite)
-                if comparison is not None:
-                    comparison.add(logits)
-                head_tokens = logits.shape[1] + (protocol.name == "all")
-                ledgers.append(
-                    _ledger_by_window(run.arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta)
-                )
-                before = run.flops
-                del logits
-            all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)
-            _check_finite(all_finite, start, protocol, model)
-            scored = batch[:, protocol.first_scored :].cpu()
-            apart = {} if comparison is None else comparison.columns()
-            for i in range(len(batch)):
-                flops = sum((call[i] for call in ledgers), Flops())
-                row: dict[str, Any] = {
-                    "window": start + i,
-                    "tokens": protocol.scored_tokens,
-                    "bytes": None if token_bytes is None else int(token_bytes[scored[i]].sum()),
-                    "nll_nats": float(all_nll[i].sum()),
-                    **{name: of_windows[i] for name, of_windows in apart.items()},
-                    **_columns(flops),
-                }
-                if protocol.name == "continuation":
-                    row |= {f"prompt_{name}": value for name, value in _columns(ledgers[0][i]).items()}
-                rows.append(row)
-            billed += run.kv_bytes.billed
-            resident += run.kv_bytes.resident
+
+        def compute(block: range) -> Block:
+            # A replayed trace is looked up by the pass's number; ledgers and tensors of the blocks before are let go.
+            run.reset(block.start // protocol.batch_size * protocol.passes)
+            rows: list[dict[str, Any]] = []
+            billed = resident = 0
+            for start in block[:: protocol.batch_size]:
+                if progress is not None:
+                    progress(start, len(windows))
+                batch = windows[start : min(start + protocol.batch_size, block.stop)].to(model.device)
+                rows += _scored(run, model, start, batch, protocol, token_bytes, dense)
+                billed += run.kv_bytes.billed
+                resident += run.kv_bytes.resident
             if progress is not None:
-                progress(start + len(batch), len(windows))
-        trace = run.trace
-    return Scores(protocol, pd.DataFrame(rows).astype({"bytes": "Int64"}), trace, billed, resident)
+                progress(block.stop, len(windows))
+            return Block(rows, run.trace, billed, resident)
+
+        found = list(keep(blocks, compute))
+        run.reset()
+    frame = pd.DataFrame([row for block in found for row in block.rows]).astype({"bytes": "Int64"})
+    billed, resident = sum(block.kv_bytes_billed for block in found), sum(block.kv_bytes_resident for block in found)
+    return Scores(protocol, frame, Trace.concat(block.trace for block in found), billed, resident)
+
+
+def _scored(
+    run: Run,
+    model: PreTrainedModel,
+    start: int,
+    batch: torch.Tensor,
+    protocol: Protocol,
+    token_bytes: torch.Tensor | None,
+    dense: DenseLogits | None,
+) -> list[dict[str, Any]]:
+    """The rows of one batch of windows (B, N), of which the first is number `start`."""
+    nll, finite, ledgers, rows = [], [], [], []
+    comparison = None if dense is None else dense.comparison(start, batch)
+    first_pass, before = len(run.trace.passes), run.flops
+    for logits, targets in scored_logits(model, batch, protocol):
+        call_nll, call_finite = _nll_nats(logits, targets)
+        nll.append(call_nll)
+        finite.append(call_finite)
+        if comparison is not None:
+            comparison.add(logits)
+        head_tokens = logits.shape[1] + (protocol.name == "all")
+        ledgers.append(_ledger_by_window(run.arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta))
+        before = run.flops
+        del logits
+    all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)
+    _check_finite(all_finite, start, protocol, model)
+    scored = batch[:, protocol.first_scored :].cpu()
+    apart = {} if comparison is None else comparison.columns()
+    for i in range(len(batch)):
+        row: dict[str, Any] = {
+            "window": start + i,
+            "tokens": protocol.scored_tokens,
+            "bytes": None if token_bytes is None else int(token_bytes[scored[i]].sum()),
+            "nll_nats": float(all_nll[i].sum()),
+            **{name: of_windows[i] for name, of_windows in apart.items()},
+            **_columns(sum((call[i] for call in ledgers), Flops())),
+        }
+        if protocol.name == "continuation":
+            row |= {f"prompt_{name}": value for name, value in _columns(ledgers[0][i]).items()}
+        rows.append(row)
+    return rows
 
 
 def _columns(flops: Flops) -> dict[str, int]:

@@ -69,6 +69,7 @@ class Quality(Measurement):
         scores = score(
             bench.model, bench.windows.ids, bench.protocol, bench.windows.token_bytes, modules=bench.modules,
             execution=bench.execution, progress=bench.batches_done, dense=bench.dense.logits if bench.dense and bench.modules else None, decision_layers=bench.decision_layers,
+            keep=bench.keep("quality"),
         )  # fmt: skip
         bench.frame, bench.trace = scores.windows, scores.trace
         return QualityResult(**totals(scores))

@@ -1,9 +1,9 @@
 """Where records live, and why none of them is ever half written.
 
-A run writes into a hidden sibling, `runs/.new-<fingerprint>-…`, and renames it when everything is on disk: a directory without
-the dot is whole, whatever happened. Beside each hidden directory lies the lease of the process that writes it (lease.py), from before the
+A run writes into a draft, `runs/.drafts/<fingerprint>-…`, and renames it when everything is on disk: what is in `runs` without
+a dot is whole, whatever happened. Beside each draft lies the lease of the process that writes it (lease.py), from before the
 directory is made until after it is gone; whoever finds one without a living holder, on this machine or another that shares the folder, may
-remove it. Two processes after the same fingerprint take turns; if both write it all the same (a lease ran out), the second rename fails and
+remove it. What passes have scored stays there, in blocks (blocks.py), until the record is there. Two processes after the same fingerprint take turns; if both write it all the same (a lease ran out), the second rename fails and
 its writer keeps the first's record.
 """
 
@@ -33,8 +33,9 @@ from quicksilver.runtime.reading import read_json
 
 KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
 PROGRESS = "progress.json"  # in a draft: how far it is
-_NEW, _LEASE = ".new-", ".lease"
-_DRAFT = re.compile(r"\.new-[0-9a-f]{20}-\d+-[0-9a-f]{8}(-before)?")  # names of `Store.draft`
+_LEASE = ".lease"
+_FINGERPRINT = re.compile(r"[0-9a-f]{20}")
+_DRAFT = re.compile(r"[0-9a-f]{20}-\d+-[0-9a-f]{8}(-before)?")  # names of `Store.draft`
 
 
 class Draft:
@@ -75,6 +76,7 @@ class Store:
         self.root = Path(results_dir)
         _check_folder(self.root)
         self.runs = self.root / "runs"
+        self.drafts = self.runs / ".drafts"
         self.kept = self.root / KEPT if records == "any" else None
         self._own = records == "own"
 
@@ -150,20 +152,18 @@ class Store:
     def _drafts(self) -> list[tuple[str, lease.Holder, Path]]:
         """Fingerprint, holder and folder of all drafts of living processes, in the order they began."""
         found = []
-        for path in self.runs.glob(f"{_NEW}*{_LEASE}") if self.runs.is_dir() else ():
+        for path in self.drafts.glob(f"*{_LEASE}"):
             who = lease.holder(path)
             if who is not None:
-                found.append(
-                    (path.name.removeprefix(_NEW).partition("-")[0], who, path.with_name(path.name.removesuffix(_LEASE)))
-                )
+                found.append((path.name.partition("-")[0], who, path.with_name(path.name.removesuffix(_LEASE))))
         return sorted(found, key=lambda one: (one[1].since, one[0]))
 
     @contextmanager
     def draft(self, fingerprint: str) -> Iterator[Draft]:
         """A directory to write a record into. It is removed when the block fails, and published by `publish`."""
         with self.writing():
-            self.runs.mkdir(parents=True, exist_ok=True)
-            folder = self.runs / f"{_NEW}{fingerprint_of(fingerprint)}-{os.getpid()}-{secrets.token_hex(4)}"
+            self.drafts.mkdir(parents=True, exist_ok=True)
+            folder = self.drafts / f"{fingerprint_of(fingerprint)}-{os.getpid()}-{secrets.token_hex(4)}"
             held = lease.wait(folder.with_name(folder.name + _LEASE))
         try:
             with self.writing():
@@ -205,18 +205,19 @@ class Store:
 
     def clean(self) -> list[str]:
         """Remove what killed processes left behind; returns the names. Directories of living processes stay."""
-        if not self.runs.is_dir() or not os.access(self.runs, os.W_OK):
+        if not self.drafts.is_dir() or not os.access(self.drafts, os.W_OK):
             return []  # nothing there, or a folder of finished records that is only to be read
         removed = []
         with self.writing():
-            for path in sorted(self.runs.glob(f"{_NEW}*")):
+            for path in sorted(self.drafts.iterdir()):
                 # The lease of a living draft is there before its folder and longer: without one, its writer is dead.
                 # What else has such a name, a link too, is not ours.
                 ours = _DRAFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-                if ours and not lease.is_held(path.with_name(path.name + _LEASE)):
+                done = _FINGERPRINT.fullmatch(path.name) and self.path(path.name).exists() and not path.is_symlink()  # blocks
+                if done or (ours and not lease.is_held(path.with_name(path.name + _LEASE))):
                     shutil.rmtree(path, ignore_errors=True)
                     removed.append(path.name)
-            for path in sorted((*self.runs.glob(f"{_NEW}*{_LEASE}"), *self.root.glob("locks/*.lock"))):
+            for path in sorted((*self.drafts.glob(f"*{_LEASE}"), *self.root.glob("locks/*.lock"))):
                 lease.remove_abandoned(path)
         return removed
 
@@ -246,7 +247,7 @@ class Store:
 
     def _cannot_write(self, error: Exception) -> str:
         number, filename = getattr(error, "errno", None), getattr(error, "filename", None)
-        kept = "Nothing of the unfinished run was kept; finished records are untouched."
+        kept = "Windows that were scored in whole blocks, and finished records, are kept."
         if number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
             return f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
         why = getattr(error, "strerror", None) or error

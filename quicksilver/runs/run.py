@@ -21,6 +21,7 @@ from quicksilver import __version__, numerics
 from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
 from quicksilver.models.loading import Loaded
+from quicksilver.records.blocks import Blocks
 from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
 from quicksilver.records.provenance import calibration_provenance
@@ -278,9 +279,12 @@ def _make_one(step: Planned, context: RunContext, report: _Reporter) -> None:
             parallel.broadcast_from_rank0(missing)
         if not missing:
             return
+        blocks = None if together else Blocks(store, step.fingerprint)  # its processes make all passes together
         with store.draft(step.fingerprint) as draft:
             report.draft = draft
-            record = _run(step, context, store, draft, report)
+            record = _run(step, context, store, draft, report, blocks)
+        if blocks is not None:
+            blocks.remove()
     if together:
         parallel.broadcast_from_rank0(True)  # the record is there, and the others may read it
     mirror(record, step.config.tracker, store.root, name=report.label)
@@ -323,7 +327,7 @@ def _bench(config: RunConfig, context: RunContext, store: Store) -> tuple[Bench,
     return bench, calibration
 
 
-def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report: _Reporter) -> Record:
+def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report: _Reporter, blocks: Blocks | None) -> Record:
     config, started, clock = step.config, _now(), time.monotonic()
     draft.event("started", label=report.label, pid=os.getpid())
     report("load", 0.0)
@@ -334,6 +338,8 @@ def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report:
         draft.event("loaded", model=loaded.files.source, windows=len(windows.ids))
         report("calibration", _LOADING)
         bench, calibration = _bench(config, context, store)
+        if blocks is not None:
+            bench.keep = blocks.of_pass
         modules = list(bench.modules)
         if calibration is not None:
             draft.event("calibrated", signals=calibration.signals)
@@ -343,7 +349,8 @@ def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report:
         beside = sorted({*beside, *_others(store, step.fingerprint)})
         described = _describe(step, context, loaded, windows, modules, calibration)
         described["environment"] = encoded(environment(beside))
-        finished = {"started": started, "finished": _now(), "seconds": round(time.monotonic() - clock, 3)}
+        seconds = time.monotonic() - clock + (0 if blocks is None else blocks.seconds)
+        finished = {"started": started, "finished": _now(), "seconds": round(seconds, 3)}
         return store.publish(draft, scalars | described | finished)
 
 

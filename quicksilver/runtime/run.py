@@ -136,8 +136,9 @@ class Run:
         self._pass_lock, self._thread = threading.Lock(), 0  # held from a pass's beginning to its end, by this thread
         self.reset()
 
-    def reset(self) -> None:
-        """Forget traces and ledgers: between measurements, or between batches of one run."""
+    def reset(self, pass_index: int = 0) -> None:
+        """Forget traces and ledgers: between measurements, or between batches of one run. The next pass counts as number `pass_index`."""
+        self._first_pass = pass_index
         self._passes: list[tuple[PassWork, PassTrace]] = []
         self._flops: list[Flops] = []
         self._skippable_before = self._skippable_flops()
@@ -150,7 +151,7 @@ class Run:
 
     @property
     def pass_index(self) -> int:
-        return len(self._passes)
+        return self._first_pass + len(self._passes)
 
     @property
     def trace(self) -> Trace:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import lzma
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,6 +126,12 @@ class Trace:
         return cls(depths.pop(), [p for t in traces for p in t.passes])
 
     def save(self, path: Path | str) -> None:
+        tensors, about = self.to_tensors()
+        # One entry: safetensors writes several in an order of its own, and the same trace shall be the same bytes.
+        save_file(tensors, str(path), metadata={_ABOUT: json.dumps(about)})
+
+    def to_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """All of it: tensors by name, and what json has of the rest."""
         tensors: dict[str, torch.Tensor] = {}
         for i, one in enumerate(self.passes):
             tensors |= {f"{i:06d}.{name}": getattr(one, name).cpu().contiguous() for name in _TENSORS}
@@ -134,9 +140,16 @@ class Trace:
                     for part, tensor in _parts(event):
                         kept = tensor.to("cpu", torch.int32 if tensor.dtype == torch.long else tensor.dtype)
                         tensors[f"{i:06d}.{name}.{k}.{event.layer}.{part}"] = kept.contiguous()
-        about = {"schema": SCHEMA, "n_layers": self.n_layers, "first_columns": [p.first_column for p in self.passes]}
-        # One entry: safetensors writes several in an order of its own, and the same trace shall be the same bytes.
-        save_file(tensors, str(path), metadata={_ABOUT: json.dumps(about)})
+        return tensors, {"schema": SCHEMA, "n_layers": self.n_layers, "first_columns": [p.first_column for p in self.passes]}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> Trace:
+        """Of what `to_tensors` gave."""
+        n_layers, firsts = int(about["n_layers"]), [int(first) for first in about["first_columns"]]
+        of_pass: list[dict[str, torch.Tensor]] = [{} for _ in firsts]
+        for name, tensor in tensors.items():
+            of_pass[int(name.partition(".")[0])][name] = tensor
+        return cls(n_layers, [_read_pass(of_pass[i], i, n_layers, first) for i, first in enumerate(firsts)])
 
     @classmethod
     def load(cls, path: Path | str) -> Trace:
@@ -147,14 +160,11 @@ class Trace:
                     raise ConfigError(
                         f"{path} has schema {about.get('schema')!r}; this version reads {SCHEMA!r}. Make the trace again."
                     )
-                n_layers, firsts = int(about["n_layers"]), [int(first) for first in about["first_columns"]]
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-            passes = [_read_pass(tensors, i, n_layers, first) for i, first in enumerate(firsts)]
+                return cls.from_tensors({name: file.get_tensor(name) for name in file.keys()}, about)  # noqa: SIM118  (not a dict)
         except ConfigError:
             raise
-        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError) as error:
+        except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, OSError) as error:
             raise ConfigError(f"{path} is not a readable trace: {error}") from error
-        return cls(n_layers, passes)
 
 
 def pack(path: Path) -> bytes:

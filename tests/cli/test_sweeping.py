@@ -99,7 +99,11 @@ def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words
     results, _ = made
     assert {path.name for path in results.iterdir()} <= {"runs", "locks", "cache", "sweeps"}
     assert {path.name for path in (results / "sweeps" / "depths").iterdir()} == {"manifest.json", "index.html"}
-    assert not [path for path in results.rglob("*") if path.is_dir() and path.name != "locks" and not list(path.iterdir())]
+    assert not [
+        path
+        for path in results.rglob("*")
+        if path.is_dir() and path.name not in ("locks", ".drafts") and not list(path.iterdir())
+    ]
     manifest = Sweep.load(results, "depths").manifest
     assert manifest.axes == ("modules.static_depth.depth",)
     assert [manifest.label(run) for run in manifest.runs] == ["[1/3] depth=0.2", "[2/3] depth=0.5", "[3/3] depth=0.8"]

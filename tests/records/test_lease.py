@@ -160,7 +160,7 @@ def test_a_draft_of_another_machine_stays_as_long_as_it_is_touched(tmp_path):
     finally:
         kill(writer)
     assert store.clean() == []  # dead, which nobody here can know yet
-    for left in (*store.runs.glob(".new-*.lease"), *tmp_path.glob("locks/*.lock")):
+    for left in (*store.drafts.glob("*.lease"), *tmp_path.glob("locks/*.lock")):
         silent_for(left, lease.LEASE_S + 5)
     assert len(store.clean()) == 1
     assert store.in_the_making() == {}

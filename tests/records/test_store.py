@@ -63,7 +63,7 @@ def make_record(store: Store, name: str = "a run", **more):
 
 
 def hidden(store: Store) -> list[str]:
-    return [p.name for p in store.runs.glob(".new-*")] if store.runs.is_dir() else []
+    return [p.name for p in store.drafts.iterdir()] if store.drafts.is_dir() else []
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(s
             assert store.clean() == []  # both are alive
             os.kill(writer.pid, signal.SIGKILL)
             writer.join(30)
-            assert [name.split("-")[1] for name in store.clean()] == [PRINT]
+            assert [name.split("-")[0] for name in store.clean()] == [PRINT]
             mine.event("still here")
     finally:
         writer.kill()
@@ -159,15 +159,15 @@ def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(s
 
 
 def test_cleaning_leaves_what_only_looks_like_a_draft(store, tmp_path):
-    mine = store.runs / ".new-thesis"
+    mine = store.drafts / "thesis"
     mine.mkdir(parents=True)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (store.runs / f".new-{'0' * 20}-1-01234567").symlink_to(elsewhere)
+    (store.drafts / f"{'0' * 20}-1-01234567").symlink_to(elsewhere)
     assert store.clean() == []
     assert mine.is_dir()
     assert elsewhere.is_dir()
-    (store.runs / f".new-{'0' * 20}-1-89abcdef").mkdir()
+    (store.drafts / f"{'0' * 20}-1-89abcdef").mkdir()
     assert len(store.clean()) == 1
 
 

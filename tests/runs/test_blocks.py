@@ -1,0 +1,216 @@
+"""A run in blocks: killed wherever you like it goes on behind its last whole block, and its record is that of an undisturbed one, byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quicksilver.measure import perplexity
+from quicksilver.records import blocks as kept
+from quicksilver.records.blocks import Blocks
+from quicksilver.records.record import RECORD, WINDOWS, Record
+from quicksilver.records.store import Store
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
+from quicksilver.runtime.errors import QuickSilverError
+
+DENSE_BLOCKS = 3  # ten windows in batches of two, two batches a block
+OF_TIME = ("started", "finished", "seconds", "files", "checksum", "environment")
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing catches it, and what is on disk stays."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(perplexity, "BLOCK_WINDOWS", 5)
+    monkeypatch.setattr(kept, "NAP_S", 0.0)
+
+
+def run(world, results: Path, *words: str) -> Record:
+    config = [*world, f"results_dir={results}", "protocol.batch_size=2", "dataset.windows=10", *words]
+    return ensure([compose(config)])[0]
+
+
+MODULES = {
+    "continuation": ["protocol=continuation", "modules=[halting_attention,adaptive_quantization]"],
+    "all": ["modules=[random_halting]", "measure.null_control.enabled=true"],
+    "fused": ["protocol=continuation", "modules=[token_fusion]", "measure.null_control.enabled=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """Undisturbed records by name, each made as one block."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {name: run(world, folder, *words) for name, words in MODULES.items()}
+
+
+def same(one: Record, other: Record) -> None:
+    names = {path.name for path in one.path.iterdir()}
+    assert names == {path.name for path in other.path.iterdir()}
+    for name in names - {RECORD, "events.jsonl"}:
+        assert (one.path / name).read_bytes() == (other.path / name).read_bytes(), name
+    assert WINDOWS in names
+    first, second = ({key: entry for key, entry in of.content.items() if key not in OF_TIME} for of in (one, other))
+    first["config"], second["config"] = ({**of["config"], "results_dir": ""} for of in (first, second))
+    assert first == second
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The blocks that were written, and a switch that kills after so many."""
+    written: list[str] = []
+    kills: list[int] = []
+    compute = Blocks._compute
+
+    def write(self, path, block, how):
+        found = compute(self, path, block, how)
+        written.append(f"{path.parents[1].name[:4]} {path.stem}")
+        if kills and len(written) == kills[0]:
+            kills.pop(0)
+            raise Killed
+        return found
+
+    monkeypatch.setattr(Blocks, "_compute", write)
+    return written, kills
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_run_that_is_killed_at_every_block_gives_the_record_of_one_that_is_not(name, whole, world, tmp_path, computed):
+    written, kills = computed
+    again = 0
+    while again < 100:
+        kills[:] = [len(written) + 1]
+        try:
+            record = run(world, tmp_path / "results", *MODULES[name])
+            break
+        except Killed:
+            again += 1
+    same(record, whole[name])
+    assert len(written) == len(set(written)) == again  # each block once
+    assert again % DENSE_BLOCKS == 0
+    assert again >= 2 * DENSE_BLOCKS
+    assert not list(Store(tmp_path / "results").drafts.iterdir())
+
+
+@given(deaths=st.lists(st.integers(1, 8), max_size=4))
+def test_wherever_it_is_killed_no_block_is_computed_twice(deaths, whole, world, tmp_path_factory):
+    results, written = tmp_path_factory.mktemp("killed"), []
+    compute = Blocks._compute
+    deaths = list(deaths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(perplexity, "BLOCK_WINDOWS", 4)
+
+        def write(self, path, block, how):
+            if deaths and len(written) >= deaths[0]:
+                deaths.pop(0)
+                raise Killed  # in the middle of a block
+            written.append(path)
+            return compute(self, path, block, how)
+
+        patch.setattr(Blocks, "_compute", write)
+        record = None
+        while record is None:
+            try:
+                record = run(world, results, *MODULES["all"])
+            except Killed:
+                continue
+    same(record, whole["all"])
+    assert len(written) == len(set(written))
+
+
+def killed_run(world, results: Path, computed, after: int = 4) -> list[Path]:
+    """Run `all` until so many blocks are there; their files, the dense run's not."""
+    written, kills = computed
+    kills[:] = [after]
+    with pytest.raises(Killed):
+        run(world, results, *MODULES["all"])
+    written.clear()
+    return sorted(Store(results).drafts.rglob("*.block"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
+def test_a_damaged_block_is_said_and_computed_again_and_no_other(damage, whole, world, tmp_path, computed, capsys):
+    (path, *_) = killed_run(world, tmp_path / "results", computed, after=5)
+    path.write_bytes(path.read_bytes()[:-1] + b"!" if damage is None else damage)
+    same(run(world, tmp_path / "results", *MODULES["all"]), whole["all"])
+    said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    assert len(said) == 1
+    assert f"{path} is damaged (its digest is another): these windows are scored again" in said[0]
+    assert len(computed[0]) == 2 * DENSE_BLOCKS + DENSE_BLOCKS - 5 + 1
+
+
+@pytest.mark.parametrize("other", ["code", "size"])
+def test_blocks_of_other_code_or_of_another_size_are_left_alone(other, whole, world, tmp_path, computed, capsys, monkeypatch):
+    before = {path: path.read_bytes() for path in killed_run(world, tmp_path / "results", computed)}
+    if other == "code":
+        monkeypatch.setattr(kept, "code_digest", lambda: "another")
+    else:
+        monkeypatch.setattr(perplexity, "BLOCK_WINDOWS", 2)
+    monkeypatch.setattr(Blocks, "remove", lambda self: None)
+    same(run(world, tmp_path / "results", *MODULES["all"]), whole["all"])
+    assert before
+    assert all(path.read_bytes() == content for path, content in before.items())
+    said = [line for line in capsys.readouterr().err.splitlines() if "left alone" in line]
+    assert len(said) == 1
+    assert next(iter(before)).parent.name in said[0]
+
+
+def test_blocks_of_other_weights_are_of_another_run(world, tmp_path, computed):
+    killed_run(world, tmp_path / "results", computed)
+    before = sorted(Store(tmp_path / "results").drafts.rglob("*.block"))
+    run(world, tmp_path / "results", *MODULES["all"], "modules.random_halting.seed=1")
+    assert sorted(Store(tmp_path / "results").drafts.rglob("*.block")) == before
+
+
+def test_a_run_that_fails_keeps_its_blocks_and_one_that_is_done_leaves_none(world, tmp_path, computed, monkeypatch):
+    compute = Blocks._compute
+
+    def fail(self, path, block, how):
+        if len(computed[0]) == 4:
+            raise QuickSilverError("the logits are not finite")
+        return compute(self, path, block, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Blocks, "_compute", fail)
+        with pytest.raises(QuickSilverError, match="not finite"):
+            run(world, tmp_path / "results", *MODULES["all"])
+    (blocks,) = Store(tmp_path / "results").drafts.iterdir()
+    assert len(list(blocks.rglob("*.block"))) == 4 - DENSE_BLOCKS
+    record = run(world, tmp_path / "results", *MODULES["all"])
+    assert not blocks.exists()
+    blocks.mkdir()  # a process was killed between its record and its blocks
+    assert Store(tmp_path / "results").clean() == [record.fingerprint]
+
+
+def test_the_seconds_of_a_record_are_those_of_all_who_worked_on_it(world, tmp_path, computed, monkeypatch):
+    pack = kept.packed
+    monkeypatch.setattr(kept, "packed", lambda block, seconds: pack(block, 1000.0))
+    killed_run(world, tmp_path / "results", computed, after=5)
+    record = run(world, tmp_path / "results", *MODULES["all"])
+    assert 2000 < record.seconds < 3000
+
+
+@given(
+    rows=st.lists(
+        st.fixed_dictionaries({"nll_nats": st.floats(allow_nan=False, allow_infinity=False), "executed_flops": st.integers(0)})
+    ),
+    cut=st.integers(0, 10**6),
+)
+def test_a_block_is_read_as_it_was_written_or_not_at_all(rows, cut, whole):
+    from quicksilver.runtime.trace import Trace
+
+    block = perplexity.Block(rows, Trace.load(whole["continuation"].trace_path), 3, 4)
+    file = kept.packed(block, 1.5)
+    found, seconds = kept.unpacked(file)
+    assert (found.rows, found.kv_bytes_billed, found.kv_bytes_resident, seconds) == (rows, 3, 4, 1.5)
+    assert kept.packed(dataclasses.replace(found), seconds) == file
+    place = cut % len(file)
+    with pytest.raises(ValueError, match="digest"):
+        kept.unpacked(file[:place] + bytes([file[place] ^ 1]) + file[place + 1 :])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import re
 import signal
@@ -248,7 +249,7 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
 def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictConfig) -> QuickSilverError | None:
     """The runs that have no record; returns what went wrong with workers that were to make them."""
     sweep = board.sweep
-    wanted = [run.number for run in sweep.manifest.runs if is_open(sweep, run)][: asked.limit]
+    wanted = [run.number for run in sweep.open_of(sweep.manifest.runs)][: asked.limit]
     done = sum(state.state == "done" for state in sweep.states())
     later = len(sweep.manifest.runs) - done - len(composed.errors) - len(wanted)
     print(
@@ -397,6 +398,27 @@ def _kind(error: Exception) -> str:
     return re.sub(r"(?<==)[^\s,]+|\S*/\S*|[\d.]+", "", f"{type(error.__cause__ or error).__name__} {error}")
 
 
+@dataclass
+class _Ended:
+    """How many of the runs have ended, asked before each: by a look at the folders, for at most a twentieth of the time, else one more."""
+
+    sweep: Sweep
+    wanted: frozenset[int]
+    count: int = 0
+    looked: float = -math.inf
+    took_s: float = 0.0
+
+    def __call__(self) -> int:
+        began = time.monotonic()
+        self.count += 1
+        if began - self.looked >= 20 * self.took_s:
+            there = [run for run in self.sweep.manifest.runs if run.number in self.wanted]
+            self.count = len(there) - len(self.sweep.open_of(there))
+            self.looked = time.monotonic()
+            self.took_s = self.looked - began
+        return self.count
+
+
 def work_through(
     sweep: Sweep,
     plan_of: Callable[[int], Plan],
@@ -421,12 +443,12 @@ def work_through(
     seconds: list[float] = []
     alike: list[str] = []  # of the failures since the last record, or of another kind
     together = parallel.processes() > 1
+    ends = _Ended(sweep, frozenset(wanted))
     with progress_bar() as bar, closing(runs or claimed(sweep, wanted, board.catch_up)) as given:
         try:
             for run in given:
                 label, began = sweep.manifest.label(run), time.monotonic()
-                states = [state.state for state in sweep.states() if state.run.number in wanted]
-                ended = states.count("done") + states.count("failed")
+                ended = ends()
                 left = time_left_s(len(wanted) - ended, seconds)
                 if not sys.stderr.isatty():
                     print(f"{label}{f', about {duration(left)} left' if left else ''}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
 from quicksilver.records.store import Store
 from quicksilver.report.table import NO_VALUE, signed
 from quicksilver.runs.launchers import waiting_jobs
-from quicksilver.runs.sweep import PAGE, RunState, Sweep, names, time_left_s
+from quicksilver.runs.sweep import FOLDER, PAGE, RunState, Sweep, names, time_left_s
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import read_json
 
+NUMBERS, NEW_NUMBERS = "numbers.json", 20  # it is written anew once it lacks so many
 STATES = ("done", "running", "failed", "waiting")
 _NUMBERS = {
     "ppl": "perplexity",
@@ -31,27 +34,43 @@ _NUMBERS = {
 
 
 class Board:
-    """The table of one sweep. Keeps what it read of records, which never change."""
+    """The table of one sweep. Keeps what it read of records, in `numbers.json` beside its page too: ten thousand are not read for each look."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
         self._found: dict[str, Mapping[str, Any]] = {}
+        with suppress(OSError, ValueError):
+            kept = read_json(sweep.folder / NUMBERS)
+            self._found = {name: row for name, row in kept.items() if isinstance(row, dict)} if isinstance(kept, dict) else {}
+        self._kept = len(self._found)
         self._outdated, self._written, self._took_s = False, float("-inf"), 0.0
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row a run: `number`, `state`, its settings by key, numbers of its record, `where`, `since`, `error`."""
-        return [self._row(state) for state in self.sweep.states()]
+    def rows(self, most: int | None = None) -> list[dict[str, Any]]:
+        """One row a run: `number`, `state`, its settings by key, numbers of its record, `where`, `since`, `error`.
 
-    def _row(self, state: RunState) -> dict[str, Any]:
+        Args:
+            most: the numbers of about so many records, spread evenly, are enough; None: of all.
+        """
+        states = self.sweep.states()
+        done = [place for place, state in enumerate(states) if state.folder is not None]
+        read = set(done if most is None else done[:: max(1, len(done) // most)])
+        rows = [self._row(state, place in read) for place, state in enumerate(states)]
+        if len(self._found) > self._kept + NEW_NUMBERS:
+            self.sweep.store.write_cache(f"{FOLDER}/{self.sweep.manifest.name}/{NUMBERS}", self._found)
+            self._kept = len(self._found)
+        return rows
+
+    def _row(self, state: RunState, read: bool) -> dict[str, Any]:
         settings = dict(text.partition("=")[::2] for text in state.run.differing)
         row: dict[str, Any] = {"number": state.run.number, "state": state.state, "settings": settings}
         row |= {"where": state.where, "since": state.since, "error": state.error, "fingerprint": state.run.fingerprint}
         if state.state == "running":
             row["where"] = " | ".join(filter(None, (how_far(state.progress), state.where, state.progress.get("job"))))
-        if state.folder is not None:
-            if state.folder.name not in self._found:
+        if state.folder is not None and read:
+            made = state.folder.stat().st_mtime_ns if state.folder.is_dir() else 0
+            if self._found.get(state.folder.name, {}).get("made") != made:
                 try:
-                    self._found[state.folder.name] = numbers(load_record(state.folder))
+                    self._found[state.folder.name] = {**numbers(load_record(state.folder)), "made": made}
                 except ConfigError as error:
                     return row | {"error": str(error)}
             row |= self._found[state.folder.name]
@@ -136,7 +155,7 @@ def status(results_dir: Path | str) -> str:
         states = board.sweep.states()
         seen |= {state.run.fingerprint for state in states if state.run.fingerprint is not None}
         if any(state.state in ("running", "waiting") for state in states):
-            lines.append(board.headline(rows := board.rows()))
+            lines.append(board.headline(rows := board.rows(most=50)))
             runs = {run.number: board.sweep.manifest.label(run) for run in board.sweep.manifest.runs}
             lines += [f"  {runs[row['number']]}: {row['where']}" for row in rows if row["state"] == "running"]
     store = Store(results_dir)

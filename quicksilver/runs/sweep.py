@@ -299,19 +299,19 @@ class Sweep:
                 (self.folder / TAKEN).rmdir()  # empty, unless workers go on without their head
             held.release()
 
-    def take_first(self, runs: Iterable[SweepRun]) -> tuple[SweepRun | None, lease.Lease | None]:
-        """The first of `runs` with which no living process has begun, and the lease that says so of it now; or nothing.
+    def take(self, run: SweepRun) -> lease.Lease | None:
+        """The lease that says that a process has begun with the run; None: a living one has.
 
         Two workers that are free at the same moment would otherwise begin with the same run, and one of them wait until it is made.
         """
-        folder = self.folder / TAKEN
         with self.store.writing():
-            folder.mkdir(parents=True, exist_ok=True)
-            for run in runs:
-                held = lease.take(folder / f"{run.number:04d}.lock")
-                if held is not None:
-                    return run, held
-        return None, None
+            (self.folder / TAKEN).mkdir(parents=True, exist_ok=True)
+            return lease.take(self.folder / TAKEN / f"{run.number:04d}.lock")
+
+    def open_of(self, runs: Iterable[SweepRun]) -> list[SweepRun]:
+        """Those that have no record and have not failed, by one look at the folders."""
+        there, failed = self.store.folders(), {path.stem for path in (self.folder / "failed").glob("*.json")}
+        return [run for run in runs if run.fingerprint not in there and f"{run.number:04d}" not in failed]
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -458,20 +458,27 @@ def claimed(
         on_poll: called between two looks at runs that others make.
         nap_s: between these looks.
     """
-    left = [run for run in sweep.manifest.runs if run.number in wanted]
-    while left := [run for run in left if is_open(sweep, run)]:
-        making = sweep.store.in_the_making()
-        free, taken = sweep.take_first(run for run in left if run.fingerprint not in making)
-        if free is None or taken is None:
+    numbers = set(wanted)
+    left = [run for run in sweep.manifest.runs if run.number in numbers]
+    given: set[int] = set()  # once each, whatever came of it
+    while left := [run for run in sweep.open_of(left) if run.number not in given]:
+        begun = False
+        for run in left:  # each is looked at once on the way, by whoever comes there
+            if run.fingerprint in sweep.store.in_the_making() or not is_open(sweep, run):
+                continue
+            taken = sweep.take(run)
+            if taken is None:
+                continue
+            try:
+                if is_open(sweep, run):  # still
+                    begun = True
+                    given.add(run.number)
+                    yield run
+            finally:
+                taken.release()
+        if not begun:
             time.sleep(nap_s)  # all that is left is being made elsewhere
             on_poll()
-            continue
-        try:
-            if is_open(sweep, free):  # still
-                left.remove(free)
-                yield free
-        finally:
-            taken.release()
 
 
 def is_open(sweep: Sweep, run: SweepRun) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from quicksilver.models import loading
 from quicksilver.records import lease
 from quicksilver.records.record import record_frame
 from quicksilver.records.store import Draft
+from quicksilver.report import sweep_status
 from quicksilver.report.sweep_status import Board
+from quicksilver.runs import sweep as sweep_module
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, claimed, labels
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -156,8 +160,8 @@ def test_runs_that_are_done_are_not_made_again_and_a_limit_leaves_some_for_later
 def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(words, results):
     assert sweep(*words, *DEPTHS, "name=depths", "limit=1") == 0
     depths = Sweep.load(results, "depths")
-    begun, taken = depths.take_first(depths.manifest.runs[1:])
-    assert depths.take_first([begun]) == (None, None)
+    taken = depths.take(depths.manifest.runs[1])
+    assert depths.take(depths.manifest.runs[1]) is None
     assert [run.number for run in claimed(depths, {1, 2, 3}, taken.release, nap_s=0)] == [3, 2]
     assert not list((depths.folder / "taken").iterdir())
 
@@ -268,6 +272,36 @@ def test_only_processes_that_live_are_at_work(sweep_folder):
     with there.at_work():
         assert not dead.exists()
     assert not (sweep_folder / "at_work").exists()
+
+
+def test_a_look_reads_no_record_twice_and_few_where_few_are_enough(made, tmp_path, monkeypatch):
+    results = shutil.copytree(made[0], tmp_path / "results")
+    read = []
+    monkeypatch.setattr(sweep_status, "numbers", lambda record: read.append(record.fingerprint) or {"seconds": 1.0})
+    (results / "sweeps" / "depths" / "numbers.json").unlink(missing_ok=True)
+    board = Board(Sweep.load(results, "depths"))
+    assert [("seconds" in row) for row in board.rows(most=1)] == [True, False, False]
+    monkeypatch.setattr(sweep_status, "NEW_NUMBERS", 0)
+    assert board.rows() == board.rows() == Board(Sweep.load(results, "depths")).rows()
+    assert len(read) == 3
+    os.utime(next((results / "runs").glob(read[0])), ns=(0, 0))  # another record in its place
+    board.rows()
+    assert read[3:] == read[:1]
+    (results / "sweeps" / "depths" / "numbers.json").write_text("[]")
+    assert len(Board(Sweep.load(results, "depths")).rows()) == 3
+
+
+def test_a_worker_goes_through_the_runs_once(sweep_folder, monkeypatch):
+    there = Sweep.load(sweep_folder.parents[1], "depths")
+    runs = tuple(SweepRun(number, (f"seed={number}",), ()) for number in range(1, 41))
+    there.manifest = dataclasses.replace(there.manifest, runs=runs)
+    there.forget_failures()
+    looks = []
+    is_open = sweep_module.is_open
+    monkeypatch.setattr(sweep_module, "is_open", lambda *args: looks.append(1) or is_open(*args))
+    for run in claimed(there, range(1, 41), nap_s=0):
+        there.failed(run, ValueError())
+    assert len(looks) == 2 * len(runs)  # when its turn comes, and once it is held
 
 
 # --- what is refused before anything starts ------------------------------------------------------------------------------------------

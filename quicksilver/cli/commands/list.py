@@ -69,8 +69,7 @@ def _sweeps(results_dir: Path | str, name: str | None = None) -> int:
 
     for one in names(results_dir) if name is None else [name]:
         board = Board(Sweep.load(results_dir, one))
-        rows = board.rows()
-        print(board.headline(rows) if name is None else board.text(width()))
+        print(board.headline(board.rows(most=50)) if name is None else board.text(width()))
         if name is not None:
-            return 1 if any(row["state"] == "failed" for row in rows) else 0
+            return 1 if any(state.state == "failed" for state in board.sweep.states()) else 0
     return 0

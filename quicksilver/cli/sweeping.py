@@ -43,7 +43,7 @@ from quicksilver.runs.composing import check_hydra, check_words, hydra_started
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
-from quicksilver.runs.run import Plan, Progress, make, plan
+from quicksilver.runs.run import Plan, Progress, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, is_open, time_left_s
 from quicksilver.runs.tracker import check_tracker
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -261,7 +261,14 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     board.write()
     if not wanted:
         return None
-    workers = min(sweep.manifest.workers, len(wanted))
+    parts = sum(parts_of(composed.plans[number].wanted[0].config) for number in wanted)
+    workers = min(sweep.manifest.workers, parts)
+    if workers < sweep.manifest.workers:
+        print(
+            f"workers={sweep.manifest.workers}: the runs have {parts} blocks of windows, so {workers} start.",
+            file=sys.stderr,
+            flush=True,
+        )
     task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
     try:
         if sweep.manifest.launcher == SERIAL:

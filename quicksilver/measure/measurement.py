@@ -183,6 +183,7 @@ class Measurement(Options, ABC):
         share: rough share of a run's time, beside the others' shares.
         timed: a clock is read, which `masked` execution makes worthless.
         windows_speak: windows whose scores come out alike twice say that all of it would.
+        in_blocks: what it does is score all windows, in blocks that several processes may share.
         in_identity: a record without it is another record. False: no number of the others depends on it, and records that lack it count.
         of_ranks: right where a model is cut among several processes, each of which makes this pass.
         reads: folders beside the model whose files decide what is found.
@@ -192,6 +193,7 @@ class Measurement(Options, ABC):
     share: ClassVar[float] = 0.05
     timed: ClassVar[bool] = False
     windows_speak: ClassVar[bool] = False
+    in_blocks: ClassVar[bool] = False
     in_identity: ClassVar[bool] = True
     of_ranks: ClassVar[bool] = False
     reads: ClassVar[tuple[str, ...]] = ()

@@ -55,7 +55,7 @@ class Null(Measurement):
     tenths: bool = False
 
     share = 0.15
-    windows_speak = True
+    windows_speak = in_blocks = True
     of_dense = "never"
 
     def identity(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Quality(Measurement):
     """Score every window; every decision goes into the trace."""
 
     share = 0.25
-    windows_speak = True
+    windows_speak = in_blocks = True
     of_ranks = True
 
     def run(self, bench: Bench) -> QualityResult:

@@ -12,16 +12,17 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from quicksilver import __version__, numerics
 from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
 from quicksilver.models.loading import Loaded
-from quicksilver.records.blocks import Blocks
+from quicksilver.records.blocks import Blocks, SupersededError
 from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
 from quicksilver.records.provenance import calibration_provenance
@@ -273,13 +274,19 @@ def _make_one(step: Planned, context: RunContext, report: _Reporter) -> None:
         if parallel.rank() > 0:
             _follow(step, context, store, report)
             return
-    with store.turn(step.fingerprint, waiting=lambda: report("wait", 0.0)):
+    blocks = None if together else Blocks(store, step.fingerprint)  # its processes make all passes together
+
+    def wait() -> None:
+        report("wait", 0.0)
+        if blocks is not None and _may_share(step.config):
+            _help(step, context, store, blocks, report)
+
+    with store.turn(step.fingerprint, waiting=wait):
         missing = store.get(step.fingerprint) is None
         if together:
             parallel.broadcast_from_rank0(missing)
         if not missing:
             return
-        blocks = None if together else Blocks(store, step.fingerprint)  # its processes make all passes together
         with store.draft(step.fingerprint) as draft:
             report.draft = draft
             record = _run(step, context, store, draft, report, blocks)
@@ -288,6 +295,36 @@ def _make_one(step: Planned, context: RunContext, report: _Reporter) -> None:
     if together:
         parallel.broadcast_from_rank0(True)  # the record is there, and the others may read it
     mirror(record, step.config.tracker, store.root, name=report.label)
+
+
+def parts_of(config: RunConfig) -> int:
+    """How many processes may score the windows of a run; one that scores all that there are counts as one of many."""
+    from quicksilver.measure.perplexity import BLOCK_WINDOWS
+
+    windows = config.dataset.windows
+    return (
+        1
+        if not _may_share(config)
+        else 100
+        if windows is None
+        else math.ceil(windows / max(BLOCK_WINDOWS, config.protocol.batch_size))
+    )
+
+
+def _may_share(config: RunConfig) -> bool:
+    """Whether several processes may score a run's windows: no clock is read, and more is made than the first batch is compared."""
+    timed = any(measurement.timed for measurement in build_measurements(config.measure).values())
+    return not timed and config.records != "checked"
+
+
+def _help(step: Planned, context: RunContext, store: Store, blocks: Blocks, report: _Reporter) -> None:
+    """Score blocks of a run that another process makes, until none is left. Whoever has its turn next makes the record of them."""
+    measurements = {name: one for name, one in build_measurements(step.config.measure).items() if one.in_blocks}
+    with suppress(SupersededError), store.draft(step.fingerprint) as draft, _threads(step.config.threads):
+        report.draft = draft
+        bench, _ = _bench(step.config, context, store)
+        bench.keep = partial(blocks.of_pass, shared=True)
+        measured_scalars(bench, measurements, lambda phase, share: report(phase, share, bench.scored))
 
 
 def _follow(step: Planned, context: RunContext, store: Store, report: _Reporter) -> None:

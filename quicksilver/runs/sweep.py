@@ -450,8 +450,8 @@ def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float 
 def claimed(
     sweep: Sweep, wanted: Collection[int], on_poll: Callable[[], None] = lambda: None, nap_s: float = 0.2
 ) -> Generator[SweepRun, None, None]:
-    """The runs that have no record, one after the other, each held by a lease while it is made; those that another process makes are left to it,
-    and taken over if it dies.
+    """The runs that have no record, one after the other, each held by a lease while it is made. Where none is free, one that another process makes: its
+    windows may be shared (`make`), and it is taken over if that process dies.
 
     Args:
         wanted: numbers of runs; all others are left alone.
@@ -476,7 +476,11 @@ def claimed(
                     yield run
             finally:
                 taken.release()
-        if not begun:
+        making = {} if begun else sweep.store.in_the_making()
+        if (others := next((run for run in left if run.fingerprint in making), None)) is not None:
+            given.add(others.number)
+            yield others
+        elif not begun:
             time.sleep(nap_s)  # all that is left is being made elsewhere
             on_poll()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+import thinning
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quicksilver.measure import perplexity
@@ -14,11 +18,14 @@ from quicksilver.records import blocks as kept
 from quicksilver.records.blocks import Blocks
 from quicksilver.records.record import RECORD, WINDOWS, Record
 from quicksilver.records.store import Store
+from quicksilver.runs import run as making
 from quicksilver.runs.config import compose
-from quicksilver.runs.run import ensure
+from quicksilver.runs.context import RunContext
+from quicksilver.runs.run import ensure, plan
 from quicksilver.runtime.errors import QuickSilverError
 
 DENSE_BLOCKS = 3  # ten windows in batches of two, two batches a block
+CONTEXT = RunContext()  # the model is loaded once
 OF_TIME = ("started", "finished", "seconds", "files", "checksum", "environment")
 
 
@@ -34,7 +41,7 @@ def small_blocks(monkeypatch):
 
 def run(world, results: Path, *words: str) -> Record:
     config = [*world, f"results_dir={results}", "protocol.batch_size=2", "dataset.windows=10", *words]
-    return ensure([compose(config)])[0]
+    return ensure([compose(config)], context=CONTEXT)[0]
 
 
 MODULES = {
@@ -99,6 +106,7 @@ def test_a_run_that_is_killed_at_every_block_gives_the_record_of_one_that_is_not
     assert not list(Store(tmp_path / "results").drafts.iterdir())
 
 
+@settings(max_examples=thinning.draws(5))
 @given(deaths=st.lists(st.integers(1, 8), max_size=4))
 def test_wherever_it_is_killed_no_block_is_computed_twice(deaths, whole, world, tmp_path_factory):
     results, written = tmp_path_factory.mktemp("killed"), []
@@ -214,3 +222,62 @@ def test_a_block_is_read_as_it_was_written_or_not_at_all(rows, cut, whole):
     place = cut % len(file)
     with pytest.raises(ValueError, match="digest"):
         kept.unpacked(file[:place] + bytes([file[place] ^ 1]) + file[place + 1 :])
+
+
+def test_two_processes_share_the_blocks_of_a_run_and_make_one_record(whole, world, tmp_path, computed, monkeypatch):
+    """The second comes while the first is in its second block of the run, and does all that is free."""
+    written, _ = computed
+    config = compose([*world, f"results_dir={tmp_path}", "protocol.batch_size=2", "dataset.windows=10", *MODULES["all"]])
+    step, helped = plan([config]).wanted[0], []
+    compute = Blocks._compute
+
+    def second(self, path, block, how):
+        if self.folder.name == step.fingerprint and block.start == 4 and not helped:
+            helped.append(len(written))
+            with pytest.raises(InterruptedError):  # it waits for this block, which the first has
+                making._help(step, RunContext(), Store(tmp_path), Blocks(Store(tmp_path), step.fingerprint), lambda *_: None)
+            helped.append(len(written))
+        return compute(self, path, block, how)
+
+    def nap(_):
+        raise InterruptedError
+
+    monkeypatch.setattr(kept, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
+    monkeypatch.setattr(Blocks, "_compute", second)
+    same(run(world, tmp_path, *MODULES["all"]), whole["all"])
+    assert helped == [DENSE_BLOCKS + 1, DENSE_BLOCKS + 2]  # the third of the first pass; it has no trace yet for the null
+    assert len(written) == len(set(written)) == 3 * DENSE_BLOCKS
+
+
+def test_who_comes_when_the_record_is_there_computes_nothing(whole, world, tmp_path, computed):
+    words = [*world, f"results_dir={tmp_path}", "protocol.batch_size=2", "dataset.windows=10", *MODULES["all"]]
+    step = plan([compose(words)]).wanted[0]
+    run(world, tmp_path, *MODULES["all"])
+    computed[0].clear()
+    making._help(step, RunContext(), Store(tmp_path), Blocks(Store(tmp_path), step.fingerprint), lambda *_: None)
+    assert computed[0] == []
+
+
+def test_a_process_that_would_wait_for_a_run_helps_unless_a_clock_is_read(world, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(making, "_help", lambda step, *_: asked.append(step.config.label))
+    monkeypatch.setattr(Store, "turn", lambda self, fingerprint, waiting: waiting() or nullcontext())
+    run(world, tmp_path / "quick", "measure=sweep")
+    assert asked == ["tiny | file | dense | all"]
+    config = compose([*world, "measure=default"])
+    assert making.parts_of(config) == 1
+    assert [making.parts_of(compose([*world, f"dataset.windows={windows}"])) for windows in (1, 5, 6, 11, "null")] == [
+        1,
+        1,
+        2,
+        3,
+        100,
+    ]
+    run(
+        world,
+        tmp_path / "timed",
+        "measure=default",
+        "measure.emissions.enabled=false",
+        "dataset.windows=2",
+    )
+    assert len(asked) == 1

@@ -60,7 +60,7 @@ def _panel_rows(panel: str) -> Iterator[Row]:
     for section, key, technique, needs, overrides in steps():
         yield Row(panel, section, key, technique, (protocol, *overrides), needs, f"table11.{key}")
     if panel == "continuation":
-        section = "The paper's best chance: the settings that won on calibration text"
+        section = "The paper at its best: the settings that won on calibration data"
         for mechanism, (module, budget) in BEST.items():
             title = f"{fair_trial.MECHANISMS[mechanism]}, from {budget}%"
             row = Row(panel, section, f"best.{mechanism}", title, (protocol,), (module,))
@@ -72,7 +72,7 @@ def _panel_rows(panel: str) -> Iterator[Row]:
         for key, (technique, overrides) in TRUNCATED.items():
             module = "prompt_truncation"
             yield Row(panel, section, f"truncated.{key}", technique, (protocol, f"modules=[{module}]", *overrides), (module,))
-        section = "A few of the oldest dropped, nearly all others stopped later with their K/V predicted"
+        section = "A few of the oldest dropped; others stop later with K/V from a fitted linear map"
         for key, (technique, module) in PREDICTED.items():
             yield Row(panel, section, f"predicted.{key}", technique, (protocol, f"modules=[{module}]"), (module,))
 
@@ -101,7 +101,7 @@ def _best_chance(frame: pd.DataFrame) -> str:
     model = next((model for model in frame["model"].dropna() if model in fair_trial.WINNERS), fair_trial.FIRST)
     winners = fair_trial.WINNERS[model]
     settings = "; ".join(f"{fair_trial.MECHANISMS[one]}: {winners[one, budget]}" for one, (_, budget) in BEST.items())
-    return f"The paper's best chance: of all settings that table fair_trial searched, the one of least KL that saves as much. {settings}."
+    return f"The paper at its best: of all settings that table fair_trial searched, the one of least KL that saves as much. {settings}."
 
 
 def _elsewhere() -> str:

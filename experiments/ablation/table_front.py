@@ -32,7 +32,7 @@ PLAIN = {
 
 
 def rows() -> list[Row]:
-    """Dense, the paper's mechanisms, plain baselines, and what is ours; then the same on text whose facts stand far back."""
+    """Dense, the paper's mechanisms, plain baselines, and what is ours; then the same on text whose answers depend on distant context."""
     return [row for panel in ALWAYS for row in _rows(panel)]
 
 
@@ -103,7 +103,7 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
             f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
-            f"KL × 100 is {_kl(ours)[0]} against {_kl(cut)[0]}; where facts stand far back, perplexity rises by {cost('40', 'recall_')} "
+            f"KL × 100 is {_kl(ours)[0]} against {_kl(cut)[0]}; when answers depend on distant context, perplexity rises by {cost('40', 'recall_')} "
             f"against {cost('truncated', 'recall_')}."
         )
 

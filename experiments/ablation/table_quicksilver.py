@@ -1,4 +1,4 @@
-"""Table quicksilver: stopped tokens whose K/V are predicted, on two models and two texts, and each part of the technique taken away.
+"""Table quicksilver: stopped tokens get K/V from a fitted linear map: two models, two texts, and each part of the technique left out.
 
 The first rows of a panel are the model's own schedules at 40% and 50% of the prompt's work, chosen on calibration text
 (docs/predicted-kv.md). The rows below take one part away and leave the rest as it is, so their budgets differ and stand beside their cost.
@@ -61,7 +61,7 @@ ROWS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
         ("50.bfloat16.blocks", "50%, in bfloat16, attention in blocks", "quicksilver_50,bfloat16,block_attention", ()),
     ),
 }  # fmt: skip
-# Searched for reference-llama alone: at half of its work it is not yet at the paper's bar. gpt2 is past it there.
+# Searched for reference-llama alone: half of its work does not yet cost the paper's reported 1.1% of perplexity; gpt2's does.
 DEEPER = ("60", "60%", "quicksilver", ("modules.quicksilver.save=0.6",))
 DEEPER_HALF = (
     ("60.bfloat16", "60%, in bfloat16", "quicksilver,bfloat16", ("modules.quicksilver.save=0.6",)),

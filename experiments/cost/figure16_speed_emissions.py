@@ -118,7 +118,7 @@ def _speed(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
             )  # fmt: skip
             below = value < 0 and not within
             plot.annotate(
-                "within\nnoise" if within else f"{value:+.1f}",
+                "≈ 0\n(noise)" if within else f"{value:+.1f}",
                 (place, row["speedup_pct_low"] if below else max(row["speedup_pct_high"], 0)),
                 (0, -4 if below else 4),
                 textcoords="offset points",

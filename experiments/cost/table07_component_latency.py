@@ -141,8 +141,8 @@ def _legend(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     return (
         f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
         "belongs to one component, the innermost.",
-        "saved: percent of the dense component that is gone; within: no larger than its noise, which is the noise floor of the panel (A/A), below "
-        "it, or half of the component's two interquartile ranges where that is more and stands in the cell.",
+        "saved: percent of the dense component that is gone. ≈ 0: no larger than its noise. Noise is the noise floor below the table (A/A), or half "
+        "of the component's two interquartile ranges where that is larger and printed in the cell.",
         "Sum off by: how far the sum of the components is from the untouched pass, which is timed in the same rounds. It is the "
         "cost of the timing marks, and noise.",
         "Attention includes K/V projected for halted tokens. Quantization is coding and decoding; products at fewer bits count "

@@ -47,8 +47,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     )
     legend = (
         f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
-        "saved: mean time per token, in percent of dense inference, round by round. within: no larger than the noise floor of the panel (A/A), "
-        "which stands below it, the root mean square over the runs; or than that of the row's own run, where it is larger.",
+        f"saved: mean time per token, in percent of dense inference, round by round. {comparison.NOISE}",
         "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
     )
     panel = Panel(

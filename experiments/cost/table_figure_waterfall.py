@@ -57,9 +57,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
         "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
         f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
-        "within: the difference is within the noise floor of the panel, which stands below it: how far dense inference is from itself (A/A), the "
-        "root mean square over the runs; or within that of the row's own run, where it is larger. below resolution: idle windows differ by as "
-        "much.",
+        f"{comparison.NOISE} below resolution: idle windows differ by as much.",
         costs.energy_note(outcomes),
     )
     title = "Waterfall: from operations to joules"

@@ -67,7 +67,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             axis.set_ylabel("halted, %")
         axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", fontsize=6.5)  # content words leave the room
     said = (
-        f"{outcome.row.technique}. Bands: 95% range where the same decisions are dealt to random tokens; bar: 95% interval at layer {found.layer}, "
+        f"{outcome.row.technique}. Bands: 95% range of the same counts, on random tokens; bar: 95% interval at layer {found.layer}, "
         "clustered by sentence; star: the paper. Halted tokens take part again in the last layers, which is not drawn.",
         f"Points beyond chance among tokens as frequent at the same place, at layer {found.layer}: {', '.join(lines)}.",
     )

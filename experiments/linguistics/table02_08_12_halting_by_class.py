@@ -69,7 +69,7 @@ LEGEND = (
     "number of independent tokens that sentences leave (design effect).",
     "first, last, any: words instead of tokens, a word halting with its first, its last, or any of its tokens. The paper's percentages are at layer "
     "15 of 30; 25%, 75%: the same of other depths.",
-    "Chance is exact: the run's own decisions dealt anew among tokens as frequent (ten bins), at the same place of the window, as whole a word "
+    "Chance is computed exactly: the same counts, on random tokens that are as frequent (ten bins), at the same place of the window, as whole a word "
     "(whole, first or later part), both, or of the same spelling, where only words of two classes can differ.",
 )
 COLUMNS = [

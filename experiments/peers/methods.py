@@ -194,7 +194,7 @@ def _token(row: Mapping[str, Any]) -> Lines:
     ratio, noise = number(row, "token_ratio"), number(row, "token_noise_pct")
     if ratio is None:
         return (NO_VALUE,)
-    shown = "within" if noise is not None and abs(ratio - 1) * 100 <= noise else f"{ratio:.2f}"
+    shown = "≈ 0" if noise is not None and abs(ratio - 1) * 100 <= noise else f"{ratio:.2f}"
     return (shown,) if noise is None else (shown, f"noise {noise:.1f}%")
 
 
@@ -203,8 +203,8 @@ LEGEND = (
     "percent.",
     "saved: executed operations of the prompt, signals included, and resident KV bytes. A mask adds operations that the "
     "causal kernel would have skipped.",
-    "prompt speedup: wall clock of the prompt in percent of dense, median of rounds that alternate with it; within: no larger than the noise "
-    "floor (A/A) below the table. "
+    "prompt speedup: wall clock of the prompt in percent of dense, median of rounds that alternate with it. "
+    f"{comparison.NOISE} "
     "÷ int8: time over that of dynamic int8, the measure of Figures 8 and 15. A decoded token: greedy, batch 1, prompt of 256.",
     "front: ● where no other row is as fast for no more loss. A speedup within the noise and a Δppl whose interval has 0 in it count as 0.",
     "Budgets: a method that saves the prompt's work is set to about 40% of it, as ours are. Where that can be done at "

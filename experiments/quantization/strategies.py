@@ -46,7 +46,7 @@ STRATEGIES = {
     "aggressive": ("Aggressive 2/4", f"{MODULE}_2_4"),
 }
 _MEASURE = "measure=quick"
-_NO_NULL = "measure.null_control.enabled=false"  # one width for all: dealt to other tokens it is the same run
+_NO_NULL = "measure.null_control.enabled=false"  # one width for all: on other tokens it is the same run
 
 
 def rows() -> list[Row]:
@@ -205,9 +205,8 @@ LEGEND = (
     "model's entropies here. It has no interval.",
     "2/4/8 %: shares of the tokens at 2, 4 and 8 bits in the layers after the decision; bits: their mean. KV: resident bytes of the cache "
     "saved, scales included, of a cache in the model's own dtype.",
-    "Δppl: perplexity minus that of full precision on the same windows with its 95% interval; below it the same in percent. Null: the "
-    "same widths dealt to random tokens. vs null: whether the interval of their difference lies below 0 (better), above 0 (worse) or "
-    "around it (no diff.).",
+    "Δppl: perplexity minus that of full precision on the same windows with its 95% interval; below it the same in percent. vs "
+    "random: against the same widths, on random tokens. better, worse: the interval of the difference excludes 0. same: otherwise.",
     "τ: thresholds in nats, p45 the 45th percentile of the entropies on the calibrating part of the text. Two widths have one threshold.",
 )
 
@@ -246,7 +245,7 @@ def columns(*, kv: bool) -> tuple[Column, ...]:
         Column("measured", "bits", _plain("mean_bits", 2), expendable=2),
         Column("measured", "Δppl", _delta_ppl),
         Column("measured", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
-        Column("measured", "vs null", versus_null_cell),
+        Column("measured", "vs random", versus_null_cell),
         Column("", "audit", audit_cell, expendable=6),
     )
 

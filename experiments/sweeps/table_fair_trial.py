@@ -1,4 +1,4 @@
-"""Table fair_trial: the paper's best chance, every setting that it names searched on calibration text, the winners tested.
+"""Table fair_trial: the paper at its best, every setting that it names searched on calibration data, the winners tested.
 
 Of a mechanism's settings that save at least a budget of the prompt's operations, the one with the least KL to the dense model wins
 (`WINNERS` has them, frozen before the first test). Quantization is not searched: simulated widths save no executed operation.
@@ -177,7 +177,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
             saved,
             Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
             kl,
-            Column("perplexity", "vs null", versus_null_cell),
+            Column("perplexity", "vs random", versus_null_cell),
             Column("", "search agrees", lambda row: (NO_VALUE if row["still_wins"] is None else "yes" if row["still_wins"] else "no",)),
         ),
         provenance.notes([one for one in outcomes if one.row.panel == TEST]),
@@ -190,7 +190,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "search agrees: the winner that was frozen before the test is still the one that the search above finds.",
         _none_reaches(frame),
     )
-    title = "The paper's best chance: its mechanisms under any of their settings (protocol continuation)"
+    title = "The paper at its best: its mechanisms under any of their settings (protocol continuation)"
     shown = frame[(frame["panel"] == TEST) | _best(frame)].reset_index(drop=True)
     return Table(name, title, shown, (search, test), legend)
 

@@ -1,4 +1,4 @@
-"""Table far_context: which tokens may leave a prompt when what follows is written far back.
+"""Table far_context: which tokens may leave a prompt when answers depend on distant context.
 
 Text of the language reference gains little from far context, so dropping the oldest tokens is nearly free there. Here it is not: passages
 are repeated, or questions ask for facts that stand at the beginning (data/far_context.py). Everything saves about 40% of the prompt's work.
@@ -57,5 +57,5 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         )
         for key, title in PANELS.items()
     )
-    title = "Far context: which tokens may leave when what follows is written far back (protocol continuation)"
+    title = "Far context: which tokens may leave when answers depend on distant context (protocol continuation)"
     return Table(name, title, frame, panels, comparison.legend(frame))

@@ -124,7 +124,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "Δppl: perplexity of the tokens after the prompt minus dense, with its 95% interval; below it the same in percent.",
         "KL × 100: of the dense model's next-token distribution to the run's, hundredths of a nat a token, with its 95% interval.",
         "front: ● where no other row saves as much or more for a smaller Δppl. Point estimates are compared, not intervals.",
-        f"The paper's bar is {saved:g}% of FLOPs, by its own formula, for at most {cost:.1f}% of perplexity (abstract: ≤ 0.2 at 18.2).",
+        f"The paper's reported point is {saved:g}% of FLOPs, by its own formula, for at most {cost:.1f}% of perplexity (abstract: ≤ 0.2 at 18.2).",
     )
     panel = Panel(PANEL, "Protocol continuation: tokens leave inside the prompt only", columns, provenance.notes(outcomes))
     return Table(name, "What may leave a prompt: saved against lost", frame, (panel,), legend)

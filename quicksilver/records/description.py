@@ -147,7 +147,7 @@ class Confirmed:
     Attributes:
         windows, of: how many were scored again, of how many.
         largest_difference_nats: of any of these windows, in nats a scored token: of its likelihood or its KL to dense.
-        agrees: what no clock reads is the repository's. False: all of it was measured here.
+        agrees: quality results are the committed ones, and only times are measured here. False: everything was measured here.
         number_format: the coarsest that the run computes in: it says how far two processors may differ. None: an older record.
     """
 

@@ -57,30 +57,30 @@ AUDIT = ("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_differenc
 LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
 
-LEGEND = (
-    "Speedup and FLOPs saved are decreases in percent of dense inference, as in the paper: 25 means that a quarter of the "
-    "time or of the work is saved. The dense row shows the whole: milliseconds a batch, and operations (G = 10⁹).",
-    "speedup: wall clock of one batch, under continuation of its prompt as well; median of rounds that alternate with the dense model; within: no larger than the noise "
-    "floor of the panel, which stands below it: how far the dense model is from itself (A/A), the root mean square over the panel's runs; or than "
-    "that of the row's own run, where it is larger. simulated: no time, because float products stand in for the quantised ones.",
-    "CO₂e: grams that CodeCarbon charges a token, saved in percent; the dense row shows micrograms a token. Below the table stands what it "
-    "read: without an energy counter it multiplies a nominal power by time, and says no more than speedup does.",
-    "FLOPs saved, three ledgers: exec = operations of what really ran, signals and modules included; nominal = the dense formula "
-    "on active tokens; paper = Appendix J's formula, comparable with the paper's column and with nothing else, a bit-width charged bits/16 "
-    "(with App. J's own β quantization saves less: Table 3 shows both); prompt = exec, of the prompt alone.",
-    "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: "
-    "the same decisions dealt to random tokens, at exactly the same budget. vs null: whether the interval of their "
-    "difference lies below 0 (better), above 0 (worse) or around it (no diff.), and a permutation test agrees at 5% false discoveries over "
-    "the rows of the panel (Benjamini-Hochberg). Only a row that is better than its null chose its tokens well.",
-    "KL × 100: of the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% interval. A "
-    "Δppl near zero says that the right token is as likely as before; a KL near zero says that every token is.",
-    "audit: the largest change of a logit when the tokens after it are replaced. 0, or rounding, means that nothing looks "
-    "ahead. Coarse codes magnify rounding under compact execution (second line). There the first line is that of masked "
-    "execution, whose sums do not depend on decisions, so that any change is a leak.",
-    "The paper measured GPT-2 774M on an A100. Its numbers are shown for comparison; they are no target for another model "
-    "or machine.",
+NOISE = (
+    "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, root mean square over the runs). Noisier runs "
+    "use their own noise floor."
 )
-LOOKAHEAD = "† looks ahead: its decisions read the tokens that it is asked to predict (the paper's variant, lookahead=true)."
+LEGEND = (
+    "Speedup and FLOPs saved are decreases in percent of dense inference: 25 means a quarter less time or work. The dense row shows milliseconds "
+    "a batch, and operations (G = 10⁹).",
+    "speedup: wall clock of one batch, under continuation of its prompt as well. It is the median of rounds that alternate with the dense model. "
+    f"{NOISE} simulated: no time, because the quantization is simulated in float.",
+    "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy counter it is "
+    "derived from time.",
+    "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on active tokens. "
+    "paper: Appendix J's formula, comparable with the paper's column only. It charges a bit-width bits/16; App. J's own β saves less (Table 3 "
+    "shows both). prompt: exec, of the prompt alone.",
+    "Δppl: perplexity minus dense perplexity on the same windows, with its 95% interval; below it in percent.",
+    "vs random: against the same counts, on random tokens. better, worse: the interval of the difference excludes 0, and a permutation test "
+    "agrees at 5% false discoveries over the panel (Benjamini-Hochberg). same: otherwise.",
+    "KL × 100: from the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% interval. Δppl "
+    "near 0: the right token is as likely as before. KL near 0: every token is.",
+    "audit: the largest change of a logit when later tokens are replaced. 0, or rounding, means no look-ahead. With coarse codes the first line "
+    "is masked execution; the second is compact execution, which magnifies rounding.",
+    "The paper measured GPT-2 774M on an A100. Its numbers are shown for comparison, not as targets for another model or machine.",
+)
+LOOKAHEAD = "† marks results that look ahead: decisions read the tokens to be predicted (the paper's variant, lookahead=true)."
 
 
 def against_dense(record: Record, dense: Record) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column("perplexity against dense", "Δppl", _delta_ppl),
         Column("perplexity against dense", "KL × 100", kl_cell, expendable=4),
         Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
-        Column("perplexity against dense", "vs null", versus_null_cell, expendable=1),
+        Column("perplexity against dense", "vs random", versus_null_cell, expendable=1),
         Column("", "audit", audit_cell, expendable=6),
     )
 
@@ -350,7 +350,7 @@ def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
     of_prompt = f", {prompt[0]:.1f}% of a prompt's" if prompt else ""
     return (
         f"Noise floor of the clock (A/A): {pooled[0]:.1f}% of {of}{of_prompt}, pooled over the dense model's "
-        f"differences from itself in {len(timed)} run{'s' if len(timed) > 1 else ''}; a noisier run is judged by its own (at most "
+        f"differences from itself in {len(timed)} run{'s' if len(timed) > 1 else ''}. Noisier runs use their own noise floor (at most "
         f"{worst:.1f}%).",
     )
 

@@ -30,15 +30,16 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     if tuned := _tuned(records):
         lines.append(tuned)
     if kernels := dict.fromkeys(how for record in records for how in record.kernels.values()):
-        no_time = " (simulated: times with them say nothing)" if any(record.simulated for record in records) else ""
-        lines.append(f"Quantised tokens: {' / '.join(kernels)}{no_time}.")
+        lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
+        if any(record.simulated for record in records):
+            lines.append("Simulated quantization: times are not representative.")
     seeds = _each(records, lambda record: str(record.config["seed"]))
     timed = "; of times: quartiles of rounds" if any(record.found("latency", LatencyResult) for record in records) else ""
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window{timed}.")
     if confirmed := confirmation(records):
         lines.append(confirmed)
     if warnings := timing_warnings(records):
-        lines.append(f"Timing is to be taken with care: {'; '.join(warnings)}.")
+        lines.append(f"Times are uncertain: {'; '.join(warnings)}.")
     names: dict[str, list[str]] = {}  # `halting 0a1b2c3d4e5f`; rows that share a record share a name
     for outcome in outcomes:
         if outcome.record is not None:
@@ -57,9 +58,9 @@ def _tuned(records: Sequence[Record]) -> str | None:
     alike: dict[str, list[str]] = {}
     for what, found in sorted(texts.items()):
         said = " and ".join(f"{name} ({' or '.join(map(str, sorted(counts)))})" for name, counts in sorted(found.items()))
-        alike.setdefault(said or "text that its file no longer tells", []).append(what)
+        alike.setdefault(said or "text that its file does not name", []).append(what)
     parts = "; ".join(f"{', '.join(whats)} on {said}" for said, whats in alike.items())
-    return f"Set before, on calibrating text (windows): {parts}." if parts else None
+    return f"Fitted on calibration data (windows): {parts}." if parts else None
 
 
 def confirmation(records: Sequence[Record]) -> str | None:
@@ -72,7 +73,7 @@ def confirmation(records: Sequence[Record]) -> str | None:
     taken = sum(one.agrees for one in found)
     formats = ", ".join(dict.fromkeys(one.number_format or "float32" for one in found if one.agrees))
     if all(record.is_kept for record in records):
-        return f"{taken} runs were timed again after they were made, when {windows} windows came out alike (at most {apart:.1g} nats a token apart)."
+        return f"{taken} runs were timed again; {windows} windows verified identical to {apart:.1g} nats a token."
     said = f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
     if taken < len(found):
         said += f" {len(found) - taken} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."

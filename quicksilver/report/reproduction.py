@@ -200,7 +200,7 @@ VARIANTS = (
 # Not repeated, and why: pictures of single runs and tokens, whose traces and arrays would fill the repository; scores of models that were
 # fine-tuned for the tasks they are scored on, which no other model can do.
 _ONE_RUN = "shows one run token by token: one selection is enough here, the command draws it of any other"
-_TASKS = "is of tasks and of the models fine-tuned for them: a model that was not answers them by chance"
+_TASKS = "needs models fine-tuned for tasks; others answer at random"
 LEFT_OUT = dict.fromkeys(
     [f"figure{number}" for number in ("02", "05_17", "09", "10", "11", "12", "13", "14", "19", "20", "21", "22")]
     + ["figure_word_signals"],
@@ -232,7 +232,7 @@ def why_not(name: str, jobs: Sequence[Job], default: Sequence[str]) -> str | Non
         return LEFT_OUT[name]
     found = {job.record.fingerprint for job in jobs if job.record is not None}
     if found and found <= set(default):
-        return "is of models and texts of its own, the same under any selection"
+        return "is on fixed models and texts"
     failed = next((str(job.error) for job in jobs if job.error is not None), None)
     lacking = sum(job.record is None and job.reason is None for job in jobs)
     return failed or (f"its runs were not made: {lacking} of {len(jobs)} rows have no record" if lacking else None)
@@ -258,8 +258,8 @@ def variants_page(
         rows.append([f"{artefact.kind} {artefact.number}: {artefact.title}", *links])
     parts = [
         "# Tables and figures of other models and texts",
-        f"The repository has each table and figure for {DEFAULT}, and where the selection means something and its runs were made, a second and third "
-        "time. Numbers, notes and records stand in each; pictures and JSON lie beside, CSV and LaTeX are written by the command that repeats it.",
+        f"Each table and figure is there for {DEFAULT}, and for the other selections where applicable. Each has its numbers, notes and records. "
+        "Pictures and JSON are beside it. The command that repeats it writes CSV and LaTeX.",
         "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
     ]
     for variant, missing in there.items():

@@ -297,11 +297,11 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
 
 
 BUDGET_LEGEND = (
-    "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on the calibrating text alone "
+    "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on calibration data alone "
     "and did not change afterwards. Thresholds given as percentiles keep the numbers that they had on that text.",
-    "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. Null: the same "
-    "decisions dealt to random tokens; vs null: better, worse, or no difference.",
-    "kept: whether the budget holds; `undecided` where the interval of a cost holds both answers.",
+    "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. vs random: "
+    "better, worse or same, against the same counts, on random tokens.",
+    "kept: whether the budget holds; `inconclusive` where the interval of a cost contains the limit.",
 )
 
 
@@ -335,7 +335,7 @@ class BudgetReport:
         if budget.kind == "cost":
             paired = paired_records(record, dense)
             if paired.relative_pct_low <= budget.pct < paired.relative_pct_high:
-                kept = "no" if budget.sure else "undecided"
+                kept = "no" if budget.sure else "inconclusive"
         said = {"budget": str(budget), "dial": f"{_short(dial.keys[0])}={dial.text(self.found.chosen.value)}"}
         return said | {"asked_pct": budget.pct, "reached_pct": reached, "kept": kept}
 
@@ -373,5 +373,5 @@ BUDGET_COLUMNS = (
     Column("saved, % of dense FLOPs", "paper", _signed("paper_flops_saved_pct"), expendable=3),
     Column("perplexity against dense", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
     Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=4),
-    Column("perplexity against dense", "vs null", versus_null_cell, expendable=1),
+    Column("perplexity against dense", "vs random", versus_null_cell, expendable=1),
 )

@@ -479,22 +479,22 @@ def kl_cell(row: Mapping[str, Any]) -> Lines:
 
 
 def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
-    """The speedup, or `within` where it is no larger than the A/A noise floor, which stands below the panel (`comparison.noise`)."""
+    """The speedup, or `≈ 0` where it is no larger than the A/A noise floor, printed below the panel (`comparison.noise_note`)."""
     return time_cell(number(row, key), number(row, key.replace("speedup_pct", "noise_floor_pct")))
 
 
 def time_cell(value: float | None, noise: float | None) -> Lines:
-    """A difference of times as a cell: `within` where it is no larger than the noise floor, which stands below the panel."""
+    """A difference of times as a cell: `≈ 0` where it is no larger than the noise floor, printed below the panel."""
     return time_difference_cell(value, noise)[: 2 if noise is None else 1]
 
 
 def time_difference_cell(value: float | None, noise: float | None) -> Lines:
-    """A difference of times as a cell: `within` where it is no larger than the noise, which is printed below it either way."""
+    """A difference of times as a cell: `≈ 0` where it is no larger than the noise, printed below it either way."""
     if value is None:
         return (NO_VALUE,)
     if noise is None:
         return (signed(value), "no floor")
-    return ("within" if abs(value) <= noise else signed(value), f"noise {noise:.1f}")
+    return ("≈ 0" if abs(value) <= noise else signed(value), f"noise {noise:.1f}")
 
 
 def versus_null(row: Mapping[str, Any]) -> int | None:
@@ -504,11 +504,11 @@ def versus_null(row: Mapping[str, Any]) -> int | None:
 
 
 def versus_null_cell(row: Mapping[str, Any]) -> Lines:
-    """`better`, `worse` or `no diff.` than choosing other tokens at the same budget; by the adjusted p value too where the table has one."""
+    """`better`, `worse` or `same` against random tokens at the same budget; by the adjusted p value too where the table has one."""
     sign, p = versus_null(row), number(row, "versus_null_p_adjusted")
     if sign is None:
         return (NO_VALUE,)
-    return ({-1: "better", 1: "worse"}.get(sign, "no diff.") if p is None or p <= FALSE_DISCOVERIES else "no diff.",)
+    return ({-1: "better", 1: "worse"}.get(sign, "same") if p is None or p <= FALSE_DISCOVERIES else "same",)
 
 
 def audit_cell(row: Mapping[str, Any]) -> Lines:

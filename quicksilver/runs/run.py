@@ -403,8 +403,8 @@ def _now() -> str:
 
 
 def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _Reporter) -> dict[str, Any]:
-    """What goes into record.json of measurements, and the files behind it. With records=checked what no clock reads is taken from the
-    repository's record, where a part of it comes out the same here."""
+    """What goes into record.json of measurements, and the files behind it. records=checked reuses committed quality
+    results after checking the first windows here."""
     from quicksilver.runs import confirming
 
     measurements = build_measurements(step.config.measure)

@@ -5,7 +5,7 @@ append    one new token in each row, nothing decided about it: nothing to plan o
 compact   gather the active tokens, call the layer on them alone, scatter the result
 masked    call the layer on all tokens and undo what should not have happened: the reference, which saves nothing
 
-Under compact, packed states are carried by the `Forward` to a next layer with the same active tokens, where nobody looks between.
+Under compact, packed states are carried by the `Forward` to a next layer with the same active tokens, unless they are inspected between.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class LayerPlan:
         mask: (B, 1, A, K), as attention takes it; None: none, the kernel's own causality.
         own_keys_only: queries attend to nothing but the keys computed with them.
         observes_kv: whether K and V are needed afterwards.
-        carries: nobody looks at the states that leave the layer before the next one does.
+        carries: the states that leave the layer are read by the next layer only.
     """
 
     way: Way

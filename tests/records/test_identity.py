@@ -62,11 +62,11 @@ def test_notes_say_it_once_for_all_rows(tmp_path):
     dense = fakes.make(tmp_path, "dense continuation", "continuation")
     records = [fakes.make(tmp_path, f"run {i}", "continuation", per_token=0.01, tuned=one) for i, one in enumerate(told)]
     outcomes = [Outcome(Row("continuation", "", str(i), str(i), ()), record, dense) for i, record in enumerate(records)]
-    said = [line for line in provenance.notes(outcomes) if line.startswith("Set before")]
+    said = [line for line in provenance.notes(outcomes) if line.startswith("Fitted on")]
     assert said == [
-        "Set before, on calibrating text (windows): predicted_kv/a.yaml on books (2); thresholds on python-docs (16 or 40)."
+        "Fitted on calibration data (windows): predicted_kv/a.yaml on books (2); thresholds on python-docs (16 or 40)."
     ]
-    assert not any(line.startswith("Set before") for line in provenance.notes(outcomes[2:]))
+    assert not any(line.startswith("Fitted on") for line in provenance.notes(outcomes[2:]))
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def job(fingerprint: str | None = None, **more: object) -> Job:
         ([job("a"), job("b")], None),
         ([job("a"), job(reason=REFUSED)], None),  # refused under any selection: part of the table
         ([job("a"), job(), job()], "2 of 3 rows have no record"),
-        ([job("d"), job("d")], "the same under any selection"),
+        ([job("d"), job("d")], "is on fixed models and texts"),
         ([], "asks for no run"),
         ([job("a"), job(error=ValueError("no gold annotation"))], "no gold annotation"),
     ],

@@ -1,4 +1,4 @@
-"""records=checked: what no clock reads is the repository's, where the first windows come out the same here."""
+"""records=checked: committed quality results are reused where the first windows are the same here."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_run_that_was_timed_again_is_kept_and_says_so(clone) -> None:
     kept = load_record(before.path)
     assert kept.content["latency_ms"] == found.content["latency_ms"] != before.content["latency_ms"]
     assert kept.quality == before.quality
-    assert "timed again after they were made, when 4 of 10 windows came out alike" in confirmation([kept])
+    assert "timed again; 4 of 10 windows verified identical" in confirmation([kept])
     (store := Store(found.path.parents[1])).runs.rename(store.root / "away")
     (again,) = ensure([compose([*words, "records=checked"])])
     assert again.confirmed.agrees

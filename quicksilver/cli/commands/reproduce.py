@@ -4,12 +4,11 @@ quicksilver reproduce table 11 model=reference-gpt2 dataset=python-docs measure.
 quicksilver reproduce figure 8
 quicksilver reproduce all
 
-A table or figure that is asked for by itself is timed on this machine. Perplexity and FLOPs come from the records that the repository
-has, after each run scored its first windows again and came out alike (records=checked); records=own measures all of it here. `all` takes
-the records that the repository has (records=any) and runs only what has none. What has records of this machine is written beside the
-repository's, as NAME-mine.
+One table or figure is timed on this machine. It reuses committed quality results after checking 8 windows of each run (records=checked).
+records=own measures everything here. `all` uses committed records (records=any) and runs only what has none. A result with records of this
+machine is written as NAME-mine, beside the committed one.
 
-`quicksilver list` names every table and figure. A run that has its record is not repeated: stopped, the same command goes on.
+`quicksilver list` names every table and figure. Runs are cached: repeat a command to resume it.
 Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself, and
 
   svg=true             write a figure's vector graphics as well; not of `all`

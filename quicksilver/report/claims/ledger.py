@@ -302,9 +302,9 @@ class _Claim:
             lowered = (with_its_saving if what.kind == "quality" else with_its_quality)(judged, beside[1])
             if lowered != judged:
                 decided = "undecided" if beside[1] == "not measured" else beside[1]
-                return lowered, f"{judged} by itself; claimed together with {beside[0]}, which is {decided}"
+                return lowered, f"{judged}, lowered: {beside[0]}, claimed with it, is {decided}"
         if judged == "not measured":
-            return judged, "the interval holds both the claim and its opposite: more windows or rounds would tell"
+            return judged, "inconclusive: more windows or rounds are needed"
         gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
         if what.kind == "time" and abs(gone) <= found.floor:
             return judged, f"within the clock's noise of {points * found.floor:.1f}%"

@@ -172,7 +172,7 @@ def judge(sense: Sense, target: Target, estimate: Estimate) -> Verdict:
     """
     reaches, rules_out = _questions(sense, target, estimate)
     if reaches:
-        # An interval that holds both the claim and its opposite has not decided anything.
+        # An interval that contains the claim and its opposite is inconclusive.
         return "reproduced" if rules_out else "not measured"
     return "partly" if rules_out else "not reproduced"
 

@@ -138,7 +138,7 @@ def test_a_row_without_a_record_says_why_and_shows_no_measured_number(table, pan
 def test_looking_ahead_is_marked_and_explained(table):
     assert "least drift (paper) †" in table.text()
     assert "least drift (paper) †" in table.markdown()
-    assert sum(written.startswith("† looks ahead") for written in table.legend) == 1
+    assert sum(written.startswith("† marks results") for written in table.legend) == 1
 
 
 def test_nothing_is_explained_that_is_not_there(tmp_path):

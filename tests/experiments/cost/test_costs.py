@@ -132,7 +132,7 @@ def test_components_within_their_noise_are_no_speedup(tmp_path: Path) -> None:
     assert rows.loc["total", "joint_saved_pct"] == pytest.approx(20)
     text = made.text(None)
     (mlp,) = [line for line in text.splitlines() if "Feed-forward" in line]
-    assert mlp.count("within") == 2  # a quarter of a percent
+    assert mlp.count("≈ 0") == 2  # a quarter of a percent
     (attention,) = [line for line in text.splitlines() if "Self-attention" in line]
     assert attention.split()[-1] == "+40.0"
     (off,) = [line for line in text.splitlines() if line.strip().startswith("Sum off by %")]
@@ -157,7 +157,7 @@ def test_noise_is_neither_a_saving_nor_a_ratio(tmp_path: Path) -> None:
     artefact = find("table", "waterfall")
     made = artefact.build(outcomes(artefact, records(tmp_path, noise=30.0, run_j=BELOW)), "x")
     line = next(line for line in made.text(None).splitlines() if "Quantization" in line)
-    assert line.count("within") == 3  # the policy, the kernels, the clock
+    assert line.count("≈ 0") == 3  # the policy, the kernels, the clock
     assert BELOW in line
     assert made.frame["realization"].isna().all()
 
@@ -236,9 +236,9 @@ def test_memory_sets_the_papers_formula_beside_what_is_resident(tmp_path: Path) 
 def test_warnings_of_the_clock_are_printed_below_every_table(tmp_path: Path) -> None:
     quiet = fakes.make(tmp_path, "quiet", "continuation", measured=costs_of("dense"), config=CONFIG)
     row = costs.rows()[0]
-    assert not any("care" in line for line in provenance.notes([Outcome(row, quiet, quiet)]))
+    assert not any("uncertain" in line for line in provenance.notes([Outcome(row, quiet, quiet)]))
     busy = fakes.make(
         tmp_path, "busy", "continuation", measured=costs_of("dense"), config=CONFIG, timing_warnings=["load average 5.0 before timing, …: something else runs"],
     )  # fmt: skip
-    (line,) = [line for line in provenance.notes([Outcome(row, quiet, quiet), Outcome(row, busy, busy)]) if "care" in line]
+    (line,) = [line for line in provenance.notes([Outcome(row, quiet, quiet), Outcome(row, busy, busy)]) if "uncertain" in line]
     assert "something else runs (1 of 2 records)" in line

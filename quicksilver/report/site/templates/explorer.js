@@ -9,7 +9,7 @@ let sweep = null, current = 0;
 
 const signed = (value, digits = 1, unit = "%") => (value == null ? "–" : `${value > 0 ? "+" : ""}${value.toFixed(digits)}${unit}`);
 const interval = ([middle, low, high], digits = 2, unit = "%") => (middle == null ? "–" : html`${signed(middle, digits, unit)} <span class="interval">[${signed(low, digits, "")} ${signed(high, digits, "")}]</span>`);
-const time = (value, noise) => (value == null ? "not timed" : Math.abs(value) <= (noise ?? 0) ? `within noise (${noise.toFixed(1)}%)` : html`${signed(value)} <span class="interval">noise ${noise == null ? "unknown" : `${noise.toFixed(1)}%`}</span>`);
+const time = (value, noise) => (value == null ? "not timed" : Math.abs(value) <= (noise ?? 0) ? `≈ 0 (noise ${noise.toFixed(1)}%)` : html`${signed(value)} <span class="interval">noise ${noise == null ? "unknown" : `${noise.toFixed(1)}%`}</span>`);
 
 function nearest(option, value) {
   // Records are in a fixed order, so ties always go the same way.

@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-INVENTED = ("quiet_tokens", "batch_speed")  # by pages that say how to add a module or a measurement
+INVENTED = ("quiet_tokens", "quiet", "letters", "batch_speed")  # by pages that say how to add one
 
 # -- pages -----------------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,250 @@
+"""Write a method, a text, a model family or a table of your own: a file, its yaml and a test that passes at once.
+
+quicksilver new module quiet        quiet.py, modules/quiet.yaml, test_quiet.py
+quicksilver new dataset letters     letters.txt, letters_calibration.txt, dataset/letters.yaml, test_letters.py
+quicksilver new family mine         mine.py, model/mine.yaml, test_mine.py
+quicksilver new table mine          table_mine.py, test_table_mine.py
+
+Keys of its own:
+  folder=.   where the files go; a table goes into experiments/, where `quicksilver reproduce` finds it
+Existing files are never changed. Runs read the yaml with `--config-dir FOLDER`, and the file when they start in FOLDER.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from quicksilver.cli.arguments import split
+from quicksilver.report.artefacts import experiments_folder
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options
+
+MODULE = '''"""What $name decides, in one sentence."""
+
+from dataclasses import dataclass
+
+from quicksilver.runtime import LayerView, TokenPolicy, TokenState
+
+
+@dataclass
+class $Class(TokenPolicy):
+    """Halt tokens whose last update was small beside their state.
+
+    Args:
+        share: halt where the norm of the update is below this share of the state's norm.
+    """
+
+    share: float = 0.16
+
+    def acts_at(self, layer: int) -> bool:
+        return layer >= 8
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        update = (view.after - view.before).norm(dim=-1)  # (B, M)
+        tokens.halt(tokens.active & (update < self.share * view.after.norm(dim=-1)), missing_kv="project")
+'''
+MODULE_YAML = """# @package modules.$name
+# Halt tokens whose last update was small beside their state.
+_target_: $name.$Class
+"""
+MODULE_TEST = '''"""$Class halts some tokens, and both executions give the same logits."""
+
+from pathlib import Path
+
+import torch
+from $name import $Class
+from transformers import AutoModelForCausalLM
+
+import quicksilver
+from quicksilver.models.loading import EMBEDDED
+from quicksilver.runs import compose
+
+
+def test_it_halts_some_tokens_and_compact_equals_masked():
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED / "reference-gpt2", dtype=torch.float32).eval()
+    ids = torch.randint(0, model.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    logits = {}
+    for execution in ("compact", "masked"):
+        with torch.no_grad(), quicksilver.apply(model, [$Class()], execution=execution) as run:
+            logits[execution] = model(ids).logits
+    assert 0 < run.flops.nominal < run.flops.dense_nominal
+    torch.testing.assert_close(logits["compact"], logits["masked"], atol=1e-4, rtol=1e-4)
+
+
+def test_its_yaml_names_it():
+    assert compose(["modules=[$name]"], [Path(__file__).parent]).modules["$name"]["_target_"] == "$name.$Class"
+'''
+DATASET_YAML = """# What $name is, and where it comes from.
+name: $name
+reader: text
+form: raw
+files:
+  test: $folder/$name.txt
+  calibration: $folder/${name}_calibration.txt
+windows: 8
+calibration_windows: 4
+"""
+DATASET_TEST = '''"""$name is read, and its two parts differ."""
+
+from pathlib import Path
+
+from quicksilver.data.text import read_text
+from quicksilver.runs import compose
+
+
+def test_both_parts_are_read_and_differ():
+    config = compose(["dataset=$name"], [Path(__file__).parent]).dataset
+    test, calibration = (read_text(config, part).text for part in ("test", "calibration"))
+    assert len(test) > 1000 < len(calibration)
+    assert test != calibration
+'''
+FAMILY = '''"""The adapter of $name models: derive from the nearest family, and override what differs (docs/adding-a-family.md)."""
+
+from quicksilver.runtime.architecture import LlamaArchitecture
+
+
+class ${Class}Architecture(LlamaArchitecture):
+    """Where the parts of a $name model are, and how it projects K and V."""
+
+    family = "$name"
+    model_types = ("$name",)  # config.model_type of the models
+'''
+FAMILY_YAML = """# A $name model: model=$name model.path=/folder
+name: $name
+path: ???
+adapter: $name.${Class}Architecture
+"""
+FAMILY_TEST = '''"""A random $name model gives the plain model's logits without modules, and those of masked execution with one."""
+
+from pathlib import Path
+
+import torch
+from $name import ${Class}Architecture
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import quicksilver
+from quicksilver.modules import RandomHalting
+from quicksilver.runs import compose
+from quicksilver.runtime.architecture import architecture_of
+
+
+def test_no_module_changes_nothing_and_compact_equals_masked():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()  # your family's model class and config
+    model.config.model_type = "$name"
+    assert type(architecture_of(model)) is ${Class}Architecture
+    ids, halting = torch.randint(0, 64, (2, 24)), RandomHalting(rate=0.3, resume_layers=0)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with quicksilver.apply(model, []):
+            assert torch.equal(model(ids).logits, plain)
+        with quicksilver.apply(model, [halting], execution="masked") as run:
+            masked = model(ids).logits
+        with quicksilver.apply(model, [halting]):
+            torch.testing.assert_close(model(ids).logits, masked, atol=1e-5, rtol=1e-5)
+    assert run.flops.nominal < run.flops.dense_nominal
+
+
+def test_its_yaml_names_it():
+    config = compose(["model=$name", "model.path=/folder"], [Path(__file__).parent])
+    assert config.model.adapter == "$name.${Class}Architecture"
+'''
+TABLE = '''"""Table $name: what it compares, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quicksilver.report import comparison, provenance
+from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.table import Panel, Table
+
+ALWAYS = ("protocol=continuation", "measure=quick")  # of every run
+RUNS = {"dense": ("Dense", "modules=[]"), "attention": ("Least attended halt", "modules=[halting_attention]")}
+
+
+def rows() -> list[Row]:
+    """A run for each printed row: panel, section, key, what is printed, overrides of `quicksilver run`."""
+    return [Row("all", "", key, title, (*ALWAYS, modules)) for key, (title, modules) in RUNS.items()]
+
+
+def table(outcomes: Sequence[Outcome], name: str) -> Table:
+    """One panel with the usual columns; `comparison.columns` says which there are."""
+    frame = comparison.frame(outcomes)
+    panel = Panel("all", "Protocol continuation", comparison.columns(prompt=True), provenance.notes(outcomes))
+    return Table(name, "What it compares", frame, (panel,), comparison.legend(frame))
+'''
+TABLE_TEST = '''"""The rows of table $name can be composed, and the table is printed where nothing was run."""
+
+from pathlib import Path
+
+from quicksilver.report.artefacts import Outcome, artefacts
+from quicksilver.runs import compose
+
+
+def test_its_rows_compose_and_the_table_is_printed_without_records():
+    (made,) = (one for one in artefacts(Path(__file__).parent) if one.name == "table_$name")
+    rows = made.experiment.rows()
+    assert [compose(row.words([])).protocol.name for row in rows] == ["continuation"] * len(rows)
+    text = made.build([Outcome(row, reason="not run") for row in rows], made.name).text()
+    assert all(row.technique in text for row in rows)
+'''
+FILES = {
+    "module": {"$name.py": MODULE, "modules/$name.yaml": MODULE_YAML, "test_$name.py": MODULE_TEST},
+    "dataset": {"dataset/$name.yaml": DATASET_YAML, "test_$name.py": DATASET_TEST},
+    "family": {"$name.py": FAMILY, "model/$name.yaml": FAMILY_YAML, "test_$name.py": FAMILY_TEST},
+    "table": {"table_$name.py": TABLE, "test_table_$name.py": TABLE_TEST},
+}
+NEXT = {
+    "module": "quicksilver run --config-dir . modules=[$name] protocol=continuation measure=quick dataset.windows=8",
+    "dataset": "quicksilver run --config-dir . dataset=$name modules=[halting_attention] protocol=continuation measure=quick",
+    "family": "quicksilver run --config-dir . model=$name model.path=/your/model modules=[halting_attention] protocol=continuation measure=quick",
+    "table": "quicksilver reproduce table $name",
+}
+
+
+@dataclass
+class Keys(Options):
+    """The command's own keys, as its help has them."""
+
+    folder: str | None = None
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the files and say what to type next; returns the exit code.
+
+    Raises:
+        ConfigError: no such kind, a name that is no Python name, or a file that is there already.
+    """
+    options, rest = split([word for word in words if "=" in word], Keys, "new")
+    kind, name, *more = [*(word for word in words if "=" not in word), *rest, "", ""]
+    if kind not in FILES or not re.fullmatch(r"[a-z][a-z0-9_]*", name) or any(more):
+        raise ConfigError(
+            f"{' '.join(words) or 'nothing'}: quicksilver new takes {', '.join(FILES)}, a name of a-z, 0-9 and _, and folder=."
+        )
+    folder = Path(options.folder or (experiments_folder() if kind == "table" else ".")).resolve()
+    said = {"name": name, "Class": "".join(part.capitalize() for part in name.split("_")), "folder": str(folder)}
+    files = {folder / Template(path).substitute(said): Template(text).substitute(said) for path, text in FILES[kind].items()}
+    if kind == "dataset":
+        files |= {folder / f"{name}.txt": _sample("specialnames"), folder / f"{name}_calibration.txt": _sample("compound")}
+    if there := [path for path in files if path.exists()]:
+        raise ConfigError(f"{there[0]} is there already: take another name, or folder=.")
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+    test = next(path for path in files if path.name.startswith("test_"))
+    print(f"\nChange them, and type\n  cd {folder}\n  python -m pytest {test.name}\n  {Template(NEXT[kind]).substitute(said)}")
+    return 0
+
+
+def _sample(topic: str) -> str:
+    """A page of the Python reference, to be replaced by your own text."""
+    from pydoc_data.topics import topics
+
+    return topics[topic]

@@ -331,9 +331,11 @@ def _text(columns: Sequence[Column], printed: PrintedPanel, width: int | None) -
     def groups(shown: Iterable[int]) -> list[tuple[str, list[int]]]:
         return [(group, list(members)) for group, members in groupby(shown, key=lambda i: columns[i].group)]
 
-    for group, members in groups(shown):  # a heading over several columns must fit over them
-        widths[members[0]] += max(0, len(group) + 2 - total(members)) if group else 0
-    while width is not None and total(shown) > width and any(columns[i].expendable for i in shown):
+    while True:
+        for group, members in groups(shown):  # a heading must fit over the columns that are left below it
+            widths[members[0]] += max(0, len(group) + 2 - total(members)) if group else 0
+        if width is None or total(shown) <= width or not any(columns[i].expendable for i in shown):
+            break
         most = max(shown, key=lambda i: columns[i].expendable)
         shown = [i for i in shown if i != most]
 

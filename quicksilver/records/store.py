@@ -139,23 +139,17 @@ class Store:
 
     def in_the_making(self) -> dict[str, lease.Holder]:
         """Fingerprints of the runs that living processes make now, and who they are, in the order they began."""
-        return {fingerprint: who for fingerprint, who, _ in self._drafts()}
+        return {fingerprint: who for fingerprint, who, _ in self.at_work()}
 
-    def progress(self) -> dict[str, dict[str, Any]]:
-        """What their drafts say of how far they are, by fingerprint (runs/run.py); nothing of those that have said nothing yet."""
-        found = {}
-        for fingerprint, _, folder in self._drafts():
-            with suppress(OSError, ValueError):
-                found[fingerprint] = read_json(folder / PROGRESS)
-        return found
-
-    def _drafts(self) -> list[tuple[str, lease.Holder, Path]]:
-        """Fingerprint, holder and folder of all drafts of living processes, in the order they began."""
+    def at_work(self) -> list[tuple[str, lease.Holder, dict[str, Any]]]:
+        """All that living processes make, in the order they began: fingerprint, process, and what its draft says of how far it is (runs/run.py)."""
         found = []
         for path in self.drafts.glob(f"*{_LEASE}"):
-            who = lease.holder(path)
+            who, said = lease.holder(path), {}
+            with suppress(OSError, ValueError):
+                said = read_json(path.with_name(path.name.removesuffix(_LEASE)) / PROGRESS)
             if who is not None:
-                found.append((path.name.partition("-")[0], who, path.with_name(path.name.removesuffix(_LEASE))))
+                found.append((path.name.partition("-")[0], who, said if isinstance(said, dict) else {}))
         return sorted(found, key=lambda one: (one[1].since, one[0]))
 
     @contextmanager

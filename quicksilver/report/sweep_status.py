@@ -65,7 +65,7 @@ class Board:
         row: dict[str, Any] = {"number": state.run.number, "state": state.state, "settings": settings}
         row |= {"where": state.where, "since": state.since, "error": state.error, "fingerprint": state.run.fingerprint}
         if state.state == "running":
-            row["where"] = " | ".join(filter(None, (how_far(state.progress), state.where, state.progress.get("job"))))
+            row["where"] = "; ".join(told(*one) for one in state.making)
         if state.folder is not None and read:
             made = state.folder.stat().st_mtime_ns if state.folder.is_dir() else 0
             if self._found.get(state.folder.name, {}).get("made") != made:
@@ -158,14 +158,15 @@ def status(results_dir: Path | str) -> str:
             lines.append(board.headline(rows := board.rows(most=50)))
             runs = {run.number: board.sweep.manifest.label(run) for run in board.sweep.manifest.runs}
             lines += [f"  {runs[row['number']]}: {row['where']}" for row in rows if row["state"] == "running"]
-    store = Store(results_dir)
-    progress = store.progress()
-    for fingerprint, who in store.in_the_making().items():
+    for fingerprint, who, doing in Store(results_dir).at_work():
         if fingerprint not in seen:
-            doing = progress.get(fingerprint, {})
-            said = (how_far(doing), f"{who.host}, process {who.pid}", doing.get("job"))
-            lines.append(f"{doing.get('label', fingerprint)}: {' | '.join(filter(None, said))}")
+            lines.append(f"{doing.get('label', fingerprint)}: {told(who, doing)}")
     return "\n".join(lines) or f"Nothing is at work below {results_dir}."
+
+
+def told(who: lease.Holder, doing: Mapping[str, Any]) -> str:
+    """How far a process is with a run, where it is, and of which job."""
+    return " | ".join(filter(None, (how_far(doing), f"{who.host}, process {who.pid}", doing.get("job"))))
 
 
 def how_far(doing: Mapping[str, Any]) -> str:

@@ -120,7 +120,7 @@ class RunState:
     Attributes:
         folder: its record; None: there is none.
         where: of a run in the making: host and process, and since when; of a failed one, where it failed.
-        progress: of a run in the making, what its draft says (`Store.progress`).
+        making: of a run in the making, the processes that make it and what each says of how far it is (`Store.at_work`).
         error: of a failed run.
     """
 
@@ -130,7 +130,7 @@ class RunState:
     where: str | None = None
     since: str | None = None
     error: str | None = None
-    progress: Mapping[str, Any] = field(default_factory=dict)
+    making: tuple[tuple[lease.Holder, Mapping[str, Any]], ...] = ()
 
 
 # --- what is swept --------------------------------------------------------------------------------------------------------------
@@ -336,28 +336,24 @@ class Sweep:
 
     def states(self) -> list[RunState]:
         """What became of each run, right now."""
-        making, progress = self.store.in_the_making(), self.store.progress()
+        making: dict[str | None, list[tuple[lease.Holder, Mapping[str, Any]]]] = {}
+        for fingerprint, who, said in self.store.at_work():
+            making.setdefault(fingerprint, []).append((who, said))
         there = self.store.folders()  # after `making`: a run that has ended since has its record by now
         failed = {path.stem: path for path in (self.folder / "failed").glob("*.json")}
         return [
-            self._state(run, there.get(run.fingerprint or ""), making, progress, failed.get(f"{run.number:04d}"))
+            self._state(run, there.get(run.fingerprint or ""), making.get(run.fingerprint, []), failed.get(f"{run.number:04d}"))
             for run in self.manifest.runs
         ]
 
     def _state(
-        self,
-        run: SweepRun,
-        folder: Path | None,
-        making: Mapping[str, lease.Holder],
-        progress: Mapping[str, Mapping[str, Any]],
-        failed: Path | None,
+        self, run: SweepRun, folder: Path | None, making: Sequence[tuple[lease.Holder, Mapping[str, Any]]], failed: Path | None
     ) -> RunState:
-        who = making.get(run.fingerprint or "")
         if folder is not None:
             return RunState(run, "done", folder)
-        if who is not None:
-            doing = progress.get(run.fingerprint or "", {})
-            return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since, progress=doing)
+        if making:
+            who = making[0][0]
+            return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since, making=tuple(making))
         if failed is not None:
             with suppress(OSError, ValueError, KeyError):
                 said = read_json(failed)

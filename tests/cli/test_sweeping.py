@@ -17,7 +17,7 @@ from quicksilver.cli import progress, sweeping
 from quicksilver.models import loading
 from quicksilver.records import lease
 from quicksilver.records.record import record_frame
-from quicksilver.records.store import Draft
+from quicksilver.records.store import Draft, Store
 from quicksilver.report import sweep_status
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs import sweep as sweep_module
@@ -259,6 +259,20 @@ def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, resul
     assert sweep(*words, *DEPTHS, "name=depths") == 0
     assert console.main(["status", f"results_dir={results}"]) == 0
     assert f"Nothing is at work below {results}." in capsys.readouterr().out
+
+
+def test_all_processes_that_share_a_run_are_named(sweep_folder, capsys):
+    results, shared = sweep_folder.parents[1], "0" * 20
+    store = Store(results)
+    with store.draft(shared) as one, store.draft(shared) as other:
+        one.progress({"phase": "quality", "windows": [3, 9], "label": "tiny"})
+        other.progress({"phase": "quality", "windows": [6, 9], "label": "tiny"})
+        assert console.main(["status", f"results_dir={results}"]) == 0
+        (other.folder / "progress.json").write_text("[")
+        assert console.main(["status", f"results_dir={results}"]) == 0
+    said = capsys.readouterr().out
+    assert [f"tiny: quality, window {k} of 9 | {lease.host_name()}" in said for k in (3, 6)] == [True, True]
+    assert f"{shared}: {lease.host_name()}, process" in said
 
 
 def test_only_processes_that_live_are_at_work(sweep_folder):

@@ -22,6 +22,13 @@ def python(*words: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, encoding="utf-8", **options)
 
 
+def test_budget_alone_lists_the_dials_and_says_what_to_type(capsys):
+    assert console.main(["budget"]) == 0
+    *dials, last = capsys.readouterr().out.splitlines()
+    assert any("halting_attention" in line for line in dials)
+    assert last == "Say what to hold: quicksilver budget save=30, or cost=1 (make budget ARGS='save=30')."
+
+
 def test_every_command_is_named_with_what_it_does(capsys):
     assert console.main(["--help"]) == 0
     shown = capsys.readouterr().out

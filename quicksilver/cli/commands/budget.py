@@ -64,7 +64,8 @@ def main(words: Sequence[str]) -> int:
     asked, overrides = split(words, Keys, "budget")
     if not asked.save and not asked.cost:
         print(listed("budget"))
-        raise ConfigError("Say what to hold: quicksilver budget save=30, or cost=1 (make budget ARGS='save=30').")
+        print("Say what to hold: quicksilver budget save=30, or cost=1 (make budget ARGS='save=30').")
+        return 0
     from quicksilver.report.sweeps import BudgetReport, budget_table
     from quicksilver.runs import dials as budgets
     from quicksilver.runs.config import compose

@@ -5,19 +5,15 @@ Each panel is the run that another figure shows larger: 9, 10, 11 and 13.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from quicksilver.records.record import Record
-from quicksilver.records.stats import bootstrap
 from quicksilver.report.artefacts import Outcome, Row, find
-from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
 
 from . import fused_tokens, kv_entries, sentences
@@ -158,36 +154,3 @@ def _widths(axes: Axes, record: Record) -> pd.DataFrame:
         borderaxespad=0.2,
     )
     return frame
-
-
-# --- what the paper says about entropy and the error of quantization ------------------------------------------------------------
-
-
-def correlation(panel: Mapping[str, Outcome]) -> Estimate | None:
-    """Pearson's r of a token's entropy, where widths are decided, and of what its code costs: how far its state is from the dense one a
-    layer later. Over all tokens of the run's windows, with a bootstrap interval."""
-    record = panel["quantization"].record
-    if record is None:
-        return None
-    texts = range(sentences.WINDOW, len(record.texts))
-    entropy, error = np.concatenate([_entropy_and_error(record.signals(text)) for text in texts]).T
-    return Estimate(*map(float, bootstrap(_pearson, entropy, error)))
-
-
-def _entropy_and_error(signals: pd.DataFrame) -> np.ndarray:
-    """(N, 2), of the tokens that were given a width."""
-    first = int(signals.loc[signals["bits"] < 16, "layer"].min())
-    entropy, error = sentences.layers(signals, "entropy_nats").loc[first - 1], sentences.layers(signals, "sdi_l2").loc[first]
-    return np.column_stack([entropy, error])[sentences.layers(signals, "bits").loc[first].to_numpy() < 16]
-
-
-def _pearson(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
-    return (x * y).sum(-1) / np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
-
-
-ANSWERS = {
-    "e9.correlation.pearson_r": AnsweredBy(
-        "", "quantization", of=correlation, note="entropy and the state's distance from dense a layer later"
-    ),
-}

@@ -13,9 +13,7 @@ from quicksilver.report.figure import Figure, panels, style
 
 from . import sentences
 
-READS = sentences.read_of_windows(
-    "run.entropy_nats", "run.sdi_l2"
-)  # the drift for what Figure 2 says of this run (e9.correlation)
+READS = sentences.read_of_windows("run.entropy_nats")
 TEXT = sentences.SENTENCE
 LOOK = {8: ("8 bits", "o"), 4: ("4 bits", "s"), 2: ("2 bits", "^")}
 

@@ -5,7 +5,7 @@ Left the paper's sentence; right what the run says of a few hundred tokens, beca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,13 +13,18 @@ from matplotlib.patches import Patch
 
 from quicksilver.data.annotation import FUNCTION_OR_CONTENT, word_classes
 from quicksilver.records.record import Record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import DASHES, HATCHES, PALETTE, Figure, panels, style
 
 from . import sentences
 
 READS = sentences.read_of_windows()
 LOOK = {kind: (PALETTE[i], HATCHES[j], DASHES[j]) for kind, i, j in (("function", 1, 1), ("content", 2, 0), ("other", 4, 2))}
+
+LEAST_TOKENS = 50  # for a mean
 
 
 def rows() -> list[Row]:
@@ -100,3 +105,24 @@ def _caption(outcomes: Sequence[Outcome], windows: pd.DataFrame, n_layers: int) 
         "Classes by a closed list of English function words, of the whole word that a token is a part of; other: no letters. Halted tokens "
         "take part again in the last layers, which is not drawn.",
     )
+
+
+def halt_layer_of_30(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Mean layer after which function words of the windows halt, of those that halt, scaled to the paper's 30 layers."""
+    record = panel["halting"].record
+    if record is None:
+        return None
+    found = pd.concat([depths(record, text) for text in range(sentences.WINDOW, len(record.texts))])
+    n_layers = record.model.layers
+    halted = found[(found["class"] == "function") & (found["halts_after_layer"] < n_layers)]
+    if len(halted) < LEAST_TOKENS:
+        return None
+    return Estimate(*map(float, bootstrap(lambda layers: 30 / n_layers * layers.mean(-1), halted["halts_after_layer"])))
+
+
+ANSWERS = {
+    f"{claim}.function_words.halt_layer_of_30": AnsweredBy(
+        "", "halting", of=halt_layer_of_30, note="of function words that halt, in two windows; the interval is over tokens"
+    )
+    for claim in ("b6", "figure22")
+}

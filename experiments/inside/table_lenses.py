@@ -10,9 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.measure.lenses import LensesResult
+from quicksilver.measure.lenses import BY_ENTROPY, LensesResult, Rounding
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number
 
 # panel -> title, defaults
@@ -26,6 +28,9 @@ LEGEND = (
     "knows less than nothing of it.",
     "r: correlation of a token's entropy there with its entropy at the end, with its 95% interval, bootstrap over windows. What halts tokens of low "
     "entropy in the middle goes by this number.",
+    "rounded: states after that layer at a width by entropy, the 30% of least entropy at 2 bits, the next 40% at 4, the rest at 8 (the paper's rule). error: "
+    "mean of ‖h − Quant(h)‖₂, in units of the state. r: its correlation with the entropy by the logit lens, as paper E.9 has it; at 8 bits: the same where "
+    "all tokens have that width.",
     "tuned lens: ridge regression of the head's input on calibration text, one map a layer (arXiv 2303.08112 fits by KL). - where none ships with the model.",
 )
 
@@ -48,6 +53,9 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
                 ("loss", _nats(f"{lens}_nats")), ("entropy", _nats(f"{lens}_entropy_nats")), ("r", _correlation(lens)),
             )
         ),
+        Column("rounded", "error", _nats("rounded_error_l2")),
+        Column("rounded", "r", _correlation("rounded")),
+        Column("rounded", "r at 8 bits", _correlation("eight")),
     )  # fmt: skip
     panels = tuple(
         Panel(key, title, columns, tuple(_notes([one for one in outcomes if one.row.panel == key])))
@@ -57,6 +65,8 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 _OF = [f"{lens}_{what}" for lens in ("logit", "tuned") for what in ("nats", "entropy_nats", "r", "r_low", "r_high")]
+_ROUNDED = {"rounded": BY_ENTROPY, "eight": 8}
+_OF += [f"{name}_{what}" for name in _ROUNDED for what in ("error_l2", "r", "r_low", "r_high")]
 COLUMNS = ["panel", "section", "key", "layer", *_OF, "record"]
 
 
@@ -75,6 +85,13 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             f"{lens}_r_high": one.correlation_high,
             "record": outcome.record.fingerprint,
         }
+    for rounding in outcome.record.measured("lenses", LensesResult).roundings:
+        for name, bits in _ROUNDED.items():
+            if rounding.bits == bits:
+                by_layer[rounding.layer] |= {
+                    f"{name}_error_l2": rounding.error_l2, f"{name}_r": rounding.correlation,
+                    f"{name}_r_low": rounding.correlation_low, f"{name}_r_high": rounding.correlation_high,
+                }  # fmt: skip
     yield from by_layer.values()
 
 
@@ -103,3 +120,45 @@ def _correlation(lens: str) -> Any:
         return (NO_VALUE,) if value is None else (f"{value:.2f}", f"[{low:.2f} {high:.2f}]")
 
     return cell
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------------------
+
+
+def _rounded(outcomes: Mapping[str, Outcome]) -> dict[int, Rounding]:
+    """Of the middle layer, where the paper decides about widths, by width."""
+    record = outcomes[KEY].record
+    roundings = [] if record is None else record.measured("lenses", LensesResult).roundings
+    return {one.bits: one for one in roundings if record is not None and one.layer == record.model.layers // 2}
+
+
+def _correlated(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    one = _rounded(outcomes).get(BY_ENTROPY)
+    return None if one is None else Estimate(one.correlation, one.correlation_low, one.correlation_high)
+
+
+def _noise_per_bit(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    """The larger of the ratios from 2 to 4 and from 4 to 8 bits, a bit; the smaller is the lower end."""
+    found = _rounded(outcomes)
+    if not {2, 4, 8} <= found.keys():
+        return None
+    ratios = sorted((found[more].error_l2 / found[less].error_l2) ** (1 / (more - less)) for less, more in ((2, 4), (4, 8)))
+    return Estimate(ratios[1], *ratios)
+
+
+ANSWERS = {
+    "e9.correlation.pearson_r": tuple(
+        AnsweredBy(panel, KEY, of=_correlated, note="logit-lens entropy after half of the layers, widths by entropy")
+        for panel in PANELS
+    ),
+    "e3.noise.noise_ratio_per_bit": tuple(
+        AnsweredBy(
+            panel,
+            KEY,
+            of=_noise_per_bit,
+            note="from 2 to 4 and from 4 to 8 bits; the ends are the two",
+            by_definition="the step of a uniform code halves with each bit",
+        )
+        for panel in PANELS
+    ),
+}

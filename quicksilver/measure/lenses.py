@@ -4,18 +4,22 @@
     tuned lens    softmax(head([1, LN₀(h_t^ℓ)] · W_ℓ))                    maps fitted on calibration text (modules/lens.py)
 
 A lens whose loss of the next token is above ln V knows less than uniform, and its entropy is of noise.
+
+And does that entropy say how much a state loses when it is rounded to b bits, ‖h − Quant_b(h)‖₂ (paper E.3, E.9)?
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.runtime.options import at_least
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     import torch
 
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 LOGIT_LENS, TUNED = "logit lens", "tuned lens"
+ROUNDED = (2, 4, 8)
+BY_ENTROPY = 0  # in the place of a width: each token's own
 _DRAWS = 10_000
 
 
@@ -46,6 +52,24 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """States after one layer, rounded.
+
+    Attributes:
+        layer: from 1. bits: of every token, or `BY_ENTROPY`: the 30% of lowest entropy at 2 bits, the next 40% at 4, the rest at 8.
+        error_l2: mean of ‖h − Quant_b(h)‖₂ over tokens, in units of the state.
+        correlation: Pearson's r of that error with the token's entropy by the logit lens; with its ends as of a `Reading`.
+    """
+
+    layer: int
+    bits: int
+    error_l2: float
+    correlation: float
+    correlation_low: float
+    correlation_high: float
+
+
+@dataclass(frozen=True)
 class LensesResult(Result):
     """Attributes:
     uniform_nats: loss of who knows nothing, ln V; final_nats: of the model itself; final_entropy_nats: mean entropy at the end.
@@ -59,6 +83,7 @@ class LensesResult(Result):
     windows: int
     tokens: int
     readings: list[Reading]
+    roundings: list[Rounding] = field(default_factory=list)
     no_tuned_because: str | None = None
 
     def line(self) -> str:
@@ -76,9 +101,11 @@ class Lenses(Measurement):
 
     Args:
         windows: how many, at least 8; an interval needs them.
+        rounding: round the states as well, to 2, 4 and 8 bits in groups of values as `AdaptiveQuantization` has them.
     """
 
     windows: Annotated[int, at_least(8)] = 16
+    rounding: bool = True
 
     share = 0.3
     of_dense = "alone"
@@ -90,8 +117,10 @@ class Lenses(Measurement):
 
         from quicksilver.measure.latency import shared_weight_copy
         from quicksilver.modules.lens import lens_for
+        from quicksilver.modules.quantization import AdaptiveQuantization
         from quicksilver.runtime.architecture import architecture_of
         from quicksilver.runtime.errors import ConfigError
+        from quicksilver.runtime.quantized.codes import quantize_dequantize
 
         model = shared_weight_copy(bench.model)
         arch = architecture_of(model)
@@ -104,6 +133,7 @@ class Lenses(Measurement):
         names = [LOGIT_LENS] if lens is None else [LOGIT_LENS, TUNED]
         found = np.zeros((len(texts), len(names), arch.n_layers - 1, 2, texts.shape[1] - 1))  # loss and entropy, nats
         final = np.zeros((len(texts), 2, texts.shape[1] - 1))
+        errors = np.zeros((len(texts), arch.n_layers - 1, len(ROUNDED), texts.shape[1] - 1))
         with torch.no_grad():
             for number, ids in enumerate(texts):
                 bench.progress(number / len(texts))
@@ -111,6 +141,10 @@ class Lenses(Measurement):
                 final[number] = _read(output.logits[0, :-1], ids[1:])
                 for layer, hidden in enumerate(output.hidden_states[1:-1]):
                     found[number, 0, layer] = _read(arch.logits(hidden[0, :-1]), ids[1:])
+                    states = hidden[0, :-1].float()  # (N, D)
+                    for place, bits in enumerate(ROUNDED if self.rounding else ()):
+                        lost = states - quantize_dequantize(states, bits, AdaptiveQuantization.group_size)
+                        errors[number, layer, place] = lost.norm(dim=-1).cpu().double().numpy()
                     if lens is not None:
                         found[number, 1, layer] = _read(arch.output_head(lens.head_input(arch, layer, hidden[0, :-1])), ids[1:])
         readings = []
@@ -120,7 +154,21 @@ class Lenses(Measurement):
                 middle, low, high = correlation(entropies, final[:, 1])
                 readings.append(Reading(name, layer + 1, float(loss.mean()), float(entropies.mean()), middle, low, high))
         nats, entropy = (float(one) for one in final.mean(axis=(0, 2)))
-        return LensesResult(math.log(_vocabulary(arch)), nats, entropy, len(texts), final[:, 0].size, readings, why)
+        entropies = found[:, 0, :, 1]  # (windows, layers, N)
+        layers = range(arch.n_layers - 1) if self.rounding else ()
+        roundings = [one for layer in layers for one in _roundings(layer, entropies[:, layer], errors[:, layer])]
+        return LensesResult(math.log(_vocabulary(arch)), nats, entropy, len(texts), final[:, 0].size, readings, roundings, why)
+
+
+def _roundings(layer: int, entropies: np.ndarray, errors: np.ndarray) -> Iterator[Rounding]:
+    """entropies (windows, N), errors (windows, widths, N)."""
+    import numpy as np
+
+    of = dict(zip(ROUNDED, errors.swapaxes(0, 1), strict=True))
+    low, high = np.quantile(entropies, (0.3, 0.7))
+    of[BY_ENTROPY] = np.where(entropies < low, of[2], np.where(entropies < high, of[4], of[8]))
+    for bits, lost in of.items():
+        yield Rounding(layer + 1, bits, float(lost.mean()), *correlation(entropies, lost))
 
 
 def _vocabulary(arch: Architecture) -> int:

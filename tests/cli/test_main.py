@@ -13,6 +13,7 @@ import pytest
 from quicksilver.cli import main as console
 from quicksilver.cli.commands.list import GROUPS
 from quicksilver.cli.completion import candidates
+from quicksilver.records.store import Store
 from quicksilver.runs.choices import choices
 
 HEAVY = ("torch", "transformers", "pandas", "matplotlib", "datasets")
@@ -120,7 +121,7 @@ def test_a_signal_is_one_line_an_exit_code_and_no_draft(tmp_path: Path, sent: st
     assert stopped.returncode == code
     assert stopped.stderr.count("\n") == 1
     assert said in stopped.stderr
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == []
+    assert list(Store(tmp_path).drafts.iterdir()) == []
 
 
 def test_sigterm_is_the_owners_again_afterwards():

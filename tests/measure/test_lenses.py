@@ -9,9 +9,10 @@ import torch
 
 from quicksilver.measure.bench import Bench
 from quicksilver.measure.bounds import INEQUALITIES, Bounds, _one, _Window
-from quicksilver.measure.lenses import LOGIT_LENS, Lenses, correlation
+from quicksilver.measure.lenses import BY_ENTROPY, LOGIT_LENS, ROUNDED, Lenses, correlation
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import ConfigError, architecture_of
+from quicksilver.runtime.quantized.codes import quantize_dequantize
 
 IDS = torch.randint(1, tiny.VOCABULARY, (8, 14), generator=torch.Generator().manual_seed(3))
 
@@ -40,6 +41,17 @@ def test_every_layer_is_read_as_counting_by_hand_gives(family: str) -> None:
     assert second.correlation == pytest.approx(np.corrcoef(entropy.flatten(), end.flatten())[0, 1], abs=1e-4)
     assert second.correlation_low <= second.correlation <= second.correlation_high
     assert found.final_entropy_nats == pytest.approx(float(end.mean()), rel=1e-4)
+
+    assert [one.layer for one in found.roundings] == [layer for layer in range(1, tiny.LAYERS) for _ in (*ROUNDED, BY_ENTROPY)]
+    states = output.hidden_states[2][:, :-1]
+    by_width = {bits: (states - quantize_dequantize(states, bits, 32)).norm(dim=-1) for bits in ROUNDED}
+    rounded = {one.bits: one for one in found.roundings if one.layer == 2}
+    for bits, lost in by_width.items():
+        assert rounded[bits].error_l2 == pytest.approx(float(lost.mean()), rel=1e-4)
+        r = np.corrcoef(entropy.flatten(), lost.flatten())[0, 1]
+        assert rounded[bits].correlation == pytest.approx(r, abs=1e-3)
+    assert rounded[8].error_l2 < rounded[BY_ENTROPY].error_l2 < rounded[2].error_l2
+    assert not Lenses(windows=8, rounding=False).run(Bench(model, Windows(), Protocol("all", 14))).roundings  # type: ignore[arg-type]
 
 
 def test_a_correlation_of_something_with_itself_is_one_and_of_a_constant_none() -> None:

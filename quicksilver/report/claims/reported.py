@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache
 from importlib.resources import files
@@ -36,6 +36,7 @@ class Reported:
         quality: the claim (id.quantity) about quality that a saving is claimed with, where the entry has none.
         config: quantity to the key of conf/ that holds a setting, as `file.key`.
         not_measured: why nothing here measures it, where that is known beforehand.
+        column: quantity to the column that it is compared with, where that is not the quantity's own.
         not_comparable: quantity to the reason why what is measured here is no answer to it.
         by_definition: quantity to the reason why its column can have no other value here.
     """
@@ -53,6 +54,7 @@ class Reported:
     quality: str | None = None
     config: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
+    column: Mapping[str, str] = field(default_factory=dict)
     not_comparable: Mapping[str, str] = field(default_factory=dict)
     by_definition: Mapping[str, str] = field(default_factory=dict)
 
@@ -128,7 +130,10 @@ def quantities() -> Mapping[str, Quantity]:
 
 def quantity(entry: Reported, name: str) -> Quantity:
     """What the quantity `name` of `entry` is; everything in the group of settings is one."""
-    return SETTING if entry.group == "Settings" else quantities()[name]
+    if entry.group == "Settings":
+        return SETTING
+    found = quantities()[name]
+    return replace(found, column=entry.column[name]) if name in entry.column else found
 
 
 # --- the rule of docs/verdicts.md ----------------------------------------------------------------------------------------------

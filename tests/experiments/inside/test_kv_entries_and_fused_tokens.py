@@ -171,16 +171,3 @@ def test_figure_2_has_all_four_panels_and_their_data(made):
     counted = figure.frame[figure.frame["panel"] == "overridden"].groupby("kind")["slot"].nunique()
     legend = [text.get_text() for text in figure.drawing.axes[0].get_legend().get_texts()]
     assert f"forced to halt ({counted['forced']})" in legend
-
-
-def test_the_correlation_is_that_of_the_record(outcomes):
-    experiment = find("figure", "2").experiment
-    found = experiment.correlation({"quantization": outcomes["quantization"]})
-    assert found.low <= found.value <= found.high
-    assert -1 <= found.low <= found.high <= 1
-    signals = outcomes["quantization"].record.signals(sentences.WINDOW)
-    first = signals.loc[signals["bits"] < 16, "layer"].min()
-    error = signals[(signals["layer"] == first) & (signals["bits"] < 16)].set_index("slot")["sdi_l2"]
-    entropy = signals[signals["layer"] == first - 1].set_index("slot")["entropy_nats"]
-    assert found.value == pytest.approx(error.corr(entropy), abs=1e-6)
-    assert experiment.correlation({"quantization": Outcome(outcomes["quantization"].row)}) is None

@@ -1,36 +1,47 @@
 """Build the W&B report of a project that quicksilver.report.wandb filled: the panels of the paper over the mirrored runs.
 
     python scripts/wandb_report.py                          into the project quicksilver of whoever is logged in
-    python scripts/wandb_report.py --entity my-team --project mine --results results
-    python scripts/wandb_report.py --list                   what the report would have; asks nobody
+    python scripts/wandb_report.py entity=my-team project=mine results_dir=results
+    python scripts/wandb_report.py list=true                what the report would have; asks nobody
 
 Says what is missing for who is not logged in. docs/wandb.md has the way from records to here.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlparse
 
+from quicksilver.cli.arguments import ResultsFolder, split_own
 from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import markdown
-from quicksilver.report.wandb import sweeps
-from quicksilver.runtime.errors import QuickSilverError
+from quicksilver.report.wandb import collected, sweeps
+from quicksilver.runs.tracker import SO_FAR
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 TITLE = "QuickSilver: what the paper says, and what was measured"
 NEEDED = ("wandb", "wandb_workspaces")
 
 
-class PanelSpec(NamedTuple):
-    """One panel, by the names of logged numbers: a scatter of two of them, bars of some, or pictures."""
+@dataclass
+class Keys(ResultsFolder):
+    """The keys of this script; `entity`: user or team, empty: the key's own."""
 
-    kind: Literal["scatter", "bars", "pictures"]
+    project: str = "quicksilver"
+    entity: str = field(default_factory=lambda: os.environ.get("WANDB_ENTITY", ""))
+    list: bool = False
+
+
+class PanelSpec(NamedTuple):
+    """One panel, by the names of logged numbers: a scatter of two of them, bars of some, lines over windows, or pictures."""
+
+    kind: Literal["scatter", "bars", "lines", "pictures"]
     title: str
     keys: tuple[str, ...]
 
@@ -47,6 +58,7 @@ class Section(NamedTuple):
 WORK = ("executed_flops_saved_pct", "delta_ppl_pct")
 LEDGERS = ("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct")
 # What the paper draws over runs: 8/15 the frontier, 6 and 7 the savings, 16 and Table 7 the cost in time, C.4 the cache.
+BY_WINDOW = (f"{SO_FAR}ppl", f"{SO_FAR}delta_ppl_pct", f"{SO_FAR}kl_nats")
 RUNS = Section(
     "Runs",
     "Every difference is against dense inference on the same windows; times are medians of rounds that alternate with the dense model.",
@@ -56,6 +68,7 @@ RUNS = Section(
         PanelSpec("scatter", "Quality against its null at the same budget", ("null_delta_ppl_pct", "delta_ppl_pct")),
         PanelSpec("scatter", "Time saved against work saved: realization", ("executed_flops_saved_pct", "speedup_pct")),
         PanelSpec("bars", "Work saved, three ledgers, % (Figures 6, 7)", LEDGERS),
+        *(PanelSpec("lines", f"{key.removeprefix(SO_FAR)} over the windows so far", (key,)) for key in BY_WINDOW),
         PanelSpec("bars", "KV bytes saved, % of dense", ("kv_bytes_saved_pct",)),
     ),
 )
@@ -79,6 +92,7 @@ def build(project: str, entity: str, site: Collection, workspaces: Any) -> Any:
     kinds = {
         "scatter": lambda title, keys: workspaces.ScatterPlot(title=title, x=keys[0], y=keys[1]),
         "bars": lambda title, keys: workspaces.BarPlot(title=title, metrics=list(keys)),
+        "lines": lambda title, keys: workspaces.LinePlot(title=title, x=f"{SO_FAR}windows", y=list(keys)),
         "pictures": lambda title, keys: workspaces.MediaBrowser(title=title, media_keys=list(keys)),
     }
     blocks = [workspaces.TableOfContents()]
@@ -114,20 +128,17 @@ def _in_netrc() -> bool:
     return path.is_file() and host in path.read_text(encoding="utf-8", errors="replace")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Build the W&B report over mirrored runs.")
-    parser.add_argument("--project", default="quicksilver")
-    parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="user or team; empty: the key's own")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder with tables/, figures/ and runs/")
-    parser.add_argument("--list", action="store_true", help="print what the report would have, and stop")
-    arguments = parser.parse_args(words)
     try:
-        site = Collection(arguments.results)
+        asked, others = split_own(sys.argv[1:] if words is None else words, Keys)
+        if others:
+            raise ConfigError(f"{others[0]!r} is no key of this script: it takes project=, entity=, results_dir= and list=true.")
+        site = collected(Path(asked.results_dir))
     except QuickSilverError as error:
         print(error, file=sys.stderr)
         return 1
-    if arguments.list:
+    if asked.list:
         for section in outline(site):
             print(section.title, *(f"  {spec.kind}: {spec.title} ({', '.join(spec.keys)})" for spec in section.panels), sep="\n")
         return 0
@@ -138,7 +149,7 @@ def main(words: list[str] | None = None) -> int:
         return 1
     import wandb_workspaces.reports.v2 as workspaces
 
-    report = build(arguments.project, arguments.entity, site, workspaces)
+    report = build(asked.project, asked.entity, site, workspaces)
     report.save()
     print(report.url)
     return 0

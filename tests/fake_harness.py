@@ -42,7 +42,7 @@ class Harness:
             wanted.append(steps[self.name(config)])
         return Plan(tuple(steps.values()), tuple(wanted), context or RunContext())
 
-    def make_one(self, step, context, report):
+    def make_one(self, step, context, report, group=None):
         name = self.name(step.config)
         report("quality", 0.0)
         if name in self.broken:

@@ -40,12 +40,12 @@ from quicksilver.report.sweep_status import Board, duration
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
 from quicksilver.runs.composing import check_hydra, check_words, hydra_started
-from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.config import RunConfig, TrackerConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, is_open, time_left_s
-from quicksilver.runs.tracker import check_tracker
+from quicksilver.runs.tracker import check_tracker, sync_hint
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 
@@ -115,7 +115,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
                 say(f"{manifest.label(manifest.runs[number - 1])}: {error}")
             board = Board(sweep)
             trouble = _make(board, composed, asked, settings)
-        return _close(board, trouble)
+        return _close(board, trouble, first.tracker)
 
 
 def _join(composed: Composed) -> None:
@@ -464,7 +464,7 @@ def work_through(
                 names = {} if run.fingerprint is None else {run.fingerprint: label}
                 show = _shown(board, bar, ended, len(wanted))
                 try:
-                    (record,) = make(plan_of(run.number), progress=show, labels=names)
+                    (record,) = make(plan_of(run.number), progress=show, labels=names, group=f"sweep {sweep.manifest.name}")
                 except Exception as error:
                     sweep.failed(run, error)
                     if not isinstance(error, QuickSilverError):
@@ -505,11 +505,12 @@ def _shown(board: Board, bar: Callable[[Progress], None], place: int, runs: int)
     return show
 
 
-def _close(board: Board, trouble: QuickSilverError | None) -> int:
+def _close(board: Board, trouble: QuickSilverError | None, tracker: TrackerConfig) -> int:
     """Say how it ended; returns the exit code."""
     board.write()
     states = [state.state for state in board.sweep.states()]
     print(f"\n{board.text(width())}", flush=True)
+    _say_hint(board, tracker)
     failed = states.count("failed")
     if failed:
         run_or_runs = "One run of this sweep" if failed == 1 else f"{failed} runs of this sweep"
@@ -517,6 +518,12 @@ def _close(board: Board, trouble: QuickSilverError | None) -> int:
     if trouble is not None:
         say(f"{trouble} {states.count('done')} of {len(states)} runs have their records; the same command goes on.")
     return 1 if failed or trouble is not None else 0
+
+
+def _say_hint(board: Board, tracker: TrackerConfig) -> None:
+    made = [str(state.run.fingerprint) for state in board.sweep.states() if state.state == "done"]
+    if made and (hint := sync_hint(tracker, board.sweep.store.root, made)):
+        say(hint)
 
 
 # --- hydra/sweeper=optuna: runs that Optuna draws, one after the other -----------------------------------------------------------------
@@ -584,6 +591,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         with sweep.at_work():
             work_through(sweep, plan_of, range(1, config.trials + 1), board, runs=drawn())
     _close_study(board, study, space, config)
+    _say_hint(board, first.tracker)
     return 1 if any(state.state == "failed" for state in sweep.states()) else 0
 
 

@@ -54,7 +54,11 @@ class TaskResult(Result):
 
     def line(self) -> str:
         cut = f", {self.truncated} cut on the left to fit" if self.truncated else ""
-        return f"{self.metric} {100 * self.score:.1f} on {self.examples} examples{cut} (majority class {100 * self.majority:.1f})"
+        others = ", ".join(f"{name} {value:.4g}" for name, value in (self.evaluated or {}).items())
+        return (
+            f"{self.metric} {100 * self.score:.1f} on {self.examples} examples{cut} (majority class {100 * self.majority:.1f})"
+            f"{f'; evaluate: {others}' if others else ''}"
+        )
 
 
 @dataclass(frozen=True)

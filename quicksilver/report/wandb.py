@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from quicksilver.report.site.collection import Collection, Piece, describe
 from quicksilver.report.table import Written, read
 from quicksilver.runs.choices import choices
 from quicksilver.runs.config import TrackerConfig, compose
+from quicksilver.runs.sweep import Sweep, names
 from quicksilver.runs.tracker import check_tracker, mirror, start
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -27,14 +29,14 @@ TABLES_AND_FIGURES = "tables and figures"  # name and kind of the one run that i
 
 
 def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
-    """Mirror the records that tables and figures name, then the tables and figures; returns what was there.
+    """Mirror the records of this folder and those that its tables and figures name, then tables and figures; returns what was there.
 
     Raises:
         ConfigError: nothing was made yet, or wandb is not installed.
         QuickSilverError: W&B refuses (no login …).
     """
     check_tracker(config)
-    site = Collection(Path(results_dir))
+    site = collected(Path(results_dir))
     groups = {fingerprint: f"sweep {name}" for name, members in reversed(sweeps(site).items()) for fingerprint in members}
     for run in site.runs.values():
         if run.record is not None:
@@ -52,18 +54,34 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
     return site
 
 
+def collected(root: Path) -> Collection:
+    """What lies below `root`, with every record that was made there.
+
+    Raises:
+        ConfigError: nothing.
+    """
+    return Collection(root, [path.parent.name for path in sorted(root.glob("runs/*/record.json"))])
+
+
 def sweeps(site: Collection) -> dict[str, list[str]]:
-    """Fingerprints of the records of each multirun: the panels of tables that have the name of an experiment."""
+    """Fingerprints of the records of each sweep: the panels of tables that have the name of an experiment, and what `run -m` made otherwise."""
     found: dict[str, list[str]] = {}
     for piece in site.pieces:
         for panel in piece.panels.keys() & set(choices("experiment")):
             found.setdefault(panel, piece.panels[panel])
+    for name in names(site.root):
+        with suppress(QuickSilverError):
+            made = [run.fingerprint for run in Sweep.load(site.root, name).manifest.runs if run.fingerprint is not None]
+            if not any(set(made) <= set(members) for members in found.values()):
+                found[name] = made
     return dict(sorted(found.items()))
 
 
 def _publish_pieces(site: Collection, config: TrackerConfig) -> None:
     import wandb
 
+    if not any(piece.written for piece in site.pieces):
+        return
     files = {piece.name: _files(piece) for piece in site.pieces if piece.written}
     content = hashlib.sha256(b"".join(path.read_bytes() for paths in files.values() for path in paths))
     with start(config, site.root, id=content.hexdigest()[:20], name=TABLES_AND_FIGURES, job_type=TABLES_AND_FIGURES) as run:

@@ -197,6 +197,7 @@ def make(
     *,
     progress: Callable[[Progress], None] | None = None,
     labels: Mapping[str, str] | None = None,
+    group: str | None = None,
     failed: dict[str, Exception] | None = None,
 ) -> list[Record]:
     """Make the runs of a plan that have no record; the records of all that is wanted, in their order.
@@ -204,6 +205,7 @@ def make(
     Args:
         progress: called often; cheap callbacks only.
         labels: by fingerprint, what runs are called in a sweep; it stands before what they are.
+        group: what the tracker calls those runs together.
         failed: gets the errors by fingerprint; all runs are tried but those whose dense run failed. None: the first error is raised.
 
     Raises:
@@ -217,11 +219,12 @@ def make(
         Store(results_dir).clean()
     missing = [step for step in planned.steps if not step.done]
     for number, step in enumerate(missing):
-        label = " | ".join(filter(None, ((labels or {}).get(step.fingerprint), step.config.label)))
+        place = (labels or {}).get(step.fingerprint)
+        label = " | ".join(filter(None, (place, step.config.label)))
         try:
             if failed and isinstance(error := failed.get(step.dense or ""), Exception) and not isinstance(error, NotMirrored):
                 raise error
-            _make_one(step, planned.context, _Reporter(progress, number, len(missing), label))
+            _make_one(step, planned.context, _Reporter(progress, number, len(missing), label), group if place else None)
         except Exception as error:
             if failed is None:
                 raise
@@ -267,7 +270,7 @@ class _Reporter:
 # --- running --------------------------------------------------------------------------------------------------------------------
 
 
-def _make_one(step: Planned, context: RunContext, report: _Reporter) -> None:
+def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str | None = None) -> None:
     store, together = store_of(step.config), step.config.model.parallel is not None
     if together:
         context.model(step.config)  # from here on its processes hear each other
@@ -294,7 +297,7 @@ def _make_one(step: Planned, context: RunContext, report: _Reporter) -> None:
             blocks.remove()
     if together:
         parallel.broadcast_from_rank0(True)  # the record is there, and the others may read it
-    mirror(record, step.config.tracker, store.root, name=report.label)
+    mirror(record, step.config.tracker, store.root, name=report.label, group=group)
 
 
 def parts_of(config: RunConfig) -> int:

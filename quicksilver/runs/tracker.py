@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,13 @@ from quicksilver.records.record import CHECKSUM, Record, flat
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from quicksilver.runs.config import TrackerConfig
+
+
+BLOCKS = 40  # points of a curve
+SO_FAR = "so_far/"
 
 
 class NotMirrored(QuickSilverError):
@@ -42,7 +49,7 @@ def mirror(
     tags: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Send one finished record to the tracker of the config: its numbers, and its files as an artefact.
+    """Send one finished record to the tracker of the config: its numbers, its curves and table by window, and its files as an artefact.
 
     Args:
         name: of the run; None: its label.
@@ -60,6 +67,12 @@ def mirror(
         about["tags"] = list(tags)
     try:
         with start(config, results_dir, id=record.fingerprint, name=name or record.label, **about) as run:
+            import wandb
+
+            run.define_metric(f"{SO_FAR}*", step_metric=f"{SO_FAR}windows")
+            for numbers in curves(record).to_dict("records"):
+                run.log(numbers)
+            run.log({"by_window": wandb.Table(dataframe=record.windows)})
             run.log(scalars(record) | differences(record) | dict(more or {}))
             with record.folder() as folder:
                 run.log_artifact(str(folder), name=f"record-{record.fingerprint}", type="record")
@@ -84,6 +97,37 @@ def start(tracker: TrackerConfig, results_dir: Path, **about: Any) -> Iterator[A
         run.finish()
     except wandb.errors.Error as error:
         raise QuickSilverError(f"W&B refused it: {error}. Log in, or use tracker.mode=offline.") from error
+
+
+def sync_hint(config: TrackerConfig, results_dir: Path | str, fingerprints: Sequence[str]) -> str:
+    """What to type so that runs of these records, which W&B has offline, are sent; empty: they are not, or not offline."""
+    if config.name != "wandb" or config.mode != "offline":
+        return ""
+    folder = Path(results_dir) / "wandb"
+    there = [found[-1] for one in fingerprints if (found := sorted(folder.glob(f"offline-run-*-{one}")))]
+    if len(there) < len(fingerprints):
+        missing = (
+            f"{len(fingerprints) - len(there)} of {len(fingerprints)} records were there before, and W&B has no run of them."
+        )
+        return f"{missing} To mirror all: python -m quicksilver.report.wandb {shlex.quote(f'results_dir={results_dir}')}"
+    which = shlex.quote(str(there[0])) if len(there) == 1 else f"{shlex.quote(str(folder))}/offline-run-*"
+    return f"W&B has {'it' if len(there) == 1 else 'them'} offline. To send: wandb sync {which}"
+
+
+def curves(record: Record, blocks: int = BLOCKS) -> pd.DataFrame:
+    """Perplexity over the windows so far, and against the dense run, after each of at most so many blocks of windows."""
+    import numpy as np
+    import pandas as pd
+
+    frame, tokens = record.windows, record.windows["tokens"]
+    found = {f"{SO_FAR}windows": range(1, len(frame) + 1), f"{SO_FAR}ppl": np.exp(frame["nll_nats"].cumsum() / tokens.cumsum())}
+    if "dense_nll_nats" in frame:
+        added = (frame["nll_nats"] - frame["dense_nll_nats"]).cumsum() / tokens.cumsum()
+        found[f"{SO_FAR}delta_ppl_pct"] = 100 * np.expm1(added)
+    for name in frame.columns.intersection(["kl_nats", "null_kl_nats"]):
+        found[f"{SO_FAR}{name}"] = (frame[name] * tokens).cumsum() / tokens.cumsum()
+    ends = {len(frame) * block // blocks for block in range(1, blocks + 1)} - {0}
+    return pd.DataFrame(found)[lambda every: every[f"{SO_FAR}windows"].isin(ends)]
 
 
 def differences(record: Record) -> dict[str, float]:

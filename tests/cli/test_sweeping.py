@@ -132,7 +132,7 @@ def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
 
 def test_every_run_has_its_place_and_its_settings_as_its_name(words, results, capsys, monkeypatch):
     mirrored = []
-    monkeypatch.setattr(harness_run, "mirror", lambda record, *_, name: mirrored.append(name))
+    monkeypatch.setattr(harness_run, "mirror", lambda record, *_, name, group: mirrored.append((name, group)))
     assert (
         sweep(*words, "modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "seed=0,1", "measure=sweep", "name=two")
         == 0
@@ -141,7 +141,7 @@ def test_every_run_has_its_place_and_its_settings_as_its_name(words, results, ca
     wanted = [f"[{i}/4] depth={depth} seed={seed}" for i, (depth, seed) in enumerate([(0.2, 0), (0.2, 1), (0.5, 0), (0.5, 1)], 1)]
     assert [line for line in out.splitlines() if line.startswith("[")] == wanted
     assert all(label in err for label in wanted)
-    assert [name.partition(" | ")[0] for name in mirrored if "[" in name] == wanted
+    assert [(name.partition(" | ")[0], group) for name, group in mirrored if group] == [(label, "sweep two") for label in wanted]
     assert sorted(labels(results).values()) == [f"two {label}" for label in wanted]
 
 

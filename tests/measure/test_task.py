@@ -3,6 +3,7 @@ A checkpoint for sequence classification answers by its own head, and one that d
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -122,6 +123,13 @@ def test_batches_are_equally_long_and_hold_every_example_once(world):
         encode([Example("a", ("x", "x"), 0, 0)], tokenizer, 16)
     with pytest.raises(ConfigError, match=r"row 0: its choices have 20 tokens and the context 16"):
         encode([Example("a", ("x" * 20, "y"), 0, 0)], tokenizer, 16)
+
+
+def test_the_console_has_the_numbers_of_evaluate(world):
+    (record,) = ensure([compose([*world, "modules=[]"])])
+    found = record.measured("task", TaskResult)
+    line = dataclasses.replace(found, evaluated={"accuracy": 0.4375, "f1": 0.5}).line()
+    assert line == f"{found.line()}; evaluate: accuracy 0.4375, f1 0.5"
 
 
 def test_a_text_without_labels_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import wandb_report
 from harness_world import make_world
+from wandb_files import read_offline
 
 from quicksilver.report import comparison, wandb
 from quicksilver.report.artefacts import Outcome, Row
@@ -19,6 +20,7 @@ from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.site import collection
 from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import Panel, Table
+from quicksilver.runs.tracker import curves, sync_hint
 
 
 class Sent:
@@ -40,6 +42,7 @@ class Sent:
         self.runs.append(run)
         return types.SimpleNamespace(
             log=run["logged"].update,
+            define_metric=lambda name, step_metric: None,
             log_artifact=lambda path, name, type: run["artefacts"].append((Path(path), name, type)),
             finish=lambda: run.update(finished=True),
         )
@@ -91,24 +94,71 @@ def test_records_are_runs_in_their_sweep_with_numbers_and_files(results, sent, c
 
 
 @pytest.mark.slow
-def test_a_sweep_mirrored_offline_calls_its_runs_the_same_everywhere(tmp_path):
-    """By W&B itself: the names lie in the files that `wandb sync` sends."""
+def test_an_ad_hoc_sweep_by_w_and_b_itself(tmp_path):
+    """What `wandb sync` would send: when the sweep is made, and when its folder is mirrored."""
     pytest.importorskip("wandb")
+    results = tmp_path / "results"
     words = [
-        *make_world(tmp_path / "world"), f"results_dir={tmp_path / 'results'}", "measure=sweep", "dataset.windows=3", "name=depths",
+        *make_world(tmp_path / "world"), f"results_dir={results}", "measure=sweep", "dataset.windows=9", "name=depths",
         "modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "tracker=wandb", "tracker.mode=offline",
     ]  # fmt: skip
-    made = subprocess.run([sys.executable, "-m", "quicksilver", "run", "-m", *words], capture_output=True, text=True, timeout=900)
+    python = [sys.executable, "-m"]
+    made = subprocess.run([*python, "quicksilver", "run", "-m", *words], capture_output=True, text=True, timeout=900)
     assert made.returncode == 0, made.stderr
-    sent = [path.read_bytes() for path in (tmp_path / "results" / "wandb").glob("offline-run-*/*.wandb")]
-    assert len(sent) == 3  # with the dense run
-    page = (tmp_path / "results" / "sweeps" / "depths" / "index.html").read_text()
+    assert f"W&B has them offline. To send: wandb sync {results}/wandb/offline-run-*" in made.stderr
+    page = (results / "sweeps" / "depths" / "index.html").read_text()
+    first = read_offline(results)
+    assert len(first) == 3  # with the dense run
+    again = [*python, "quicksilver.report.wandb", f"results_dir={results}"]
+    assert subprocess.run(again, capture_output=True, timeout=900).returncode == 0
     for number, depth in ((1, 0.2), (2, 0.5)):
         label = f"[{number}/2] depth={depth}"
         assert label in made.stdout.splitlines()
-        assert sum(f"{label} | tiny".encode() in content for content in sent) == 1
-        assert f'data-name="run {number}"' in page
         assert f"<td>{depth}</td>" in page
+        (name,) = [name for name, run in first.items() if run["name"].startswith(f"{label} | tiny")]
+        run, mirrored = first[name], read_offline(results)[name]
+        assert mirrored["name"].startswith(f"depths {label} | tiny")
+        for one in (run, mirrored):
+            assert one["group"] == "sweep depths"
+            assert one["config"]["modules"]["static_depth"]["depth"] == depth
+            assert one["artefacts"] == {f"record-{name}": "record", f"run-{name}-by_window": "run_table"}
+            curve = [step for step in one["history"] if "so_far/windows" in step]
+            assert [step["so_far/windows"] for step in curve] == [*range(1, 10)]
+            numbers = one["history"][-1]
+            assert curve[-1]["so_far/ppl"] == pytest.approx(numbers["ppl"])
+            assert curve[-1]["so_far/delta_ppl_pct"] == pytest.approx(numbers["delta_ppl_pct"])
+
+
+def test_a_curve_ends_with_the_numbers_of_its_record(results):
+    record = next(run.record for run in wandb.collected(results).runs.values() if run.record and run.record.dense)
+    for blocks in (3, 1000):
+        found = curves(record, blocks)
+        assert len(found) == min(blocks, len(record.windows))
+        assert found.iloc[-1]["so_far/windows"] == len(record.windows)
+        assert found.iloc[-1]["so_far/ppl"] == pytest.approx(record.quality.ppl)
+
+
+def test_a_folder_of_runs_alone_is_mirrored(tmp_path, sent, capsys):
+    assert wandb.main([f"results_dir={tmp_path}"]) == 1
+    assert "has no table, figure or claim yet" in capsys.readouterr().err
+    fakes.make(tmp_path, "dense all", label="dense")
+    fakes.make(tmp_path, "halting 1 all", label="halting 1")
+    assert wandb.main([f"results_dir={tmp_path}"]) == 0
+    said = capsys.readouterr()
+    assert (said.out.splitlines()[0], said.err) == ("2 records, 0 tables and figures: project quicksilver, offline.", "")
+    assert len(sent.runs) == 2
+    assert wandb_report.main([f"results_dir={tmp_path}", "list=true"]) == 0
+
+
+def test_the_hint_says_what_is_waiting(tmp_path):
+    config = wandb.TrackerConfig(name="wandb", mode="offline")
+    folders = [tmp_path / "wandb" / f"offline-run-20260101_00000{i}-{'ab'[i]}" for i in (0, 1)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert sync_hint(config, tmp_path, ["a"]).endswith(f"wandb sync {folders[0]}")
+    assert sync_hint(config, tmp_path, ["a", "b"]).endswith(f"wandb sync {tmp_path}/wandb/offline-run-*")
+    assert "1 of 2 records were there before" in sync_hint(config, tmp_path, ["a", "c"])
+    assert sync_hint(wandb.TrackerConfig(name="none"), tmp_path, ["a"]) == ""
 
 
 def test_tables_and_figures_are_one_run(results, sent):
@@ -145,13 +195,24 @@ def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
     assert sections["Figure 99: none"].panels[0].keys == ("figure99",)
     assert "| technique |" in sections["Sweeps of the paper"].text
     logged = {name for row in (run.row for run in Collection(results).runs.values()) for name in row}
-    drawn = {key for spec in wandb_report.RUNS.panels for key in spec.keys}
+    drawn = {key for spec in wandb_report.RUNS.panels for key in spec.keys if spec.kind != "lines"}
     # Nothing is drawn that no run would have; these records have neither a cache nor a null.
     assert drawn - logged == {"kv_bytes_saved_pct", "null_delta_ppl_pct"}
 
 
 def test_the_report_is_built_from_blocks(results):
-    names = ("TableOfContents", "H1", "MarkdownBlock", "PanelGrid", "Runset", "ScatterPlot", "BarPlot", "MediaBrowser", "Report")
+    names = (
+        "TableOfContents",
+        "H1",
+        "MarkdownBlock",
+        "PanelGrid",
+        "Runset",
+        "ScatterPlot",
+        "BarPlot",
+        "MediaBrowser",
+        "LinePlot",
+        "Report",
+    )
     fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in names})
     _, report = wandb_report.build("mine", "me", Collection(results), fake)
     assert (report["project"], report["entity"]) == ("mine", "me")
@@ -162,13 +223,23 @@ def test_the_report_is_built_from_blocks(results):
     ]
 
 
+def test_words_that_the_report_does_not_take_are_refused(capsys):
+    for words, says in (
+        (["--list"], "write list=VALUE"),
+        (["list=maybe"], "list="),
+        (["projekt=a"], "'projekt=a' is no key"),
+    ):
+        assert wandb_report.main(words) == 1
+        assert says in capsys.readouterr().err
+
+
 def test_who_is_not_logged_in_is_told_what_is_missing(results, tmp_path, monkeypatch, capsys):
     there: set[str] = {"wandb"}
     monkeypatch.setattr(wandb_report.importlib.util, "find_spec", lambda name: object() if name in there else None)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert wandb_report.main(["--results", str(results)]) == 1
+    assert wandb_report.main([f"results_dir={results}"]) == 1
     said = capsys.readouterr().err
     assert "pip install wandb-workspaces" in said
     assert "wandb login" in said
@@ -180,6 +251,6 @@ def test_who_is_not_logged_in_is_told_what_is_missing(results, tmp_path, monkeyp
     assert "unset it" in wandb_report.missing()[0]
     monkeypatch.setenv("WANDB_API_KEY", "another-secret")
     there.clear()
-    wandb_report.main(["--results", str(results)])
+    wandb_report.main([f"results_dir={results}"])
     said = capsys.readouterr()
     assert "secret" not in said.out + said.err

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from quicksilver.cli.main import say
 from quicksilver.runs.choices import config_dir, explain
 from quicksilver.runs.composing import check_files, check_overrides, check_words, parsed, quoted
 from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.tracker import sync_hint
 from quicksilver.runtime.errors import ConfigError
 
 OWN_HELP = True  # Hydra's: it lists the choices
@@ -77,12 +77,8 @@ def _make(config: RunConfig, yes: bool) -> int:
     with watched(planned.steps) as progress:
         (record,) = make(planned, progress=progress)
     print(summary(record), flush=True)
-    if config.tracker.name == "wandb" and config.tracker.mode == "offline":
-        there = sorted(Path(config.results_dir).glob(f"wandb/offline-run-*-{record.fingerprint}"))
-        if there:
-            say(f"W&B has it offline. To send it: wandb sync {shlex.quote(str(there[-1]))}")
-        else:
-            say("W&B has no run of it: its record was there before. To mirror all records: python -m quicksilver.report.wandb")
+    if hint := sync_hint(config.tracker, config.results_dir, [record.fingerprint]):
+        say(hint)
     return 0
 
 

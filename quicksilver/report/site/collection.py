@@ -116,19 +116,25 @@ class NamedRecord:
 class Collection:
     """What one results folder has.
 
+    Args:
+        also: fingerprints of records that belong to it though no table or figure names them.
+
     Raises:
         ConfigError: there is no such folder, nothing was written in it yet, or none of the records that are named.
     """
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, also: Sequence[str] = ()):
         if not root.is_dir():
             raise ConfigError(f"{root} is not there: a report is made of what `make reproduce` writes into it.")
         self.root = root
         self.problems: list[Problem] = []
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
         self.claims = self._claims()
-        self.runs = self._runs()
-        if not any(piece.written for piece in self.pieces) and self.claims is None:
+        written = any(piece.written for piece in self.pieces) or self.claims is not None
+        if also and not written:
+            self.problems.clear()  # nobody has made a table here
+        self.runs = self._runs(also)
+        if not written and not also:
             raise ConfigError(f"{root} has no table, figure or claim yet: make reproduce-table TABLE=11 writes one.")
         if self.runs and not any(run.record is not None for run in self.runs.values()):
             raise ConfigError(
@@ -204,7 +210,7 @@ class Collection:
 
     # --- records ------------------------------------------------------------------------------------------------------------------
 
-    def _runs(self) -> dict[str, NamedRecord]:
+    def _runs(self, also: Sequence[str]) -> dict[str, NamedRecord]:
         """Every named record, and the dense record of each, by fingerprint."""
         named: dict[str, list[Piece]] = {}
         ledger = Piece("claims", "table", self.root, "the claims", "make claims")
@@ -212,6 +218,8 @@ class Collection:
         for piece, fingerprints in (*((one, one.written.records) for one in self.pieces if one.written), (ledger, judged)):
             for fingerprint in dict.fromkeys(fingerprints):
                 named.setdefault(fingerprint, []).append(piece)
+        for fingerprint in also:
+            named.setdefault(fingerprint, [])
         runs = {fingerprint: self._run(fingerprint, pieces) for fingerprint, pieces in sorted(named.items())}
         for run in list(runs.values()):
             needed = run.record.dense_fingerprint if run.record is not None else None
@@ -268,7 +276,9 @@ class Collection:
 
     def note(self, pieces: Sequence[Piece], where: str, what: str) -> Problem:
         """Note what is missing, here and on the pages of `pieces`; the first one's command makes it."""
-        problem = Problem(where, self._without_root(what), f"To make it: {pieces[0].command}" if pieces[0].command else "")
+        problem = Problem(
+            where, self._without_root(what), f"To make it: {pieces[0].command}" if pieces and pieces[0].command else ""
+        )
         for problems in (self.problems, *(piece.problems for piece in pieces)):
             problems.append(problem)
         return problem

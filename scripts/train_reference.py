@@ -63,7 +63,7 @@ class Recipe:
     whole_documents: bool = False  # a window begins with a document, or lies wholly in one
     long_from_tokens: int | None = None  # the full context from here on; None: from the decay on
     repeats: tuple[float, float] = (0.0, 0.0)  # share of windows with repeated spans, at the short and at the full context
-    start: str | None = None  # the shipped model whose weights and tokenizer the training begins with
+    start: str | None = None  # the shipped model, or exported folder, whose weights and tokenizer the training begins with
     shortened: tuple[int, int] | None = (
         None  # (from step, to step): from there the learning rate falls straight to 0 at the other
     )
@@ -135,13 +135,18 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     torch.manual_seed(recipe.seed)
     model = _new_model(recipe)
     if recipe.start is not None:
-        weights = load_file(SHIPPED / recipe.start / "model.safetensors")
+        weights = load_file(start_of(recipe.start) / "model.safetensors")
         for name, tensor in model.state_dict().items():
             if name in weights:  # tied weights are stored once
                 known = weights[name].float()
                 # Learned positions beyond those of the model it starts from begin as copies of the ones there are.
                 tensor.copy_(known if known.shape == tensor.shape else known.repeat(len(tensor) // len(known), 1))
     return model
+
+
+def start_of(start: str) -> Path:
+    """The folder of a shipped model by its name, or a folder as it is."""
+    return SHIPPED / start if (SHIPPED / start).is_dir() else Path(start)
 
 
 def _new_model(recipe: Recipe) -> PreTrainedModel:
@@ -326,7 +331,7 @@ def corpus_name(recipe: Recipe) -> str:
 def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, device: str) -> None:
     run_folder = work / name
     corpus_folder = work / corpus_name(recipe)
-    known = None if recipe.start is None else SHIPPED / recipe.start / "tokenizer.json"
+    known = None if recipe.start is None else start_of(recipe.start) / "tokenizer.json"
     corpus.prepare(data_root, corpus_folder, recipe.vocab_size, recipe.sources, known)
     tokenizer = load_tokenizer(corpus_folder, recipe.context_tokens)
     held_out = {k: v for k, v in corpus.held_out_texts(data_root).items() if k in ("wikitext-103-valid", "python-docs")}
@@ -429,12 +434,15 @@ def main() -> None:
         metavar=("FROM", "TO"),
         help="let the learning rate fall to 0 at step TO, from step FROM on, not yet passed",
     )
+    parser.add_argument("--start", help="go on from this exported folder, with other windows")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     recipe = RECIPES[args.name]
     if args.total_tokens is not None:
         recipe = dataclasses.replace(recipe, total_tokens=args.total_tokens)
+    if args.start is not None:
+        recipe = dataclasses.replace(recipe, start=args.start, seed=recipe.seed + 1)
     if args.shorten is not None:
         recipe = dataclasses.replace(recipe, shortened=tuple(args.shorten))
     torch.set_num_threads(args.threads)

@@ -497,6 +497,21 @@ def test_a_batch_is_a_function_of_seed_and_step(tmp_path: Path, data: Path) -> N
 # -- the corpus --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_training_may_begin_with_an_exported_model_and_twice_its_context(tmp_path: Path, family: str) -> None:
+    short = dataclasses.replace(RECIPE, family=family)
+    first = training.build_model(dataclasses.replace(short, seed=5))
+    first.save_pretrained(tmp_path)
+    longer = dataclasses.replace(short, context_tokens=2 * short.context_tokens, start=str(tmp_path))
+    then, before = training.build_model(longer).state_dict(), first.state_dict()
+    assert then.keys() == before.keys()
+    for name, tensor in then.items():
+        known = before[name]
+        expected = known if known.shape == tensor.shape else torch.cat([known, known])
+        assert torch.equal(tensor, expected), name
+    assert ("transformer.wpe.weight" in then) == (family == "gpt2")
+
+
 def text(*words: int) -> str:
     return " ".join(f"w{word}" for word in words)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from quicksilver.files import fingerprint_of, write_atomically
 from quicksilver.records import lease
+from quicksilver.runtime.reading import parse_json
 
 if TYPE_CHECKING:
     from quicksilver.measure.perplexity import Block, Keep
@@ -146,7 +147,7 @@ def unpacked(file: bytes) -> tuple[Block, float]:
     if hashlib.sha256(content).hexdigest().encode() != digest:
         raise ValueError("its digest is another")
     first, _, tensors = content.partition(b"\n")
-    about: dict[str, Any] = json.loads(first)
+    about: dict[str, Any] = parse_json(first)
     trace = Trace.from_tensors(load(tensors), about["trace"])
     return Block(about["rows"], trace, about["kv_bytes_billed"], about["kv_bytes_resident"]), about["seconds"]
 

@@ -115,6 +115,7 @@ def test_a_plan_fetches_a_shape_at_most(filled, weights, tmp_path, capsys):
 
 
 def test_what_takes_hours_is_said_before_its_weights_are_fetched(filled, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
     monkeypatch.setattr("quicksilver.runs.estimate.measured_speed", lambda *_: Speed(1e9, "cpu"))
     assert console.main(["reproduce", "table", "11", *MODEL, *WIKITEXT, f"results_dir={tmp_path / 'results'}"]) == 2
     said = capsys.readouterr()

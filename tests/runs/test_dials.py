@@ -225,10 +225,3 @@ def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypat
     assert lines[0][4] == "yes"
     assert (results / "tables" / "budget-share-tiny-file.csv").is_file()
     assert (results / "budget" / "modules" / "share_save20_prompt_nominal.yaml").is_file()
-
-
-def test_asked_for_nothing_it_lists_the_dials(capsys):
-    assert console.main(["budget"]) == 2
-    out, err = capsys.readouterr()
-    assert [name for name in dials() if name not in out] == []
-    assert "save=30" in err

@@ -64,7 +64,8 @@ def test_the_paper_s_models_are_known_by_name():
         assert all(parameter.is_meta for parameter in arch.model.parameters())
 
 
-def test_what_cannot_be_estimated_is_one_line(tmp_path):
+def test_what_cannot_be_estimated_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     with pytest.raises(ConfigError, match="describes no model"):
         estimate.shape_of(ModelConfig(name="mine", path=str(tmp_path)))

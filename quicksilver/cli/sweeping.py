@@ -21,13 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from quicksilver.cli.arguments import SweepOptions
 from quicksilver.cli.main import Terminated, say
@@ -39,7 +35,7 @@ from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board, duration
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
-from quicksilver.runs.composing import check_hydra, check_words, hydra_started
+from quicksilver.runs.composing import check_words, hydra_started, is_swept, with_settings
 from quicksilver.runs.config import RunConfig, TrackerConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
@@ -172,13 +168,7 @@ def say_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
 def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
     """The section `hydra` of a sweep's config, composed of the words that are the same in every run."""
     check_words(overrides, extra_dirs)
-    parser = OverridesParser.create()
-    try:
-        fixed = [word for word in overrides if not parser.parse_override(word).is_sweep_override()]
-        settings: DictConfig = hydra_compose("run", fixed, return_hydra_config=True).hydra
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error, overrides, extra_dirs)) from error
-    check_hydra(settings)
+    settings: DictConfig = with_settings([word for word in overrides if not is_swept(word)], extra_dirs).hydra
     return settings
 
 

@@ -1,9 +1,9 @@
 """Hydra's part of composing a run: its words and the files of conf/ become one config, not yet typed or checked.
 
-Hydra reads and merges every yaml anew for each run, a tenth of a second and more. Here what the groups give (`model=gpt2-large`) is composed
-once. The entries of `modules=[halting,kv_skipping]`, which is what most runs differ in, are read from their files into a copy of it, and words
-that only give a value (`modules.halting.tau_drift=p10`) are set there, as Hydra does after its groups. What is none of these, and whatever
-goes wrong, Hydra composes from the start, so that its errors are of these very words.
+Hydra merges every yaml anew for each run, a tenth of a second and more. So what the groups give (`model=gpt2-large`) is composed once and
+remembered. The entries of `modules=[halting,kv_skipping]`, in which most runs differ, are read from their files into it, and words that only
+give a value (`modules.halting.tau_drift=p10`) are set afterwards, as Hydra does. Whatever fails, Hydra composes from the start: its errors
+are then of these very words.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,48 +29,44 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from quicksilver.runs.choices import GROUPS, choices, config_dir, explain, no_such_choice
 from quicksilver.runs.parts import module_entry
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_bytes
 
+REFUSALS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+MOST_NODES = 100_000  # values of a yaml
+
 
 @contextmanager
-def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[None]:
+def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
     """Inside the block, Hydra composes from conf/ and from folders of the user's own; a Hydra that ran before is back after it.
 
     Raises:
         ConfigError: a folder that is not there, or a file in it that is no yaml.
     """
     for folder in extra_dirs:
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir {folder}: there is no such folder.")
-    check_files(extra_dirs)
+        _check_folder(folder)
     Plugins.instance()  # finds the launchers that are installed
-    drop_plugin_schemas()
+    _drop_plugin_schemas()
+    path = create_config_search_path(str(config_dir()))
+    for folder in extra_dirs:
+        path.prepend("command-line", f"file://{folder.absolute()}", anchor="schema")  # which stays last
+    version.setbase("1.3")
     outer = GlobalHydra.instance().hydra  # a launcher's worker is started by a Hydra of its own
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            path: ConfigSearchPath = GlobalHydra.instance().config_loader().get_search_path()
-            for folder in extra_dirs:
-                # The schema stays last.
-                path.prepend("command-line", f"file://{folder.absolute()}", anchor="schema")
-            if extra_dirs:  # the loader keeps the sources it found
-                _search_again(path)
-            yield
+        yield Hydra.create_main_hydra2(task_name="quicksilver", config_search_path=path)
     finally:
         GlobalHydra.instance().hydra = outer
 
 
-def _search_again(path: ConfigSearchPath) -> None:
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None
-    hydra.config_loader = ConfigLoaderImpl(config_search_path=path)
+def _drop_plugin_schemas() -> None:
+    """Take the plugins' entries out of Hydra's store where a file of conf/hydra has the same name: they know neither `workers` nor `exclusive`."""
+    store = ConfigStore.instance().repo.get("hydra", {})
+    for path in (config_dir() / "hydra").glob("*/*.yaml"):
+        store.get(path.parent.name, {}).pop(path.name, None)
 
 
 def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -> DictConfig:
@@ -83,82 +80,79 @@ def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -
     Raises:
         ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type.
     """
-    check_words(overrides, extra_dirs)
     folders = tuple(extra_dirs)
     try:
-        try:
-            read = [parsed(text) for text in overrides]
-            groups = tuple(text for text, override in zip(overrides, read, strict=True) if not is_value(override))
-            return with_values(_of_groups(groups, folders, stamp), read)
-        except (HydraException, OmegaConfBaseException, YAMLError):
-            return _by_hydra(overrides, folders)  # in one go, so that the error is of these very words
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error, overrides, extra_dirs)) from error
+        values = [override for override in map(parsed, overrides) if _is_value(override)]
+        groups = tuple(text for text in overrides if not _is_value(parsed(text)))
+        cfg: DictConfig = pickle.loads(_of_groups(groups, folders, stamp))
+        for override in values:
+            OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+        return cfg
+    except REFUSALS:
+        return by_hydra(overrides, folders)
 
 
-@lru_cache(maxsize=512)
-def _of_groups(groups: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int) -> bytes:
-    """What Hydra composes of these groups, pickled: reading it again is six times as fast as copying. `stamp`, that of the files, is there so
-    that changed files are read anew."""
-    names = () if extra_dirs else _listed_modules(groups)
-    if not names:
-        return pickle.dumps(_by_hydra(groups, extra_dirs))
-    rest = tuple(text for text in groups if parsed(text).key_or_group != "modules")
-    cfg: DictConfig = pickle.loads(_of_groups(rest, extra_dirs, stamp))
-    with open_dict(cfg.modules):
-        for name in names:
-            key, entry = module_entry(name)
-            cfg.modules[key] = entry
-    return pickle.dumps(cfg)
+def by_hydra(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictConfig:
+    """All words in one go.
 
-
-def _listed_modules(groups: Sequence[str]) -> tuple[str, ...]:
-    """The names of `modules=[…]` where only groups are chosen beside it and none of them says anything about modules; else none."""
-    listed: tuple[str, ...] = ()
-    for override in map(parsed, groups):
-        if override.type != OverrideType.CHANGE or override.package is not None:
-            return ()
-        if override.key_or_group not in GROUPS or override.key_or_group == "experiment":
-            return ()
-        if override.key_or_group == "modules":
-            value = override.value()
-            if listed or not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-                return ()
-            listed = tuple(map(str, value))
-    known = set(choices("modules"))
-    return listed if len(set(listed)) == len(listed) and known.issuperset(listed) else ()
-
-
-def _by_hydra(overrides: Sequence[str], extra_dirs: tuple[Path, ...]) -> DictConfig:
+    Raises:
+        ConfigError: as `composed`.
+    """
     with hydra_started(extra_dirs):
-        cfg = hydra_compose("run", list(overrides), return_hydra_config=True)
-    check_hydra(cfg.hydra)
+        cfg = with_settings(overrides, extra_dirs)
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg
 
 
-def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
-    """Refuse words that Hydra answers with a traceback (a group that is given a number or nothing) or wrongly (two modules with one key, which
-    it would merge into one).
+def with_settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
+    """The same with the section `hydra`, within `hydra_started`. Hydra calls nothing while it composes, so what it would call is checked here.
 
     Raises:
-        ConfigError: names the word.
+        ConfigError: as `composed`, or a class in the section `hydra` that is not Hydra's own.
     """
-    for text in overrides:
-        try:
-            override = parsed(text)
-        except HydraException:
-            continue  # explained with all others
-        values = override._value if isinstance(override._value, list) else [override._value]
-        unnamed = any(value is None or isinstance(value, int | float) for value in values) and not override.is_delete()
-        if override.key_or_group in GROUPS and unnamed:
-            wrong = next(value for value in values if value is None or isinstance(value, int | float))
-            raise ConfigError(no_such_choice(override.key_or_group, None if wrong is None else str(wrong), extra_dirs))
-        if override.key_or_group == "modules" and not override.is_delete():
-            for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
-                names = value if isinstance(value, list) else str(value).strip("[]").split(",")
-                check_selected([str(name).strip() for name in names], [config_dir(), *extra_dirs])
+    check_words(overrides, extra_dirs)
+    try:
+        cfg = hydra_compose("run", list(overrides), return_hydra_config=True)
+    except REFUSALS as error:
+        raise ConfigError(explain(error, overrides, extra_dirs)) from error
+    for key, target in _called(OmegaConf.to_container(cfg.hydra, resolve=False), "hydra"):
+        if target.split(".")[0] not in ("hydra", "hydra_plugins", "logging", "colorlog"):
+            raise ConfigError(f"{key}={target} is not called: only what comes with Hydra may stand there.")
+    return cfg
+
+
+def _called(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """What Hydra, and the logging that it configures, would call."""
+    for name, child in node.items() if isinstance(node, Mapping) else ():
+        if name in ("_target_", "class", "()") and isinstance(child, str):
+            yield f"{key}.{name}", child
+        yield from _called(child, f"{key}.{name}")
+
+
+@lru_cache(maxsize=512)
+def _of_groups(groups: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int) -> bytes:
+    """What Hydra composes of these groups, pickled: that is read six times as fast as a config is copied. `stamp`: changed files are read anew."""
+    names = () if extra_dirs else _listed_modules(groups)
+    if not names:
+        return pickle.dumps(by_hydra(groups, extra_dirs))
+    check_words(groups)
+    rest = tuple(text for text in groups if parsed(text).key_or_group != "modules")
+    cfg: DictConfig = pickle.loads(_of_groups(rest, extra_dirs, stamp))
+    with open_dict(cfg.modules):
+        cfg.modules.update(dict(map(module_entry, names)))
+    return pickle.dumps(cfg)
+
+
+def _listed_modules(groups: Sequence[str]) -> list[str]:
+    """The names of `modules=[…]` where only groups are chosen beside it and none of them says anything about modules; else none."""
+    read = [parsed(text) for text in groups]
+    plain = all(one.type == OverrideType.CHANGE and one.package is None and one.key_or_group in GROUPS for one in read)
+    lists = [one.value() for one in read if one.key_or_group == "modules"]
+    if not plain or any(one.key_or_group == "experiment" for one in read) or len(lists) != 1 or not isinstance(lists[0], list):
+        return []
+    names = [str(name) for name in lists[0]]
+    return names if len(set(names)) == len(names) and set(choices("modules")).issuperset(names) else []
 
 
 # --- words ----------------------------------------------------------------------------------------------------------------------
@@ -171,7 +165,7 @@ _TEMPLATE = re.compile(r"\{\w+(\[\w+\])?\}")  # a text that begins with a field:
 def quoted(overrides: Sequence[str]) -> list[str]:
     """`overrides`, with the value of those in quotes that Hydra could not read without: `results_dir=/tmp/é` as `results_dir='/tmp/é'`.
 
-    Lists, mappings and interpolations stay as they are, but for a template, `{sentence} It was`; and so does what is no key=value: composing says what is wrong with it.
+    Lists, mappings and interpolations stay as they are, but for a template, `{sentence} It was`; and so does what is no key=value.
 
     Raises:
         ConfigError: a value without a key.
@@ -180,39 +174,6 @@ def quoted(overrides: Sequence[str]) -> list[str]:
         if override.startswith("="):
             raise ConfigError(f"{override!r} is not an override: write key=value, for instance model=gpt2.")
     return [_readable(override) for override in overrides]
-
-
-@lru_cache(maxsize=4096)
-def parsed(override: str) -> Override:
-    """The override as Hydra reads it; nobody changes it.
-
-    Raises:
-        HydraException: it is none.
-    """
-    return OverridesParser.create().parse_override(override)
-
-
-def is_value(override: Override) -> bool:
-    """Whether it gives a value to a key that is there, and chooses nothing."""
-    key = override.key_or_group
-    plain = override.type == OverrideType.CHANGE and override.package is None and "/" not in key
-    return plain and key not in GROUPS and not key.startswith("hydra.")
-
-
-def with_values(base: bytes, overrides: Sequence[Override]) -> DictConfig:
-    """What the groups compose, with the values that `overrides` give set in it, as Hydra sets them after its groups.
-
-    Args:
-        base: the config pickled, in this process: it is read again six times as fast as a config is copied.
-
-    Raises:
-        OmegaConfBaseException: a key that is not there, a value of another type.
-    """
-    cfg: DictConfig = pickle.loads(base)
-    for override in overrides:
-        if is_value(override):
-            OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
-    return cfg
 
 
 def _readable(override: str) -> str:
@@ -228,53 +189,93 @@ def _readable(override: str) -> str:
     return override
 
 
-# --- what Hydra would do without being asked: classes that it calls while it starts, modules that it merges into one ------------
+@lru_cache(maxsize=4096)
+def parsed(override: str) -> Override:
+    """The override as Hydra reads it; nobody changes it. Raises HydraException where it is none."""
+    return OverridesParser.create().parse_override(override)
 
-MOST_NODES = 100_000  # values of a yaml
-_CALLS = ("_target_", "class", "()")  # the last two in a logging configuration
-_HARMLESS = ("hydra", "hydra_plugins", "logging", "colorlog")
+
+def is_swept(override: str) -> bool:
+    """Whether it gives several values, or says how to draw them; of what Hydra cannot read, composing says what is wrong."""
+    try:
+        return parsed(override).is_sweep_override()
+    except HydraException:
+        return False
 
 
-def check_hydra(settings: Any) -> None:
-    """Refuse classes that are not Hydra's own: it would call them.
+def _is_value(override: Override) -> bool:
+    """Whether it gives a value to a key that is there, and chooses nothing."""
+    key = override.key_or_group
+    plain = override.type == OverrideType.CHANGE and override.package is None and "/" not in key
+    return plain and key not in GROUPS and not key.startswith("hydra.")
 
-    Args:
-        settings: the section `hydra` of a composed config.
+
+def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
+    """Refuse words that Hydra answers with a traceback (a group that is given a number or nothing) or wrongly (two modules with one key, which
+    it would merge into one).
 
     Raises:
-        ConfigError: names the key and the class.
+        ConfigError: names the word.
     """
-    _refuse_calls(OmegaConf.to_container(settings, resolve=False), "hydra")
+    for text in overrides:
+        try:
+            override = parsed(text)
+        except HydraException:
+            continue  # explained with all others
+        group, given = override.key_or_group, override._value
+        if group not in GROUPS or override.is_delete():
+            continue
+        for value in given if isinstance(given, list) else [given]:
+            if value is None or isinstance(value, int | float):
+                raise ConfigError(no_such_choice(group, None if value is None else str(value), extra_dirs))
+        if group == "modules":
+            for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
+                names = value if isinstance(value, list) else str(value).strip("[]").split(",")
+                _check_selected([str(name).strip() for name in names], [config_dir(), *extra_dirs])
 
 
-def check_files(folders: Sequence[Path]) -> None:
-    """Check the yaml files of folders of the user's own, and what they say of Hydra, before Hydra reads them and calls what they name.
+def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
+    """Refuse modules that fill the same key: what the yaml's `# @package` says, else its name."""
+    names: dict[str, str] = {}
+    for name in selected:
+        path = next((path for folder in folders if (path := folder / "modules" / f"{name}.yaml").is_file()), None)
+        header = path and re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text("utf-8", "replace"), re.MULTILINE)
+        key = header[1] if header else name
+        if names.setdefault(key, name) != name:
+            raise ConfigError(
+                f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other. Select one of them and change it "
+                f"with modules.{key}.OPTION=…; for two at once, copy one to a yaml of your own with `# @package modules.ANOTHER_NAME`."
+            )
+
+
+# --- files of the user's own ----------------------------------------------------------------------------------------------------
+
+
+def _check_folder(folder: Path) -> None:
+    """Check the yaml files of a folder of the user's own before Hydra reads them.
 
     Raises:
-        ConfigError: a file that is no yaml, or a class that is not Hydra's own.
+        ConfigError: there is no such folder, or a file in it is no yaml.
     """
-    for folder in folders:
-        for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
-            try:
-                check_yaml(path)
-                loaded = OmegaConf.load(path)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{path} cannot be read: {error}. Mend the file, or take it out of --config-dir.") from error
-            except yaml.YAMLError as error:
-                mark = getattr(error, "problem_mark", None)
-                where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-                why = getattr(error, "problem", None) or str(error).splitlines()[0]
-                raise ConfigError(f"{path}{where} is no yaml: {why}. Mend the file, or take it out of --config-dir.") from error
-            content = OmegaConf.to_container(loaded, resolve=False)
-            defaults = content.get("defaults", []) if isinstance(content, dict) else []
-            if not isinstance(content, dict) or not isinstance(defaults, list):
-                kind = "its `defaults` are no list" if isinstance(content, dict) else "it is a list, not keys with values"
-                raise ConfigError(f"{path}: {kind}. Mend the file, or take it out of --config-dir.")
-            top = path.relative_to(folder).parts[0]
-            if top == "hydra":
-                _refuse_calls(content, str(path))
-            else:
-                _refuse_calls(content.get("hydra"), f"{path}: hydra")
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {folder}: there is no such folder.")
+    for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
+        where, content = str(path), None
+        try:
+            check_yaml(path)
+            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            why = "it is a list, not keys with values"
+        except (OSError, ValueError) as error:
+            where, why = f"{path} cannot be read", str(error)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where += ("" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}") + " is no yaml"
+            why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if isinstance(content, dict):
+            if isinstance(content.get("defaults", []), list):
+                continue
+            why = "its `defaults` are no list"
+        raise ConfigError(f"{where}: {why}. Mend the file, or take it out of --config-dir.")
 
 
 def check_yaml(path: Path) -> None:
@@ -300,71 +301,3 @@ def check_yaml(path: Path) -> None:
         open_nodes[-1] = (outer, before + size)
         if before + size > MOST_NODES:
             raise ValueError(f"its aliases stand for more than {MOST_NODES:,} values")
-
-
-def check_overrides(overrides: Sequence[str]) -> None:
-    """The same for the words of a command line.
-
-    Raises:
-        ConfigError: names the word.
-    """
-    for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
-        if key.split(".")[0].split("/")[0] == "hydra" and key.split(".")[-1] in _CALLS and not _is_harmless(value):
-            raise ConfigError(f"{text}: only what comes with Hydra may stand there.")
-
-
-def _refuse_calls(node: Any, where: str) -> None:
-    for key, target in _called(node, where):
-        if not _is_harmless(target):
-            raise ConfigError(f"{key}={target} is not called: only what comes with Hydra may stand there.")
-
-
-def _is_harmless(target: str) -> bool:
-    return target.split(".")[0] in _HARMLESS
-
-
-def _called(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for name, child in node.items():
-            if name in _CALLS and isinstance(child, str):
-                yield f"{key}.{name}", child
-            yield from _called(child, f"{key}.{name}")
-
-
-def check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
-    """Refuse modules that fill the same key: Hydra would merge them into one.
-
-    Args:
-        selected: names of yaml files.
-        folders: where the group `modules` may have them.
-
-    Raises:
-        ConfigError: names the two and what to do.
-    """
-    names: dict[str, str] = {}
-    for name in selected:
-        key = _package_of(name, folders)
-        if names.setdefault(key, name) != name:
-            raise ConfigError(
-                f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other. Select one of them and change it "
-                f"with modules.{key}.OPTION=…; for two at once, copy one to a yaml of your own with `# @package modules.ANOTHER_NAME`."
-            )
-
-
-def _package_of(name: str, folders: Sequence[Path]) -> str:
-    """The key below `modules` that the yaml `name` fills: what its `# @package` says, else its name."""
-    for folder in folders:
-        path = folder / "modules" / f"{name}.yaml"
-        if path.is_file():
-            header = re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text("utf-8", "replace"), re.MULTILINE)
-            return header[1] if header else name
-    return name
-
-
-def drop_plugin_schemas() -> None:
-    """Take the plugins' own entries out of Hydra's store where a file of conf/hydra has the same name: Hydra would hold the file against them,
-    and they know neither `workers` nor `exclusive`. The yaml is the schema."""
-    store = ConfigStore.instance().repo.get("hydra", {})
-    for path in (config_dir() / "hydra").glob("*/*.yaml"):
-        store.get(path.parent.name, {}).pop(path.name, None)

@@ -6,16 +6,13 @@ entry is the arguments of a runtime module or of a measurement and is checked ag
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Optional, TypeVar, get_args, get_type_hints
+from typing import Any, Optional, get_args
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -31,7 +28,6 @@ from quicksilver.runs.composing import composed, quoted
 from quicksilver.runs.parts import build_measurements, is_on, measurement_class
 from quicksilver.runtime.errors import ConfigError
 
-ENVIRONMENT = ("QUICKSILVER_RESULTS", "QUICKSILVER_DATA")  # what conf/ reads of it
 _PRESET = "quicksilver.modules.PresetHalting"
 MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
 GREATEST_SEED = 2**32 - 1  # what every generator takes
@@ -178,17 +174,15 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
 
     Args:
         overrides: words in Hydra's grammar.
-        extra_dirs: folders of the user's own that are searched before conf/ (`--config-dir`).
+        extra_dirs: folders of the user's own that are searched beside conf/ (`--config-dir`).
 
     Raises:
         ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
     """
     if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(word, str) for word in overrides):
         raise ConfigError(f"overrides={overrides!r:.80} is no list of words: give one, such as ['model=reference-gpt2'].")
-    folders = tuple(extra_dirs)
-    environment = tuple(os.environ.get(name) for name in ENVIRONMENT)
-    # A config may be changed by whoever asked for it.
-    config = copy.deepcopy(_composed(tuple(overrides), folders, files_stamp(folders), environment))
+    readable = quoted(overrides)
+    config = run_config(composed(readable, extra_dirs, files_stamp(extra_dirs)), readable)
     for entry in config.modules.values():
         if isinstance(entry, dict) and entry.get("_target_") == _PRESET and entry.get("schedule") is None:
             entry |= _own_schedule(config)
@@ -202,22 +196,12 @@ def _own_schedule(config: RunConfig) -> dict[str, str]:
     if config.model.name in shipped_with_schedules():
         return {}
     beside = sorted(Path(config.model.path).expanduser().glob("*.schedules.yaml")) if config.model.path else []
-    found = [*beside, schedules_file(config)]
-    return next(({"schedule": str(path)} for path in found if path.is_file()), {})
+    return next(({"schedule": str(path)} for path in (*beside, schedules_file(config)) if path.is_file()), {})
 
 
 def schedules_file(config: RunConfig) -> Path:
     """Where `quicksilver schedule` writes for a model, and where a run looks for it."""
     return Path(config.results_dir) / "translators" / f"{config.model.name}.schedules.yaml"
-
-
-@lru_cache(maxsize=2048)
-def _composed(
-    overrides: tuple[str, ...], extra_dirs: tuple[Path, ...], stamp: int, environment: tuple[str | None, ...]
-) -> RunConfig:
-    """`compose`, remembered for as long as neither the files (`stamp`) nor the variables of `ENVIRONMENT` (`environment`) change."""
-    readable = quoted(overrides)
-    return run_config(composed(readable, extra_dirs, stamp), readable)
 
 
 def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
@@ -228,53 +212,17 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """
     try:
         _refuse_unknown_keys(cfg, RunConfig())
-        plain = OmegaConf.to_container(cfg, resolve=True)
-        assert isinstance(plain, dict)
-        missing = sorted(_missing(plain))
-        if missing:
-            name = f"{missing[0].split('.')[0]}={OmegaConf.select(cfg, missing[0].split('.')[0] + '.name', default='…') or '…'}"
-            raise ConfigError(f"{missing[0]} has no value: {name} needs {missing[0]}=…")
-        config = _object(RunConfig, plain)
+        config = OmegaConf.to_object(cfg)
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} has no value: give {error.full_key}=…") from error
+        group = str(error.full_key).partition(".")[0]
+        chosen = OmegaConf.select(cfg, f"{group}.name", default=None)
+        needs = f"{group}={chosen} needs" if chosen else "give"
+        raise ConfigError(f"{error.full_key} has no value: {needs} {error.full_key}=…") from error
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, overrides)) from error
+    assert isinstance(config, RunConfig)
     check(config)
     return config
-
-
-D = TypeVar("D")
-
-
-def _object(cls: Callable[..., D], plain: Mapping[Any, Any]) -> D:
-    """The dataclass of a section that OmegaConf has checked and resolved. `OmegaConf.to_object` resolves everything once more, one key at a time."""
-    sections = _sections(cls)
-    return cls(
-        **{key: _object(sections[key], value) if key in sections and value is not None else value for key, value in plain.items()}
-    )
-
-
-@lru_cache
-def _sections(cls: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """The fields of a dataclass that are dataclasses themselves, or may be."""
-    found: dict[str, Callable[..., Any]] = {}
-    for name, hint in get_type_hints(cls).items():
-        classes = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
-        if classes:
-            found[name] = classes[0]
-    return found
-
-
-def _missing(node: Any, key: str = "") -> Iterator[str]:
-    """The keys below `node`, a config as plain objects, that have no value. `OmegaConf.missing_keys` takes five times as long."""
-    if isinstance(node, dict):
-        for name, child in node.items():
-            yield from _missing(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
-        for number, child in enumerate(node):
-            yield from _missing(child, f"{key}[{number}]")
-    elif isinstance(node, str) and node == MISSING:
-        yield key
 
 
 def _refuse_unknown_keys(node: DictConfig, schema: Any, prefix: str = "") -> None:

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
+import json
 import pickle
 import sys
 from collections.abc import Mapping
@@ -41,20 +42,14 @@ if TYPE_CHECKING:
     from quicksilver.runtime.module import RuntimeModule
 
 
-_OURS = "quicksilver"
 T = TypeVar("T")
 
 
 def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
-    """The class behind the section `key` of a config.
-
-    Args:
-        key: what the section is called, for messages: `modules.halting`.
-        entry: its content, with `_target_: package.module.Class`.
-        base: what the class must be a subclass of.
+    """The class behind the section `key` of a config, such as `modules.halting`, whose `_target_: package.module.Class` names it.
 
     Raises:
-        ConfigError: no `_target_`, nothing there, no class, or a class that is no `base`. Nothing was called then.
+        ConfigError: no `_target_`, or as `named_class`. Nothing was called then.
     """
     if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
         kind = "measurement" if key.startswith("measure.") else "module"
@@ -63,10 +58,10 @@ def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
 
 
 def named_class(key: str, target: str, base: type[T]) -> type[T]:
-    """The class that the option `key` names; see `target_class`. Files in the present folder are found too, after all others.
+    """The class that the option `key` names. Files in the present folder are found too, after all others.
 
     Raises:
-        ConfigError: nothing there, no class, or a class that is no `base`. Nothing was called then.
+        ConfigError: nothing there, no class, or a class that is no subclass of `base`. Nothing was called then.
     """
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
@@ -94,16 +89,28 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
 def _foreign(module: str, name: str) -> bool:
     """Whether importing `module` for its `name` could do anything but define a class: it is Python's own, or its source has no such class.
 
-    A module that is not found is not foreign: importing it says why.
+    A module that is not found is not foreign: importing it says why. One that was imported runs nothing when it is asked again.
     """
     top = module.split(".")[0]
-    if top == _OURS:
-        return False
     if top in sys.stdlib_module_names:
         return True
-    if module in sys.modules:
-        return False  # nothing is run by asking it again
-    return source_of(module) is not None and not _defines(module, name)
+    if top == "quicksilver" or module in sys.modules or source_of(module) is None:
+        return False
+    source, node = _definition(module, name) or (None, None)
+    ours = source is not None and any(other.split(".")[0] == "quicksilver" for other, _ in source.imports.values())
+    return not (ours and node is not None and node.bases)
+
+
+# --- sources, read and not imported ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A file: the name of its module, its classes, and what it imports: name -> (module, the name there)."""
+
+    module: str
+    classes: dict[str, ast.ClassDef]
+    imports: dict[str, tuple[str, str]]
 
 
 def source_of(module: str) -> Path | None:
@@ -122,34 +129,37 @@ def source_of(module: str) -> Path | None:
     return Path(origin) if origin is not None else None
 
 
-def _defines(module: str, name: str) -> bool:
-    """Whether a module, read and not imported, has a class of that name in a file that imports quicksilver, or imports one from such a file."""
-    source, seen = source_of(module), set()
-    while source is not None and source not in seen:
-        seen.add(source)
-        try:
-            nodes = list(ast.walk(ast.parse(source.read_bytes())))
-        except (OSError, SyntaxError, ValueError):
-            return False
-        froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-        if any(isinstance(node, ast.ClassDef) and node.name == name and node.bases for node in nodes):
-            imported = [node.module or "" for node in froms if not node.level]
-            imported += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-            return any(other.split(".")[0] == _OURS for other in imported)
-        found = [(node, alias.name) for node in froms for alias in node.names if (alias.asname or alias.name) == name]
-        if not found:
-            return False
-        (node, name), parts = found[0], module.split(".")
-        package = parts if source.name == "__init__.py" else parts[:-1]
-        above = package[: len(package) - node.level + 1] if node.level else []
-        module = ".".join([*above, *([node.module] if node.module else [])])
-        if module.split(".")[0] == _OURS:
-            return True
-        source = source_of(module)
-    return False
+def _definition(module: str, name: str) -> tuple[_Source, ast.ClassDef] | None:
+    """The class `name` of `module` and the file that defines it; imports of it are followed."""
+    seen = set()
+    while (path := source_of(module)) is not None and (path, name) not in seen:
+        seen.add((path, name))
+        source = _read(path, path.stat().st_mtime_ns, module)
+        if name in source.classes:
+            return source, source.classes[name]
+        module, name = source.imports.get(name, ("", ""))
+        if not module:
+            return None
+    return None
 
 
-# --- defaults -------------------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=256)
+def _read(path: Path, changed_ns: int, module: str) -> _Source:
+    """`changed_ns`: when the file was, so that one that changes is read again."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        nodes = []
+    source = _Source(module, {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}, {})
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            source.imports.update({alias.name: (alias.name, "") for alias in node.names})
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            whole = ".".join([*above, *filter(None, [node.module])])
+            source.imports.update({alias.asname or alias.name: (whole, alias.name) for alias in node.names})
+    return source
 
 
 def option_defaults(target: str) -> dict[str, Any]:
@@ -158,40 +168,18 @@ def option_defaults(target: str) -> dict[str, Any]:
     Left out are options without a default, masks (which are tensors), and defaults that are no literals.
     """
     module, _, name = target.rpartition(".")
-    source = source_of(module) if module else None
-    return {} if source is None else copy.deepcopy(_defaults(source, source.stat().st_mtime_ns, name))
-
-
-def filled(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of `modules` with every option of its class; what it says itself goes before the defaults."""
-    target = entry.get("_target_")
-    return {**(option_defaults(target) if isinstance(target, str) else {}), **{str(key): value for key, value in entry.items()}}
-
-
-@lru_cache(maxsize=256)
-def _defaults(source: Path, changed_ns: int, name: str) -> dict[str, Any]:
-    """`changed_ns`: when the file was, so that one that changes is read again."""
-    try:
-        tree = ast.parse(source.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return {}
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if name not in classes:
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
-        found_in = [
-            f"{node.module}.{alias.name}" for node in imports for alias in node.names if (alias.asname or alias.name) == name
-        ]
-        return option_defaults(found_in[0]) if found_in else {}
-    found: dict[str, Any] = {}
-    for base in reversed(classes[name].bases):
-        if isinstance(base, ast.Name):
-            found |= copy.deepcopy(_defaults(source, changed_ns, base.id))
-    if any("dataclass" in ast.unparse(decorator) for decorator in classes[name].decorator_list):
-        for statement in classes[name].body:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                found.pop(statement.target.id, None)
-                found |= _option(statement.target.id, statement)
-    return found
+    found, options = _definition(module, name) if module else None, dict[str, Any]()
+    if found is None:
+        return options
+    source, node = found
+    for base in (base.id for base in reversed(node.bases) if isinstance(base, ast.Name)):
+        options |= option_defaults(f"{source.module}.{base}")
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        for line in node.body:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                options.pop(line.target.id, None)
+                options |= _option(line.target.id, line)
+    return options
 
 
 def _option(name: str, field: ast.AnnAssign) -> dict[str, Any]:
@@ -199,15 +187,9 @@ def _option(name: str, field: ast.AnnAssign) -> dict[str, Any]:
     if field.value is None or name.endswith("_mask") or ast.unparse(field.annotation).startswith("ClassVar"):
         return {}
     try:
-        return {name: _as_yaml(ast.literal_eval(field.value))}
+        return {name: json.loads(json.dumps(ast.literal_eval(field.value)))}  # a tuple is a list in a yaml
     except ValueError:
         return {}  # a call, such as field(init=False)
-
-
-def _as_yaml(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_as_yaml(one) for one in value]
-    return {key: _as_yaml(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
@@ -240,18 +222,14 @@ def module_class(name: str, entry: Any) -> type[RuntimeModule]:
 
 
 def module_entry(name: str) -> tuple[str, dict[str, Any]]:
-    """One yaml of conf/modules with what it inherits: its name in `modules`, and its options. Hydra, which composes whole runs, takes a hundred
-    times as long."""
+    """One yaml of conf/modules with what it inherits: its name in `modules`, and its options. Hydra takes a hundred times as long."""
     text = (config_dir() / "modules" / f"{name}.yaml").read_text(encoding="utf-8")
     content = OmegaConf.create(text)
     assert isinstance(content, DictConfig)
     parents = content.pop("defaults", [])
     inherited = [module_entry(parent.removesuffix("@_here_"))[1] for parent in parents if parent != "_self_"]
-    merged = OmegaConf.to_container(OmegaConf.merge(*inherited, content))
-    assert isinstance(merged, dict)
-    return text.splitlines()[0].removeprefix("# @package modules.").strip(), filled(
-        {str(key): value for key, value in merged.items()}
-    )
+    entry: Any = OmegaConf.to_container(OmegaConf.merge(*inherited, content))
+    return text.splitlines()[0].removeprefix("# @package modules.").strip(), option_defaults(entry["_target_"]) | entry
 
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:
@@ -268,14 +246,10 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
     # All are checked before the first is built. Sorted: whatever order they were selected in must not decide anything.
     classes = {name: module_class(name, entry) for name, entry in sorted(entries.items())}
     for name, cls in classes.items():
-        entry = entries[name]
-        arguments = {k: v for k, v in entry.items() if k != "_target_"}
-        known = list(inspect.signature(cls).parameters)
-        for key in arguments:
-            if key not in known:
-                raise ConfigError(f"modules.{name}.{key}: {cls.__name__} has no such option. {suggest(key, known, 'Options')}")
-            if key.endswith("_ids") and isinstance(arguments[key], list):
-                arguments[key] = _token_ids(f"modules.{name}.{key}", arguments[key], tokenizer)
+        arguments = _arguments(f"modules.{name}", entries[name], cls)
+        for key, value in arguments.items():
+            if key.endswith("_ids") and isinstance(value, list):
+                arguments[key] = _token_ids(f"modules.{name}.{key}", value, tokenizer)
         try:
             built.append(cls(**arguments))
         except ConfigError as error:
@@ -284,6 +258,18 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
             shown = ", ".join(f"{k}={v!r}" for k, v in arguments.items())
             raise ConfigError(f"modules.{name} cannot be built from {shown}: {error}") from error
     return built
+
+
+def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """What the section `key` gives `cls`; raises ConfigError for an option that it does not have."""
+    arguments, known = (
+        {name: value for name, value in entry.items() if name != "_target_"},
+        list(inspect.signature(cls).parameters),
+    )
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"{key}.{name}: {cls.__name__} has no such option. {suggest(name, known, 'Options')}")
+    return arguments
 
 
 def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
@@ -351,21 +337,16 @@ _built: dict[tuple[type, str, bytes], Measurement] = {}
 
 def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
     cls = measurement_class(name, entry)
-    arguments = {key: value for key, value in entry.items() if key not in ("_target_", "enabled")}
-    known = [option.name for option in dataclasses.fields(cls)]
-    for key in arguments:
-        if key not in known:
-            raise ConfigError(f"measure.{name}.{key}: {cls.__name__} has no such option. {suggest(key, known, 'Options')}")
+    arguments = _arguments(f"measure.{name}", {key: value for key, value in entry.items() if key != "enabled"}, cls)
     # A sweep builds the same measurements for each of its runs, and OmegaConf takes a millisecond for each.
     options = (cls, name, pickle.dumps(arguments))
     if options not in _built:
         try:
             # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
             built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"measure.{name}.{explain(error)}") from error
-        except ConfigError as error:
-            raise ConfigError(f"measure.{name}.{error}") from error
+        except (OmegaConfBaseException, ConfigError) as error:
+            said = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
+            raise ConfigError(f"measure.{name}.{said}") from error
         assert isinstance(built, Measurement)
         _built[options] = built
     return copy.deepcopy(_built[options])

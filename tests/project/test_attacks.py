@@ -246,7 +246,7 @@ def test_an_adapter_of_one_s_own_is_taken_for_its_model_types_alone(refused, tmp
 @pytest.mark.parametrize("word", ["+hydra.callbacks.x._target_=subprocess.Popen", "hydra.sweeper._target_=subprocess.Popen"])
 def test_hydra_calls_nothing_but_its_own(word, refused):
     said = refused(word)
-    assert word in said
+    assert word.lstrip("+") in said
     assert "only what comes with Hydra" in said
 
 

@@ -6,17 +6,13 @@ import pytest
 import thinning
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from thinning import first
 
-from quicksilver.data.spec import FilesConfig
 from quicksilver.runs import composing
-from quicksilver.runs.choices import choices, explain
-from quicksilver.runs.composing import check_words, hydra_started, quoted
+from quicksilver.runs.choices import choices
+from quicksilver.runs.composing import hydra_started, quoted
 from quicksilver.runs.config import RunConfig, compose, run_config
 from quicksilver.runs.parts import build_measurements
 from quicksilver.runtime.errors import ConfigError
@@ -51,21 +47,14 @@ WRONG = [
 
 def by_hydra(words: list[str]) -> RunConfig:
     """What Hydra makes of all words in one go."""
-    check_words(words)
-    try:
-        return run_config(composing._by_hydra(quoted(words), ()), words)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, words)) from error
+    return run_config(composing.by_hydra(quoted(words)), words)
 
 
 def test_runs_that_share_their_groups_are_what_hydra_gives_for_each(monkeypatch):
-    from quicksilver.runs import config
-
-    config._composed.cache_clear()
     composing._of_groups.cache_clear()
     calls = []
-    whole = composing._by_hydra
-    monkeypatch.setattr(composing, "_by_hydra", lambda words, folders: calls.append(words) or whole(words, folders))
+    whole = composing.by_hydra
+    monkeypatch.setattr(composing, "by_hydra", lambda words, folders=(): calls.append(words) or whole(words, folders))
     ours = [compose(words) for words in (*RUNS, *ENTRIES)]
     assert len(calls) < len(RUNS) - 2  # or nothing was shared
     theirs = [by_hydra(words) for words in (*RUNS, *ENTRIES)]
@@ -113,22 +102,6 @@ def test_a_hydra_that_runs_already_is_left_as_it_was():
             assert compose(["seed=4"]).seed == 4
         assert GlobalHydra.instance().hydra is outer
     assert not GlobalHydra.instance().is_initialized()
-
-
-@pytest.mark.parametrize(
-    "words", [["dataset=sst2", "modules=[halting]"], ["dataset=wikitext103-tagged", "measure=paper"], ["seed=3", "threads=2"]]
-)
-def test_a_run_s_config_has_the_classes_and_values_that_omegaconf_gives(words):
-    readable = quoted(words)
-    cfg = composing.composed(readable, (), 0)
-    OmegaConf.resolve(cfg)
-    expected = OmegaConf.to_object(cfg)
-    found = run_config(composing.composed(readable, (), 0))
-    assert found == expected
-    assert type(found.dataset.task) is type(expected.dataset.task)
-    assert type(found.dataset.tagger) is type(expected.dataset.tagger)
-    assert type(found.dataset.files) is FilesConfig
-    assert all(type(entry) in (dict, str, int) for entry in found.measure.values())
 
 
 def test_measurements_that_were_built_before_are_not_the_same_objects():

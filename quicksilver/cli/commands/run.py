@@ -13,21 +13,15 @@ more than an hour starts with yes=true.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.cli.arguments import SweepOptions, split_own
 from quicksilver.cli.main import say
-from quicksilver.runs.choices import config_dir, explain
-from quicksilver.runs.composing import check_files, check_overrides, check_words, parsed, quoted
+from quicksilver.runs.composing import hydra_started, parsed, quoted, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.tracker import sync_hint
 from quicksilver.runtime.errors import ConfigError
@@ -35,8 +29,8 @@ from quicksilver.runtime.errors import ConfigError
 OWN_HELP = True  # Hydra's: it lists the choices
 _SEARCHPATH = "hydra.searchpath="
 _MAY_SWEEP = ("experiment=", "hydra.mode=")  # without -m
-_ANSWERED_BY_HYDRA = ("help", "hydra_help", "cfg", "info", "shell_completion")
-_REFUSED = ("config_path", "config_name", "experimental_rerun")  # conf/ and its schema are the only ones
+_ANSWERED_BY_HYDRA = ("help", "hydra_help", "cfg", "info")
+_REFUSED = ("config_path", "config_name", "experimental_rerun", "shell_completion")  # conf/ and its schema are the only ones
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,10 +43,10 @@ def main(words: Sequence[str]) -> int:
     asked, rest = split_own(words, SweepOptions)
     given = _options(rest)
     overrides = quoted(given.overrides)
-    check_overrides(overrides)
     extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *_searched(overrides)]
     if any(getattr(given, name) for name in _ANSWERED_BY_HYDRA):
-        return _ask_hydra([word for word in rest if word not in given.overrides], overrides, extra_dirs)
+        given.overrides = overrides
+        return _ask_hydra(given, extra_dirs)
     overrides = [word for word in overrides if not word.startswith(_SEARCHPATH)]
     if given.multirun or asked.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
         from quicksilver.cli import sweeping
@@ -96,25 +90,22 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.error = refuse  # type: ignore[method-assign]
     given = parser.parse_intermixed_args(words)
     for name in _REFUSED:
-        if getattr(given, name) is not None:
+        if getattr(given, name):
             refuse(f"--{name.replace('_', '-')} is not supported")
     return given
 
 
-def _ask_hydra(options: list[str], overrides: list[str], extra_dirs: list[Path]) -> int:
-    # Hydra prints what it catches and exits by itself; with this it raises, and one readable message can be made of it.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    before = sys.argv
-    try:
-        check_files(extra_dirs)
-        check_words(overrides, extra_dirs)
-        # argparse takes overrides on one side of the options only
-        sys.argv = ["quicksilver run", *options, *overrides]
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="run")(lambda _: None)()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, overrides, extra_dirs)) from error
-    finally:
-        sys.argv = before
+def _ask_hydra(given: argparse.Namespace, extra_dirs: Sequence[Path]) -> int:
+    with hydra_started(extra_dirs) as hydra:
+        with_settings(given.overrides, extra_dirs)  # says what is wrong with them, and that Hydra may call what they name
+        if given.help:
+            hydra.app_help("run", get_args_parser(), given)
+        elif given.hydra_help:
+            hydra.hydra_help("run", get_args_parser(), given)
+        elif given.cfg:
+            hydra.show_cfg("run", given.overrides, given.cfg, given.package, given.resolve)
+        else:
+            hydra.show_info(given.info, "run", given.overrides)
     return 0
 
 

@@ -7,7 +7,7 @@ frequency, position or spelling; the third what a model of position and frequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -179,29 +179,21 @@ def _model_columns() -> tuple[Column, ...]:
 # --- claims -----------------------------------------------------------------------------------------------------------------------
 
 
-def _lowest(outcomes: Mapping[str, Outcome], names: Sequence[str]) -> str | None:
-    """Of these classes the one that halts least, by the paper's tags."""
-    record = outcomes[runs.MAIN].record
-    return None if record is None else min(names, key=lambda name: result(record).of(name, "paper").halted.value)
-
-
 def _answer(*names: str, note: str = "") -> AnsweredBy:
-    """The lowest rate of these classes, in percent, and how far it is from that of any tokens."""
+    """The lowest rate of these classes by the paper's tags, in percent, and how far it is from that of any tokens."""
 
-    def rate(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        record, name = outcomes[runs.MAIN].record, _lowest(outcomes, names)
-        if record is None or name is None:
-            return None
-        share = result(record).of(name, "paper").halted
-        return Estimate(100 * share.value, 100 * share.low, 100 * share.high)
+    def lowest(record: Record) -> str:
+        return min(names, key=lambda name: result(record).of(name, "paper").halted.value)
 
-    def beyond(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        record, name = outcomes[runs.MAIN].record, _lowest(outcomes, names)
-        null = None if record is None or name is None else result(record).of(name).nulls.get("random")
+    def rate(record: Record) -> Estimate:
+        return Estimate.of(result(record).of(lowest(record), "paper").halted, 100)
+
+    def beyond(record: Record) -> Estimate | None:
+        null = result(record).of(lowest(record)).nulls.get("random")
         return None if null is None else Estimate(100 * null.excess, 100 * null.excess_low, 100 * null.excess_high)
 
     said = "; ".join(filter(None, ("drift and entropy, calibrated, half of the depth", note)))
-    return AnsweredBy(runs.HALTING, runs.MAIN, of=rate, beyond_chance=beyond, note=said)
+    return AnsweredBy(runs.HALTING, runs.MAIN, of_record=rate, beyond_chance=beyond, note=said)
 
 
 _LOWEST = "the lowest of determiners, prepositions and conjunctions"

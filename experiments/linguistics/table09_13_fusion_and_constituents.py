@@ -6,7 +6,7 @@ paper speaks of phrases, so the smallest common constituent being one answers it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -156,34 +156,26 @@ def _columns() -> tuple[Column, ...]:
 def _precision(key: str, definition: str, note: str) -> AnsweredBy:
     """Precision, in percent, and how far it is from that of random neighbours."""
 
-    def there(outcomes: Mapping[str, Outcome]) -> Fused | None:
-        record = outcomes[key].record
-        return None if record is None else fused(record)
+    def precision(record: Record) -> Estimate | None:
+        one = fused(record)
+        return None if one is None else Estimate.of(one.precision[definition], 100)
 
-    def precision(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        one = there(outcomes)
-        share = None if one is None else one.precision[definition]
-        return None if share is None else Estimate(100 * share.value, 100 * share.low, 100 * share.high)
-
-    def beyond(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        one = there(outcomes)
+    def beyond(record: Record) -> Estimate | None:
+        one = fused(record)
         null = None if one is None else one.nulls[definition]["random"]
         return None if null is None else Estimate(100 * null.excess, 100 * null.excess_low, 100 * null.excess_high)
 
-    return AnsweredBy(runs.FUSION, key, of=precision, beyond_chance=beyond, note=note)
+    return AnsweredBy(runs.FUSION, key, of_record=precision, beyond_chance=beyond, note=note)
 
 
 def _random(key: str) -> AnsweredBy:
-    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    def of(record: Record) -> Estimate | None:
         """Precision of as many random neighbours, in percent."""
-        record = outcomes[key].record
-        one = fused(record) if record is not None else None
-        if one is None:
-            return None
-        null = one.nulls["phrase"]["random"]
-        return Estimate(100 * null.expected, 100 * null.low, 100 * null.high)
+        one = fused(record)
+        null = None if one is None else one.nulls["phrase"]["random"]
+        return None if null is None else Estimate(100 * null.expected, 100 * null.low, 100 * null.high)
 
-    return AnsweredBy(runs.FUSION, key, of=of, note=_NOTE)
+    return AnsweredBy(runs.FUSION, key, of_record=of, note=_NOTE)
 
 
 _NOTE = "the smallest common constituent is a phrase, no clause; gold trees"

@@ -1,4 +1,4 @@
-"""What a file of `experiments/` declares, and how the files are found: by their names, there is no list to keep."""
+"""What a file of `experiments/` declares, and how they are found: by names of files and functions, there is no list to keep."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quicksilver.report.table import without_folders
 from quicksilver.runtime.errors import ConfigError
@@ -26,7 +26,10 @@ if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: 
 
 # `table11_ablation.py`, `figure08_15_speed.py`; `table_front.py` has no number in the paper and is asked for by its name;
 # `table_figure_factorial.py` makes the table and the figure of that name, of the same rows.
-_FILE_NAME = re.compile(r"(table_figure|table|figure)(?:(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*|_([a-z]\w*))\.py")
+_NAME = r"(?:(\d+[a-z]?(?:_\d+[a-z]?)*)_[a-z]\w*|_([a-z]\w*))"
+_FILE_NAME = re.compile(rf"(table_figure|table|figure){_NAME}\.py")
+# In a file of any other name, a function `table11_ablation` under `@artefact(…)` is one of the several artefacts of a family.
+_FUNCTION = re.compile(rf"^@artefact\((?:.*\n)+?def ((table|figure){_NAME})\(", re.MULTILINE)
 _AFTER_THE_NUMBERED = 1000
 _NAMED_MODELS = 3  # more do not fit above a figure
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -99,6 +102,38 @@ class Experiment(Protocol):
         ...
 
 
+Maker = Callable[[Sequence[Outcome], str], Any]
+
+
+@dataclass(frozen=True)
+class ArtefactFunction:
+    """A function that makes one artefact of a file with several: an `Experiment`, see `artefact`."""
+
+    make: Maker
+    rows: Callable[[], Sequence[Row]]
+    READS: tuple[str, ...] = ()
+    ANSWERS: Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]] = field(default_factory=dict)
+
+    def __call__(self, outcomes: Sequence[Outcome], name: str) -> Any:
+        """The table or figure called `name`, from one outcome a row."""
+        return self.make(outcomes, name)
+
+    table = figure = __call__
+
+
+def artefact(
+    rows: Callable[[], Sequence[Row]],
+    reads: Sequence[str] = (),
+    answers: Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]] | None = None,
+) -> Callable[[Maker], ArtefactFunction]:
+    """Declare the function below, `table11_ablation` or `figure_front`, the maker of that table or figure; its docstring begins with the title.
+
+    Args:
+        rows, reads, answers: what a file with one artefact calls `rows`, `READS` and `ANSWERS`.
+    """
+    return lambda make: ArtefactFunction(make, rows, tuple(reads), answers or {})
+
+
 @dataclass(frozen=True)
 class Artefact:
     """One table or figure of the paper, or several that one picture answers, and the file that makes it.
@@ -107,11 +142,13 @@ class Artefact:
         kind: table or figure.
         numbers: its numbers in the paper, without leading zeros: `("8", "15")`, `("2b",)`; or the one name it has instead.
         path: the file.
+        function: the function that makes it, in a file with several.
     """
 
     kind: str
     numbers: tuple[str, ...]
     path: Path
+    function: str | None = None
 
     @property
     def number(self) -> str:
@@ -156,7 +193,7 @@ class Artefact:
     @property
     def answered(self) -> Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]]:
         """Claims to what answers them (`ANSWERS` in the file). They are the table's where a file makes a table and a figure."""
-        if self.kind == "figure" and self.path.name.startswith("table"):
+        if self.kind == "figure" and self.path.name.startswith("table_figure_"):
             return {}
         return getattr(self.experiment, "ANSWERS", {})
 
@@ -168,13 +205,15 @@ class Artefact:
 
     @cached_property
     def title(self) -> str:
-        """First line of the file's docstring, without `Table 11:`."""
-        docstring = ast.get_docstring(ast.parse(self.path.read_text(encoding="utf-8"))) or self.path.stem
+        """First line of the docstring of the file or function, without `Table 11:`."""
+        tree = ast.parse(self.path.read_text(encoding="utf-8"))
+        functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
+        docstring = ast.get_docstring(functions[self.function] if self.function else tree) or self.path.stem
         return re.sub(r"^(Table|Figure)s? [^:]+: ", "", docstring.splitlines()[0]).rstrip(".")
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The file, imported.
+        """The file, imported, or its function that makes this artefact.
 
         Raises:
             ConfigError: it needs a library that is not installed.
@@ -187,7 +226,7 @@ class Artefact:
             raise ConfigError(
                 f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver[plots]'."
             ) from error
-        return cast(Experiment, module)
+        return cast(Experiment, getattr(module, self.function) if self.function else module)
 
 
 def _measured_on(outcomes: Sequence[Outcome]) -> str:
@@ -231,10 +270,11 @@ def artefacts(folder: Path | None = None) -> list[Artefact]:
     folders = [folder] if folder else [experiments_folder(), experiments_folder().parent / "studies"]
     found = []
     for path in (path for each in folders for path in each.rglob("*.py")):
-        if match := _FILE_NAME.fullmatch(path.name):
-            kind, numbers, name = match.groups()
+        match = _FILE_NAME.fullmatch(path.name)
+        several = [("", *match.groups(""))] if match else _FUNCTION.findall(path.read_text(encoding="utf-8"))
+        for function, kinds, numbers, name in several:
             called = (name,) if name else tuple(map(_plain, numbers.split("_")))
-            found += [Artefact(one, called, path) for one in kind.split("_")]
+            found += [Artefact(kind, called, path, function or None) for kind in kinds.split("_")]
     return sorted(found, key=lambda artefact: artefact.order)
 
 

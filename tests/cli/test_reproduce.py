@@ -58,12 +58,31 @@ FILES = [
     "figure08_15_speed.py", "figure02_mechanisms.py", "figure02b_kv.py", "figure_factorial.py", "figure_.py", "family/table02_pos.py",
     "family/table11_ablation.py", "family/table_factorial.py", "notes.py", "__init__.py", "table3.txt", "table_2x.txt",
 ]  # fmt: skip
+FAMILY = """
+from quicksilver.report.artefacts import artefact
+
+def figure_of(outcomes, name):
+    "A helper."
+
+@artefact(lambda: [1])
+def figure11_lives(outcomes, name):
+    "Figure 11: a title."
+    return outcomes, name
+
+@artefact(
+    rows=list,
+    reads=["trace"],
+)
+def figure_lives(outcomes, name):
+    "A title."
+"""
 
 
 def test_files_are_found_by_their_names_and_answer_all_their_numbers_and_parts(tmp_path, monkeypatch):
     (tmp_path / "family").mkdir()  # families are folders
     for name in FILES:
         (tmp_path / name).write_text('"""Figures 8 and 15: a title."""\n')
+    (tmp_path / "family" / "lives.py").write_text(FAMILY)  # several in one file
     monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: tmp_path)
     assert [(one.kind, one.number, one.name) for one in artefacts(tmp_path)] == [
         ("table", "2", "table02"),
@@ -72,16 +91,23 @@ def test_files_are_found_by_their_names_and_answer_all_their_numbers_and_parts(t
         ("figure", "2", "figure02"),
         ("figure", "2b", "figure02b"),
         ("figure", "8/15", "figure08_15"),
+        ("figure", "11", "figure11"),
         ("figure", "factorial", "figure_factorial"),
+        ("figure", "lives", "figure_lives"),
     ]
-    assert {artefact.title for artefact in artefacts(tmp_path)} == {"a title"}
+    assert {artefact.title.lower() for artefact in artefacts(tmp_path)} == {"a title"}
     answers = {"figure08_15": ("8", "15", "08", "008", "8/15"), "figure02": ("2", "2a", "2d"), "figure02b": ("2B",)}
     answers["figure_factorial"] = ("factorial", "Factorial")
     assert {number: find("figure", number).name for numbers in answers.values() for number in numbers} == {
         number: name for name, numbers in answers.items() for number in numbers
     }
+    assert find("figure", "11").experiment.rows() == [1]
+    assert find("figure", "11").experiment.figure([], "made") == ([], "made")
+    assert find("figure", "lives").reads == ("trace",)
     for number in ("1", "5", "8/2", "b", "", "factoria", "factorials", "11_factorial"):
-        with pytest.raises(ConfigError, match=r"There is no figure .*Figures: 2, 2b, 8/15, factorial; `list` says what each is"):
+        with pytest.raises(
+            ConfigError, match=r"There is no figure .*Figures: 2, 2b, 8/15, 11, factorial, lives; `list` says what each is"
+        ):
             find("figure", number)
 
 

@@ -96,7 +96,8 @@ class AnsweredBy:
         panel, key: the row whose record is asked.
         column: of `against_dense`; None: the quantity's own.
         of: instead of a column, from the outcomes of the panel by key to an estimate; None where these do not have it.
-        beyond_chance: of a share, its difference from what chance gives (percentage points), from the outcomes of the panel by key.
+        of_record: the same, from the row's record alone.
+        beyond_chance: of a share, its difference from what chance gives (percentage points), from the row's record.
         note: what is compared, where that is not plain.
         by_definition: why the number can be no other; then it is shown and not judged.
         tuned: the row has the setting that won on calibration text, not the paper's: its verdict stands in a column of its own.
@@ -106,10 +107,16 @@ class AnsweredBy:
     key: str
     column: str | None = None
     of: Callable[[Mapping[str, Outcome]], Estimate | None] | None = None
-    beyond_chance: Callable[[Mapping[str, Outcome]], Estimate | None] | None = None
+    of_record: Callable[[Record], Estimate | None] | None = None
+    beyond_chance: Callable[[Record], Estimate | None] | None = None
     note: str = ""
     by_definition: str = ""
     tuned: bool = False
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether a function of its own makes the estimate."""
+        return self.of is not None or self.of_record is not None
 
 
 @dataclass(frozen=True)
@@ -264,14 +271,16 @@ class _Claim:
 
     def is_answered(self, claim: str, answer: AnsweredBy) -> bool:
         """Whether an answer to `claim` is one to this: an answer to a whole entry by its own function or column, or the quantity's column."""
-        whole = claim == self.entry.id and (answer.of is not None or answer.column is not None or self.what.column is not None)
+        whole = claim == self.entry.id and (answer.is_computed or answer.column is not None or self.what.column is not None)
         return claim == self.id or whole
 
     def estimate(self, answer: AnsweredBy, outcomes: Mapping[str, Outcome]) -> Estimate | None:
         """What the records of `outcomes` say about it; None where they do not have it."""
+        record, dense = outcomes[answer.key].record, outcomes[answer.key].dense
         if answer.of is not None:
             return answer.of(outcomes)
-        record, dense = outcomes[answer.key].record, outcomes[answer.key].dense
+        if answer.of_record is not None:
+            return None if record is None else answer.of_record(record)
         column = answer.column or ("ppl" if self.what.of_dense and self.is_reference else self.what.column)
         if record is None or dense is None or column is None or (column != "ppl" and record.fingerprint == dense.fingerprint):
             return None  # dense inference against itself is zero by definition
@@ -418,15 +427,15 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, found: Estimate
     if other is not None and dense is not None:
         its = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: outcome})
         beside = None if its is None else (other.id, other.verdict(record, its)[0])
-    fixed = answer.by_definition or (claim.entry.by_definition.get(claim.name, "") if answer.of is None else "")
+    fixed = answer.by_definition or (claim.entry.by_definition.get(claim.name, "") if not answer.is_computed else "")
     verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, beside)
-    beyond = None if answer.beyond_chance is None else answer.beyond_chance({answer.key: outcome})
+    beyond = None if answer.beyond_chance is None else answer.beyond_chance(record)
     if beyond is not None and claim.chance_pct is not None:
         claimed = next(end for end in claim.stated if end is not None)
         lowered = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
         said = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}] from chance, claimed {claimed - claim.chance_pct:+.1f}"
         verdict, why = lowered, "; ".join(filter(None, (why, said)))
-    widths = answer.of is None and claim.what.column == "paper_flops_saved_pct" and _charges_widths(record)
+    widths = not answer.is_computed and claim.what.column == "paper_flops_saved_pct" and _charges_widths(record)
     chance: dict[str, Any] = {}
     if claim.what.kind == "quality" and dense is not None and record.found("null", NullResult) is not None:
         found_there = _against_dense(record.path, dense.path)

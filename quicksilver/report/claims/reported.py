@@ -168,6 +168,11 @@ class Estimate:
     def __post_init__(self) -> None:
         assert self.low <= self.high, (self.low, self.high)
 
+    @classmethod
+    def of(cls, interval: Any, times: float = 1.0) -> Estimate:
+        """Of anything with `value`, `low` and `high`; `times=100` makes a share a percentage."""
+        return cls(*(float(times * end) for end in (interval.value, interval.low, interval.high)))
+
 
 def judge(sense: Sense, target: Target, estimate: Estimate) -> Verdict:
     """The verdict on a claim of this sense: `gain`, `cost`, `ratio`, or `match` (also for levels that may be compared).

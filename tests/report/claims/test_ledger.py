@@ -331,7 +331,7 @@ def test_the_verdict_on_a_tuned_setting_stands_beside_and_is_not_counted(tmp_pat
 )
 def test_a_share_is_judged_by_its_difference_from_chance(tmp_path, share, beyond, verdict):
     answer = AnsweredBy(
-        "all", "run", of=lambda panel: Estimate(share, share - 1, share + 1), beyond_chance=lambda panel: Estimate(*beyond)
+        "all", "run", of=lambda panel: Estimate(share, share - 1, share + 1), beyond_chance=lambda record: Estimate(*beyond)
     )
     claim = "table2.determiners.halted_share_pct"
     found = row([source(tmp_path, answers={claim: answer}, saved=0.2)], claim)

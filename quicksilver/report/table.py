@@ -10,7 +10,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, zip_longest
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Lines = tuple[str, ...]  # what one cell shows, line by line
+Cell = Callable[[Mapping[str, Any]], Lines]  # from a row of the frame
 Align = Literal["left", "right"]
 Value = str | int | float | bool | None
 SCHEMA_VERSION = 1
@@ -33,18 +34,14 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Column:
-    """One printed column.
+    """One printed column: `group` stands above neighbours of the same group.
 
-    Attributes:
-        group: heading over several neighbouring columns, empty for none.
-        header: heading of this column.
-        cell: from a row of the frame to the lines of the cell (one or two).
-        expendable: left out of a terminal that is too narrow, the highest number first; 0 always stays.
+    A terminal that is too narrow leaves out the highest `expendable` first; 0 always stays.
     """
 
     group: str
     header: str
-    cell: Callable[[Mapping[str, Any]], Lines]
+    cell: Cell
     align: Align = "right"
     expendable: int = 0
 
@@ -67,8 +64,8 @@ class Table:
         name: base name of the files, for example `table11`.
         frame: one row a printed row; needs the columns `panel` and `section`.
         legend: what the columns mean, one sentence a line.
-        records, claims: fingerprints of the records that it is made of, and what the paper reports that it answers. `Artefact.build` fills
-            them in; records that the frame names are known without.
+        records, claims: fingerprints of the records that it is made of beside those that the frame names, and what the paper reports
+            that it answers; `Artefact.build` fills them in.
     """
 
     name: str
@@ -79,51 +76,38 @@ class Table:
     records: Lines = ()
     claims: Lines = ()
 
-    @property
-    def printed(self) -> tuple[PrintedPanel, ...]:
-        """The panels with their cells, in the frame's order."""
-        found, numbered = [], list(enumerate(self.frame.to_dict("records")))
+    def written(self) -> Written:
+        """What is written, as data: the panels with their cells, in the frame's order."""
+        rows, panels = list(enumerate(self.frame.to_dict("records"))), []
         for panel in self.panels:
-            members = groupby((one for one in numbered if one[1]["panel"] == panel.key), key=lambda one: one[1]["section"])
+            members = groupby((one for one in rows if one[1]["panel"] == panel.key), key=lambda one: one[1]["section"])
             sections = tuple(
                 Section(
-                    str(title), tuple(PrintedRow(at, tuple(tuple(one.cell(row)) for one in panel.columns)) for at, row in rows)
+                    str(title), tuple(PrintedRow(at, tuple(tuple(one.cell(row)) for one in panel.columns)) for at, row in some)
                 )
-                for title, rows in members
+                for title, some in members
             )
             headings = tuple(Heading(column.group, column.header, column.align) for column in panel.columns)
-            found.append(PrintedPanel(panel.key, panel.title, headings, sections, tuple(panel.notes)))
-        return tuple(found)
-
-    def written(self) -> Written:
-        """What is written, as data."""
-        return written_of("table", self, values(self.frame), panels=self.printed, legend=tuple(self.legend))
+            panels.append(PrintedPanel(panel.key, panel.title, headings, sections, tuple(panel.notes)))
+        return written_of("table", self, values(self.frame), panels=tuple(panels), legend=tuple(self.legend))
 
     def text(self, width: int | None = None) -> str:
         """For a terminal of `width` columns; None: as wide as it needs."""
         parts = [self.title, "=" * len(self.title)]
-        for panel, printed in zip(self.panels, self.printed, strict=True):
-            rows = _text(panel.columns, printed, width)
+        for panel, printed in zip(self.panels, self.written().panels, strict=True):
+            rows = _text(printed, [column.expendable for column in panel.columns], width)
             parts += ["", panel.title, "-" * len(panel.title), "", *rows, "", *wrapped(panel.notes, width)]
         return "\n".join([*parts, "", *wrapped(self.legend, width)]) + "\n"
 
-    def markdown(self) -> str:
-        """GitHub-flavoured Markdown, as the function of that name."""
-        return markdown(self.written())
-
-    def csv(self) -> str:
-        """The whole frame, all digits that matter (8 significant), empty where there is no number."""
-        return csv(self.frame)
-
-    def latex(self) -> str:
-        """One `table*` a panel; needs the packages booktabs and graphicx."""
-        return "\n".join(_latex(self, panel) for panel in self.printed)
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write `<name>.md`, `.csv`, `.tex` and `.json` into `folder`; each file appears whole or not at all."""
+    def contents(self) -> dict[str, str]:
+        """The files by suffix: md, csv, tex (needs the packages booktabs and graphicx) and json."""
         written = self.written()
-        contents = {"md": markdown(written), "csv": self.csv(), "tex": self.latex(), "json": written.json().decode()}
-        return write_files(folder, {f"{self.name}.{suffix}": content.encode() for suffix, content in contents.items()})
+        return {"md": markdown(written), "csv": csv(self.frame), "tex": latex(written), "json": written.json().decode()}
+
+    def write(self, folder: Path, *suffixes: str) -> list[Path]:
+        """Write `<name>.md`, `.csv`, `.tex` and `.json` into `folder`, or only `suffixes`; each file appears whole or not at all."""
+        contents = self.contents()
+        return write_files(folder, {f"{self.name}.{suffix}": contents[suffix].encode() for suffix in suffixes or contents})
 
 
 # --- what is written, as data -----------------------------------------------------------------------------------------------------
@@ -131,7 +115,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Heading:
-    """One printed column: `group` stands above it and its neighbours of the same group."""
+    """A `Column` as data."""
 
     group: str
     header: str
@@ -156,13 +140,18 @@ class Section:
 
 @dataclass(frozen=True)
 class PrintedPanel:
-    """One panel of a table; `notes` say how it was measured."""
+    """A `Panel` as data."""
 
     key: str
     title: str
     columns: tuple[Heading, ...]
     sections: tuple[Section, ...]
     notes: Lines = ()
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Headings over neighbouring columns, with how many columns each has."""
+        return [(group, len(list(members))) for group, members in groupby(column.group for column in self.columns)]
 
 
 @dataclass(frozen=True)
@@ -198,9 +187,8 @@ class Written:
     def records_of_panels(self) -> dict[str, list[str]]:
         """Panel of the frame to the fingerprints in its column `record`, sorted; empty where the frame has no such columns."""
         found: dict[str, set[str]] = {}
-        if {"panel", "record"} <= set(self.columns):
-            for entry in self.entries:
-                found.setdefault(str(entry["panel"]), set()).update(filter(None, (entry["record"],)))  # type: ignore[arg-type]
+        for entry in self.entries if {"panel", "record"} <= set(self.columns) else ():
+            found.setdefault(str(entry["panel"]), set()).update([str(entry["record"])] if entry["record"] else [])
         return {panel: sorted(names) for panel, names in found.items()}
 
     def json(self) -> bytes:
@@ -288,18 +276,20 @@ def markdown(written: Written, level: int = 2) -> str:
     parts = [f"{'#' * level} {_escaped(written.title)}"]
     for panel in written.panels:
         headings = [": ".join(filter(None, (column.group, column.header))) for column in panel.columns]
-        rows = ["| " + " | ".join(map(_escaped, headings)) + " |"]
-        rows.append("|" + "|".join(" :-- " if column.align == "left" else " --: " for column in panel.columns) + "|")
+        rows = [[_escaped(heading) for heading in headings]]
         for section in panel.sections:
             if section.title:
-                rows.append("| " + " | ".join([f"**{_escaped(section.title)}**"] + [""] * (len(panel.columns) - 1)) + " |")
-            rows += ["| " + " | ".join("<br>".join(map(_escaped, cell)) for cell in row.cells) + " |" for row in section.rows]
-        parts += [f"{'#' * (level + 1)} {_escaped(panel.title)}", "\n".join(rows)]
-        if panel.notes:
-            parts.append("\n".join(f"- {_escaped(note)}" for note in panel.notes))
-    if written.legend:
-        parts += ["**How to read it**", "\n".join(f"- {_escaped(line)}" for line in written.legend)]
-    return "\n\n".join(parts) + "\n"
+                rows.append([f"**{_escaped(section.title)}**", *[""] * (len(headings) - 1)])
+            rows += [["<br>".join(map(_escaped, cell)) for cell in row.cells] for row in section.rows]
+        head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+        rule = "|" + "|".join(" :-- " if column.align == "left" else " --: " for column in panel.columns) + "|"
+        parts += [f"{'#' * (level + 1)} {_escaped(panel.title)}", "\n".join((head, rule, *body)), _bullets(panel.notes)]
+    parts += ["**How to read it**", _bullets(written.legend)] if written.legend else []
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _bullets(lines: Lines) -> str:
+    return "\n".join(f"- {_escaped(line)}" for line in lines)
 
 
 def _escaped(text: str) -> str:
@@ -310,47 +300,42 @@ def _escaped(text: str) -> str:
 
 # --- in a terminal ----------------------------------------------------------------------------------------------------------------
 
-_GAP = _INDENT = "  "
+_GAP = "  "
 
 
-def _text(columns: Sequence[Column], printed: PrintedPanel, width: int | None) -> Iterator[str]:
-    # Rows under a heading are indented, and further lines of a first cell once more.
-    sections = [
-        (one.title, [(tuple(_INDENT * (bool(one.title) + (k > 0)) + text for k, text in enumerate(row.cells[0])), *row.cells[1:])
-                     for row in one.rows])
-        for one in printed.sections
-    ]  # fmt: skip
+def _text(panel: PrintedPanel, expendable: Sequence[int], width: int | None) -> Iterator[str]:
+    columns, blocks = panel.columns, []
+    for section in panel.sections:
+        lines = []
+        for row in section.rows:
+            for place, (first, *others) in enumerate(zip_longest(*row.cells, fillvalue="")):
+                # Rows under a heading are indented, and further lines of a first cell once more.
+                lines.append((_GAP * (bool(section.title) + bool(place)) * bool(first) + first, *others))
+        blocks.append((section.title, lines))
     shown = list(range(len(columns)))
-    widths = [
-        max(map(len, (columns[i].header, *(text for _, rows in sections for row in rows for text in row[i])))) for i in shown
-    ]
+    widths = [max(map(len, (columns[i].header, *(line[i] for _, lines in blocks for line in lines)))) for i in shown]
 
     def total(members: Sequence[int]) -> int:
         return sum(widths[i] for i in members) + len(_GAP) * (len(members) - 1)
 
-    def groups(shown: Iterable[int]) -> list[tuple[str, list[int]]]:
+    def groups() -> list[tuple[str, list[int]]]:
         return [(group, list(members)) for group, members in groupby(shown, key=lambda i: columns[i].group)]
 
     while True:
-        for group, members in groups(shown):  # a heading must fit over the columns that are left below it
+        for group, members in groups():  # a heading must fit over the columns that are left below it
             widths[members[0]] += max(0, len(group) + 2 - total(members)) if group else 0
-        if width is None or total(shown) <= width or not any(columns[i].expendable for i in shown):
+        if width is None or total(shown) <= width or not any(expendable[i] for i in shown):
             break
-        most = max(shown, key=lambda i: columns[i].expendable)
-        shown = [i for i in shown if i != most]
+        shown.remove(max(shown, key=lambda i: expendable[i]))
 
     def line(cells: Sequence[str]) -> str:
         return _GAP.join(f"{cells[i]:{'<' if columns[i].align == 'left' else '>'}{widths[i]}}" for i in shown).rstrip()
 
     rule = "-" * total(shown)
-    yield _GAP.join(
-        (f" {group} " if group else "").center(total(members), "-" if group else " ") for group, members in groups(shown)
-    ).rstrip()
-    yield from (line([column.header for column in columns]), rule)
-    for number, (title, rows) in enumerate(sections):
-        yield from [""] * bool(number) + [title] * bool(title)
-        for row in rows:
-            yield from map(line, zip_longest(*row, fillvalue=""))
+    heads = ((f" {group} " if group else "").center(total(members), "-" if group else " ") for group, members in groups())
+    yield from (_GAP.join(heads).rstrip(), line([column.header for column in columns]), rule)
+    for number, (title, lines) in enumerate(blocks):
+        yield from [*[""] * bool(number), *[title] * bool(title), *map(line, lines)]
     yield rule
     if hidden := ", ".join(f"{one.group} {one.header}".strip() for i, one in enumerate(columns) if i not in shown):
         yield from wrapped([f"Narrow terminal: left out {hidden}. The written files have every column."], width)
@@ -392,32 +377,33 @@ _TEX = str.maketrans(
 )
 
 
-def _tex(text: str) -> str:
-    return text.translate(_TEX)
+def latex(written: Written) -> str:
+    """One `table*` a panel; needs the packages booktabs and graphicx."""
+    return "\n".join(_latex(written, panel) for panel in written.panels)
 
 
-def _latex(table: Table, panel: PrintedPanel) -> str:
-    groups, rules, first = [], [], 1
-    for group, run in groupby(panel.columns, key=lambda column: column.group):
-        span = len(list(run))
-        groups.append(rf"\multicolumn{{{span}}}{{c}}{{{_tex(group)}}}")
+def _latex(table: Written, panel: PrintedPanel) -> str:
+    def tex(text: str) -> str:
+        return text.translate(_TEX)
+
+    groups, rules, body, first = [], [], [], 1
+    for group, span in panel.groups:
+        groups.append(rf"\multicolumn{{{span}}}{{c}}{{{tex(group)}}}")
         rules += [rf"\cmidrule(lr){{{first}-{first + span - 1}}}"] if group else []
         first += span
-    body = []
     for section in panel.sections:
-        body.append(r"\midrule")
-        if section.title:
-            body.append(rf"\multicolumn{{{len(panel.columns)}}}{{l}}{{\textit{{{_tex(section.title)}}}}} \\")
+        title = rf"\multicolumn{{{len(panel.columns)}}}{{l}}{{\textit{{{tex(section.title)}}}}} \\"
+        body += [r"\midrule", *[title] * bool(section.title)]
         for row in section.rows:
-            above, *below = ([_tex(text) for text in line] for line in zip_longest(*row.cells, fillvalue=""))
-            body.append(" & ".join(above) + r" \\")
+            above, *below = (list(map(tex, line)) for line in zip_longest(*row.cells, fillvalue=""))
             # Further lines belong to the first: smaller, and set apart from the next row.
-            body += [" & ".join(rf"\footnotesize {text}" if text else "" for text in line) + r" \\[2pt]" for line in below]
-    caption = " ".join(_tex(part) for part in (f"{table.title}. {panel.title}.", *panel.notes, *table.legend))
+            smaller = ([rf"\footnotesize {text}" if text else "" for text in line] for line in below)
+            body += [" & ".join(above) + r" \\", *(" & ".join(line) + r" \\[2pt]" for line in smaller)]
+    caption = " ".join(map(tex, (f"{table.title}. {panel.title}.", *panel.notes, *table.legend)))
     lines = [
         r"\begin{table*}[t]", r"\centering", r"\resizebox{\textwidth}{!}{%",
         rf"\begin{{tabular}}{{{''.join(column.align[0] for column in panel.columns)}}}", r"\toprule",
-        " & ".join(groups) + r" \\", " ".join(rules), " & ".join(_tex(column.header) for column in panel.columns) + r" \\",
+        " & ".join(groups) + r" \\", " ".join(rules), " & ".join(tex(column.header) for column in panel.columns) + r" \\",
         *body, r"\bottomrule", r"\end{tabular}}", rf"\caption{{{caption}}}", rf"\label{{tab:{table.name}-{panel.key}}}", r"\end{table*}",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

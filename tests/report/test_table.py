@@ -57,20 +57,20 @@ def test_the_same_frame_gives_the_same_bytes_and_nothing_else_is_left_behind(tmp
 
 
 def test_csv_keeps_the_digits_and_empties_what_is_missing():
-    rows = list(csv.DictReader(io.StringIO(SHEET.csv())))
+    rows = list(csv.DictReader(io.StringIO(SHEET.contents()["csv"])))
     assert [row["value"] for row in rows] == ["1", "0.33333333", "", "1.2345679e+08"]
 
 
 def test_markdown_rows_have_one_cell_a_column():
-    rows = [line for line in SHEET.markdown().splitlines() if line.startswith("|")]
+    rows = [line for line in SHEET.contents()["md"].splitlines() if line.startswith("|")]
     assert len(rows) == 2 * 2 + len(PRINTED) + 1  # heading and rule of two panels, rows, one section
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(WIDE) + 1}
-    assert "0.33<br>second line" in SHEET.markdown()
-    assert "\\*star\\* &lt;x>" in SHEET.markdown()
+    assert "0.33<br>second line" in SHEET.contents()["md"]
+    assert "\\*star\\* &lt;x>" in SHEET.contents()["md"]
 
 
 def test_latex_escapes_and_balances():
-    source = SHEET.latex()
+    source = SHEET.contents()["tex"]
     assert r"50\% \textbar{} half\_way" in source
     assert r"\{braces\} \textasciitilde{} \textasciicircum{} \textbackslash{} \# \$" in source
     bare = re.sub(r"\\.", "", source)  # without commands and escapes

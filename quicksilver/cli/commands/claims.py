@@ -34,7 +34,6 @@ def main(words: Sequence[str]) -> int:
         ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
         QuickSilverError: the model or the text of the overrides cannot be had.
     """
-    from quicksilver.files import write_files
     from quicksilver.report.claims.ledger import Source, ledger
     from quicksilver.runs.run import store_of
 
@@ -49,9 +48,7 @@ def main(words: Sequence[str]) -> int:
     whole = all(all_kept(source.outcomes, store) for source in sources) and not _lacks(store, name)
     table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == NAME else {})
     print(table.text(width()))
-    contents = {"md": table.markdown().encode(), "csv": table.csv().encode(), "json": table.written().json()}
-    contents = {f"{table.name}.{suffix}": content for suffix, content in contents.items()}
-    print("Written: " + ", ".join(map(str, write_files(store.root, contents))))
+    print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))
     explain(failed)
     for artefact, trouble in troubles.items():
         print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)

@@ -54,20 +54,20 @@ _CHANCE = {-1: "better than chance", 0: "no better than chance", 1: "worse than 
 _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
     *("panel", "section", "kind", "claim", "place", "quote", "reported", "target_low", "target_high", "unit"),
+    *("measured", "measured_low", "measured_high", "protocol", "execution", "lookahead", "versus_null", "verdict", "tuned"),
     *(
-        "measured",
-        "measured_low",
-        "measured_high",
-        "protocol",
-        "execution",
-        "lookahead",
-        "versus_null",
-        "verdict",
-        "tuned",
         "elsewhere",
         "why",
+        "artefact",
+        "command",
+        "model",
+        "weights_digest",
+        "data",
+        "token_digest",
+        "gpu",
+        "record",
+        "dense_record",
     ),
-    *("artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu", "record", "dense_record"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "lookahead")
 LEGEND = (
@@ -164,16 +164,15 @@ class Source:
         Raises:
             ConfigError: a claim that is not in reported*.yaml, a row that the experiment does not have.
         """
-        experiment, path = self.artefact.experiment, self.artefact.path
-        found = [(row.reported, AnsweredBy(row.panel, row.key)) for row in experiment.rows() if row.reported]
+        rows, path = self.artefact.experiment.rows(), self.artefact.path
+        found = [(row.reported, AnsweredBy(row.panel, row.key)) for row in rows if row.reported]
         for claim, given in self.artefact.answered.items():
             found += [(claim, one) for one in ((given,) if isinstance(given, AnsweredBy) else given)]
-        rows = {(row.panel, row.key) for row in experiment.rows()}
         known = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities} | reported().keys()
         for claim, answer in found:
             if claim not in known:
                 raise ConfigError(f"{path} answers {claim!r}, which is no claim of quicksilver/report/claims/reported*.yaml.")
-            if (answer.panel, answer.key) not in rows:
+            if not any((answer.panel, answer.key) == (row.panel, row.key) for row in rows):
                 raise ConfigError(f"{path} answers {claim} by its row {answer.panel} {answer.key}, which it does not have.")
         return found
 
@@ -196,11 +195,6 @@ class _Claim:
     entry: Reported
     name: str
 
-    @classmethod
-    def of(cls, claim: str) -> _Claim:
-        entry, _, name = claim.rpartition(".")
-        return cls(reported()[entry], name)
-
     @property
     def id(self) -> str:
         return f"{self.entry.id}.{self.name}"
@@ -213,10 +207,6 @@ class _Claim:
     def is_reference(self) -> bool:
         """Whether others are relative to it: its perplexity is an absolute number."""
         return self.entry.id == self.entry.against
-
-    @property
-    def is_quality_cost(self) -> bool:
-        return (self.what.kind, self.what.sense) == ("quality", "cost")
 
     @property
     def stated(self) -> tuple[float | None, float | None]:
@@ -258,16 +248,16 @@ class _Claim:
     @property
     def beside(self) -> _Claim | None:
         """The claim that it is made together with: of a saving a quality, of a quality the operations that it is claimed to save."""
-        others = [_Claim(self.entry, name) for name in self.entry.quantities]
-        found = None
+        others = {name: quantity(self.entry, name) for name in self.entry.quantities}
+        entry, name = self.entry, ""
         if self.what.kind in ("time", "work", "energy"):
-            given = None if self.entry.quality is None else _Claim.of(self.entry.quality)
-            found = next((one for one in others if one.is_quality_cost), given)
-        elif self.is_quality_cost:
-            found = next((one for one in others if one.name == "flops_saved_pct"), None)
-        if found is None or found.name in found.entry.by_definition:
-            return None
-        return None if found.what.kind == "work" and found.name in found.entry.not_comparable else found
+            name = next((one for one, what in others.items() if (what.kind, what.sense) == ("quality", "cost")), "")
+            if not name and entry.quality is not None:
+                of, _, name = entry.quality.rpartition(".")
+                entry = reported()[of]
+        elif (self.what.kind, self.what.sense) == ("quality", "cost") and "flops_saved_pct" in others:
+            name = "" if "flops_saved_pct" in entry.not_comparable else "flops_saved_pct"
+        return _Claim(entry, name) if name and name not in entry.by_definition else None
 
     def is_answered(self, claim: str, answer: AnsweredBy) -> bool:
         """Whether an answer to `claim` is one to this: an answer to a whole entry by its own function or column, or the quantity's column."""
@@ -285,14 +275,15 @@ class _Claim:
         if record is None or dense is None or column is None or (column != "ppl" and record.fingerprint == dense.fingerprint):
             return None  # dense inference against itself is zero by definition
         found = _against_dense(record.path, dense.path)
-        value, low, high = numbers(found, column)
+        value, *ends = numbers(found, column)
         if value is None:
             return None
         counted = column.removesuffix("_saved_pct")
         if counted != column and counted in record.windows and counted in dense.windows:
             return saved_pct(record, dense, counted)
+        low, high = (value if end is None else end for end in ends)
         floor = number(found, self.what.floor) if self.what.floor and answer.column is None else None
-        return Estimate(value, value if low is None else low, value if high is None else high, floor or 0.0)
+        return Estimate(value, low, high, floor or 0.0)
 
     def verdict(self, record: Record, found: Estimate, beside: tuple[str, Verdict] | None = None) -> tuple[Verdict, str]:
         """The verdict by one record and why, where the rule alone does not say it; `beside`: the claim made with it, and the verdict on that."""
@@ -354,32 +345,27 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
 
 def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     entry, what, (low, high) = claim.entry, claim.what, claim.stated
-    base: dict[str, Any] = {
-        **{"panel": entry.group, "section": entry.place, "kind": "claim", "claim": claim.id, "quote": entry.quote},
-        **{"place": "; ".join((entry.place, *entry.also)), "reported": claim.printed},
-        **{"target_low": low, "target_high": high, "unit": what.unit},
-    }
+    base: dict[str, Any] = dict(panel=entry.group, section=entry.place, kind="claim", claim=claim.id, quote=entry.quote)
+    base |= dict(place="; ".join((entry.place, *entry.also)), reported=claim.printed)
+    base |= dict(target_low=low, target_high=high, unit=what.unit)
     if what.sense == "setting":
         key = entry.config.get(claim.name)
         where = f", kept as conf/{key.replace('.', '.yaml: ', 1)}" if key else ""
-        return [base | {"kind": SETTING, "verdict": "not comparable", "why": f"a setting, no outcome{where}"}]
+        return [base | dict(kind=SETTING, verdict="not comparable", why=f"a setting, no outcome{where}")]
     if what.of_dense:
-        relative = {"target_low": claim.target.low, "target_high": claim.target.high}
-        base |= {"unit": ""} if claim.is_reference else relative
+        base |= dict(unit="") if claim.is_reference else dict(target_low=claim.target.low, target_high=claim.target.high)
     given = [(source, answer) for source in sources for name, answer in source.answers if claim.is_answered(name, answer)]
     answers = [(source, answer) for source, answer in given if not answer.tuned]
     rows, reasons = _answered(claim, answers)
     tuned, _ = _answered(claim, [(source, answer) for source, answer in given if answer.tuned])
-    base |= {"tuned": "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]}" for row in tuned)}
-    if rows:
-        return [base | row for row in rows]
-    return [base | _not_judged(claim, answers, reasons)]
+    base["tuned"] = "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]}" for row in tuned)
+    return [base | row for row in rows or [_not_judged(claim, answers, reasons)]]
 
 
 def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for each number that records give, each once: Figures 6 and 7 show the records of Table 11. And why others give none."""
     found: dict[Any, dict[str, Any]] = {}
-    reasons = []
+    reasons: list[str] = []
     for source, answer in answers:
         outcome = source.panels.get(answer.panel, {}).get(answer.key)
         if outcome is None or outcome.record is None:
@@ -394,24 +380,23 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
         except QuickSilverError as error:
             reasons.append(str(error))
             continue
+        same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, measured)
         if measured is None:
             dense = outcome.dense is not None and record.fingerprint == outcome.dense.fingerprint
             reasons.append(_ZERO if dense else "its record does not have this number")
-            continue
-        same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, measured)
-        if same not in found:
-            found[same] = _judged(claim, answer, outcome, measured) | {"artefact": source.artefact.name}
+        elif same not in found:
+            found[same] = _judged(claim, answer, outcome, record, measured) | {"artefact": source.artefact.name}
     return list(found.values()), reasons
 
 
 def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], reasons: Sequence[str]) -> dict[str, Any]:
     """What stands in the place of a verdict on a claim that no record answers."""
     entry, what = claim.entry, claim.what
-    there = [(source, source.panels.get(answer.panel, {}).get(answer.key)) for source, answer in answers]
-    unmade = (one.command for one, outcome in there if outcome is None or (outcome.record is None and not outcome.reason))
+    there = [(source.command, source.panels.get(answer.panel, {}).get(answer.key)) for source, answer in answers]
+    unmade = (command for command, one in there if one is None or (one.record is None and not one.reason))
     command = next(unmade, "")
     why = f"no record: {command}" if command else "; ".join(dict.fromkeys(reasons))
-    said = {"why": why, "command": command, "artefact": answers[0][0].artefact.name} if answers else {}
+    said = dict(why=why, command=command, artefact=answers[0][0].artefact.name) if answers else {}
     said = said or {"why": entry.not_measured or "no experiment of this version asks"}
     if said["why"] == _ZERO:
         return {"verdict": BY_DEFINITION, **said}
@@ -420,37 +405,32 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
     return {"verdict": "not measured", **said}
 
 
-def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, found: Estimate) -> dict[str, Any]:
-    record, dense, other = outcome.record, outcome.dense, claim.beside
-    assert record is not None
+def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record, found: Estimate) -> dict[str, Any]:
+    dense, other, entry = outcome.dense, claim.beside, claim.entry
     beside = None  # the claim made together with this one, and the verdict on it alone by the same record
     if other is not None and dense is not None:
         its = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: outcome})
         beside = None if its is None else (other.id, other.verdict(record, its)[0])
-    fixed = answer.by_definition or (claim.entry.by_definition.get(claim.name, "") if not answer.is_computed else "")
+    fixed = answer.by_definition or ("" if answer.is_computed else entry.by_definition.get(claim.name, ""))
     verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, beside)
     beyond = None if answer.beyond_chance is None else answer.beyond_chance(record)
+    from_chance = ""
     if beyond is not None and claim.chance_pct is not None:
         claimed = next(end for end in claim.stated if end is not None)
-        lowered = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
-        said = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}] from chance, claimed {claimed - claim.chance_pct:+.1f}"
-        verdict, why = lowered, "; ".join(filter(None, (why, said)))
+        verdict = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
+        from_chance = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}] from chance, claimed {claimed - claim.chance_pct:+.1f}"
     widths = not answer.is_computed and claim.what.column == "paper_flops_saved_pct" and _charges_widths(record)
-    chance: dict[str, Any] = {}
+    reasons = (why, from_chance, "widths charged bits/16" if widths else "", answer.note)
+    row: dict[str, Any] = dict(measured=found.value, measured_low=found.low, measured_high=found.high, verdict=verdict)
+    row["why"] = "; ".join(filter(None, reasons))
     if claim.what.kind == "quality" and dense is not None and record.found("null", NullResult) is not None:
-        found_there = _against_dense(record.path, dense.path)
-        sign = versus_null(found_there)
-        if sign is not None:
-            chance = {"versus_null": _CHANCE[sign], "versus_null_p": found_there["versus_null_p"]}
-    return {
-        **{"measured": found.value, "measured_low": found.low, "measured_high": found.high, "verdict": verdict},
-        "why": "; ".join(filter(None, (why, "widths charged bits/16" if widths else "", answer.note))),
-        **chance,
-        **{"protocol": record.protocol.name, "execution": record.execution, "lookahead": record.lookahead},
-        **{"model": record.model.name, "weights_digest": record.model.weights_digest[:SHORT]},
-        **{"data": record.data.name, "token_digest": record.data.token_digest[:SHORT], "gpu": record.environment.gpu},
-        **{"record": record.fingerprint, "dense_record": dense.fingerprint if dense else None},
-    }
+        against = _against_dense(record.path, dense.path)
+        if (sign := versus_null(against)) is not None:
+            row |= dict(versus_null=_CHANCE[sign], versus_null_p=against["versus_null_p"])
+    row |= dict(protocol=record.protocol.name, execution=record.execution, lookahead=record.lookahead)
+    row |= dict(model=record.model.name, weights_digest=record.model.weights_digest[:SHORT])
+    row |= dict(data=record.data.name, token_digest=record.data.token_digest[:SHORT], gpu=record.environment.gpu)
+    return row | dict(record=record.fingerprint, dense_record=dense.fingerprint if dense else None)
 
 
 def _charges_widths(record: Record) -> bool:
@@ -462,24 +442,22 @@ def _charges_widths(record: Record) -> bool:
 def _conflicts() -> Iterator[dict[str, Any]]:
     for row in contradictions():
         finding = row.finding()
-        yield {
-            **{"panel": CONTRADICTIONS, "section": "", "kind": "conflict", "claim": f"conflict.{row.id}", "quote": row.says},
-            **{"place": row.places, "reported": "" if row.conflict is None else f"#{row.conflict}", "verdict": row.agreement},
-            "why": "; ".join(filter(None, (finding.text if finding else "", f"here: {row.ours}"))),
-        }
+        row_of = dict(panel=CONTRADICTIONS, kind="conflict", claim=f"conflict.{row.id}", quote=row.says, place=row.places)
+        row_of |= dict(reported="" if row.conflict is None else f"#{row.conflict}", verdict=row.agreement)
+        yield row_of | dict(why="; ".join(filter(None, (finding.text if finding else "", f"here: {row.ours}"))))
 
 
 def _statements(artefact: Artefact) -> Iterator[dict[str, Any]]:
     """A row a statement of the experiment. They are not counted: the rule of docs/verdicts.md needs a number to compare with."""
     stated: Callable[[], list[Statement]] = getattr(artefact.experiment, "STATEMENTS", list)
     for one in stated():
-        found = one.estimate
-        yield {
-            **{"panel": one.paper, "section": "", "kind": STATEMENT, "claim": one.id, "place": one.paper, "quote": one.quote},
-            **{"reported": "> 0", "target_low": 0.0, "verdict": one.verdict, "why": f"{one.compared}; {one.why}"},
-            **({"measured": found.value, "measured_low": found.low, "measured_high": found.high} if found is not None else {}),
-            "artefact": artefact.name,
-        }
+        row = dict(
+            panel=one.paper, kind=STATEMENT, claim=one.id, place=one.paper, quote=one.quote, reported="> 0", target_low=0.0
+        )
+        row |= dict(verdict=one.verdict, why=f"{one.compared}; {one.why}", artefact=artefact.name)
+        if (found := one.estimate) is not None:
+            row |= dict(measured=found.value, measured_low=found.low, measured_high=found.high)
+        yield row
 
 
 # --- as a table -------------------------------------------------------------------------------------------------------------------

@@ -7,38 +7,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache
 from importlib.resources import files
-from itertools import combinations
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
 Sense = Literal["gain", "cost", "ratio", "match", "level", "setting"]
+Bounds = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True)
 class Reported:
-    """What one place of the paper reports.
+    """What one place of the paper reports: the fields are explained at the top of reported.yaml.
 
-    Attributes:
-        id: dotted name, for example `table11.isolated.halting`.
-        place: where it stands; `also`: where else the same numbers are printed.
-        quote: the paper's wording, tabs between the cells of a table row.
-        values: quantity (unit in its name) to number; `rounding`: half a unit of the last digit that is printed.
-        bounds: quantity to (low, high), None where a side is open.
-        group: heading in the ledger; `about`: model, data and machine that the numbers are of.
-        against: id of the entry whose perplexity a perplexity is relative to.
-        quality: the claim (id.quantity) about quality that a saving is claimed with, where the entry has none.
-        config: quantity to the key of conf/ that holds a setting, as `file.key`.
-        not_measured: why nothing here measures it, where that is known beforehand.
-        column: quantity to the column that it is compared with, where that is not the quantity's own.
-        not_comparable: quantity to the reason why what is measured here is no answer to it.
-        by_definition: quantity to the reason why its column can have no other value here.
+    `rounding` is half a unit of the last digit that a value is printed with; `bounds` are (low, high), None where a side is open.
     """
 
     id: str
@@ -46,7 +33,7 @@ class Reported:
     quote: str
     values: Mapping[str, float]
     rounding: Mapping[str, float] = field(default_factory=dict)
-    bounds: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     group: str = ""
     about: str = ""
@@ -76,56 +63,44 @@ class Quantity:
     floor: str | None = None
     of_dense: Literal["difference", "level"] | None = None
 
-    def __post_init__(self) -> None:
-        assert self.sense in get_args(Sense), self.sense
-
 
 SETTING = Quantity("setting", says="setting")
 _SHARED = ("group", "about", "against", "quality", "not_measured")  # given once for a file
 
 
+def _content(name: str, loader: Any = yaml.SafeLoader) -> Any:
+    return yaml.load(files(__package__).joinpath(name).read_text(encoding="utf-8"), loader)
+
+
 @cache
 def reported() -> Mapping[str, Reported]:
-    """Every entry of the files by id, in their order: `reported.yaml` first, the others by name."""
-    found = [path for path in files(__package__).iterdir() if path.name.startswith("reported") and path.name.endswith(".yaml")]
-    entries = [
-        entry for path in sorted(found, key=lambda path: (len(path.name), path.name)) for entry in _read(path.read_text("utf-8"))
-    ]
-    assert len({entry.id for entry in entries}) == len(entries), "an id of reported*.yaml stands twice"
-    return MappingProxyType({entry.id: entry for entry in entries})
-
-
-def _read(text: str) -> Iterator[Reported]:
-    content = yaml.load(text, yaml.BaseLoader)  # numbers as they are written, because their last digit says how they were rounded
-    shared = {key: content[key] for key in _SHARED if key in content}
-    for entry in content["claims"]:
-        values = entry.get("values", {})
-        given: dict[str, Any] = {
-            **shared,
-            **entry,
-            "values": MappingProxyType({name: float(text) for name, text in values.items()}),
-            "rounding": MappingProxyType({name: _half_a_digit(text) for name, text in values.items()}),
-            "bounds": MappingProxyType({name: _bounds(*ends) for name, ends in entry.get("bounds", {}).items()}),
-            "also": tuple(entry.get("also", ())),
-        }
-        yield Reported(**given)
-
-
-def _half_a_digit(text: str) -> float:
-    exponent = Decimal(text).as_tuple().exponent
-    assert isinstance(exponent, int), text
-    return 0.5 * 10.0**exponent
-
-
-def _bounds(low: str, high: str) -> tuple[float | None, float | None]:
-    return None if low == "null" else float(low), None if high == "null" else float(high)
+    """Every entry of the files by id, in their order: `reported.yaml` first, the others by length and name."""
+    found: dict[str, Reported] = {}
+    names = (path.name for path in files(__package__).iterdir() if re.fullmatch(r"reported.*\.yaml", path.name))
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        content = _content(
+            name, yaml.BaseLoader
+        )  # numbers as they are written, because their last digit says how they were rounded
+        shared = {key: content[key] for key in _SHARED if key in content}
+        for entry in content["claims"]:
+            assert entry["id"] not in found, f"{entry['id']} of {name} stands twice"
+            values = entry.get("values", {})
+            numbers: dict[str, Any] = {
+                "values": {name: float(text) for name, text in values.items()},
+                "rounding": {name: 0.5 * 10.0 ** int(Decimal(text).as_tuple().exponent) for name, text in values.items()},
+                "bounds": {
+                    name: tuple(None if end == "null" else float(end) for end in ends)
+                    for name, ends in entry.get("bounds", {}).items()
+                },
+            }
+            found[entry["id"]] = Reported(**shared | entry | numbers | {"also": tuple(entry.get("also", ()))})
+    return MappingProxyType(found)
 
 
 @cache
 def quantities() -> Mapping[str, Quantity]:
     """Every entry of `quantities.yaml`."""
-    content = yaml.safe_load(files(__package__).joinpath("quantities.yaml").read_text(encoding="utf-8"))
-    return MappingProxyType({name: Quantity(**entry) for name, entry in content.items()})
+    return {name: Quantity(**entry) for name, entry in _content("quantities.yaml").items()}
 
 
 def quantity(entry: Reported, name: str) -> Quantity:
@@ -239,8 +214,14 @@ def difference(claimed: float, chance: float, found: Estimate) -> Verdict:
 @cache
 def halted_by_chance_pct() -> float:
     """What any token of Table 2 halts at: its classes' shares, weighted by their tokens."""
-    classes = [one.values for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values]
-    return sum(one["halted_share_pct"] * one["tokens"] for one in classes) / sum(one["tokens"] for one in classes)
+    return _halted(one for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values)[0]
+
+
+def _halted(classes: Iterable[Reported]) -> tuple[float, float]:
+    """The halted share of several classes in percent, and how many tokens they have."""
+    members = [one.values for one in classes]
+    tokens = sum(one["tokens"] for one in members)
+    return sum(one["halted_share_pct"] * one["tokens"] for one in members) / tokens, tokens
 
 
 def with_its_saving(quality: Verdict, saving: Verdict) -> Verdict:
@@ -251,15 +232,11 @@ def with_its_saving(quality: Verdict, saving: Verdict) -> Verdict:
 # --- the paper against itself: rows of `contradictions.yaml`, and the arithmetic on its own numbers that decides them -------------
 
 
-Agreement = Literal["contradiction", "consistent", "choice"]
-Bounds = tuple[float | None, float | None]
-
 A100_WATTS = 400.0  # greatest board power of an A100, NVIDIA's data sheet
 GPT2_VOCABULARY = 50_257
 
 
-@dataclass(frozen=True)
-class Computed:
+class Computed(NamedTuple):
     """What was computed, in words, and whether the paper's statement holds."""
 
     text: str
@@ -268,15 +245,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """One row of `contradictions.yaml`.
-
-    Attributes:
-        id: name of the row; `conflict`: its number in the project's list, None for one found later.
-        says: what the paper says.
-        claims: name to claim (id.quantity) or entry (id).
-        check: name of a function of this module; None: there is nothing to compute.
-        ours: what is done here instead.
-    """
+    """One row of `contradictions.yaml`: the fields are explained at its top."""
 
     id: str
     says: str
@@ -294,10 +263,11 @@ class Contradiction:
         """What the paper's own numbers say; None where there is nothing to compute."""
         if self.check is None:
             return None
-        return globals()[self.check](**{name: _given(claim) for name, claim in self.claims.items()})
+        return CHECKS[self.check](**{name: _given(claim) for name, claim in self.claims.items()})
 
     @property
-    def agreement(self) -> Agreement:
+    def agreement(self) -> Literal["contradiction", "consistent", "choice"]:
+        """`choice` where there is nothing to compute."""
         finding = self.finding()
         return "choice" if finding is None else "consistent" if finding.holds else "contradiction"
 
@@ -305,16 +275,13 @@ class Contradiction:
 @cache
 def contradictions() -> tuple[Contradiction, ...]:
     """Every row of `contradictions.yaml`."""
-    content = yaml.safe_load(files(__package__).joinpath("contradictions.yaml").read_text(encoding="utf-8"))
-    return tuple(Contradiction(**row) for row in content["contradictions"])
+    return tuple(Contradiction(**row) for row in _content("contradictions.yaml")["contradictions"])
 
 
 def _entry(claim: str) -> tuple[Reported, str | None]:
     """The entry that `claim` names, and the quantity where it names one."""
-    if claim in reported():
-        return reported()[claim], None
     name, _, quantity = claim.rpartition(".")
-    return reported()[name], quantity
+    return (reported()[claim], None) if claim in reported() else (reported()[name], quantity)
 
 
 def _given(claim: str) -> Reported | float | Bounds:
@@ -333,13 +300,9 @@ def same(**stated: float | Bounds) -> Computed:
     """One quantity, stated several times."""
     spans = [value if isinstance(value, tuple) else (value, value) for value in stated.values()]
     low, high = max(span[0] or 0.0 for span in spans), min(span[1] or math.inf for span in spans)
-    written = ", ".join(dict.fromkeys(_number(value) for value in stated.values()))
     apart = max(span[1] or 0.0 for span in spans) / min(span[0] or math.inf for span in spans)
-    return Computed(f"{written}" + (f": a factor of {apart:.3g}" if low > high else ""), low <= high)
-
-
-def at_least(halted: float, first: float) -> Computed:
-    return Computed(f"layer {halted:g} against {first:g} at the earliest", halted >= first)
+    written = ", ".join(dict.fromkeys(_number(value) for value in stated.values()))
+    return Computed(written + (f": a factor of {apart:.3g}" if low > high else ""), low <= high)
 
 
 def model_size(parameters_millions: float, layers: float, width: float, heads: float) -> Computed:
@@ -351,10 +314,6 @@ def model_size(parameters_millions: float, layers: float, width: float, heads: f
         f"tokens (GPT-2 has {GPT2_VOCABULARY:,}); {width:g} / {heads:g} heads is {width / heads:.4g}"
     )
     return Computed(text, vocabulary <= 2 * GPT2_VOCABULARY and width % heads == 0)
-
-
-def entropy_units(bits: float, nats: float) -> Computed:
-    return Computed(f"{bits:g} bits are {bits * math.log(2):.3f} nats, not {nats:g}", math.isclose(bits * math.log(2), nats))
 
 
 def table5_kv(**rows: Reported) -> Computed:
@@ -380,15 +339,6 @@ def strictly_below(bound: Bounds, **values: float) -> Computed:
     return Computed(f"{text} against under {bound[1]:g}", bound[1] is None or max(values.values()) < bound[1])
 
 
-def more_bits_cost_no_more(fewer: float, more: float) -> Computed:
-    return Computed(f"{fewer:g} with 2-bit tokens, {more:g} with 4 bits in their place", more <= fewer)
-
-
-def inside_grid(low: float, high: float, low_grid: tuple[float, float], high_grid: tuple[float, float]) -> Computed:
-    text = f"({low:g}, {high:g}) was found in {low_grid[0]:g}…{low_grid[1]:g} × {high_grid[0]:g}…{high_grid[1]:g}"
-    return Computed(text, low_grid[0] <= low <= low_grid[1] and high_grid[0] <= high <= high_grid[1])
-
-
 def table5_widths(low: float, high: float, **rows: Reported) -> Computed:
     """The widths of Table 5 beside those that the thresholds give its entropies (2.5)."""
     apart = []
@@ -406,16 +356,6 @@ def on_the_scale(scale: tuple[float, float], **entropies: float) -> Computed:
     return Computed(f"{text}, on a scale from {scale[0]:g} to {scale[1]:g}" if beyond else "all on the scale", not beyond)
 
 
-def beta_saves(beta: float, saved: float) -> Computed:
-    """What a width saves is at most 1 − β, were it in force in every layer."""
-    most = 100 * (1 - beta)
-    return Computed(f"β = {beta:g} saves at most {most:g}%, reported are {saved:g}%", saved <= most)
-
-
-def joint_beyond_alone(joint: float, alone: float) -> Computed:
-    return Computed(f"{joint:g}% together, {alone:g}% alone: the other three would save nothing", joint > alone)
-
-
 def superadditive(joint: float, **alone: float) -> Computed:
     total = sum(alone.values())
     text = f"{joint:g}% together, {' + '.join(f'{value:g}' for value in alone.values())} = {total:g}% apart: δ = {joint - total:+.3g} points"
@@ -423,7 +363,7 @@ def superadditive(joint: float, **alone: float) -> Computed:
 
 
 def beyond_pairs(joint: float, **alone: float) -> Computed:
-    best = max(map(sum, combinations(alone.values(), 2)))
+    best = sum(sorted(alone.values())[-2:])
     return Computed(f"{joint:g}% together, the best pair adds up to {best:g}%", joint > best)
 
 
@@ -443,12 +383,10 @@ def emissions_arithmetic(dense: float, halting: float, halting_pct: float, joint
 
 def steepest_is_last(dense: float, **after: float) -> Computed:
     """Which step of a falling series is the steepest; the claim is that it is the last."""
-    values = [dense, *after.values()]
-    steps = {name: before - then for name, before, then in zip(after, values[:-1], values[1:], strict=True)}
-    last = list(steps)[-1]
-    others = max(step for name, step in steps.items() if name != last)
+    steps = {name: before - then for (name, then), before in zip(after.items(), (dense, *after.values()), strict=False)}
+    *others, last = steps.values()
     text = "steps of " + ", ".join(f"{step:.2f} g ({name})" for name, step in steps.items())
-    return Computed(text, steps[last] > others + 1e-9)
+    return Computed(text, last > max(others) + 1e-9)
 
 
 def quantized_baseline(ratio: float, speedup: float, quantization: float) -> Computed:
@@ -477,33 +415,69 @@ def table7_arithmetic(total: Reported, **parts: Reported) -> Computed:
     return Computed("; ".join(wrong) or f"sums of {' and '.join(sums)} ms and all percentages agree within rounding", not wrong)
 
 
+def within_bound(bound: Bounds, **values: float) -> Computed:
+    beyond = [f"{value:+.2f} ({name})" for name, value in values.items() if bound[1] is not None and value > bound[1]]
+    return Computed(f"Table 11 has {', '.join(beyond)}" if beyond else "Table 11 agrees", not beyond)
+
+
+def decay_and_halted_share(decay: tuple[float, float], layer: float, **classes: Reported) -> Computed:
+    """Active tokens at a layer by the decay, and by the shares of the word classes that have halted there."""
+    active = 100 - _halted(classes.values())[0]
+    least, most = (100 * math.exp(-rate * layer) for rate in (decay[1], decay[0]))
+    text = f"active at layer {layer:g}: {least:.0f} to {most:.0f}% by the decay, {active:.1f}% by the word classes"
+    return Computed(text, least <= active <= most)
+
+
+def weighted_share(bound: Bounds, **classes: Reported) -> Computed:
+    share, tokens = _halted(classes.values())
+    return Computed(f"by Table 2 they halt at {share:.1f}% ({tokens:,.0f} tokens)", share > (bound[0] or 0.0))
+
+
 def milliseconds_are_percent(saved_ms: float, dense_ms: float, speedup: float) -> Computed:
     share = 100 * saved_ms / dense_ms
     return Computed(f"{saved_ms:g} of {dense_ms:g} ms are {share:.1f}%, not {speedup:g}%", abs(share - speedup) <= 1)
 
 
-def within_bound(bound: Bounds, **values: float) -> Computed:
-    most = bound[1] if bound[1] is not None else math.inf
-    beyond = [f"{value:+.2f} ({name})" for name, value in values.items() if value > most]
-    return Computed(f"Table 11 has {', '.join(beyond)}" if beyond else "Table 11 agrees", not beyond)
-
-
-def saves_at_most_what_it_merges(merged: tuple[float, float], saved: float) -> Computed:
-    """A token that is merged away saves at most its own share of the work, and only in the layers after."""
-    return Computed(f"{merged[1]:g}% of the tokens are at most {merged[1]:g}% of the work, not {saved:g}%", saved <= merged[1])
-
-
-def decay_and_halted_share(decay: tuple[float, float], layer: float, **classes: Reported) -> Computed:
-    """Active tokens at a layer by the decay, and by the shares of the word classes that have halted there."""
-    tokens = sum(entry.values["tokens"] for entry in classes.values())
-    halted = sum(entry.values["halted_share_pct"] * entry.values["tokens"] for entry in classes.values()) / tokens
-    least, most = (100 * math.exp(-rate * layer) for rate in (decay[1], decay[0]))
-    text = f"active at layer {layer:g}: {least:.0f} to {most:.0f}% by the decay, {100 - halted:.1f}% by the word classes"
-    return Computed(text, least <= 100 - halted <= most)
-
-
-def weighted_share(bound: Bounds, **classes: Reported) -> Computed:
-    tokens = sum(entry.values["tokens"] for entry in classes.values())
-    share = sum(entry.values["halted_share_pct"] * entry.values["tokens"] for entry in classes.values()) / tokens
-    least = bound[0] if bound[0] is not None else 0.0
-    return Computed(f"by Table 2 they halt at {share:.1f}% ({tokens:,.0f} tokens)", share > least)
+# By the name in `contradictions.yaml`.
+CHECKS: dict[str, Callable[..., Computed]] = {
+    "at_least": lambda halted, first: Computed(f"layer {halted:g} against {first:g} at the earliest", halted >= first),
+    "entropy_units": lambda bits, nats: Computed(
+        f"{bits:g} bits are {bits * math.log(2):.3f} nats, not {nats:g}", math.isclose(bits * math.log(2), nats)
+    ),
+    "more_bits_cost_no_more": lambda fewer, more: Computed(
+        f"{fewer:g} with 2-bit tokens, {more:g} with 4 bits in their place", more <= fewer
+    ),
+    "inside_grid": lambda low, high, low_grid, high_grid: Computed(
+        f"({low:g}, {high:g}) was found in {low_grid[0]:g}…{low_grid[1]:g} × {high_grid[0]:g}…{high_grid[1]:g}",
+        low_grid[0] <= low <= low_grid[1] and high_grid[0] <= high <= high_grid[1],
+    ),
+    # What a width saves is at most 1 − β, were it in force in every layer.
+    "beta_saves": lambda beta, saved: Computed(
+        f"β = {beta:g} saves at most {100 * (1 - beta):g}%, reported are {saved:g}%", saved <= 100 * (1 - beta)
+    ),
+    "joint_beyond_alone": lambda joint, alone: Computed(
+        f"{joint:g}% together, {alone:g}% alone: the other three would save nothing", joint > alone
+    ),
+    # A token that is merged away saves at most its own share of the work, and only in the layers after.
+    "saves_at_most_what_it_merges": lambda merged, saved: Computed(
+        f"{merged[1]:g}% of the tokens are at most {merged[1]:g}% of the work, not {saved:g}%", saved <= merged[1]
+    ),
+}
+CHECKS |= {
+    check.__name__: check
+    for check in (
+        *(
+            same,
+            model_size,
+            table5_kv,
+            table5_widths,
+            strictly_below,
+            on_the_scale,
+            superadditive,
+            beyond_pairs,
+            energy_of_a_token,
+        ),
+        *(emissions_arithmetic, steepest_is_last, quantized_baseline, table7_arithmetic, within_bound, decay_and_halted_share),
+        *(weighted_share, milliseconds_are_percent),
+    )
+}

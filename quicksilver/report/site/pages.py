@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,7 +163,6 @@ class Site:
             **{"signed": signed, "json": _json, "digits": _digits, "value": _value, "prose": prose, "lines": cell_lines},
             "slug": lambda text: re.sub(r"\W+", "-", text.lower()).strip("-"),
             "grouped": lambda problems: without_folders(grouped(problems)),
-            "spans": lambda panel: [(group, len(list(run))) for group, run in groupby(column.group for column in panel.columns)],
             **{"of_paper": of_paper, "counted": counted},
         }
         return environment

@@ -11,8 +11,7 @@ from pydoc import locate
 import pytest
 import yaml
 
-from quicksilver.report.claims import reported as module
-from quicksilver.report.claims.reported import Reported, contradictions, quantities, quantity, reported
+from quicksilver.report.claims.reported import CHECKS, Reported, contradictions, quantities, quantity, reported
 from quicksilver.report.table import read
 from quicksilver.runs.choices import config_dir
 
@@ -157,48 +156,44 @@ def changed(entry: str, quote: str | None = None, **values: float) -> Reported:
     return dataclasses.replace(claim, quote=quote or claim.quote, values=dict(claim.values) | values)
 
 
+def kv(entry: str, printed: str) -> Reported:
+    return changed(f"table5.kv.{entry}", f'"{entry}": KV diff {printed}')
+
+
+LONG = kv("long", "17.38 > 0.30 -> Write")
+TOTAL, ATTENTION = reported()["table7.total"], reported()["table7.attention"]
+
+
 @pytest.mark.parametrize(
-    ("holds", "finding"),
+    ("holds", "check", "given", "named"),
     [
-        (True, module.same(a=1.0, b=(0.9, 1.1))),
-        (False, module.same(a=1.2, b=(0.9, 1.1))),
-        (True, module.at_least(6, 6)),
-        (True, module.superadditive(70, a=30, b=30)),
-        (False, module.beyond_pairs(59, a=30, b=30, c=1)),
-        (True, module.beta_saves(0.5, 26.4)),
-        (True, module.joint_beyond_alone(47, 39)),
-        (True, module.model_size(774, 36, 1280, 20)),
-        (False, module.model_size(774, 36, 1280, 12)),
-        (True, module.entropy_units(1.0, 0.6931471805599453)),
-        (True, module.inside_grid(0.3, 0.6, (0.2, 0.4), (0.5, 0.7))),
-        (True, module.on_the_scale((0, 1), a=0.4)),
-        (True, module.energy_of_a_token(1e-6, 0.4, 121, 512)),
-        (False, module.emissions_arithmetic(0.51, 0.40, 27.5, 0.29, 43.1)),
-        (True, module.steepest_is_last(1.0, a=0.9, b=0.5)),
-        (True, module.quantized_baseline(0.7, 40, 15)),
-        (True, module.milliseconds_are_percent(18, 121, 15)),
-        (True, module.within_bound((None, 0.2), a=0.19)),
-        (True, module.saves_at_most_what_it_merges((12, 18), 15)),
-        (True, module.weighted_share((80, None), a=changed("table2.determiners"))),
-        (True, module.table5_widths(0.3, 0.6, reducing=changed("table5.bits.reducing"))),
-        (False, module.table7_arithmetic(changed("table7.total"), a=changed("table7.attention"))),
-        (False, module.table7_arithmetic(changed("table7.attention", speedup_pct=41.0), a=changed("table7.attention"))),
-        (
-            True,
-            module.table5_kv(
-                a=changed("table5.kv.is", '"is": KV diff 0.18 < 0.45 -> Skip'),
-                b=changed("table5.kv.long", '"long": KV diff 17.38 > 0.30 -> Write'),
-            ),
-        ),
-        (
-            False,
-            module.table5_kv(
-                a=changed("table5.kv.is", '"is": KV diff 18.18 > 0.45 -> Skip'),
-                b=changed("table5.kv.long", '"long": KV diff 17.38 > 0.30 -> Write'),
-            ),
-        ),
-        (True, module.decay_and_halted_share((0.01, 0.2), 15, a=changed("table2.content_words"))),
+        (True, "same", (), {"a": 1.0, "b": (0.9, 1.1)}),
+        (False, "same", (), {"a": 1.2, "b": (0.9, 1.1)}),
+        (True, "at_least", (6, 6), {}),
+        (True, "superadditive", (70,), {"a": 30, "b": 30}),
+        (False, "beyond_pairs", (59,), {"a": 30, "b": 30, "c": 1}),
+        (True, "beta_saves", (0.5, 26.4), {}),
+        (True, "joint_beyond_alone", (47, 39), {}),
+        (True, "model_size", (774, 36, 1280, 20), {}),
+        (False, "model_size", (774, 36, 1280, 12), {}),
+        (True, "entropy_units", (1.0, 0.6931471805599453), {}),
+        (True, "inside_grid", (0.3, 0.6, (0.2, 0.4), (0.5, 0.7)), {}),
+        (True, "on_the_scale", ((0, 1),), {"a": 0.4}),
+        (True, "energy_of_a_token", (1e-6, 0.4, 121, 512), {}),
+        (False, "emissions_arithmetic", (0.51, 0.40, 27.5, 0.29, 43.1), {}),
+        (True, "steepest_is_last", (1.0,), {"a": 0.9, "b": 0.5}),
+        (True, "quantized_baseline", (0.7, 40, 15), {}),
+        (True, "milliseconds_are_percent", (18, 121, 15), {}),
+        (True, "within_bound", ((None, 0.2),), {"a": 0.19}),
+        (True, "saves_at_most_what_it_merges", ((12, 18), 15), {}),
+        (True, "weighted_share", ((80, None),), {"a": changed("table2.determiners")}),
+        (True, "table5_widths", (0.3, 0.6), {"reducing": changed("table5.bits.reducing")}),
+        (False, "table7_arithmetic", (TOTAL,), {"a": ATTENTION}),
+        (False, "table7_arithmetic", (changed("table7.attention", speedup_pct=41.0),), {"a": ATTENTION}),
+        (True, "table5_kv", (), {"a": kv("is", "0.18 < 0.45 -> Skip"), "b": LONG}),
+        (False, "table5_kv", (), {"a": kv("is", "18.18 > 0.45 -> Skip"), "b": LONG}),
+        (True, "decay_and_halted_share", ((0.01, 0.2), 15), {"a": changed("table2.content_words")}),
     ],
 )
-def test_a_check_can_come_out_either_way(holds, finding):
-    assert finding.holds == holds
+def test_a_check_can_come_out_either_way(holds, check, given, named):
+    assert CHECKS[check](*given, **named).holds == holds

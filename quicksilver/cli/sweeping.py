@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import os
 import re
 import signal
@@ -36,27 +35,18 @@ from quicksilver.report.sweep_status import Board, duration
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
 from quicksilver.runs.composing import check_words, hydra_started, is_swept, with_settings
-from quicksilver.runs.config import RunConfig, TrackerConfig, compose
+from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.launchers import SERIAL, check_launcher, launch, launcher_name
+from quicksilver.runs.estimate import check_time, estimates, table
+from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, make, parts_of, plan
-from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, is_open, time_left_s
+from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, time_left_s
 from quicksilver.runs.tracker import check_tracker, sync_hint
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
-
-@dataclass
-class Composed:
-    """The runs of a sweep with their plans; of one that cannot be composed or planned, why."""
-
-    runs: list[SweepRun]
-    plans: dict[int, Plan]
-    errors: dict[int, QuickSilverError]
-
-    @property
-    def configs(self) -> list[RunConfig]:
-        """Of the runs that have a plan."""
-        return [planned.wanted[0].config for planned in self.plans.values()]
+_ALIKE = 3  # failures of one kind in a row end a sweep
+_FAILURES = 5  # of drawn runs end one start
+PlanOf = Callable[[SweepRun], Plan]
 
 
 def is_sweep(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> bool:
@@ -75,16 +65,17 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         check_name(asked.name)
     with hydra_started(extra_dirs):
         settings = _settings(overrides, extra_dirs)
-        sweeper = str(settings.runtime.choices["hydra/sweeper"])
-        if parallel.processes() > 1 and (sweeper, launcher_name(settings)) != ("basic", SERIAL):
+        sweeper, launcher = str(settings.runtime.choices["hydra/sweeper"]), launcher_name(settings)
+        if parallel.processes() > 1 and (sweeper, launcher) != ("basic", SERIAL):
             raise ConfigError(
-                f"hydra/sweeper={sweeper} hydra/launcher={launcher_name(settings)}: the processes of torchrun make the runs of a sweep by "
+                f"hydra/sweeper={sweeper} hydra/launcher={launcher}: the processes of torchrun make the runs of a sweep by "
                 "themselves, one after the other: leave out both."
             )
         if sweeper == "optuna":
             return optimise(overrides, settings, extra_dirs, asked)
         if asked.plan:
-            return say_plan(overrides, settings, extra_dirs)
+            print(table(estimates([compose(words, extra_dirs) for words, _ in runs_of(overrides, settings, extra_dirs)])))
+            return 0
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
         first = composed.configs[0]
@@ -94,28 +85,53 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
                 return _follow(composed)
         experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
         manifest = Manifest(
-            name=asked.name or default_name(composed.runs, experiment),
-            words=("-m", *overrides),
-            runs=tuple(composed.runs),
-            extra_dirs=tuple(str(folder.absolute()) for folder in extra_dirs),
-            launcher=launcher_name(settings),
-            records=first.records,
-        )
-        workers = check_launcher(settings, composed.configs, Path(first.results_dir), asked.workers)
-        sweep = Sweep(first.results_dir, dataclasses.replace(manifest, workers=workers))
-        with sweep.driver_lock():
-            sweep.create()
-            sweep.forget_failures()
+            asked.name or default_name(composed.runs, experiment), ("-m", *overrides), tuple(composed.runs),
+            tuple(str(folder.absolute()) for folder in extra_dirs), launcher,
+            check_launcher(settings, composed.configs, Path(first.results_dir), asked.workers), first.records,
+        )  # fmt: skip
+        with _started(first, manifest) as board:
             for number, error in composed.errors.items():
-                sweep.failed(manifest.runs[number - 1], error)
-                say(f"{manifest.label(manifest.runs[number - 1])}: {error}")
-            board = Board(sweep)
+                run = manifest.runs[number - 1]
+                board.sweep.failed(run, error)
+                say(f"{manifest.label(run)}: {error}")
             trouble = _make(board, composed, asked, settings)
-        return _close(board, trouble, first.tracker)
+        board.write()
+        states = [state.state for state in board.sweep.states()]
+        print(f"\n{board.text(width())}", flush=True)
+        _say_hint(board, first)
+        if failed := states.count("failed"):
+            run_or_runs = "One run of this sweep" if failed == 1 else f"{failed} runs of this sweep"
+            say(f"{run_or_runs} failed (above). The others have their records; the same command repeats only what failed.")
+        if trouble is not None:
+            say(f"{trouble} {states.count('done')} of {len(states)} runs have their records; the same command goes on.")
+        return 1 if failed or trouble is not None else 0
+
+
+@contextmanager
+def _started(first: RunConfig, manifest: Manifest, fixed: Sequence[str] = ()) -> Iterator[Board]:
+    """The sweep of that manifest, new or resumed, launched by this process alone; `first`: the config of its first run."""
+    sweep = Sweep(first.results_dir, manifest)
+    with sweep.driver_lock():
+        sweep.create(fixed)
+        sweep.forget_failures()
+        yield Board(sweep)
+
+
+def _say_hint(board: Board, config: RunConfig) -> None:
+    made = [str(state.run.fingerprint) for state in board.sweep.states() if state.state == "done"]
+    if made and (hint := sync_hint(config.tracker, board.sweep.store.root, made)):
+        say(hint)
+
+
+def _err(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- torchrun: its processes make each run together -----------------------------------------------------------------------------
 
 
 def _join(composed: Composed) -> None:
-    """Under torchrun: load the model whose parts the processes have, if a run is to be made; from then on they hear each other.
+    """Load the model whose parts the processes of torchrun have, if a run is to be made; from then on they hear each other.
 
     Raises:
         ConfigError: a run that each process would make by itself.
@@ -126,18 +142,34 @@ def _join(composed: Composed) -> None:
                 f"Run {number} of the sweep has model.parallel=null, and each of the {parallel.processes()} processes of torchrun would make it: "
                 "sweep over other keys, with model.parallel=tensor in every run."
             )
-    missing = [planned for planned in composed.plans.values() if not planned.done]
-    if missing:
-        missing[0].context.model(missing[0].wanted[0].config)
+    missing = next((planned for planned in composed.plans.values() if not planned.done), None)
+    if missing is not None:
+        missing.context.model(missing.wanted[0].config)
 
 
 def _follow(composed: Composed) -> int:
-    """What the other processes of torchrun do: the runs that the first one says, in its order, until it says 0. Returns the exit code."""
-    if all(planned.done for planned in composed.plans.values()):
-        return 0
-    while number := parallel.broadcast_from_rank0(0):
-        make(composed.plans[number])
+    """What the other processes do: the runs that the first one names, in its order, until it names 0. Returns the exit code."""
+    if not all(planned.done for planned in composed.plans.values()):
+        while number := parallel.broadcast_from_rank0(0):
+            make(composed.plans[number])
     return 0
+
+
+# --- which runs -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Composed:
+    """The runs of a sweep with their plans; of one that cannot be composed or planned, why."""
+
+    runs: list[SweepRun]
+    plans: dict[int, Plan]
+    errors: dict[int, QuickSilverError]
+
+    @property
+    def configs(self) -> list[RunConfig]:
+        """Of the runs that have a plan."""
+        return [planned.wanted[0].config for planned in self.plans.values()]
 
 
 @contextmanager
@@ -153,23 +185,16 @@ def gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def say_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> int:
-    """Print what would run and what it would take, within `hydra_started`; loads nothing.
-
-    Raises:
-        ConfigError: a run that cannot be composed, or whose model or text is not known.
-    """
-    from quicksilver.runs.estimate import estimates, table
-
-    print(table(estimates([compose(words, extra_dirs) for words, _ in runs_of(overrides, settings, extra_dirs)])))
-    return 0
-
-
 def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
     """The section `hydra` of a sweep's config, composed of the words that are the same in every run."""
     check_words(overrides, extra_dirs)
     settings: DictConfig = with_settings([word for word in overrides if not is_swept(word)], extra_dirs).hydra
     return settings
+
+
+def _of_runs(overrides: Sequence[str]) -> list[str]:
+    """The words that are not Hydra's."""
+    return [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
 def runs_of(
@@ -180,12 +205,10 @@ def runs_of(
     Raises:
         ConfigError: a word that is no override.
     """
-    params = OmegaConf.to_container(settings.sweeper.get("params") or OmegaConf.create({}), resolve=True)
-    assert isinstance(params, dict)
-    words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    params: Any = OmegaConf.to_container(settings.sweeper.get("params") or OmegaConf.create({}), resolve=True)
     loader = GlobalHydra.instance().config_loader()
     try:
-        return expanded(words, [f"{key!s}={value}" for key, value in params.items()], loader)
+        return expanded(_of_runs(overrides), [f"{key!s}={value}" for key, value in params.items()], loader)
     except HydraException as error:
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
 
@@ -196,83 +219,76 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
     Raises:
         ConfigError: not one of them can be run; the first says why. More than an hour of runs here without `yes`.
     """
-    from quicksilver.runs.estimate import check_time
-
     swept = runs_of(overrides, settings, extra_dirs)
     place = RunContext()
     configs: dict[int, RunConfig] = {}
-    plans: dict[int, Plan] = {}
-    errors: dict[int, QuickSilverError] = {}
+    found = Composed([], {}, {})
     for number, (words_of_run, _) in enumerate(swept, start=1):
         try:
             configs[number] = compose(words_of_run, extra_dirs)
         except QuickSilverError as error:
-            errors[number] = error
+            found.errors[number] = error
     if len({config.results_dir for config in configs.values()}) > 1:
         raise ConfigError("results_dir: a sweep has one results folder: its manifest lies there.")
-    here = launcher_name(settings) in (SERIAL, "joblib", "submitit_local")
+    here = launcher_name(settings) in HERE
     if here and parallel.processes() == 1:
         check_time(list(configs.values()), yes)
     fitting: list[ModelConfig] = []
-    runs = []
+    for number, config in configs.items():
+        try:
+            check_tracker(config.tracker)
+            planned = plan([config], place)
+            if here and not planned.done and config.model not in fitting:
+                check_fits(config.model, place.files(config)[0].folder)
+                fitting.append(config.model)
+            found.plans[number] = planned
+        except QuickSilverError as error:
+            found.errors[number] = error
+    if not found.plans:
+        raise found.errors[1]
     for number, (words_of_run, differing) in enumerate(swept, start=1):
-        fingerprint = None
-        if number in configs:
-            try:
-                check_tracker(configs[number].tracker)
-                planned = plan([configs[number]], place)
-                fingerprint = planned.wanted[0].fingerprint
-                if here and not planned.done:
-                    model, files = configs[number].model, place.files(configs[number])[0]
-                    if model not in fitting:
-                        check_fits(model, files.folder)
-                        fitting.append(model)
-                plans[number] = planned
-            except QuickSilverError as error:
-                errors[number] = error
-        runs.append(SweepRun(number, words_of_run, differing, fingerprint))
-    if not plans:
-        raise errors[1]
-    return Composed(runs, plans, errors)
+        fingerprint = found.plans[number].wanted[0].fingerprint if number in found.plans else None
+        found.runs.append(SweepRun(number, words_of_run, differing, fingerprint))
+    return found
+
+
+# --- making them ----------------------------------------------------------------------------------------------------------------
 
 
 def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictConfig) -> QuickSilverError | None:
     """The runs that have no record; returns what went wrong with workers that were to make them."""
     sweep = board.sweep
-    wanted = [run.number for run in sweep.open_of(sweep.manifest.runs)][: asked.limit]
+    runs = sweep.manifest.runs
+    wanted = [run.number for run in sweep.open_of(runs)][: asked.limit]
     done = sum(state.state == "done" for state in sweep.states())
-    later = len(sweep.manifest.runs) - done - len(composed.errors) - len(wanted)
-    print(
-        f"Sweep {sweep.manifest.name}: {len(sweep.manifest.runs)} runs, {done} with a record, {len(wanted)} to do"
-        f"{f', {later} later (limit={asked.limit})' if later else ''}. {sweep.folder / 'index.html'}",
-        file=sys.stderr,
-        flush=True,
+    later = len(runs) - done - len(composed.errors) - len(wanted)
+    rest = f", {later} later (limit={asked.limit})" if later else ""
+    _err(
+        f"Sweep {sweep.manifest.name}: {len(runs)} runs, {done} with a record, {len(wanted)} to do{rest}. {sweep.folder / 'index.html'}"
     )
     board.write()
     if not wanted:
         return None
+    if sweep.manifest.launcher == SERIAL:
+        try:
+            with sweep.at_work():
+                given = claimed(sweep, wanted, board.catch_up)
+                work_through(board, lambda run: composed.plans[run.number], given, len(wanted))
+        except SameFailureError as error:
+            return error
+        return None
     parts = sum(parts_of(composed.plans[number].wanted[0].config) for number in wanted)
     workers = min(sweep.manifest.workers, parts)
     if workers < sweep.manifest.workers:
-        print(
-            f"workers={sweep.manifest.workers}: the runs have {parts} blocks of windows, so {workers} start.",
-            file=sys.stderr,
-            flush=True,
-        )
-    task = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
+        _err(f"workers={sweep.manifest.workers}: the runs have {parts} blocks of windows, so {workers} start.")
+    last_first = [run for run in reversed(runs) if run.number in wanted]  # the last is open longest
+    worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
     try:
-        if sweep.manifest.launcher == SERIAL:
-            with sweep.at_work():
-                work_through(sweep, composed.plans.__getitem__, wanted, board)
-            return None
         with _watched(board):
-            runs = [run for run in reversed(sweep.manifest.runs) if run.number in wanted]  # the last is open longest
             launch(
-                settings, task, workers, sweep.folder.absolute() / "workers", lambda: not any(is_open(sweep, run) for run in runs)
+                settings, worker, workers, sweep.folder.absolute() / "workers", lambda: not any(map(sweep.is_open, last_first))
             )
     except QuickSilverError as error:
-        if sweep.manifest.launcher == SERIAL and not isinstance(error, SameFailureError):
-            raise
         return error
     return None
 
@@ -302,35 +318,33 @@ class Worker:
                 f"{lease.host_name()} cannot see {Path(self.results_dir) / 'sweeps' / self.name}: give a results_dir that all nodes share. ({error})"
             ) from error
         extra_dirs = [Path(folder) for folder in sweep.manifest.extra_dirs]
-
         place = RunContext()
 
-        def plan_of(number: int) -> Plan:
-            config = compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)
-            return plan([dataclasses.replace(config, results_dir=self.results_dir)], place)
+        def plan_of(run: SweepRun) -> Plan:
+            return plan([dataclasses.replace(compose(run.overrides, extra_dirs), results_dir=self.results_dir)], place)
 
         with _ends_with_its_job(), sweep.at_work():
+            board = Board(sweep)
             self._load(sweep, plan_of)
-            work_through(sweep, plan_of, self.wanted, Board(sweep), shown=False)
+            work_through(board, plan_of, claimed(sweep, self.wanted, board.catch_up), len(self.wanted), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
 
-    def _load(self, sweep: Sweep, plan_of: Callable[[int], Plan]) -> None:
+    def _load(self, sweep: Sweep, plan_of: PlanOf) -> None:
         """Load the model of the first open run before one is claimed: workers that start at once would wait for the dense run of one of them, and
         load theirs only then."""
-        first = next((run.number for run in sweep.manifest.runs if run.number in self.wanted and is_open(sweep, run)), None)
-        if first is None:
-            return
-        with suppress(QuickSilverError), gc_disabled():  # what is wrong, the run says
-            planned = plan_of(first)
-            config = planned.wanted[0].config
-            if config.model.parallel is None:
-                planned.context.model(config)
+        first = next((run for run in sweep.manifest.runs if run.number in self.wanted and sweep.is_open(run)), None)
+        if first is not None:
+            with suppress(QuickSilverError), gc_disabled():  # what is wrong, the run says
+                planned = plan_of(first)
+                config = planned.wanted[0].config
+                if config.model.parallel is None:
+                    planned.context.model(config)
 
 
 @contextmanager
 def _ends_with_its_job() -> Iterator[None]:
-    """What submitit's signal handler raises when its job's time is over, an Exception, would be taken for the failure of the run or the import that it
-    hits. Within, it is `Terminated`, which nothing swallows.
+    """submitit's signal handler raises an Exception when the time of its job is over; the run or the import that it hits would seem to have failed.
+    Within, it is `Terminated`, which nothing swallows.
 
     Raises:
         QuickSilverError: that happened; what the worker was making is left to others.
@@ -368,11 +382,12 @@ def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
             counts, minute = str(sorted(row["state"] for row in rows)), time.monotonic() - when >= SAYS_EVERY_S
             if counts != said or minute:
                 said = counts
-                print(board.headline(rows), file=sys.stderr, flush=True)
+                _err(board.headline(rows))
             if minute:
                 when = time.monotonic()
-                running = [row for row in rows if row["state"] == "running"]
-                print("".join(f"  run {row['number']}: {row['where']}\n" for row in running), end="", file=sys.stderr, flush=True)
+                for row in rows:
+                    if row["state"] == "running":
+                        _err(f"  run {row['number']}: {row['where']}")
 
     watcher = threading.Thread(target=look, name="quicksilver-sweep", daemon=True)
     watcher.start()
@@ -381,9 +396,6 @@ def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
-
-
-_ALIKE = 3
 
 
 class SameFailureError(QuickSilverError):
@@ -395,78 +407,49 @@ def _kind(error: Exception) -> str:
     return re.sub(r"(?<==)[^\s,]+|\S*/\S*|[\d.]+", "", f"{type(error.__cause__ or error).__name__} {error}")
 
 
-@dataclass
-class _Ended:
-    """How many of the runs have ended, asked before each: by a look at the folders, for at most a twentieth of the time, else one more."""
-
-    sweep: Sweep
-    wanted: frozenset[int]
-    count: int = 0
-    looked: float = -math.inf
-    took_s: float = 0.0
-
-    def __call__(self) -> int:
-        began = time.monotonic()
-        self.count += 1
-        if began - self.looked >= 20 * self.took_s:
-            there = [run for run in self.sweep.manifest.runs if run.number in self.wanted]
-            self.count = len(there) - len(self.sweep.open_of(there))
-            self.looked = time.monotonic()
-            self.took_s = self.looked - began
-        return self.count
-
-
 def work_through(
-    sweep: Sweep,
-    plan_of: Callable[[int], Plan],
-    wanted: Sequence[int],
-    board: Board,
-    *,
-    runs: Generator[SweepRun, None, None] | None = None,
-    shown: bool = True,
+    board: Board, plan_of: PlanOf, runs: Generator[tuple[SweepRun, int], None, None], total: int, *, shown: bool = True
 ) -> None:
     """Make runs one after the other, and say so. A run that fails leaves its reason in the sweep, and the others go on. Under torchrun the other
     processes are told of each, and the first failure is raised: after one, nobody knows where the others are.
 
     Args:
-        plan_of: the plan of a run, by its number.
-        wanted: numbers of the runs.
-        runs: they, one after the other; None: those that no other process makes.
+        runs: each with the number of runs that are open with it.
+        total: how many runs there are.
         shown: what each record says goes to stdout.
 
     Raises:
         SameFailureError: `_ALIKE` runs in a row failed in one way, and the next ones would, too.
     """
+    sweep, together = board.sweep, parallel.processes() > 1
     seconds: list[float] = []
-    alike: list[str] = []  # of the failures since the last record, or of another kind
-    together = parallel.processes() > 1
-    ends = _Ended(sweep, frozenset(wanted))
-    with progress_bar() as bar, closing(runs or claimed(sweep, wanted, board.catch_up)) as given:
+    alike: list[str] = []  # kinds of the failures since the last record, or of another kind
+    with progress_bar() as bar, closing(runs):
         try:
-            for run in given:
+            for run, left in runs:
                 label, began = sweep.manifest.label(run), time.monotonic()
-                ended = ends()
-                left = time_left_s(len(wanted) - ended, seconds)
+                left_s = time_left_s(left, seconds)
                 if not sys.stderr.isatty():
-                    print(f"{label}{f', about {duration(left)} left' if left else ''}", file=sys.stderr, flush=True)
+                    _err(f"{label}{f', about {duration(left_s)} left' if left_s else ''}")
                 if together:
                     parallel.broadcast_from_rank0(run.number)
                 names = {} if run.fingerprint is None else {run.fingerprint: label}
-                show = _shown(board, bar, ended, len(wanted))
+                show = _shown(board, bar, total - left, total)
                 try:
-                    (record,) = make(plan_of(run.number), progress=show, labels=names, group=f"sweep {sweep.manifest.name}")
+                    (record,) = make(plan_of(run), progress=show, labels=names, group=f"sweep {sweep.manifest.name}")
                 except Exception as error:
                     sweep.failed(run, error)
                     if not isinstance(error, QuickSilverError):
                         show_fault(error)
-                    elif not together:  # else it is what the command ends with
+                    elif not together:  # else the command ends with it
                         say(f"{label}: {error}")
                     if together:
                         raise
                     alike = [*(kind for kind in alike if kind == _kind(error)), _kind(error)]
                     if len(alike) == _ALIKE:
+                        cause = type(error.__cause__ or error).__name__
                         raise SameFailureError(
-                            f"{_ALIKE} runs in a row failed in one way ({type(error.__cause__ or error).__name__}), and the next ones would, too: {error}"
+                            f"{_ALIKE} runs in a row failed in one way ({cause}), and the next ones would, too: {error}"
                         ) from error
                 else:
                     alike = []
@@ -495,30 +478,7 @@ def _shown(board: Board, bar: Callable[[Progress], None], place: int, runs: int)
     return show
 
 
-def _close(board: Board, trouble: QuickSilverError | None, tracker: TrackerConfig) -> int:
-    """Say how it ended; returns the exit code."""
-    board.write()
-    states = [state.state for state in board.sweep.states()]
-    print(f"\n{board.text(width())}", flush=True)
-    _say_hint(board, tracker)
-    failed = states.count("failed")
-    if failed:
-        run_or_runs = "One run of this sweep" if failed == 1 else f"{failed} runs of this sweep"
-        say(f"{run_or_runs} failed (above). The others have their records; the same command repeats only what failed.")
-    if trouble is not None:
-        say(f"{trouble} {states.count('done')} of {len(states)} runs have their records; the same command goes on.")
-    return 1 if failed or trouble is not None else 0
-
-
-def _say_hint(board: Board, tracker: TrackerConfig) -> None:
-    made = [str(state.run.fingerprint) for state in board.sweep.states() if state.state == "done"]
-    if made and (hint := sync_hint(tracker, board.sweep.store.root, made)):
-        say(hint)
-
-
 # --- hydra/sweeper=optuna: runs that Optuna draws, one after the other -----------------------------------------------------------------
-
-_FAILURES = 5  # of one start: what they have in common is worth a look
 
 
 def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], asked: SweepOptions) -> int:
@@ -527,75 +487,73 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     Raises:
         ConfigError: nothing is drawn, optuna is not installed, no name, or a launcher with workers.
     """
-    from optuna.trial import TrialState
-
     config = studies.study_config(settings.sweeper)
     if asked.name is None and not asked.plan:
         raise ConfigError("hydra/sweeper=optuna needs name=…: under it the study is found again.")
-    if asked.workers is not None or str(settings.runtime.choices["hydra/launcher"]) != "basic":
+    if asked.workers is not None or launcher_name(settings) != SERIAL:
         raise ConfigError("hydra/sweeper=optuna draws one run after the other: leave hydra/launcher and workers out.")
-    words = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    space = studies.space_of(words, config.params)
-    place = RunContext()
-    low = {key: getattr(one, "low", None) for key, one in space.drawn.items()}
-    least = {key: value if value is not None else space.drawn[key].choices[0] for key, value in low.items()}
-    first = compose(space.words(least)[0], extra_dirs)
+    space = studies.space_of(_of_runs(overrides), config.params)
+    first = compose(space.least, extra_dirs)
     check_tracker(first.tracker)
-    from quicksilver.runs.estimate import check_time, estimates, table
-
     if asked.plan or asked.name is None:
         print(table(estimates([first])))
-        print(
-            f"Optuna draws {config.trials} runs as it goes (hydra.sweeper.trials); the one above has the smallest value of each key."
-        )
+        print(f"Optuna draws {config.trials} runs (hydra.sweeper.trials); the one above has the smallest value of each key.")
         return 0
     check_time([first], asked.yes)
+    place = RunContext()
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
-    manifest = Manifest(check_name(asked.name), ("-m", *overrides), (), tuple(map(str, extra_dirs)), records=first.records)
-    sweep = Sweep(first.results_dir, dataclasses.replace(manifest, total=config.trials))
-    with sweep.driver_lock():
-        sweep.create(space.fixed)
-        sweep.forget_failures()
-        study = studies.open_study(sweep.folder, asked.name, config)
-        board = Board(sweep)
+    extra = tuple(map(str, extra_dirs))
+    manifest = Manifest(asked.name, ("-m", *overrides), (), extra, records=first.records, total=config.trials)
+    with _started(first, manifest, space.fixed) as board:
+        study = studies.open_study(board.sweep.folder, asked.name, config)
 
-        def plan_of(number: int) -> Plan:
-            return plan([compose(sweep.manifest.runs[number - 1].overrides, extra_dirs)], place)
+        def plan_of(words: Sequence[str]) -> Plan:
+            return plan([compose(words, extra_dirs)], place)
 
-        def drawn() -> Generator[SweepRun, None, None]:
-            failed = made = 0
-            while studies.finished(study) < config.trials and made != asked.limit and failed < _FAILURES:
-                made += 1
-                trial = study.ask(dict(space.drawn))
-                run = sweep.draw(*space.words(trial.params))
-                with suppress(QuickSilverError):  # whoever makes it says why
-                    run = sweep.add(dataclasses.replace(run, fingerprint=plan_of(run.number).wanted[0].fingerprint))
-                yield run
-                record = None if run.fingerprint is None else sweep.store.get(run.fingerprint)
-                failed += record is None
-                if record is None:
-                    study.tell(trial, state=TrialState.FAIL)
-                else:
-                    study.tell(trial, studies.values_of(record, config.objectives))
-
-        with sweep.at_work():
-            work_through(sweep, plan_of, range(1, config.trials + 1), board, runs=drawn())
-    _close_study(board, study, space, config)
-    _say_hint(board, first.tracker)
-    return 1 if any(state.state == "failed" for state in sweep.states()) else 0
-
-
-def _close_study(board: Board, study: Any, space: studies.Space, config: studies.StudyConfig) -> None:
-    """Say what was found."""
-    found = list(dict.fromkeys(space.words(params)[0] for params in studies.front(study, config)))
+        with board.sweep.at_work():
+            given = _drawn(board.sweep, study, space, config, plan_of, asked.limit)
+            work_through(board, lambda run: plan_of(run.overrides), given, config.trials)
+    found, within = studies.front(study, config)
     by_words = {run.overrides: run for run in board.sweep.manifest.runs}
+    best = list(dict.fromkeys(by_words[space.words(params)[0]] for params in found))
+    label = board.sweep.manifest.label
     print(f"\n{board.text(width())}")
-    goals = ", ".join(f"{name} ({direction})" for name, direction in config.objectives.items())
-    if config.budget and not studies.within_budget(study, config):
+    if config.budget and not within:
         say(f"No run meets the budget {config.budget}: draw more (hydra.sweeper.trials), or wider.")
     elif config.budget:
-        best = by_words[found[0]]
-        print(f"\nWithin the budget {config.budget}: {board.sweep.manifest.label(best)}\n  {' '.join(best.differing)}")
+        print(f"\nWithin the budget {config.budget}: {label(best[0])}\n  {' '.join(best[0].differing)}")
+    goals = ", ".join(f"{name} ({direction})" for name, direction in config.objectives.items())
     print(f"\nNo other run{' within it' if config.budget else ''} beats these in all of {goals}:")
-    for words in found:
-        print(f"  {board.sweep.manifest.label(by_words[words])}  {by_words[words].fingerprint}")
+    for run in best:
+        print(f"  {label(run)}  {run.fingerprint}")
+    _say_hint(board, first)
+    return 1 if any(state.state == "failed" for state in board.sweep.states()) else 0
+
+
+def _drawn(
+    sweep: Sweep,
+    study: Any,
+    space: studies.Space,
+    config: studies.StudyConfig,
+    plan_of: Callable[[Sequence[str]], Plan],
+    limit: int | None,
+) -> Generator[tuple[SweepRun, int], None, None]:
+    """Runs that the study draws, until it has as many as asked for; it is told what each gave."""
+    from optuna.trial import TrialState
+
+    failed = made = 0
+    while (done := len(studies.complete(study))) < config.trials and made != limit and failed < _FAILURES:
+        made += 1
+        trial = study.ask(dict(space.drawn))
+        words, differing = space.words(trial.params)
+        fingerprint = None
+        with suppress(QuickSilverError):  # whoever makes it says why
+            fingerprint = plan_of(words).wanted[0].fingerprint
+        run = sweep.draw(words, differing, fingerprint)
+        yield run, config.trials - done
+        record = None if run.fingerprint is None else sweep.store.get(run.fingerprint)
+        if record is None:
+            failed += 1
+            study.tell(trial, state=TrialState.FAIL)
+        else:
+            study.tell(trial, studies.values_of(record, config.objectives))

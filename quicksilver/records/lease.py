@@ -1,11 +1,8 @@
-"""Who is at work on what, as files that machines sharing a folder all see.
+"""Leases: files that say which process works on what, for all machines that share a folder.
 
-flock is not enough: over NFS it may hold on one machine alone. A lease is a file that only one process can make (`O_EXCL`). It says who
-holds it, and its holder touches it every few seconds. Whoever finds one may take it away when the holder is dead: a process of this machine
-is looked up; of one on another machine, all there is to see is that the file was not touched for `LEASE_S` seconds of the folder's own clock.
-
-A lease keeps two processes from doing the same work; it does not have to be perfect for records to be whole: the store publishes each in one
-rename, and of two the second fails.
+flock may hold on one machine alone over NFS. A lease is a file that one process can make (`O_EXCL`) and its holder touches every few seconds.
+A lease is abandoned when its holder is dead: a process of this machine is looked up; one of another machine counts as dead when the file was
+not touched for `LEASE_S` seconds of the folder's own clock. A lease saves work. Records are whole without it: each is published in one rename.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Holder:
 
     Attributes:
         machine: `host` with what tells containers and boots of one host apart.
-        process_started: of the process, in the kernel's units: a later process may have its number.
+        process_started: in the kernel's units: a later process may have the same number.
         since: ISO 8601, UTC.
         token: drawn for this lease.
     """
@@ -51,26 +48,30 @@ class Holder:
     token: str
 
 
+@dataclass(frozen=True)
 class Lease:
-    """One that this process holds. Made by `take`."""
+    """One that this process holds, made by `take`; released at the end of a `with` block."""
 
-    def __init__(self, path: Path, holder: Holder) -> None:
-        self.path, self.holder = path, holder
+    path: Path
+    holder: Holder
 
     def release(self) -> None:
         """Give it up; nothing happens where it was taken away meanwhile."""
-        _heart.stop(self.path)
-        found = _read(self.path)
-        if found is not None and found.token == self.holder.token:
+        _heart.paths.discard(self.path)
+        if _parsed(_text(self.path)) == self.holder:
             self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def take(path: Path) -> Lease | None:
     """The lease of that file, whose folder is there; None: a living process holds it."""
-    me = Holder(
-        host_name(), _machine(), os.getpid(), _started(os.getpid()) or "", datetime.now(UTC).isoformat(timespec="seconds"),
-        secrets.token_hex(8),
-    )  # fmt: skip
+    since, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
+    me = Holder(host_name(), _machine(), pid, _started(pid) or "", since, secrets.token_hex(8))
     while True:
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -84,11 +85,11 @@ def take(path: Path) -> Lease | None:
         return Lease(path, me)
 
 
-def wait(path: Path, waiting: Callable[[], None] | None = None) -> Lease:
+def wait(path: Path, waiting: Callable[[], None] = lambda: None) -> Lease:
     """`take`, as soon as it can be had; `waiting` is called once before a wait."""
     nap_s = 0.01
     lease = take(path)
-    if lease is None and waiting is not None:
+    if lease is None:
         waiting()
     while lease is None:
         time.sleep(nap_s)
@@ -98,8 +99,8 @@ def wait(path: Path, waiting: Callable[[], None] | None = None) -> Lease:
 
 
 def holder(path: Path) -> Holder | None:
-    """Who holds the lease of that file; None: nobody who lives."""
-    return None if _abandoned(path) is not None else _read(path)
+    """The living holder of that file's lease."""
+    return None if _abandoned(path) is not None else _parsed(_text(path))
 
 
 def is_held(path: Path) -> bool:
@@ -108,7 +109,7 @@ def is_held(path: Path) -> bool:
 
 
 def remove_abandoned(path: Path) -> bool:
-    """Take away a lease whose holder is dead; False: he lives."""
+    """Take away a lease whose holder is dead; False: the holder is alive."""
     seen = _abandoned(path)
     if seen is None:
         return False
@@ -118,7 +119,7 @@ def remove_abandoned(path: Path) -> bool:
     except FileNotFoundError:
         return True  # somebody else was faster
     if _text(stale_path) != seen:
-        # Between our look and the rename somebody took it: it goes back. Where that cannot be, two do the same work.
+        # Somebody took it between the look and the rename: it goes back. Where that cannot be, two do the same work.
         with suppress(OSError):
             os.link(stale_path, path)
     stale_path.unlink(missing_ok=True)
@@ -126,9 +127,9 @@ def remove_abandoned(path: Path) -> bool:
 
 
 def _abandoned(path: Path) -> str | None:
-    """The content of a lease whose holder is dead, "" of one that is gone; None: he lives, or nobody can tell."""
+    """The content of a lease whose holder is dead, "" of one that is gone; None: alive, or nobody can tell."""
     try:
-        with path.open(encoding="utf-8") as file:  # to open is what makes NFS ask the server
+        with path.open(encoding="utf-8") as file:  # opening makes NFS ask the server
             text, touched = file.read(), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return ""
@@ -138,11 +139,11 @@ def _abandoned(path: Path) -> str | None:
     try:
         return text if _folder_clock(path.parent) - touched > LEASE_S else None
     except OSError:
-        return None  # a folder that is only to be read
+        return None  # a read-only folder
 
 
 def _folder_clock(folder: Path) -> float:
-    """What the clock of the file server says: clocks of machines differ."""
+    """Now, by the file server's clock: clocks of machines differ."""
     probe = folder / f".clock-{secrets.token_hex(4)}"
     try:
         with probe.open("xb") as file:
@@ -156,10 +157,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
-
-
-def _read(path: Path) -> Holder | None:
-    return _parsed(_text(path))
 
 
 def _parsed(text: str) -> Holder | None:
@@ -186,19 +183,18 @@ def _machine() -> str:
     space = ""
     with suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
-    return " ".join((host_name(), _boot(), space))
+    return f"{host_name()} {_boot()} {space}"
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this machine started; None: there is none, or only what is left of one."""
+    """When a process of this machine started; None: there is none, or only a zombie."""
     try:
-        # After the name, which may hold anything, in parentheses: state is the 1st field, start time in ticks after boot the 20th.
+        # After the name in parentheses, which may hold anything: state is the 1st field, start time in ticks after boot the 20th.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
     except OSError:
         if Path("/proc/self/stat").exists():
             return None
-    else:
-        return None if fields[0] in "ZX" else fields[19]
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
@@ -209,30 +205,22 @@ class _Heart:
     """Touches the leases of this process until they are given up."""
 
     def __init__(self) -> None:
-        self._paths: set[Path] = set()
-        self._lock = threading.Lock()
+        self.paths: set[Path] = set()
         self._thread: threading.Thread | None = None
 
     def start(self, path: Path) -> None:
-        with self._lock:
-            self._paths.add(path)
-            if self._thread is None or not self._thread.is_alive():  # not in a forked child either
-                self._thread = threading.Thread(target=self._beat, name="quicksilver-leases", daemon=True)
-                self._thread.start()
-
-    def stop(self, path: Path) -> None:
-        with self._lock:
-            self._paths.discard(path)
+        self.paths.add(path)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._beat_for_ever, name="quicksilver-leases", daemon=True)
+            self._thread.start()
 
     def beat(self) -> None:
         """Touch all of them once."""
-        with self._lock:
-            paths = list(self._paths)
-        for path in paths:
+        for path in self.paths.copy():
             with suppress(OSError):  # taken away, or the server is gone for a while
                 os.utime(path)
 
-    def _beat(self) -> None:
+    def _beat_for_ever(self) -> None:
         while True:
             time.sleep(HEARTBEAT_S)
             self.beat()
@@ -242,7 +230,7 @@ _heart = _Heart()
 
 
 def _after_fork() -> None:
-    # The parent's leases are the parent's, and its lock may have been held at that moment.
+    """A child holds none of its parent's leases."""
     global _heart
     _heart = _Heart()
 

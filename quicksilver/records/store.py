@@ -1,10 +1,9 @@
 """Where records live, and why none of them is ever half written.
 
-A run writes into a draft, `runs/.drafts/<fingerprint>-…`, and renames it when everything is on disk: what is in `runs` without
-a dot is whole, whatever happened. Beside each draft lies the lease of the process that writes it (lease.py), from before the
-directory is made until after it is gone; whoever finds one without a living holder, on this machine or another that shares the folder, may
-remove it. What passes have scored stays there, in blocks (blocks.py), until the record is there. Two processes after the same fingerprint take turns; if both write it all the same (a lease ran out), the second rename fails and
-its writer keeps the first's record.
+A run writes into a draft, `runs/.drafts/<fingerprint>-…`, and renames it when everything is on disk: what is in `runs` without a dot is whole.
+Beside each draft lies the lease of its writer (lease.py), from before the directory is made until after it is gone: a draft without a living
+holder may be removed by anybody. Scored blocks (blocks.py) stay there until the record is made. Processes after the same fingerprint take turns;
+if two write it all the same (a lease ran out), the second rename fails and its writer keeps the first's record.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -31,10 +29,9 @@ from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, R
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.reading import read_json
 
-KEPT = "records"  # beside runs/: records that the repository has (keeping.py)
+KEPT = "records"  # beside runs/: committed records (archive.py)
 PROGRESS = "progress.json"  # in a draft: how far it is
 _LEASE = ".lease"
-_FINGERPRINT = re.compile(r"[0-9a-f]{20}")
 _DRAFT = re.compile(r"[0-9a-f]{20}-\d+-[0-9a-f]{8}(-before)?")  # names of `Store.draft`
 
 
@@ -56,7 +53,7 @@ class Draft:
             write(self.folder / name)
 
     def progress(self, content: Mapping[str, Any]) -> None:
-        """Say to whoever looks from outside how far it is; a disk that does not take it stops nobody."""
+        """Say how far it is, where the disk takes it."""
         with suppress(OSError):
             write_atomically(self.folder / PROGRESS, json.dumps(content).encode(), sync=False)
 
@@ -67,8 +64,8 @@ class Store:
     def __init__(self, results_dir: Path | str, records: str = "any"):
         """
         Args:
-            records: which count, as the config's key says. `any`: all that are there, those of the repository first; `checked`: those made on this machine;
-                `own`: of these, those that took no number from the repository's (confirming.py).
+            records: which count. `any`: all, committed ones first; `checked`: those made on this machine; `own`: of these, those that took no
+                number from a committed one (confirming.py).
 
         Raises:
             ConfigError: something at that place that is no folder.
@@ -82,7 +79,7 @@ class Store:
 
     @property
     def kept_calibrations(self) -> Path | None:
-        """Where the repository has calibrations; None: what it has does not count."""
+        """Where committed calibrations are; None: they do not count."""
         return None if self._own else self.root / KEPT / CALIBRATIONS
 
     def path(self, fingerprint: str) -> Path:
@@ -99,12 +96,12 @@ class Store:
         return None if record is not None and self._own and record.confirmed is not None else record
 
     def folder(self, fingerprint: str) -> Path:
-        """Where that record is, or would be made: one that the repository has comes first, so that its tables stay what they are."""
-        there = self.kept is not None and archive.text(self.kept, fingerprint) is not None
-        return self.kept / fingerprint if self.kept is not None and there else self.path(fingerprint)
+        """Where that record is, or would be made: a committed one comes first, so that committed tables stay what they are."""
+        committed = self.kept is not None and archive.text(self.kept, fingerprint) is not None
+        return self.kept / fingerprint if self.kept is not None and committed else self.path(fingerprint)
 
     def folders(self) -> dict[str, Path]:
-        """Where the records are that there are, by fingerprint; the repository's first."""
+        """Where all records are, by fingerprint; committed ones first."""
         there = [one.name for one in os.scandir(self.runs) if not one.name.startswith(".")] if self.runs.is_dir() else []
         kept = {} if self.kept is None else {name: self.kept / name for name in archive.names(self.kept)}
         return {name: self.runs / name for name in there} | kept
@@ -115,57 +112,59 @@ class Store:
         Raises:
             QuickSilverError: it is not there any more.
         """
-        if record.dense_fingerprint is None:
-            return record
-        dense = self.get(record.dense_fingerprint)
+        dense = record if record.dense_fingerprint is None else self.get(record.dense_fingerprint)
         if dense is None:
             raise QuickSilverError(
-                f"{record.path} is compared with the dense record {self.path(record.dense_fingerprint)}, which is not there: "
+                f"{record.path} is compared with the dense record {self.runs / str(record.dense_fingerprint)}, which is not there: "
                 f"run the same command again."
             )
         return dense
 
-    @contextmanager
-    def turn(self, fingerprint: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the right to make this record. Blocks while another process makes it; calls `waiting` once before it blocks."""
+    # --- who works on what ---
+
+    def take(self, path: Path) -> lease.Lease | None:
+        """`lease.take` of a file in a folder that is made if need be."""
         with self.writing():
-            folder = self.root / "locks"
-            folder.mkdir(parents=True, exist_ok=True)
-            held = lease.wait(folder / f"{fingerprint_of(fingerprint)}.lock", waiting)
-        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return lease.take(path)
+
+    def wait(self, path: Path, waiting: Callable[[], None] = lambda: None) -> lease.Lease:
+        """`lease.wait` likewise."""
+        with self.writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return lease.wait(path, waiting)
+
+    @contextmanager
+    def turn(self, fingerprint: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold the right to make this record. Blocks while another process makes it; calls `waiting` once before it blocks."""
+        with self.wait(self.root / "locks" / f"{fingerprint_of(fingerprint)}.lock", waiting):
             yield
-        finally:
-            held.release()
 
     def in_the_making(self) -> dict[str, lease.Holder]:
-        """Fingerprints of the runs that living processes make now, and who they are, in the order they began."""
+        """Fingerprints of the runs that living processes make now, and their makers, in the order they began."""
         return {fingerprint: who for fingerprint, who, _ in self.at_work()}
 
     def at_work(self) -> list[tuple[str, lease.Holder, dict[str, Any]]]:
-        """All that living processes make, in the order they began: fingerprint, process, and what its draft says of how far it is (runs/run.py)."""
+        """All that living processes make, in the order they began: fingerprint, process, and the draft's progress."""
         found = []
         for path in self.drafts.glob(f"*{_LEASE}"):
-            who, said = lease.holder(path), {}
-            with suppress(OSError, ValueError):
-                said = read_json(path.with_name(path.name.removesuffix(_LEASE)) / PROGRESS)
+            who = lease.holder(path)
             if who is not None:
-                found.append((path.name.partition("-")[0], who, said if isinstance(said, dict) else {}))
+                said = read_object(path.with_name(path.name.removesuffix(_LEASE)) / PROGRESS)
+                found.append((path.name.partition("-")[0], who, said))
         return sorted(found, key=lambda one: (one[1].since, one[0]))
 
     @contextmanager
     def draft(self, fingerprint: str) -> Iterator[Draft]:
         """A directory to write a record into. It is removed when the block fails, and published by `publish`."""
-        with self.writing():
-            self.drafts.mkdir(parents=True, exist_ok=True)
-            folder = self.drafts / f"{fingerprint_of(fingerprint)}-{os.getpid()}-{secrets.token_hex(4)}"
-            held = lease.wait(folder.with_name(folder.name + _LEASE))
-        try:
-            with self.writing():
-                folder.mkdir()
-            yield Draft(self, folder, fingerprint)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)  # gone already when it was published
-            held.release()
+        folder = self.drafts / f"{fingerprint_of(fingerprint)}-{os.getpid()}-{secrets.token_hex(4)}"
+        with self.wait(folder.with_name(folder.name + _LEASE)):
+            try:
+                with self.writing():
+                    folder.mkdir()
+                yield Draft(self, folder, fingerprint)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)  # gone already when it was published
 
     def publish(self, draft: Draft, data: Mapping[str, Any]) -> Record:
         """Write record.json and make the draft a record, in one rename. If another process was first, its record is returned.
@@ -185,7 +184,7 @@ class Store:
                 _to_disk(draft.folder / name)
             final = self.path(draft.fingerprint)
             if self._own and final.is_dir():
-                # It took a part from the repository's, and this one did not; any other would have been found before.
+                # It took a part from a committed record, and this one did not; any other would have been found before.
                 final.rename(draft.folder.with_name(draft.folder.name + "-before"))
             try:
                 os.rename(draft.folder, final)
@@ -200,30 +199,31 @@ class Store:
     def clean(self) -> list[str]:
         """Remove what killed processes left behind; returns the names. Directories of living processes stay."""
         if not self.drafts.is_dir() or not os.access(self.drafts, os.W_OK):
-            return []  # nothing there, or a folder of finished records that is only to be read
+            return []  # nothing there, or a read-only folder of finished records
         removed = []
         with self.writing():
             for path in sorted(self.drafts.iterdir()):
-                # The lease of a living draft is there before its folder and longer: without one, its writer is dead.
-                # What else has such a name, a link too, is not ours.
-                ours = _DRAFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-                done = _FINGERPRINT.fullmatch(path.name) and self.path(path.name).exists() and not path.is_symlink()  # blocks
-                if done or (ours and not lease.is_held(path.with_name(path.name + _LEASE))):
+                # A living draft's lease is there before and after its folder. Another name, or a link, is not ours.
+                draft, blocks = _DRAFT.fullmatch(path.name), re.fullmatch(r"[0-9a-f]{20}", path.name)
+                dead = draft and path.is_dir() and not lease.is_held(path.with_name(path.name + _LEASE))
+                if (dead or (blocks and self.path(path.name).exists())) and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                     removed.append(path.name)
             for path in sorted((*self.drafts.glob(f"*{_LEASE}"), *self.root.glob("locks/*.lock"))):
                 lease.remove_abandoned(path)
         return removed
 
+    # --- small files ---
+
     def write_json(self, relative: str, data: Any) -> Path:
-        """Write a small json file below the results folder in one rename (caches: digests, calibrations)."""
+        """Write a small json file below the results folder in one rename."""
         path = self.root / relative
         with self.writing():
             write_atomically(path, (json.dumps(data, indent=1) + "\n").encode(), sync=False)
         return path
 
     def write_cache(self, relative: str, data: Any) -> None:
-        """`write_json` for what can be found out again: a folder that is read-only, or a full disk, does not stop anybody."""
+        """`write_json` for what can be found out again: a read-only folder or a full disk stops nobody."""
         with suppress(QuickSilverError):
             self.write_json(relative, data)
 
@@ -237,34 +237,44 @@ class Store:
         try:
             yield
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-            raise QuickSilverError(self._cannot_write(error)) from error
-
-    def _cannot_write(self, error: Exception) -> str:
-        number, filename = getattr(error, "errno", None), getattr(error, "filename", None)
-        kept = "Windows that were scored in whole blocks, and finished records, are kept."
-        if number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
-            return f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
-        why = getattr(error, "strerror", None) or error
-        return f"{filename or self.root.absolute()} cannot be written: {why}. {kept} Choose another folder with results_dir=…"
+            kept = "Windows that were scored in whole blocks, and finished records, are kept."
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+            if full:
+                raise QuickSilverError(
+                    f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
+                ) from error
+            where, why = getattr(error, "filename", None) or self.root.absolute(), getattr(error, "strerror", None) or error
+            raise QuickSilverError(
+                f"{where} cannot be written: {why}. {kept} Choose another folder with results_dir=…"
+            ) from error
 
 
 def _check_folder(root: Path) -> None:
     """Refuse a results folder that is a file, lies below one, is a link that ends nowhere, or has a name that no disk takes."""
-    remedy = "Give another folder: results_dir=…"
+    why = ""
     try:
-        mode = root.stat().st_mode
+        if not root.is_dir():
+            root.stat()
+            why = "is no folder"
     except FileNotFoundError:
         if root.is_symlink():
-            raise ConfigError(f"results_dir={root} is a link to {os.readlink(root)}, which is not there. {remedy}") from None
-        return
+            why = f"is a link to {os.readlink(root)}, which is not there"
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"results_dir={root} cannot be a folder: {why}. {remedy}") from error
-    if not stat.S_ISDIR(mode):
-        raise ConfigError(f"results_dir={root} is no folder. {remedy}")
+        why = f"cannot be a folder: {getattr(error, 'strerror', None) or error}"
+    if why:
+        raise ConfigError(f"results_dir={root} {why}. Give another folder: results_dir=…")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a json file that can be found out again: empty where the file is missing or damaged."""
+    with suppress(OSError, ValueError):
+        found = read_json(path)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def described(path: Path) -> dict[str, Any]:
+    """`files` of record.json says so of a file."""
     content = path.read_bytes()
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from quicksilver.files import write_atomically
 from quicksilver.records import lease
 from quicksilver.records.record import Record, load_record
 from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
-from quicksilver.records.store import Store
+from quicksilver.records.store import Store, read_object
 from quicksilver.report.table import NO_VALUE, signed
 from quicksilver.runs.launchers import waiting_jobs
 from quicksilver.runs.sweep import FOLDER, PAGE, RunState, Sweep, names, time_left_s
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.reading import read_json
 
 NUMBERS, NEW_NUMBERS = "numbers.json", 20  # it is written anew once it lacks so many
 STATES = ("done", "running", "failed", "waiting")
@@ -34,19 +32,17 @@ _NUMBERS = {
 
 
 class Board:
-    """The table of one sweep. Keeps what it read of records, in `numbers.json` beside its page too: ten thousand are not read for each look."""
+    """The table of one sweep. Numbers of records are kept in `numbers.json` beside the page: ten thousand are not read for each look."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
-        self._found: dict[str, Mapping[str, Any]] = {}
-        with suppress(OSError, ValueError):
-            kept = read_json(sweep.folder / NUMBERS)
-            self._found = {name: row for name, row in kept.items() if isinstance(row, dict)} if isinstance(kept, dict) else {}
+        found = read_object(sweep.folder / NUMBERS)
+        self._found: dict[str, dict[str, Any]] = {name: row for name, row in found.items() if isinstance(row, dict)}
         self._kept = len(self._found)
         self._outdated, self._written, self._took_s = False, float("-inf"), 0.0
 
     def rows(self, most: int | None = None) -> list[dict[str, Any]]:
-        """One row a run: `number`, `state`, its settings by key, numbers of its record, `where`, `since`, `error`.
+        """One row a run: `number`, `state`, its `settings` by key, numbers of its record, `where`, `since`, `error`, `fingerprint`.
 
         Args:
             most: the numbers of about so many records, spread evenly, are enough; None: of all.
@@ -54,27 +50,34 @@ class Board:
         states = self.sweep.states()
         done = [place for place, state in enumerate(states) if state.folder is not None]
         read = set(done if most is None else done[:: max(1, len(done) // most)])
-        rows = [self._row(state, place in read) for place, state in enumerate(states)]
+        rows = [self._row(state) | (self._numbers(state.folder) if place in read else {}) for place, state in enumerate(states)]
         if len(self._found) > self._kept + NEW_NUMBERS:
             self.sweep.store.write_cache(f"{FOLDER}/{self.sweep.manifest.name}/{NUMBERS}", self._found)
             self._kept = len(self._found)
         return rows
 
-    def _row(self, state: RunState, read: bool) -> dict[str, Any]:
-        settings = dict(text.partition("=")[::2] for text in state.run.differing)
-        row: dict[str, Any] = {"number": state.run.number, "state": state.state, "settings": settings}
-        row |= {"where": state.where, "since": state.since, "error": state.error, "fingerprint": state.run.fingerprint}
-        if state.state == "running":
-            row["where"] = "; ".join(told(*one) for one in state.making)
-        if state.folder is not None and read:
-            made = state.folder.stat().st_mtime_ns if state.folder.is_dir() else 0
-            if self._found.get(state.folder.name, {}).get("made") != made:
-                try:
-                    self._found[state.folder.name] = {**numbers(load_record(state.folder)), "made": made}
-                except ConfigError as error:
-                    return row | {"error": str(error)}
-            row |= self._found[state.folder.name]
-        return row
+    def _row(self, state: RunState) -> dict[str, Any]:
+        failure = state.failure
+        return {
+            "number": state.run.number,
+            "state": state.state,
+            "settings": dict(text.partition("=")[::2] for text in state.run.differing),
+            "where": "; ".join(told(*one) for one in state.making) or failure.get("host"),
+            "since": state.making[0][0].since if state.making else failure.get("time"),
+            "error": failure.get("error"),
+            "fingerprint": state.run.fingerprint,
+        }
+
+    def _numbers(self, folder: Path | None) -> dict[str, Any]:
+        """Those of the record in that folder; of one that cannot be read, its `error`."""
+        assert folder is not None
+        made = folder.stat().st_mtime_ns if folder.is_dir() else 0
+        if self._found.get(folder.name, {}).get("made") != made:
+            try:
+                self._found[folder.name] = {**numbers(load_record(folder)), "made": made}
+            except ConfigError as error:
+                return {"error": str(error)}
+        return self._found[folder.name]
 
     def headline(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """`NAME: 17 of 200 done, 2 running, 1 failed, 180 waiting; 2 at work, 1 job in the queue, about 12 min left`."""
@@ -125,15 +128,10 @@ class Board:
 
     def write(self) -> None:
         """Write the page anew. Whoever writes looks first, and one writes at a time: an older look never replaces a newer one."""
-        folder, began_s = self.sweep.folder, time.thread_time()
+        began_s = time.thread_time()
         self._outdated = False
-        with self.sweep.store.writing():
-            folder.mkdir(parents=True, exist_ok=True)
-            held = lease.wait(folder / "page.lock")
-            try:
-                write_atomically(folder / PAGE, self.html().encode())
-            finally:
-                held.release()
+        with self.sweep.store.writing(), self.sweep.store.wait(self.sweep.folder / "page.lock"):
+            write_atomically(self.sweep.folder / PAGE, self.html().encode())
         self._written = time.monotonic()
         self._took_s = time.thread_time() - began_s
 

@@ -251,6 +251,11 @@ def _check_calibration(name: str, path: str) -> None:
         raise ConfigError(f"modules.{name}.calibration: {error}") from error
 
 
+def timed_measurements(config: RunConfig) -> list[str]:
+    """Names of the measurements of a run that read a clock."""
+    return [name for name, measurement in build_measurements(config.measure).items() if measurement.timed]
+
+
 def asks_for_calibration(module: Any) -> bool:
     from quicksilver.modules.thresholds import Calibrated, Fitted
 

@@ -26,14 +26,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from quicksilver.records import lease
 from quicksilver.runs.composing import quoted
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.parts import build_measurements
+from quicksilver.runs.context import timed_measurements
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
-SERIAL = "basic"
-_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "ray": "ray"}
-_IN_MEMORY = ("tmpfs", "ramfs")
+SERIAL, SLURM = "basic", "submitit_slurm"
+HERE = (SERIAL, "joblib", "submitit_local")  # their workers are on this machine
+_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", SLURM: "slurm", "ray": "ray"}
 _JOB = re.compile(r"\d[^|]*\|[A-Z_]+")  # a line of squeue
 _OUT_OF_MEMORY = re.compile(r"OUT_OF_ME|oom[_ -]?kill|exceeded (?:\w+ )?memory limit", re.IGNORECASE)
+
+
+def launcher_name(settings: DictConfig) -> str:
+    """The choice of hydra/launcher."""
+    return str(settings.runtime.choices["hydra/launcher"])
 
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:
@@ -60,40 +65,30 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
     if launcher.get("_target_") not in Plugins.instance().class_name_to_class:
         extra = f"pip install 'quicksilver[{_EXTRAS[name]}]'" if name in _EXTRAS else "install its package"
         raise ConfigError(
-            f"hydra/launcher={name} is not installed: {extra}, or leave it out: the runs are then made one after the other."
+            f"hydra/launcher={name} is not installed: {extra}, or leave it out: runs are then made one after another."
         )
-    if name == "submitit_slurm":
-        check_slurm(launcher.get("partition"))
-        _check_seen(results_dir)
-    alone = workers == 1 if name != "submitit_slurm" else bool(launcher.get("exclusive"))
+    alone, ways = workers == 1, "workers=1"
+    if name == SLURM:
+        _check_slurm(launcher.get("partition"), results_dir)
+        alone = bool(launcher.get("exclusive"))
+        ways = "hydra.launcher.exclusive=true, which asks for a whole node for each worker"
     timed = next((timed for config in configs for timed in timed_measurements(config)), None)
     if timed is not None and not alone:
-        ways = (
-            "hydra.launcher.exclusive=true, which asks for a whole node for each worker"
-            if name == "submitit_slurm"
-            else "workers=1"
-        )
         raise ConfigError(
-            f"hydra/launcher={name}: measure.{timed} reads a clock, and {workers} workers would share a machine. Use {ways}, or measure nothing "
-            f"that is timed: measure=sweep, measure=quick, or measure.{timed}.enabled=false."
+            f"hydra/launcher={name}: measure.{timed} reads a clock, and {workers} workers would share a machine. Use {ways}, or measure "
+            f"nothing that is timed: measure=sweep, measure=quick, or measure.{timed}.enabled=false."
         )
     return workers
 
 
-def launcher_name(settings: DictConfig) -> str:
-    """The choice of hydra/launcher."""
-    return str(settings.runtime.choices["hydra/launcher"])
+# --- Slurm ----------------------------------------------------------------------------------------------------------------------
 
 
-def timed_measurements(config: RunConfig) -> list[str]:
-    """Names of the measurements of a run that read a clock."""
-    return [name for name, measurement in build_measurements(config.measure).items() if measurement.timed]
-
-
-def check_slurm(partition: str | None) -> None:
+def _check_slurm(partition: str | None, results_dir: Path) -> None:
     """
     Raises:
-        ConfigError: no Slurm on this machine, one that does not answer, or no such partition.
+        ConfigError: no Slurm on this machine, one that does not answer, no such partition, or a results folder in this machine's memory
+            where the nodes are others.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -102,6 +97,14 @@ def check_slurm(partition: str | None) -> None:
     there = _sinfo("--format=%R")
     if partition is not None and not set(str(partition).split(",")) <= set(there):
         raise ConfigError(f"hydra.launcher.partition={partition}: there is no such partition. There are: {', '.join(there)}.")
+    kind, host = _file_system(results_dir), lease.host_name()
+    if kind in ("tmpfs", "ramfs") and (
+        others := sorted({*_sinfo("--Node", "--format=%N")} - {host, host.partition(".")[0], "localhost"})
+    ):
+        raise ConfigError(
+            f"results_dir={results_dir} lies in this machine's memory ({kind}), where {others[0]} cannot see it: give a folder that all "
+            "nodes share."
+        )
 
 
 def _sinfo(*words: str) -> list[str]:
@@ -113,6 +116,13 @@ def _sinfo(*words: str) -> list[str]:
         why = (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1]
         raise ConfigError(f"hydra/launcher=submitit_slurm: Slurm does not answer: {why}")
     return sorted(set(answer.stdout.split()))
+
+
+def _file_system(path: Path) -> str:
+    """The kind of file system that a folder, which need not be there yet, would be on."""
+    path = path.absolute()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[folder] for folder in (path, *path.parents) if folder in mounts), "")
 
 
 def waiting_jobs(log_dir: Path) -> int:
@@ -129,86 +139,14 @@ def waiting_jobs(log_dir: Path) -> int:
         "--format=%F",
     ]
     with suppress(OSError, subprocess.TimeoutExpired):
-        return sum(
-            job.strip() in ours for job in subprocess.run(asks, capture_output=True, text=True, timeout=20).stdout.splitlines()
-        )
+        answer = subprocess.run(asks, capture_output=True, text=True, timeout=20)
+        return sum(job.strip() in ours for job in answer.stdout.splitlines())
     return 0
 
 
-def _check_seen(results_dir: Path) -> None:
-    """Refuse a results folder in this machine's memory where the nodes are others; what else they cannot see, a worker says."""
-    kind = _file_system(results_dir)
-    if kind not in _IN_MEMORY:
-        return
-    others = sorted(set(_sinfo("--Node", "--format=%N")) - {lease.host_name(), lease.host_name().partition(".")[0], "localhost"})
-    if others:
-        raise ConfigError(
-            f"results_dir={results_dir} lies in this machine's memory ({kind}), where {others[0]} cannot see it: give a folder that all nodes share."
-        )
-
-
-def _file_system(path: Path) -> str:
-    """The kind of file system that a folder, which need not be there yet, would be on."""
-    path = path.absolute()
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    return next((mounts[folder] for folder in (path, *path.parents) if folder in mounts), "")
-
-
-def launch(
-    settings: DictConfig, task: Callable[[Any], Any], workers: int, log_dir: Path, is_over: Callable[[], bool] = lambda: False
-) -> None:
-    """Start workers and wait for them, within `hydra_started`.
-
-    Args:
-        task: what a worker does; it is sent to it by its name. It is given a config that it need not read.
-        log_dir: where a launcher may write log files.
-        is_over: whether nothing is left to make; asked often. Jobs of submitit, which tell of their end a second late, are then waited for
-            no longer: all they still do is end.
-
-    Raises:
-        QuickSilverError: a worker could not be started, or died; what it made is kept.
-    """
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None
-    cfg = hydra.compose_config(
-        config_name="run",
-        overrides=[*settings.overrides.hydra, *quoted([f"hydra.sweep.dir={log_dir}"])],
-        run_mode=RunMode.MULTIRUN,
-        from_shell=False,
-    )
-    with read_write(cfg.hydra), open_dict(cfg.hydra.launcher):
-        cfg.hydra.launcher.workers = workers
-        OmegaConf.resolve(cfg.hydra.launcher)
-        del cfg.hydra.launcher["workers"]
-        if cfg.hydra.launcher.get("exclusive") is False:
-            del cfg.hydra.launcher["exclusive"]  # sbatch has --exclusive, and nothing for its opposite
-    context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
-    if launcher_name(settings) == "submitit_slurm":
-        ask_squeue()
-    try:
-        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)
-
-        def wait() -> None:
-            # No overrides: a worker composes each of its runs itself.
-            for answer in launcher.launch([[] for _ in range(workers)], initial_job_idx=0):
-                _ = answer.return_value  # raises what the worker raised
-
-        if launcher_name(settings).startswith("submitit"):
-            _until_over(wait, is_over)
-        else:
-            wait()
-    except QuickSilverError:
-        raise
-    except Exception as error:  # of submitit, joblib or ray, each with its own; all that matters is in the sweep
-        raise QuickSilverError(f"A worker of hydra/launcher={launcher_name(settings)} failed: {_why(error)}") from error
-    finally:
-        with suppress(OSError):
-            log_dir.rmdir()  # a launcher that wrote no log
-
-
 def ask_squeue() -> None:
-    """Let submitit ask `squeue` what became of its jobs, no longer `sacct`: without accounting that knows nothing, and a dead job would be waited
-    for. Who is in the queue no more has ended."""
+    """Let submitit ask `squeue` what became of its jobs, no longer `sacct`, which knows nothing without accounting: a dead job would be waited
+    for. A job that left the queue has ended."""
     from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
     class Watcher(SlurmInfoWatcher):
@@ -227,6 +165,58 @@ def ask_squeue() -> None:
         SlurmJob.watcher = Watcher(delay_s=30)
 
 
+# --- starting -------------------------------------------------------------------------------------------------------------------
+
+
+def launch(
+    settings: DictConfig, task: Callable[[Any], Any], workers: int, log_dir: Path, is_over: Callable[[], bool] = lambda: False
+) -> None:
+    """Start workers and wait for them, within `hydra_started`.
+
+    Args:
+        task: what a worker does; it is sent to it by its name. It is given a config that it need not read.
+        log_dir: where a launcher may write log files.
+        is_over: whether nothing is left to make; asked often. Jobs of submitit tell of their end a second late: when nothing is left they are
+            waited for no longer.
+
+    Raises:
+        QuickSilverError: a worker could not be started, or died; what it made is kept.
+    """
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    overrides = [*settings.overrides.hydra, *quoted([f"hydra.sweep.dir={log_dir}"])]
+    cfg = hydra.compose_config(config_name="run", overrides=overrides, run_mode=RunMode.MULTIRUN, from_shell=False)
+    with read_write(cfg.hydra), open_dict(cfg.hydra.launcher):
+        cfg.hydra.launcher.workers = workers
+        OmegaConf.resolve(cfg.hydra.launcher)
+        del cfg.hydra.launcher["workers"]
+        if cfg.hydra.launcher.get("exclusive") is False:
+            del cfg.hydra.launcher["exclusive"]  # sbatch has --exclusive, and nothing for its opposite
+    context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
+    name = launcher_name(settings)
+    if name == SLURM:
+        ask_squeue()
+    try:
+        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)
+
+        def wait() -> None:
+            # No overrides: a worker composes each of its runs itself.
+            for answer in launcher.launch([[] for _ in range(workers)], initial_job_idx=0):
+                _ = answer.return_value  # raises what the worker raised
+
+        if name.startswith("submitit"):
+            _until_over(wait, is_over)
+        else:
+            wait()
+    except QuickSilverError:
+        raise
+    except Exception as error:  # submitit, joblib and ray have their own kinds
+        raise QuickSilverError(f"A worker of hydra/launcher={name} failed: {_why(error)}") from error
+    finally:
+        with suppress(OSError):
+            log_dir.rmdir()  # a launcher that wrote no log
+
+
 def _why(error: Exception) -> str:
     """One line of what a launcher raised, which may hold a traceback or a log."""
     text = str(error).strip() or repr(error)
@@ -243,7 +233,7 @@ def _until_over(wait: Callable[[], None], is_over: Callable[[], bool], every_s: 
     def waiting() -> None:
         try:
             wait()
-        except Exception as error:  # whatever it is: it is raised where somebody hears it
+        except Exception as error:  # raised again in the thread that waits
             raised.append(error)
 
     thread = threading.Thread(target=waiting, name="quicksilver-launcher", daemon=True)

@@ -1,9 +1,9 @@
-"""Optuna draws the runs of a sweep: several objectives at once, in a study that a killed sweep goes on with.
+"""Optuna draws the runs of a sweep, for several objectives at once; a study resumes where it was killed.
 
 `hydra/sweeper=optuna` (conf/hydra/sweeper/optuna.yaml). The study is a journal beside the sweep's manifest, `results/sweeps/NAME/study.log`,
 whose lock is a file made with `O_EXCL`, as leases are. A run that was drawn before has its record and is not made again.
 
-Hydra's own plugin (hydra-optuna-sweeper 1.3) is not used: it wants optuna below 3, and starts every run anew.
+Hydra's plugin (hydra-optuna-sweeper 1.3) is not used: it wants optuna below 3, and starts every run anew.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+import numpy as np
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 # ruff: noqa: UP045  OmegaConf 2.3 reads `Optional[str]`, not `str | None`
 
 JOURNAL = "study.log"
-DIRECTIONS = ("minimize", "maximize")
 _OF_QUALITY = ("ppl", "bits_per_byte", "kl_nats", "top1_agreement")
 _OF_DENSE = ("delta_ppl_pct", *(f"{ledger}_flops_saved_pct" for ledger in ("executed", "nominal", "paper")))
 OBJECTIVES = (*_OF_QUALITY, *_OF_DENSE, *(f"prompt_{one}" for one in _OF_DENSE[1:]))
+_SAMPLERS = {"tpe": "TPESampler", "nsga2": "NSGAIISampler", "random": "RandomSampler"}
 
 
 @dataclass
@@ -64,13 +65,10 @@ class StudyConfig:
 
 
 def study_config(settings: Any) -> StudyConfig:
-    """The section of a sweep's config, checked.
-
-    Args:
-        settings: `hydra.sweeper`.
+    """The section `hydra.sweeper` of a sweep's config, checked.
 
     Raises:
-        ConfigError: optuna is not installed; an objective that no record has, a direction or sampler that there is not.
+        ConfigError: optuna is not installed; an objective, direction or sampler that there is not.
     """
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError("hydra/sweeper=optuna needs optuna: pip install 'quicksilver[optuna]'.")
@@ -84,22 +82,15 @@ def study_config(settings: Any) -> StudyConfig:
     for name, direction in found.objectives.items():
         if name not in OBJECTIVES:
             raise ConfigError(f"hydra.sweeper.objectives: there is no {name}. {suggest(name, list(OBJECTIVES), 'Objectives')}")
-        if direction not in DIRECTIONS:
+        if direction not in ("minimize", "maximize"):
             raise ConfigError(f"hydra.sweeper.objectives.{name}={direction}: minimize or maximize.")
     if unknown := [name for name in found.budget or {} if name not in found.objectives]:
         raise ConfigError(f"hydra.sweeper.budget: {unknown[0]} is none of the objectives: {', '.join(found.objectives)}.")
-    if found.sampler not in _samplers():
-        raise ConfigError(f"hydra.sweeper.sampler={found.sampler}: {suggest(found.sampler, list(_samplers()), 'Samplers')}")
+    if found.sampler not in _SAMPLERS:
+        raise ConfigError(f"hydra.sweeper.sampler={found.sampler}: {suggest(found.sampler, list(_SAMPLERS), 'Samplers')}")
     if found.trials < 1:
         raise ConfigError(f"hydra.sweeper.trials={found.trials} is out of range: at least 1.")
     return found
-
-
-def _samplers() -> dict[str, Any]:
-    import optuna
-
-    samplers = optuna.samplers
-    return {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler, "random": samplers.RandomSampler}
 
 
 @dataclass(frozen=True)
@@ -111,12 +102,14 @@ class Space:
 
     def words(self, params: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The overrides of a run with these values, and those of them that are drawn."""
-        differing = tuple(f"{key}={_text(params[key])}" for key in self.drawn)
+        texts = {key: f"{params[key]:.6g}" if isinstance(params[key], float) else params[key] for key in self.drawn}
+        differing = tuple(f"{key}={text}" for key, text in texts.items())
         return (*self.fixed, *differing), differing
 
-
-def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    @property
+    def least(self) -> tuple[str, ...]:
+        """The overrides of the run with the smallest, or first, value of each key."""
+        return self.words({key: one.low if hasattr(one, "low") else one.choices[0] for key, one in self.drawn.items()})[0]
 
 
 def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
@@ -127,20 +120,18 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
         HydraException: a word that is no override.
     """
     parser = OverridesParser.create()
-    # Of two words for one key the later one counts.
-    parsed = list({one.key_or_group: one for one in map(parser.parse_override, words)}.values())
-    given = {one.key_or_group for one in parsed}
     more = [parser.parse_override(f"{key}={value}") for key, value in (params or {}).items()]
+    given = {one.key_or_group: one for one in map(parser.parse_override, words)}  # of two words for one key the later one counts
     drawn: dict[str, Any] = {}
     fixed = []
-    for one in (*(one for one in more if one.key_or_group not in given), *parsed):
-        if one.is_sweep_override():
-            try:
-                drawn[one.get_key_element()] = _distribution(one)
-            except ValueError as error:  # optuna's, of an interval that is none
-                raise ConfigError(f"{one.input_line}: {error}") from error
-        else:
+    for one in (*(one for one in more if one.key_or_group not in given), *given.values()):
+        if not one.is_sweep_override():
             fixed.append(str(one.input_line))
+            continue
+        try:
+            drawn[one.get_key_element()] = _distribution(one)
+        except ValueError as error:  # optuna's, of an interval that is none
+            raise ConfigError(f"{one.input_line}: {error}") from error
     if not drawn:
         raise ConfigError(
             "hydra/sweeper=optuna draws nothing: give a key several values, modules.halting.tau_drift=interval(0.01,0.5)."
@@ -149,21 +140,19 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
 
 
 def _distribution(override: Override) -> Any:
-    from optuna import distributions
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value: Any = override.value()
     if isinstance(value, IntervalSweep):
         ends: list[Any] = [value.start, value.end]  # whole ones where the word says int(interval(1,5))
-        kind: Any = (
-            distributions.IntDistribution if all(isinstance(end, int) for end in ends) else distributions.FloatDistribution
-        )
+        kind: Any = IntDistribution if all(isinstance(end, int) for end in ends) else FloatDistribution
         return kind(*ends, log="log" in value.tags)
     if isinstance(value, RangeSweep) and not value.shuffle:
         values: list[Any] = list(override.sweep_iterator())
-        if all(isinstance(one, int) for one in values):
-            return distributions.IntDistribution(values[0], values[-1], step=int(value.step))
-        return distributions.FloatDistribution(values[0], values[-1], step=float(value.step))
-    return distributions.CategoricalDistribution(list(override.sweep_string_iterator()))
+        whole = all(isinstance(one, int) for one in values)
+        kind, step = (IntDistribution, int(value.step)) if whole else (FloatDistribution, float(value.step))
+        return kind(values[0], values[-1], step=step)
+    return CategoricalDistribution(list(override.sweep_string_iterator()))
 
 
 def open_study(folder: Path, name: str, config: StudyConfig) -> optuna.Study:
@@ -190,21 +179,23 @@ def open_study(folder: Path, name: str, config: StudyConfig) -> optuna.Study:
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             study.tell(trial.number, state=TrialState.FAIL)
             study.enqueue_trial(trial.params)
-        # A study that goes on must not draw again what it drew from the same seed.
+        # A resumed study must not draw again what it drew from the same seed.
         options: dict[str, Any] = {"seed": config.seed + len(study.get_trials(deepcopy=False))}
         if config.budget and config.sampler != "random":
             options["constraints_func"] = lambda trial: config.violations(trial.values) if trial.values else [1.0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # options that optuna calls experimental
-            study.sampler = _samplers()[config.sampler](**options)
+            study.sampler = getattr(optuna.samplers, _SAMPLERS[config.sampler])(**options)
     except (OSError, ValueError, KeyError) as error:
         raise QuickSilverError(f"{path} cannot be used: {error}. Remove it to begin anew; records stay.") from error
     return study
 
 
-def finished(study: optuna.Study) -> int:
-    """Trials that have their values."""
-    return len(_complete(study))
+def complete(study: optuna.Study) -> list[Any]:
+    """The trials that have their values."""
+    from optuna.trial import TrialState
+
+    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
 
 def values_of(record: Record, objectives: Iterable[str]) -> list[float]:
@@ -215,40 +206,23 @@ def values_of(record: Record, objectives: Iterable[str]) -> list[float]:
     """
     found: dict[str, float | None] = {name: getattr(record.quality, name) for name in _OF_QUALITY}
     found |= differences(record)
-    missing = [name for name in objectives if found.get(name) is None]
-    if missing:
+    if missing := [name for name in objectives if found.get(name) is None]:
         raise QuickSilverError(
             f"{record.path} has no {missing[0]}: a run without modules has no difference, and `all` no prompt."
         )
     return [float(found[name] or 0.0) for name in objectives]
 
 
-def front(study: optuna.Study, config: StudyConfig) -> list[Mapping[str, Any]]:
-    """What was drawn for the runs that no other one beats in every objective; where a budget is given and met, of those that meet it.
+def front(study: optuna.Study, config: StudyConfig) -> tuple[list[Mapping[str, Any]], bool]:
+    """The values of the runs on the Pareto front, and whether a run meets the budget; then the front is of those that do.
 
     The first is the best in the first objective that the budget does not bind.
     """
-    trials = _complete(study)
-    within = [trial for trial in trials if all(by <= 0 for by in config.violations(trial.values))] or trials
+    trials = complete(study)
+    within = [trial for trial in trials if all(by <= 0 for by in config.violations(trial.values))]
+    trials = within or trials
     signs = [1 if direction == "minimize" else -1 for direction in config.objectives.values()]
-
-    def costs(trial: Any) -> list[float]:
-        return [sign * value for sign, value in zip(signs, trial.values, strict=True)]
-
-    best = [
-        trial for trial in within
-        if not any(costs(other) != costs(trial) and all(a <= b for a, b in zip(costs(other), costs(trial), strict=True)) for other in within)
-    ]  # fmt: skip
+    costs = np.array([trial.values for trial in trials]).reshape(-1, len(signs)) * signs
+    best = [i for i, cost in enumerate(costs) if not ((costs <= cost).all(1) & (costs < cost).any(1)).any()]
     free = next((i for i, name in enumerate(config.objectives) if name not in (config.budget or {})), 0)
-    return [trial.params for trial in sorted(best, key=lambda trial: (costs(trial)[free], trial.number))]
-
-
-def within_budget(study: optuna.Study, config: StudyConfig) -> bool:
-    """Whether some run meets the budget."""
-    return any(all(by <= 0 for by in config.violations(trial.values)) for trial in _complete(study))
-
-
-def _complete(study: optuna.Study) -> list[Any]:
-    from optuna.trial import TrialState
-
-    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return [trials[i].params for i in sorted(best, key=lambda i: (costs[i, free], trials[i].number))], bool(within)

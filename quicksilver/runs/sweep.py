@@ -8,8 +8,8 @@ results/sweeps/NAME/
     index.html      the table of the runs, written anew whenever one begins or ends
     workers/        log files of launchers that write some
 
-Whether a run is done is not written here: its record is, in the store, and which runs are in the making the store knows as well. So the state
-of a sweep is right whoever was killed when, and several processes, on several machines, work through one manifest (`claimed`).
+The store knows which runs are done and which are in the making. So the state of a sweep is right whoever was killed when, and several
+processes, on several machines, work through one manifest (`claimed`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from quicksilver.files import fingerprint_of, own_path
+from quicksilver.measure.measurement import decoded
 from quicksilver.records import lease
-from quicksilver.records.store import Store
+from quicksilver.records.store import Store, read_object
 from quicksilver.runs.choices import config_dir, no_such_choice
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_json
 
 SCHEMA_VERSION = 1
-FOLDER, MANIFEST, PAGE, TAKEN, AT_WORK = "sweeps", "manifest.json", "index.html", "taken", "at_work"
+FOLDER, MANIFEST, PAGE, TAKEN, AT_WORK, FAILED = "sweeps", "manifest.json", "index.html", "taken", "at_work", "failed"
 _NAME = re.compile(r"[\w][\w.+-]{0,99}")
 
 State = Literal["done", "running", "failed", "waiting"]
@@ -62,14 +63,30 @@ class SweepRun:
     differing: tuple[str, ...]
     fingerprint: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"a run has the number {self.number}")
+        if self.fingerprint is not None:
+            fingerprint_of(self.fingerprint)
+
+    @property
+    def identity(self) -> Any:
+        """Equal for equal runs."""
+        return self.fingerprint or self.overrides
+
+    @property
+    def failure(self) -> str:
+        """Path of its failure below the sweep's folder."""
+        return f"{FAILED}/{self.number:04d}.json"
+
 
 @dataclass(frozen=True)
 class Manifest:
     """What a sweep is.
 
     Attributes:
-        words: the command line behind `quicksilver run`, for whoever wants to go on with it.
-        extra_dirs: folders with yaml files of the user's own.
+        words: the command line behind `quicksilver run`, to resume the sweep.
+        extra_dirs: folders with the user's yaml files.
         launcher: of conf/hydra/launcher; workers: processes that make runs at once.
         records: which records count, as `Store` has it.
         total: of a sweep whose runs are drawn while it runs, how many there will be; None: they are all here.
@@ -85,32 +102,45 @@ class Manifest:
     total: int | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
-    def same_runs(self, other: Manifest) -> bool:
-        """Whether both are of the same runs, however they are launched."""
-        return [_what(run) for run in self.runs] == [_what(run) for run in other.runs] and self.records == other.records
-
     def label(self, run: SweepRun) -> str:
         """`[17/200] tau_drift=p40`, the run's name everywhere."""
-        return " ".join(
-            (f"[{run.number}/{self.total or len(self.runs)}]", *(_short(text, run.differing) for text in run.differing))
-        )
+        last = [text.partition("=")[0].rpartition(".")[2] for text in run.differing]
+        # The last part of a key, unless another key ends in the same word.
+        short = [
+            f"{word}={text.partition('=')[2]}" if last.count(word) == 1 else text
+            for word, text in zip(last, run.differing, strict=True)
+        ]
+        return " ".join((f"[{run.number}/{self.total or len(self.runs)}]", *short))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Keys in which the runs differ."""
         return tuple(dict.fromkeys(text.partition("=")[0] for run in self.runs for text in run.differing))
 
-
-def _what(run: SweepRun) -> Any:
-    return run.fingerprint or run.overrides
-
-
-def _short(text: str, beside: Sequence[str]) -> str:
-    """`modules.halting.tau_drift=p10` as `tau_drift=p10`, unless another of them ends in the same word."""
-    key, _, value = text.partition("=")
-    last = key.rpartition(".")[2]
-    alone = sum(other.partition("=")[0].rpartition(".")[2] == last for other in beside) == 1
-    return f"{last if alone else key}={value}"
+    def check_same(self, there: Manifest, folder: Path, fixed: Sequence[str]) -> None:
+        """
+        Raises:
+            ConfigError: the manifest of that name in `folder` has other runs.
+        """
+        how = ""
+        if self.total is not None:  # runs are drawn: all have the same fixed overrides
+            rests = [[word for word in run.overrides if word not in run.differing] for run in there.runs]
+            same = there.total is not None and all(rest == [*fixed] for rest in rests)
+        else:
+            pairs = list(zip(there.runs, self.runs, strict=False))
+            other = next((pair for pair in pairs if pair[0].identity != pair[1].identity), None)
+            same = len(there.runs) == len(self.runs) and other is None and self.records == there.records
+            if len(there.runs) != len(self.runs):
+                how = f" ({len(there.runs)} of them, and now {len(self.runs)})"
+            elif pairs:
+                one, two = other or pairs[0]
+                was, now = (" ".join(w for w in a.overrides if w not in b.overrides) for a, b in ((one, two), (two, one)))
+                how = f" (run {one.number} had {was or 'another text, model or version'}{now and f', and now {now}'})"
+        if not same:
+            raise ConfigError(
+                f"name={self.name}: there is a sweep of that name with other runs{how}. Give another name=…, or remove "
+                f"{folder}; its records stay."
+            )
 
 
 @dataclass(frozen=True)
@@ -119,18 +149,15 @@ class RunState:
 
     Attributes:
         folder: its record; None: there is none.
-        where: of a run in the making: host and process, and since when; of a failed one, where it failed.
-        making: of a run in the making, the processes that make it and what each says of how far it is (`Store.at_work`).
-        error: of a failed run.
+        making: of a run in the making, the processes that make it and the progress of each (`Store.at_work`).
+        failure: of a failed run: its `error`, and the `host` and `time` of it.
     """
 
     run: SweepRun
     state: State
     folder: Path | None = None
-    where: str | None = None
-    since: str | None = None
-    error: str | None = None
     making: tuple[tuple[lease.Holder, Mapping[str, Any]], ...] = ()
+    failure: Mapping[str, Any] = field(default_factory=dict)
 
 
 # --- what is swept --------------------------------------------------------------------------------------------------------------
@@ -159,10 +186,7 @@ def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) ->
             axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
         else:
             raise ConfigError(f"{word}: a sweep needs single values: give choice(…) or range(…).")
-    swept = [len(axis) > 1 for axis in axes]
-    return [
-        (tuple(run), tuple(text for text, varies in zip(run, swept, strict=True) if varies)) for run in itertools.product(*axes)
-    ]
+    return [(run, tuple(text for text, axis in zip(run, axes, strict=True) if len(axis) > 1)) for run in itertools.product(*axes)]
 
 
 def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
@@ -179,13 +203,12 @@ def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
 
 @lru_cache
 def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
-    """`changed_ns`: when the file was, so that one that changes is read again."""
+    """`changed_ns`: a file that changes is read again."""
     params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params")
     if not params:
         raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
-    return tuple(
-        (f"experiment={path.stem}", *run) for run, _ in expanded((), [f"{key!s}={values}" for key, values in params.items()])
-    )
+    axes = [f"{key!s}={values}" for key, values in params.items()]
+    return tuple((f"experiment={path.stem}", *run) for run, _ in expanded((), axes))
 
 
 def check_name(name: str) -> str:
@@ -201,7 +224,7 @@ def check_name(name: str) -> str:
 
 def default_name(runs: Sequence[SweepRun], experiment: str | None) -> str:
     """A name that only the same runs get."""
-    digest = hashlib.sha256(json.dumps([_what(run) for run in runs]).encode()).hexdigest()[:6]
+    digest = hashlib.sha256(json.dumps([run.identity for run in runs]).encode()).hexdigest()[:6]
     return f"{experiment or 'sweep'}-{digest}"
 
 
@@ -231,7 +254,7 @@ class Sweep:
             raise ConfigError(f"There is no sweep {name} in {Path(results_dir) / FOLDER}. {hint}") from None
 
     def create(self, fixed: Sequence[str] = ()) -> None:
-        """Write the manifest, or find it: the same command goes on with its sweep, and with the runs that were drawn before.
+        """Write the manifest, or find it: the same command resumes its sweep, with the runs that were drawn before.
 
         Args:
             fixed: of a sweep whose runs are drawn, overrides of every run.
@@ -239,52 +262,34 @@ class Sweep:
         Raises:
             ConfigError: there is a sweep of that name with other runs.
         """
-        drawn = self.manifest.total is not None
         with suppress(FileNotFoundError):
             there = _read(self.folder / MANIFEST)
-            same, how = (
-                there.same_runs(self.manifest),
-                f" ({_difference(there, self.manifest)})" if there.runs and not drawn else "",
-            )
-            if drawn:
-                rests = ([word for word in run.overrides if word not in run.differing] for run in there.runs)
-                same = there.total is not None and all(rest == [*fixed] for rest in rests)
-            if not same:
-                raise ConfigError(
-                    f"name={self.manifest.name}: there is a sweep of that name with other runs{how}. Give another name=…, or remove "
-                    f"{self.folder}; its records stay."
-                )
-            if drawn:
+            self.manifest.check_same(there, self.folder, fixed)
+            if self.manifest.total is not None:
                 self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
-        self._write()
+        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
 
-    def _write(self) -> None:
-        content = {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)}
-        self.store.write_json(f"{FOLDER}/{self.manifest.name}/{MANIFEST}", content)
+    def _write(self, relative: str, content: Mapping[str, Any]) -> None:
+        self.store.write_json(f"{FOLDER}/{self.manifest.name}/{relative}", content)
 
-    def draw(self, overrides: tuple[str, ...], differing: tuple[str, ...]) -> SweepRun:
-        """The run with these overrides, taken up if it was not drawn before."""
-        there = (one for one in self.manifest.runs if one.overrides == overrides)
-        return next(there, None) or self.add(SweepRun(len(self.manifest.runs) + 1, overrides, differing))
-
-    def add(self, run: SweepRun) -> SweepRun:
-        """Take up a run that was drawn, in place of one with its number."""
-        others = (one for one in self.manifest.runs if one.number != run.number)
-        self.manifest = replace(self.manifest, runs=tuple(sorted((*others, run), key=lambda one: one.number)))
-        self._write()
-        return run
+    def draw(self, overrides: tuple[str, ...], differing: tuple[str, ...], fingerprint: str | None) -> SweepRun:
+        """The run with these overrides, in place of one that was drawn before."""
+        runs = {run.overrides: run for run in self.manifest.runs}
+        number = runs[overrides].number if overrides in runs else len(runs) + 1
+        runs[overrides] = SweepRun(number, overrides, differing, fingerprint)
+        self.manifest = replace(self.manifest, runs=tuple(runs.values()))
+        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
+        return runs[overrides]
 
     @contextmanager
     def driver_lock(self) -> Iterator[None]:
-        """Within, this process is the head of the sweep: the only one that launches its runs.
+        """Within, this process is the only one that launches the runs of the sweep.
 
         Raises:
             ConfigError: another one lives.
         """
         path = self.folder / "head.lock"
-        with self.store.writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            held = lease.take(path)
+        held = self.store.take(path)
         if held is None:
             who = lease.holder(path)
             where = f"process {who.pid} of {who.host} since {who.since}" if who is not None else "another process"
@@ -292,47 +297,45 @@ class Sweep:
                 f"name={self.manifest.name}: this sweep runs already ({where}). Look at it with "
                 f"`quicksilver list sweep {self.manifest.name} results_dir={self.store.root}`, or give another name=…"
             )
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                (self.folder / TAKEN).rmdir()  # empty, unless workers go on without their head
-            held.release()
+        with held:
+            try:
+                yield
+            finally:
+                _remove_empty(self.folder / TAKEN)
 
     def take(self, run: SweepRun) -> lease.Lease | None:
         """The lease that says that a process has begun with the run; None: a living one has.
 
-        Two workers that are free at the same moment would otherwise begin with the same run, and one of them wait until it is made.
+        Without it, two workers that are free at the same moment begin with the same run, and one waits until it is made.
         """
-        with self.store.writing():
-            (self.folder / TAKEN).mkdir(parents=True, exist_ok=True)
-            return lease.take(self.folder / TAKEN / f"{run.number:04d}.lock")
-
-    def open_of(self, runs: Iterable[SweepRun]) -> list[SweepRun]:
-        """Those that have no record and have not failed, by one look at the folders."""
-        there, failed = self.store.folders(), {path.stem for path in (self.folder / "failed").glob("*.json")}
-        return [run for run in runs if run.fingerprint not in there and f"{run.number:04d}" not in failed]
+        return self.store.take(self.folder / TAKEN / f"{run.number:04d}.lock")
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Within, this process is one of those that make the runs of the sweep."""
         folder = self.folder / AT_WORK
-        with self.store.writing():
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.glob("*.lock"):
-                lease.remove_abandoned(path)
-            held = lease.wait(folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock")
+        for path in folder.glob("*.lock"):
+            lease.remove_abandoned(path)
         try:
-            yield
+            with self.store.wait(folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock"):
+                yield
         finally:
-            held.release()
-            with suppress(OSError):
-                folder.rmdir()  # others are at work
+            _remove_empty(folder)
 
     def workers(self) -> list[lease.Holder]:
         """The living processes that are `at_work`."""
         found = (lease.holder(path) for path in sorted((self.folder / AT_WORK).glob("*.lock")))
         return [who for who in found if who is not None]
+
+    def open_of(self, runs: Iterable[SweepRun]) -> list[SweepRun]:
+        """Those that have no record and have not failed, by one look at the folders."""
+        there, failed = self.store.folders(), {f"{FAILED}/{path.name}" for path in (self.folder / FAILED).glob("*.json")}
+        return [run for run in runs if run.fingerprint not in there and run.failure not in failed]
+
+    def is_open(self, run: SweepRun) -> bool:
+        """Whether the run is still to be made: it has no record and has not failed."""
+        done = run.fingerprint is not None and self.store.folder(run.fingerprint).exists()
+        return not done and not (self.folder / run.failure).exists()
 
     def states(self) -> list[RunState]:
         """What became of each run, right now."""
@@ -340,42 +343,34 @@ class Sweep:
         for fingerprint, who, said in self.store.at_work():
             making.setdefault(fingerprint, []).append((who, said))
         there = self.store.folders()  # after `making`: a run that has ended since has its record by now
-        failed = {path.stem: path for path in (self.folder / "failed").glob("*.json")}
-        return [
-            self._state(run, there.get(run.fingerprint or ""), making.get(run.fingerprint, []), failed.get(f"{run.number:04d}"))
-            for run in self.manifest.runs
-        ]
-
-    def _state(
-        self, run: SweepRun, folder: Path | None, making: Sequence[tuple[lease.Holder, Mapping[str, Any]]], failed: Path | None
-    ) -> RunState:
-        if folder is not None:
-            return RunState(run, "done", folder)
-        if making:
-            who = making[0][0]
-            return RunState(run, "running", where=f"{who.host}, process {who.pid}", since=who.since, making=tuple(making))
-        if failed is not None:
-            with suppress(OSError, ValueError, KeyError):
-                said = read_json(failed)
-                return RunState(run, "failed", where=said["host"], since=said["time"], error=said["error"])
-        return RunState(run, "waiting")
+        failed = {f"{FAILED}/{path.name}": path for path in (self.folder / FAILED).glob("*.json")}
+        found = []
+        for run in self.manifest.runs:
+            if run.fingerprint in there:
+                found.append(RunState(run, "done", there[run.fingerprint]))
+            elif run.fingerprint in making:
+                found.append(RunState(run, "running", making=tuple(making[run.fingerprint])))
+            elif run.failure in failed and (failure := read_object(failed[run.failure])):
+                found.append(RunState(run, "failed", failure=failure))
+            else:
+                found.append(RunState(run, "waiting"))
+        return found
 
     def failed(self, run: SweepRun, error: Exception) -> None:
         """Keep why a run failed."""
-        about = {
-            "error": str(error) or repr(error),
-            "host": lease.host_name(),
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        self.store.write_json(f"{FOLDER}/{self.manifest.name}/failed/{run.number:04d}.json", about)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._write(run.failure, {"error": str(error) or repr(error), "host": lease.host_name(), "time": now})
 
     def forget_failures(self) -> None:
         """All of them are to be tried again."""
         for run in self.manifest.runs:
-            with suppress(FileNotFoundError):
-                own_path(self.folder, f"failed/{run.number:04d}.json").unlink()
-        with suppress(OSError):
-            (self.folder / "failed").rmdir()  # not ours alone
+            own_path(self.folder, run.failure).unlink(missing_ok=True)
+        _remove_empty(self.folder / FAILED)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def names(results_dir: Path | str) -> list[str]:
@@ -398,38 +393,18 @@ def labels(results_dir: Path | str) -> dict[str, str]:
 def _read(path: Path) -> Manifest:
     try:
         content = read_json(path)
-        if content.pop("schema_version") != SCHEMA_VERSION:
+        manifest = decoded(Manifest, content)
+        if content.get("schema_version") != SCHEMA_VERSION:
             raise ValueError("another version wrote it")
-        runs = tuple(
-            SweepRun(run["number"], tuple(run["overrides"]), tuple(run["differing"]), run["fingerprint"])
-            for run in content.pop("runs")
-        )
-        for run in runs:
-            if not isinstance(run.number, int) or run.number < 1:
-                raise ValueError(f"a run has the number {run.number!r}")
-            if run.fingerprint is not None:
-                fingerprint_of(run.fingerprint)
-        if content["name"] != path.parent.name:
-            raise ValueError(f"it is of a sweep named {content['name']!r}")
-        lists: dict[str, Any] = {key: tuple(content.pop(key)) for key in ("words", "extra_dirs")}
-        return Manifest(**content, **lists, runs=runs)
-    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        if manifest.name != path.parent.name:
+            raise ValueError(f"it is of a sweep named {manifest.name!r}")
+    except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}): remove its folder, and repeat the command; records stay.") from error
-
-
-def _difference(there: Manifest, here: Manifest) -> str:
-    if len(there.runs) != len(here.runs):
-        return f"{len(there.runs)} of them, and now {len(here.runs)}"
-    pairs = zip(there.runs, here.runs, strict=True)
-    old, new = next(((old, new) for old, new in pairs if _what(old) != _what(new)), (there.runs[0], here.runs[0]))
-    was, now = (
-        " ".join(word for word in one.overrides if word not in other.overrides) for one, other in ((old, new), (new, old))
-    )
-    return f"run {old.number} had {was or 'another text, model or version'}" + (f", and now {now}" if now else "")
+    return manifest
 
 
 def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float | None:
-    """Until the last of `left` runs is done, from the mean of those that are; None: none is.
+    """Until the last of `left` runs is done; None: no run says how long one takes.
 
     Args:
         seconds: of runs that are done.
@@ -445,9 +420,11 @@ def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float 
 
 def claimed(
     sweep: Sweep, wanted: Collection[int], on_poll: Callable[[], None] = lambda: None, nap_s: float = 0.2
-) -> Generator[SweepRun, None, None]:
-    """The runs that have no record, one after the other, each held by a lease while it is made. Where none is free, one that another process makes: its
-    windows may be shared (`make`), and it is taken over if that process dies.
+) -> Generator[tuple[SweepRun, int], None, None]:
+    """The runs that have no record, one after the other, each held by a lease while it is made, and how many are open with it.
+
+    Where no run is free, one that another process makes is given: its windows may be shared (`make`), and it is taken over if that process
+    dies.
 
     Args:
         wanted: numbers of runs; all others are left alone.
@@ -459,30 +436,21 @@ def claimed(
     given: set[int] = set()  # once each, whatever came of it
     while left := [run for run in sweep.open_of(left) if run.number not in given]:
         begun = False
-        for run in left:  # each is looked at once on the way, by whoever comes there
-            if run.fingerprint in sweep.store.in_the_making() or not is_open(sweep, run):
+        for place, run in enumerate(left):  # all workers go in this order: those before are taken or done
+            if run.fingerprint in sweep.store.in_the_making() or not sweep.is_open(run):
                 continue
             taken = sweep.take(run)
             if taken is None:
                 continue
-            try:
-                if is_open(sweep, run):  # still
+            with taken:
+                if sweep.is_open(run):  # still
                     begun = True
                     given.add(run.number)
-                    yield run
-            finally:
-                taken.release()
+                    yield run, len(left) - place
         making = {} if begun else sweep.store.in_the_making()
         if (others := next((run for run in left if run.fingerprint in making), None)) is not None:
             given.add(others.number)
-            yield others
+            yield others, len(left)
         elif not begun:
-            time.sleep(nap_s)  # all that is left is being made elsewhere
+            time.sleep(nap_s)  # other processes make all that is left
             on_poll()
-
-
-def is_open(sweep: Sweep, run: SweepRun) -> bool:
-    """Whether the run is still to be made: it has no record and has not failed."""
-    if run.fingerprint is not None and sweep.store.folder(run.fingerprint).exists():
-        return False
-    return not (sweep.folder / "failed" / f"{run.number:04d}.json").exists()

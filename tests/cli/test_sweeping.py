@@ -20,7 +20,6 @@ from quicksilver.records.record import record_frame
 from quicksilver.records.store import Draft, Store
 from quicksilver.report import sweep_status
 from quicksilver.report.sweep_status import Board
-from quicksilver.runs import sweep as sweep_module
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, claimed, labels
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -162,7 +161,7 @@ def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(wo
     depths = Sweep.load(results, "depths")
     taken = depths.take(depths.manifest.runs[1])
     assert depths.take(depths.manifest.runs[1]) is None
-    assert [run.number for run in claimed(depths, {1, 2, 3}, taken.release, nap_s=0)] == [3, 2]
+    assert [run.number for run, _ in claimed(depths, {1, 2, 3}, taken.release, nap_s=0)] == [3, 2]
     assert not list((depths.folder / "taken").iterdir())
 
 
@@ -311,9 +310,9 @@ def test_a_worker_goes_through_the_runs_once(sweep_folder, monkeypatch):
     there.manifest = dataclasses.replace(there.manifest, runs=runs)
     there.forget_failures()
     looks = []
-    is_open = sweep_module.is_open
-    monkeypatch.setattr(sweep_module, "is_open", lambda *args: looks.append(1) or is_open(*args))
-    for run in claimed(there, range(1, 41), nap_s=0):
+    is_open = Sweep.is_open
+    monkeypatch.setattr(Sweep, "is_open", lambda *args: looks.append(1) or is_open(*args))
+    for run, _ in claimed(there, range(1, 41), nap_s=0):
         there.failed(run, ValueError())
     assert len(looks) == 2 * len(runs)  # when its turn comes, and once it is held
 

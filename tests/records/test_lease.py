@@ -111,7 +111,7 @@ def test_a_heartbeat_keeps_it(path):
     finally:
         lease._machine = on_another
     held.release()  # late: it is another's by now, and stays his
-    assert lease._read(path) == taken.holder
+    assert lease.holder(path) == taken.holder
 
 
 def test_a_process_number_that_was_given_again_is_no_holder(path):

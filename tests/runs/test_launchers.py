@@ -261,8 +261,10 @@ def test_a_worker_has_its_model_before_it_claims_a_run(words, tmp_path, monkeypa
     assert console.main(["run", "-m", *words, *DEPTHS, "limit=1"]) == 0
     seen = []
 
-    def work_through(sweep, plan_of, wanted, board, **_):
-        seen.append((plan_of(wanted[0]).context._loaded is not None, list((sweep.folder / "taken").glob("*"))))
+    def work_through(board, plan_of, *_, **__):
+        sweep = board.sweep
+        loaded = plan_of(sweep.manifest.runs[0]).context._loaded is not None
+        seen.append((loaded, list((sweep.folder / "taken").glob("*"))))
 
     monkeypatch.setattr(sweeping, "work_through", work_through)
     sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))()

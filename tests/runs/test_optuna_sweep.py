@@ -89,13 +89,14 @@ def test_every_sampler_takes_a_budget_and_goes_on(sampler, tmp_path):
     config = study.StudyConfig(objectives=objectives, budget={"executed_flops_saved_pct": 40.0}, sampler=sampler)
     for trials in (15, 30):  # the second time it goes on from its journal
         opened = study.open_study(tmp_path, "front", config)
-        while study.finished(opened) < trials:
+        while len(study.complete(opened)) < trials:
             trial = opened.ask({"x": FloatDistribution(0.0, 1.0)})
             opened.tell(trial, [trial.params["x"], 100 * trial.params["x"]])
-    drawn = [trial.params["x"] for trial in study._complete(opened)]
+    drawn = [trial.params["x"] for trial in study.complete(opened)]
     assert len(set(drawn)) == 30  # nothing is drawn twice from the same seed
-    assert study.within_budget(opened, config)
-    assert study.front(opened, config)[0]["x"] == min(x for x in drawn if x >= 0.4)
+    found, within = study.front(opened, config)
+    assert within
+    assert found[0]["x"] == min(x for x in drawn if x >= 0.4)
 
 
 def test_words_become_distributions():

@@ -39,46 +39,25 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
+import benchmarking as shared
 import numpy as np
 import pandas as pd
 import torch
-from benchmarking import (
-    REPEATS,
-    RESULTS,
-    ROOT,
-    SHAPES,
-    WARMUP,
-    Call,
-    Option,
-    Passes,
-    Shape,
-    Way,
-    decoding,
-    environment,
-    in_turns,
-    model_of,
-    parsed,
-    prompt,
-    random_ids,
-    save,
-    say_if_busy,
-)  # fmt: skip
+from benchmarking import Asked, Call, Option, Passes, Row, Shape, Way, findings, in_turns, model_of, prompt, random_ids, table
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quicksilver.measure.latency import Alternation, Ratio, alternate_steps
+from quicksilver.measure.latency import Alternation
 from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
 from quicksilver.modules.fastest_linear import FastestLinear
 from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, model_digest
@@ -95,127 +74,86 @@ ALPHAS = (0.05, 0.1)  # per layer, App. J
 PHASES = ("prefill", "decode")
 STEPS = 4  # tokens decoded in one sample of break_even and of quantization
 COPIES = 8  # of a linear layer that one row goes round, more than a cache holds: a decoder reads weights once
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 Options = argparse.Namespace
-
-
-def show(title: str, rows: Any) -> None:
-    print(f"{title}\n\n{pd.DataFrame(rows).to_string(index=False, na_rep='too few points')}\n")
 
 
 # -- runtime ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Bench:
-    """Models of random weights, their input, and what was found with them."""
+    """Models of random weights and their input, in one number format."""
 
-    options: Options
-    dtype: torch.dtype
-    findings: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        o = self.options
-        self.ids = random_ids(o.batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
+    def __init__(self, options: Options, dtype: str) -> None:
+        self.options, self.dtype = options, getattr(torch, dtype)
+        self.ids = random_ids(options.batch, options.sequence, vocabulary=options.vocabulary, device=options.device)
         self.prompt = prompt(self.ids, use_cache=False)
 
     def model(self, layers: int, shape: Shape | None = None) -> PreTrainedModel:
         o = self.options
-        shape = shape or Shape("given", "gpt2", o.width, o.heads, 4 * o.width, layers, o.vocabulary)
+        shape = shape or Shape("given", "gpt2", o.width, o.heads, 4 * o.width, layers)
         return model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=self.dtype, device=o.device)
 
-    def turns(
-        self, model: PreTrainedModel, ways: Mapping[str, Way], passes: Passes | None = None
-    ) -> tuple[Alternation, dict[str, float]]:
-        """The plain model and these ways, in turns; the share that each saves of its executed FLOPs."""
+    def against_plain(
+        self,
+        model: PreTrainedModel,
+        ways: Mapping[str, Way],
+        asked: Sequence[Asked],
+        passes: Passes | None = None,
+        **details: Any,
+    ) -> list[Row]:
+        """What was asked of these ways, in turns with the plain model."""
         times, executed = in_turns({"plain": Way(model, None), **ways}, passes or self.prompt, self.options)
-        return times, {name: 1 - flops / executed["plain"] for name, flops in executed.items()}
-
-    def found(
-        self, section: str, what: str, ratio: Ratio, times: Alternation | None, target: tuple[str, float], unit: str = "", **details: Any
-    ) -> None:  # fmt: skip
-        """Note a finding; `target` is ("at least" | "at most", bound)."""
-        reached = ratio.median >= target[1] if target[0] == "at least" else ratio.median <= target[1]
-        if times is not None:
-            details["samples_ms"] = {name: samples.ms for name, samples in times.items()}
-            details["control_ms"], details["load_average"] = times.control_ms, [times.load_before, times.load_after]
-        self.findings.append({
-            "section": section, "dtype": str(self.dtype).removeprefix("torch."), "what": what, "value": ratio.median, "low": ratio.low,
-            "high": ratio.high, "unit": unit, "target": f"{target[0]} {target[1]:g}", "reached": reached,
-            "noise_floor": None if times is None else times.noise_floor, "details": details,  # None: not a time
-        })  # fmt: skip
-
-    def slower(self, section: str, what: str, times: Alternation, name: str, most: float, **details: Any) -> None:
-        """How much slower than the plain model, in percent."""
-        ratio = transformed(times.ratio(name, "plain"), lambda r: 100 * (r - 1))
-        self.found(section, what, ratio, times, ("at most", most), "%", **details)
-
-    def realization(
-        self, section: str, what: str, times: Alternation, name: str, saved: float, least: float, **details: Any
-    ) -> None:
-        """Share of time saved over the share `saved` of FLOPs."""
-        ratio = times.ratio(name, "plain")
-        more = {"executed_flops_saved": saved, "time_saved": 1 - ratio.median, **details}
-        self.found(section, what, transformed(ratio, lambda r: (1 - r) / saved), times, ("at least", least), **more)
-
-
-def transformed(ratio: Ratio, of: Callable[[float], float]) -> Ratio:
-    """A ratio of times turned into what is reported; `of` is monotonic."""
-    low, high = sorted((of(ratio.low), of(ratio.high)))
-    return Ratio(of(ratio.median), low, high)
+        return findings({}, times, executed, asked, **details)
 
 
 HALF_DEPTH = StaticDepth(depth=0.5, missing_kv="drop")
 
 
-def no_module(bench: Bench) -> None:
+def no_module(bench: Bench) -> list[Row]:
     model = bench.model(bench.options.layers)
     plain = model(bench.ids, use_cache=False).logits
     with apply(model, []):
-        identical = float(torch.equal(plain, model(bench.ids, use_cache=False).logits))
-    times, _ = bench.turns(model, {"no module": Way(model)})
-    bench.slower("none", "slower than the plain model", times, "no module", 1.0)
-    bench.found("none", "logits bit-identical (1: yes)", Ratio(identical, identical, identical), None, ("at least", 1.0))
+        equal = float(torch.equal(plain, model(bench.ids, use_cache=False).logits))
+    asked = Asked("no module", "slower than the plain model, %", shared.SLOWER_PCT, ("at most", 1.0))
+    identical = shared.finding({}, "logits bit-identical (1: yes)", [equal], ("at least", 1.0))
+    return [*bench.against_plain(model, {"no module": Way(model)}, [asked]), identical]
 
 
-def policies(
-    bench: Bench, section: str, layers: int, modules: Mapping[str, RuntimeModule], kinds: Sequence[str], **details: Any
-) -> None:
+def policies(bench: Bench, layers: int, made: Mapping[str, RuntimeModule], kinds: Sequence[str], **details: Any) -> list[Row]:
     """The realization ratio of each policy (`compact`), and what its decisions alone cost (`decide`)."""
-    model = bench.model(layers)
-    ways = {(name, kind): Way(model, [module], kind) for kind in kinds for name, module in modules.items()}
-    times, saved = bench.turns(model, {", ".join(key): way for key, way in ways.items()})
-    for (name, kind), key in ((key, ", ".join(key)) for key in ways):
+    model, ways, asked = bench.model(layers), {}, []
+    for kind, (name, module) in product(kinds, made.items()):
+        ways[way := f"{name}, {kind}"] = Way(model, [module], kind)
         if kind == "decide":
-            bench.slower(section, f"deciding costs: {name}", times, key, 2.0)
+            asked.append(Asked(way, f"deciding costs, %: {name}", shared.SLOWER_PCT, ("at most", 2.0)))
         else:
-            what = f"realization ratio, {name} ({100 * saved[key]:.1f}% of FLOPs saved)"
-            bench.realization(section, what, times, key, saved[key], 0.95, **details, layers=layers)
+            asked.append(Asked(way, f"realization ratio, {name} ({{saved}} of FLOPs saved)", shared.REALIZED, ("at least", 0.95)))
+    return bench.against_plain(model, ways, asked, **details, layers=layers)
 
 
-def decay(bench: Bench) -> None:
+def decay(bench: Bench) -> list[Row]:
     # Fewer layers fall along the same curve: the share of active tokens at the same fraction of depth is that of 36 layers.
     alpha = PAPER_ALPHA * PAPER_LAYERS / bench.options.decay_layers
     # The paper drops (2.2); projecting K/V of halted tokens is work that the decay does not ask for.
     rows = {"even rows": True, "uneven rows": False}
     made = {name: ExponentialDecay(alpha=alpha, even=even, missing_kv="drop") for name, even in rows.items()}
-    policies(bench, "decay", bench.options.decay_layers, made, ("compact",), alpha=alpha)
+    return policies(bench, bench.options.decay_layers, made, ("compact",), alpha=alpha)
 
 
-def fusion(bench: Bench) -> None:
+def fusion(bench: Bench) -> list[Row]:
     shared: dict[str, Any] = {"rule": "capacity", "fused_share": 0.3, "start": 1 / 3}
     made = {"closest states": TokenFusion(**shared), "least attended": TokenFusion(criterion="attention", **shared)}
-    policies(bench, "fusion", bench.options.decay_layers, made, ("compact", "decide"))
+    return policies(bench, bench.options.decay_layers, made, ("compact", "decide"))
 
 
-def decide(bench: Bench) -> None:
+def decide(bench: Bench) -> list[Row]:
     made: dict[str, RuntimeModule] = {
         # Nothing is below these thresholds, so every token is asked about after every layer: the dearest case.
         "drift thresholds, every token and layer": Halting(tau_drift=1e-9, window=(0.0, 1.0), tau_entropy=None, resume_layers=0),
         "random decay, even rows": ExponentialDecay(),
         "Halting() as it comes": Halting(rule="capacity", resume_layers=0),
     }
-    policies(bench, "decide", bench.options.layers, made, ("decide",))
+    return policies(bench, bench.options.layers, made, ("decide",))
 
 
 def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTranslator:
@@ -227,12 +165,12 @@ def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTransla
     return Translator(source_layer, weight, shape, model_digest(model)).bound(architecture)
 
 
-def predicted(bench: Bench) -> None:
-    o, decoded = bench.options, decoding(bench.ids, bench.options.new_tokens)
+def predicted(bench: Bench) -> list[Row]:
+    o, decoded, found = bench.options, shared.decoding(bench.ids, bench.options.new_tokens), []
     after: Passes = lambda model, begin: decoded(model, lambda: None)  # the prompt's run goes on
     for name in o.shapes:
-        if name in SHAPES:
-            shape = SHAPES[name]
+        if name in shared.SHAPES:
+            shape = shared.SHAPES[name]
             layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
             drop, predict = max(1, round(layers * 3 / 16)), max(2, round(layers * 5 / 8))
             schedule = Schedule(drop, 0.2, predict, protect_last=min(32, o.sequence // 8))
@@ -241,95 +179,63 @@ def predicted(bench: Bench) -> None:
             made = {f"{name} × {layers} layers, {schedule}": module}
         else:  # a shipped model under its own schedules
             model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(o.device).eval()
-            layers, found = model.config.num_hidden_layers, schedules_of(architecture_of(model))
-            made = {f"{name}, its {100 * save_:g}%, {schedule}": schedule.halting() for save_, schedule in found.items()}
+            layers, schedules = model.config.num_hidden_layers, schedules_of(architecture_of(model))
+            made = {f"{name}, its {100 * share:g}%, {schedule}": schedule.halting() for share, schedule in schedules.items()}
         for what, module in made.items():
             ways = {"predicted": Way(model, [module])}
-            times, saved = bench.turns(model, ways)
-            share = saved["predicted"]
-            said = f"realization ratio, {what} ({100 * share:.1f}% of FLOPs saved)"
-            bench.realization("predicted", said, times, "predicted", share, 0.9, layers=layers)
-            steps, _ = bench.turns(model, ways, after)
-            bench.slower("predicted", f"decoding after it, slower: {what}", steps, "predicted", 1.5, layers=layers)
+            for said, value, bound, passes in (
+                (f"realization ratio, {what} ({{saved}} of FLOPs saved)", shared.REALIZED, ("at least", 0.9), None),
+                (f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5), after),
+            ):
+                found += bench.against_plain(model, ways, [Asked("predicted", said, value, bound)], passes, layers=layers)
+    return found
 
 
-def generate(bench: Bench) -> None:
+def generate(bench: Bench) -> list[Row]:
     o, ids = bench.options, bench.ids
     model: Any = bench.model(o.layers)  # transformers decorates `generate` in a way that type checkers misread
-    how = {
-        "max_new_tokens": o.new_tokens,
-        "min_new_tokens": o.new_tokens,
-        "do_sample": False,
-        "attention_mask": torch.ones_like(ids),
-    }
+    new: dict[str, Any] = {"max_new_tokens": o.new_tokens, "min_new_tokens": o.new_tokens, "do_sample": False}
 
     def whole(model: Any, begin: Call) -> tuple[Call, ...]:
-        return (lambda: (begin(), model.generate(ids, **how)),)
+        return (lambda: (begin(), model.generate(ids, attention_mask=torch.ones_like(ids), **new)),)
 
-    calls, _ = bench.turns(model, {"no module": Way(model)}, whole)
-    steps, saved = bench.turns(
-        model, {"no module": Way(model), "half depth": Way(model, [HALF_DEPTH])}, decoding(ids, o.new_tokens - 1)
-    )
-    for what, times in (("whole call", calls), ("decoding alone", steps)):
-        ratio = transformed(times.ratio("no module", "plain"), lambda r: 1 / r)
-        said = f"no module: tokens per second, {what}, of the plain model's"
-        bench.found("generate", said, ratio, times, ("at least", 0.98))
-    share = saved["half depth"]
-    said = f"half depth: share of the FLOPs saved ({100 * share:.1f}%) that time per token falls by"
-    bench.realization("generate", said, steps, "half depth", share, 0.85, layers=o.layers)
+    said, ways, bound = "no module: tokens per second, {}, of the plain model's", {"no module": Way(model)}, ("at least", 0.98)
+    found = bench.against_plain(model, ways, [Asked("no module", said.format("whole call"), shared.TIMES_AS_FAST, bound)], whole)
+    asked = (
+        Asked("no module", said.format("decoding alone"), shared.TIMES_AS_FAST, bound),
+        Asked("half depth", "half depth: share of the FLOPs saved ({saved}) that time per token falls by", shared.REALIZED, ("at least", 0.85)),
+    )  # fmt: skip
+    ways["half depth"] = Way(model, [HALF_DEPTH])
+    return found + bench.against_plain(model, ways, asked, shared.decoding(ids, o.new_tokens - 1), layers=o.layers)
 
 
-def repeat(bench: Bench) -> None:
+def repeat(bench: Bench) -> list[Row]:
     model = bench.model(bench.options.layers)
-    series = [bench.turns(model, {"half depth": Way(model, [HALF_DEPTH])})[0] for _ in range(3)]
-    ratios = [times.ratio("half depth", "plain").median for times in series]
+    asked = [Asked("half depth", "", shared.TIME)]
+    series = [bench.against_plain(model, {"half depth": Way(model, [HALF_DEPTH])}, asked)[0] for _ in range(3)]
+    ratios = [one["value"] for one in series]
     spread = 100 * (max(ratios) - min(ratios)) / statistics.median(ratios)
-    noisiest = max(series, key=lambda times: times.noise_floor or 0.0)
-    said, ratio = "half depth: spread of one ratio, measured three times", Ratio(spread, spread, spread)
-    bench.found("repeat", said, ratio, noisiest, ("at most", 3.0), "%", ratios=ratios)
+    noisiest = max(series, key=lambda one: one["noise_floor"] or 0.0)
+    details = noisiest["details"] | {"ratios": ratios}
+    said = "half depth: spread of one ratio, measured three times, %"
+    return [shared.finding({}, said, [spread], ("at most", 3.0), noise_floor=noisiest["noise_floor"], details=details)]
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {
+SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
     "none": no_module, "decay": decay, "fusion": fusion, "decide": decide, "predicted": predicted, "generate": generate, "repeat": repeat,
 }  # fmt: skip
 
 
-def runtime(o: Options) -> int:
-    around = environment(o.device) | {"load_average_before": say_if_busy()}
-    findings: list[dict[str, Any]] = []
-    for name in o.only:
-        for dtype in o.dtypes:
-            bench = Bench(o, getattr(torch, dtype))
-            SECTIONS[name](bench)
-            findings += bench.findings
-    shape = f"{o.batch} × {o.sequence}, d = {o.width}, {o.heads} heads, {o.repeats} rounds"
-    show(f"Runtime benchmark: {shape}", _runtime_rows(findings))
-    save(o.output, {"environment": around, "options": o, "findings": findings})
-    return 0
+def runtime(o: Options) -> Iterator[Row]:
+    shared.say_if_busy()
+    for name, dtype in product(o.only, o.dtypes):
+        yield from ({"section": name, "dtype": dtype} | row for row in SECTIONS[name](Bench(o, dtype)))
 
 
 # -- quantization ----------------------------------------------------------------------------------------------------------------
 
 
-def speedups(part: str, what: str, times: Alternation) -> list[dict[str, Any]]:
-    """How many times as fast as the first callable: median and quartiles over rounds."""
-    ratios = {name: times.ratio(next(iter(times)), to=name) for name in times}
-    return [
-        {"part": part, "what": what, "name": name, "speedup": r.median, "low": r.low, "high": r.high}
-        for name, r in ratios.items()
-    ]
-
-
-def kernels(o: Options) -> list[dict[str, Any]]:
-    wide, found = 4 * o.width, []
-    for rows, width, channels in ((o.kernel_rows, o.width, wide), (1, o.width, wide), (1, wide, o.width)):
-        calls = {name: (call,) for name, call in kernel_calls(rows, width, channels).items()}
-        times = alternate_steps(calls, o.warmup, o.repeats, clock=CLOCKS[o.clock])[0]
-        found += speedups("kernels", f"{rows} x {width} x {channels}", times)
-    return found
-
-
-def kernel_calls(rows: int, width: int, channels: int) -> dict[str, Call]:
+def kernel_calls(rows: int, width: int, channels: int) -> dict[str, tuple[Call]]:
     """Every kernel for this product, as far as it is right on this processor, torchao's where it is installed, and the one that `auto` takes."""
     torch.manual_seed(0)
     x = torch.randn(rows, width)
@@ -353,18 +259,17 @@ def kernel_calls(rows: int, width: int, channels: int) -> dict[str, Call]:
         ways["torchao int8 dynamic"] = torchao
 
     def around(make: Callable[[nn.Module], Call]) -> Call:
-        products = [make(linear) for linear in linears]
-        turn = cycle(products)
+        turn = cycle([make(linear) for linear in linears])
         return lambda: [next(turn)(x) for _ in range(1 if rows > 1 else 4)]
 
-    return {name: around(make) for name, make in ways.items()}
+    return {name: (around(make),) for name, make in ways.items()}
 
 
 def quantized_models(o: Options, layers: int) -> dict[str, Way]:
     """Dense and quantised, in both dtypes. The output head is never quantised."""
     # A llama has three matrices in the MLP: two thirds of the width, for as many weights a layer.
     inner = 4 * o.width if o.family == "gpt2" else o.width * 8 // 3 // 8 * 8
-    single = model_of(Shape("given", o.family, o.width, o.heads, inner, layers, 1024), layers, o.sequence + o.context + 1024)
+    single = model_of(Shape("given", o.family, o.width, o.heads, inner, layers), layers, o.sequence + o.context + 1024)
     half: Any = copy.deepcopy(single)
     ways: dict[str, dict[str, Any]] = {
         "int8 from half depth": {"depth": 0.5},
@@ -381,25 +286,27 @@ def quantized_models(o: Options, layers: int) -> dict[str, Way]:
     return found
 
 
-def quantized_prefill(o: Options) -> list[dict[str, Any]]:
-    times, _ = in_turns(quantized_models(o, o.layers), prompt(random_ids(o.batch, o.sequence)), o, clock=CLOCKS[o.clock])
-    return speedups("prefill", f"{o.batch} x {o.sequence}", times)
+QUANTIZED = ("kernels", "prefill", "decode")
 
 
-def quantized_decode(o: Options) -> list[dict[str, Any]]:
-    times, _ = in_turns(quantized_models(o, o.decode_layers), decoding(random_ids(1, o.context), STEPS), o, clock=CLOCKS[o.clock])
-    return speedups("decode", f"1 after {o.context}", times)
-
-
-QUANTIZED = {"kernels": kernels, "prefill": quantized_prefill, "decode": quantized_decode}
-
-
-def quantization(o: Options) -> int:
+def quantization(o: Options) -> Iterator[Row]:
+    """How many times as fast as the first of each comparison."""
     if o.threads:
         torch.set_num_threads(o.threads)
-    found = [one for part in o.only for one in QUANTIZED[part](o)]
-    save(o.output, {"torch": torch.__version__, "options": o, "findings": found})
-    return 0
+
+    def found(part: str, what: str, times: Alternation) -> list[Row]:
+        return findings({"section": part, "of": what}, times, {}, [Asked(name, name, shared.TIMES_AS_FAST) for name in times])
+
+    wide = 4 * o.width
+    if "kernels" in o.only:
+        for sizes in ((o.kernel_rows, o.width, wide), (1, o.width, wide), (1, wide, o.width)):
+            yield from found("kernels", " x ".join(map(str, sizes)), shared.timed(kernel_calls(*sizes), o))
+    if "prefill" in o.only:
+        times, _ = in_turns(quantized_models(o, o.layers), prompt(random_ids(o.batch, o.sequence)), o)
+        yield from found("prefill", f"{o.batch} x {o.sequence}", times)
+    if "decode" in o.only:
+        times, _ = in_turns(quantized_models(o, o.decode_layers), shared.decoding(random_ids(1, o.context), STEPS), o)
+        yield from found("decode", f"1 after {o.context}", times)
 
 
 # -- break-even ------------------------------------------------------------------------------------------------------------------
@@ -421,11 +328,11 @@ def mechanisms(phase: str, rates: Sequence[float], layers: int) -> dict[str, Run
     }
 
 
-def cell_of(model: PreTrainedModel, shape: Shape, phase: str, batch: int, sequence: int, o: Options) -> list[dict[str, Any]]:
+def cell_of(model: PreTrainedModel, shape: Shape, phase: str, batch: int, sequence: int, o: Options) -> list[Row]:
     """One cell of the map: every mechanism at this batch and sequence, in turns with dense inference."""
     place = {"shape": shape.name, "width": shape.width, "phase": phase, "batch": batch, "sequence": sequence}
     ids = random_ids(batch, sequence, device=o.device)
-    passes = decoding(ids, STEPS) if phase == "decode" else prompt(ids, use_cache=True, logits_to_keep=1)
+    passes = shared.decoding(ids, STEPS) if phase == "decode" else prompt(ids, use_cache=True, logits_to_keep=1)
     dense, seconds = passes(model, lambda: None), 0.0
     for _ in range(2):  # the first one asks the system for memory
         began = time.perf_counter()
@@ -436,21 +343,22 @@ def cell_of(model: PreTrainedModel, shape: Shape, phase: str, batch: int, sequen
         return [place | {"status": f"left out: one pass takes {seconds:.1f} s, more than --cell-seconds {o.cell_seconds:g}"}]
     ways = {name: Way(model, [module]) for name, module in mechanisms(phase, o.rates, o.layers).items()}
     times, _ = in_turns({"dense": Way(model, None), **ways}, passes, o)
-    return [place | cell_row(times, name) for name in ways]
+    noise = times.noise_floor or 0.0
+    around = {"noise_floor_pct": 100 * noise, "dense_ms": times["dense"].median, **_load(times)}
+    rows = []
+    for name in ways:
+        ratio = times.ratio(name, to="dense")
+        verdict = "pays" if ratio.high < 1 - noise else "costs" if ratio.low > 1 + noise else "within noise"
+        rows.append(place | {"mechanism": name, "status": "measured", "verdict": verdict, "time_saved_pct": 100 * (1 - ratio.median),
+                             "time_saved_pct_low": 100 * (1 - ratio.high), "time_saved_pct_high": 100 * (1 - ratio.low)} | around)  # fmt: skip
+    return rows
 
 
-def cell_row(times: Alternation, name: str) -> dict[str, Any]:
-    """One mechanism in one cell."""
-    ratio, noise = times.ratio(name, to="dense"), times.noise_floor or 0.0
-    verdict = "pays" if ratio.high < 1 - noise else "costs" if ratio.low > 1 + noise else "within noise"
-    return {
-        "mechanism": name, "status": "measured", "verdict": verdict, "time_saved_pct": 100 * (1 - ratio.median),
-        "time_saved_pct_low": 100 * (1 - ratio.high), "time_saved_pct_high": 100 * (1 - ratio.low), "noise_floor_pct": 100 * noise,
-        "dense_ms": times["dense"].median, "load_average": times.load_before, "warnings": "; ".join(times.warnings),
-    }  # fmt: skip
+def _load(times: Alternation) -> Row:
+    return {"load_average": times.load_before, "warnings": "; ".join(times.warnings)}
 
 
-def break_even_rates(frame: pd.DataFrame) -> pd.DataFrame:
+def break_even_rates(frame: pd.DataFrame) -> list[Row]:
     """The halting rate from which on time is saved, for each cell; `none` where no measured rate saves more than noise.
 
     Between the last rate that saves nothing and the first that pays it is interpolated.
@@ -466,17 +374,17 @@ def break_even_rates(frame: pd.DataFrame) -> pd.DataFrame:
                     at = f"{before[0] + (rate - before[0]) * -before[1] / (saved - before[1]):.0f}%"
                 break
             before = (rate, saved)
-        found.append((*key, at))
-    return pd.DataFrame(found, columns=[*keys, "rate"])
+        found.append(dict(zip(keys, key, strict=True)) | {"rate": at})
+    return found
 
 
-def draw_break_even(frame: pd.DataFrame, around: Mapping[str, Any], o: Options) -> Figure:
+def draw_break_even(frame: pd.DataFrame, o: Options) -> Figure:
     """A map for each phase and shape: a line a batch and sequence, a column a mechanism."""
     there = frame[frame["status"] == "measured"]
     shapes, phases, names = (list(dict.fromkeys(there[column])) for column in ("shape", "phase", "mechanism"))
     with style():
         drawing, axes = panels(len(phases), len(shapes), size=(1.2 + 2.9 * len(shapes), 1.0 + 2.3 * len(phases)), sharex=True)
-        for plot, (phase, shape) in zip(axes.flat, ((phase, shape) for phase in phases for shape in shapes), strict=True):
+        for plot, (phase, shape) in zip(axes.flat, product(phases, shapes), strict=True):
             cells = there[(there["phase"] == phase) & (there["shape"] == shape)]
             lines = list(dict.fromkeys(zip(cells["batch"], cells["sequence"], strict=True)))
             plot.set_title(f"{shape}, {phase}")
@@ -488,12 +396,10 @@ def draw_break_even(frame: pd.DataFrame, around: Mapping[str, Any], o: Options) 
             values = shown.pivot_table(index=["batch", "sequence"], columns="mechanism", values="shown").reindex(lines)[names]
             drawn = plot.imshow(values.to_numpy(), cmap="RdBu", vmin=-75, vmax=75, aspect="auto")
             for cell in cells.to_dict("records"):
-                saved, at = (
-                    cell["time_saved_pct"],
-                    (names.index(cell["mechanism"]), lines.index((cell["batch"], cell["sequence"]))),
-                )
+                saved, at = cell["time_saved_pct"], lines.index((cell["batch"], cell["sequence"]))
                 said = "·" if cell["verdict"] == "within noise" else f"{saved:+.0f}"
-                plot.text(*at, said, ha="center", va="center", size=7, color="white" if abs(saved) > 50 else "black")
+                colour = "white" if abs(saved) > 50 else "black"
+                plot.text(names.index(cell["mechanism"]), at, said, ha="center", va="center", size=7, color=colour)
             plot.set_yticks(range(len(lines)), [f"{batch} × {sequence}" for batch, sequence in lines])
             plot.set_xticks(range(len(names)), names, rotation=60, ha="right")
             if shape == shapes[0]:
@@ -502,127 +408,111 @@ def draw_break_even(frame: pd.DataFrame, around: Mapping[str, Any], o: Options) 
     caption = (
         f"Random weights of the true widths, {o.layers} layers, float32; {STEPS} tokens after each prompt in decode. Percent of dense time "
         "saved, median of rounds in turns; · = no further from dense than dense from itself (A/A) or than the quartiles.",
-        machine_of(around, o),
+        machine_of(o),
     )
     return Figure("break_even", "Where a mechanism starts to pay", frame, drawing, caption)
 
 
-def machine_of(around: Mapping[str, Any], o: Options) -> str:
-    return (
-        f"Machine: {around['machine']}, {around['threads']} threads, torch {around['torch']}, transformers {around['transformers']}; "
-        f"{o.repeats} rounds."
+def machine_of(o: Options) -> str:
+    around = shared.environment(o.device)
+    machine, versions = (
+        f"{around['machine']}, {around['threads']} threads",
+        f"torch {around['torch']}, transformers {around['transformers']}",
     )
+    return f"Machine: {machine}, {versions}; {o.repeats} rounds."
 
 
-def break_even(o: Options) -> int:
+def break_even(o: Options) -> Figure:
     if not all(rate < 1 for rate in o.rates):
         raise ConfigError(f"--rates {' '.join(map(str, o.rates))}: shares between 0 and 1.")
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for name in o.shapes:
-        model = model_of(SHAPES[name], o.layers, max(o.sequence) + STEPS, device=o.device)
-        for phase in o.phases:
-            for batch in o.batch:
-                for sequence in o.sequence:
-                    found += cell_of(model, SHAPES[name], phase, batch, sequence, o)
-    frame, around = pd.DataFrame(found), environment(o.device)
+        model = model_of(shared.SHAPES[name], o.layers, max(o.sequence) + STEPS, device=o.device)
+        for phase, batch, sequence in product(o.phases, o.batch, o.sequence):
+            found += cell_of(model, shared.SHAPES[name], phase, batch, sequence, o)
+    frame = pd.DataFrame(found)
     if not frame["status"].eq("measured").any():
         raise ConfigError(f"nothing was measured: every cell takes longer than --cell-seconds {o.cell_seconds:g}.")
-    draw_break_even(frame, around, o).write(o.output)
-    title = f"Halting rate from which time is saved ({around['machine']}, {around['threads']} threads)"
-    show(title, break_even_rates(frame))
-    for cell in frame[frame["status"] != "measured"].to_dict("records"):
-        print(f"{cell['shape']}, {cell['phase']}, {cell['batch']} × {cell['sequence']}: {cell['status']}")
-    return 0
+    return draw_break_even(frame, o)
 
 
 # -- scaling ---------------------------------------------------------------------------------------------------------------------
 
 
-def scaling_point(sequence: int, layers: int, o: Options) -> list[dict[str, Any]]:
+def scaling_point(sequence: int, layers: int, o: Options) -> list[Row]:
     """Dense inference and both decays, in turns, at one length and depth."""
-    model = model_of(SHAPES[o.shape], layers, sequence, device=o.device)
+    model = model_of(shared.SHAPES[o.shape], layers, sequence, device=o.device)
     # Few layers fall along the curve of all: the share of active tokens at the same fraction of depth is that of the true model.
-    scale = SHAPES[o.shape].layers / layers
+    scale = shared.SHAPES[o.shape].layers / layers
     ways = {f"decay {alpha:g}": Way(model, [ExponentialDecay(alpha=alpha * scale, missing_kv="drop")]) for alpha in ALPHAS}
     ids = random_ids(o.batch, sequence, device=o.device)
     times, executed = in_turns({"dense": Way(model, None), **ways}, prompt(ids, use_cache=False), o)
     place = {"shape": o.shape, "batch": o.batch, "sequence": sequence, "layers": layers}
     return [
-        place
-        | {"way": name, "ms": samples.median, "iqr_ms": samples.iqr, "noise_floor_pct": 100 * (times.noise_floor or 0.0)}
-        | {"executed_flops": executed[name], "time_of_dense": times.ratio(name, to="dense").median}
-        | {"flops_of_dense": executed[name] / executed["dense"]}
-        | {"load_average": times.load_before, "warnings": "; ".join(times.warnings)}
+        place | {"way": name, "ms": samples.median, "iqr_ms": samples.iqr, "noise_floor_pct": 100 * (times.noise_floor or 0.0),
+                 "executed_flops": executed[name], "time_of_dense": times.ratio(name, to="dense").median,
+                 "flops_of_dense": executed[name] / executed["dense"]} | _load(times)
         for name, samples in times.items()
+    ]  # fmt: skip
+
+
+def power_law(x: Sequence[float], y: Sequence[float]) -> Row:
+    """Exponent of y ~ x^k by least squares in logarithms, and R²; neither of fewer than three points, which any line nearly fits."""
+    from scipy import stats
+
+    if len(x) < 3:
+        return {"exponent": "too few points", "r_squared": None, "points": len(x)}
+    found = stats.linregress(np.log(x), np.log(y))
+    return {"exponent": float(found.slope), "r_squared": float(found.rvalue**2), "points": len(x)}
+
+
+def fits(frame: pd.DataFrame) -> list[Row]:
+    """Power laws of time: against length, and against depth, for each way."""
+    return [
+        {"axis": axis, "way": way} | power_law(mine[axis], mine["ms"])
+        for axis in ("sequence", "layers")
+        for way, mine in frame[frame["axis"] == axis].groupby("way", sort=False)
     ]
 
 
-def power_law(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Exponent of y ~ x^k by least squares in logarithms, and R²; NaN of fewer than three points, which any line nearly fits."""
-    if len(x) < 3:
-        return math.nan, math.nan
-    logs, values = np.log(x), np.log(y)
-    slope, intercept = np.polyfit(logs, values, 1)
-    residual = float(((values - (slope * logs + intercept)) ** 2).sum())
-    return float(slope), 1 - residual / float(((values - values.mean()) ** 2).sum())
-
-
-def fits(frame: pd.DataFrame) -> pd.DataFrame:
-    """Power laws of time: against length, and against depth, for each way."""
-    found = []
-    for axis in ("sequence", "layers"):
-        for way, mine in frame[frame["axis"] == axis].groupby("way", sort=False):
-            found.append((axis, way, *power_law(mine[axis], mine["ms"]), len(mine)))
-    return pd.DataFrame(found, columns=["axis", "way", "exponent", "r_squared", "points"])
-
-
-def draw_scaling(frame: pd.DataFrame, fitted: pd.DataFrame, around: Mapping[str, Any], o: Options) -> Figure:
+def scaling(o: Options) -> Figure:
     """Time against length and against depth, on logarithmic axes."""
+    points = [("sequence", sequence, o.fixed_layers) for sequence in o.sequence]
+    points += [("layers", o.fixed_sequence, layers) for layers in o.layers]
+    frame = pd.DataFrame({"axis": axis} | row for axis, sequence, layers in points for row in scaling_point(sequence, layers, o))
     labels = {"sequence": "tokens of a sequence", "layers": "layers"}
     with style():
         drawing, axes = panels(1, 2, size=(7.6, 3.3))
         for plot, axis in zip(axes.flat, labels, strict=True):
-            for place, (way, mine) in enumerate(frame[frame["axis"] == axis].groupby("way", sort=False)):
-                fit = fitted[(fitted["axis"] == axis) & (fitted["way"] == way)].iloc[0]
-                law = "" if math.isnan(fit["exponent"]) else f": ~ {fit['exponent']:.2f} power, R² {fit['r_squared']:.3f}"
+            fitted = [fit for fit in fits(frame) if fit["axis"] == axis]
+            for fit, colour, marker, dashes in zip(fitted, PALETTE, MARKERS, DASHES, strict=False):
+                mine = frame[(frame["axis"] == axis) & (frame["way"] == fit["way"])]
+                law = "" if fit["r_squared"] is None else f": ~ {fit['exponent']:.2f} power, R² {fit['r_squared']:.3f}"
                 plot.errorbar(
-                    mine[axis], mine["ms"], yerr=mine["iqr_ms"] / 2, label=f"{way}{law}", color=PALETTE[place], marker=MARKERS[place],
-                    linestyle=DASHES[place], elinewidth=0.7, capsize=2,
+                    mine[axis], mine["ms"], yerr=mine["iqr_ms"] / 2, label=f"{fit['way']}{law}", color=colour, marker=marker,
+                    linestyle=dashes, elinewidth=0.7, capsize=2,
                 )  # fmt: skip
             plot.set_xscale("log", base=2)
             plot.set_yscale("log", base=2)
             plot.set_xlabel(labels[axis])
             plot.set_ylabel("time of one pass, ms")
-            points = sorted(set(frame.loc[frame["axis"] == axis, axis]))
-            plot.set_xticks(points, [f"{point:g}" for point in points])
+            ticks = sorted(set(frame.loc[frame["axis"] == axis, axis]))
+            plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             plot.yaxis.set_major_formatter("{x:g}")
             plot.legend()
     caption = (
         f"{o.shape}'s width with random weights, batch {o.batch}, float32; left with {o.fixed_layers} layers, right with "
-        f"{o.fixed_sequence} tokens. decay α: N·exp(−αℓ) tokens active in layer ℓ of the true depth ({SHAPES[o.shape].layers} layers), at the "
+        f"{o.fixed_sequence} tokens. decay α: N·exp(−αℓ) tokens active in layer ℓ of the true depth ({shared.SHAPES[o.shape].layers} layers), at the "
         "same fraction of this one's. Medians of rounds in turns; bars: half of the interquartile range.",
-        machine_of(around, o),
+        machine_of(o),
     )
     return Figure("scaling", "Time against length and depth", frame, drawing, caption)
-
-
-def scaling(o: Options) -> int:
-    points = [("sequence", sequence, o.fixed_layers) for sequence in o.sequence]
-    points += [("layers", o.fixed_sequence, layers) for layers in o.layers]
-    found = [{"axis": axis} | row for axis, sequence, layers in points for row in scaling_point(sequence, layers, o)]
-    frame, around = pd.DataFrame(found), environment(o.device)
-    fitted = fits(frame)
-    draw_scaling(frame, fitted, around, o).write(o.output)
-    title = f"Time against length and depth ({o.shape}, {around['machine']}, {around['threads']} threads)"
-    show(title, fitted.round({"exponent": 3, "r_squared": 4}))
-    return 0
 
 
 # -- lm-evaluation-harness -------------------------------------------------------------------------------------------------------
 
 LM_PARTS = ("contexts", "letters", "choices", "rolling", "generate")
 LM_CALLS = {"rolling": "loglikelihood_rolling", "generate": "generate_until"}  # other parts: loglikelihood
-MOST_SLOWER = 1.05  # what the adapter may cost
 NATS = 1e-4  # of a log-likelihood; of a whole text, which is a sum over many tokens, ten times as much
 LETTERS = (" A", " B", " C", " D")
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
@@ -660,8 +550,8 @@ def apart(part: str, ours: list[Any], theirs: list[Any]) -> float:
     return max(abs(a[0] - b[0]) if a[1] == b[1] else math.inf for a, b in pairs)
 
 
-def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> dict[str, Any]:
-    """Our time over HFLM's, and HFLM's over its own: median and quartiles over rounds."""
+def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> Row:
+    """Our time over HFLM's, in turns with HFLM's over its own: median and quartiles over rounds."""
     of = requests(part, o.contexts, o.words)
 
     def asked(model: Any) -> Call:
@@ -671,41 +561,68 @@ def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> dict[str, Any]:
     difference = apart(part, asked(ours)(), asked(hflm)())  # and nothing is cold after it
     round_s = 1.5 * (time.perf_counter() - began)
     rounds = min(max(LEAST_ROUNDS, int(o.seconds / len(o.parts) / round_s)), MOST_ROUNDS)
-    calls = {"hflm": (asked(hflm),), "quicksilver": (asked(ours),), "hflm again": (asked(hflm),)}
-    times = alternate_steps(calls, 0, rounds, control=False, clock=CLOCKS[o.clock])[0]
-    ratio, noise = times.ratio("quicksilver", to="hflm"), times.ratio("hflm again", to="hflm")
-    return {
-        "part": part, "hflm_ms": times["hflm"].median, "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noise_low": noise.low,
-        "noise_high": noise.high, "apart": difference, "rounds": rounds, "reached": ratio.median <= MOST_SLOWER,
-    }  # fmt: skip
+    times = shared.timed(
+        {"hflm": (asked(hflm),), "quicksilver": (asked(ours),)}, Options(warmup=0, repeats=rounds, clock=o.clock)
+    )
+    place = {"section": part, "rounds": rounds, "largest difference": difference}
+    return findings(place, times, {}, [Asked("quicksilver", "time over HFLM's", shared.TIME, ("at most", 1.05))])[0]
 
 
-def lm_eval(o: Options) -> int:
+def lm_eval(o: Options) -> Iterator[Row]:
     from lm_eval.models.huggingface import HFLM
 
     from quicksilver.lm_eval import QuickSilverLM
 
-    load = os.getloadavg()[0]
     torch.set_num_threads(o.threads)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as results:
         ours = QuickSilverLM(pretrained=o.model, batch_size=o.batch_size, results_dir=results)
     hflm = HFLM(pretrained=ours.model, tokenizer=ours.tokenizer, batch_size=o.batch_size)
-    found = [lm_part(part, hflm, ours, o) for part in o.parts]
-    what = f"{o.model}, batch {o.batch_size}, {o.contexts} contexts, {o.clock} clock"
-    show(f"quicksilver without modules over HFLM: {what}", _lm_rows(found))
-    save(o.output, {"environment": {**environment("cpu"), "load_average_before": load}, "options": o, "findings": found})
-    wrong = [f["part"] for f in found if f["apart"] > (10 * NATS if f["part"] == "rolling" else NATS)]
+    wrong = []
+    for part in o.parts:
+        yield (row := lm_part(part, hflm, ours, o))
+        if row["largest difference"] > (10 * NATS if part == "rolling" else NATS):
+            wrong.append(part)
     if wrong:
-        print(f"answers differ: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+        raise ConfigError(f"lm_eval: answers differ: {', '.join(wrong)}.")
 
 
 # -- all of them, and their page -------------------------------------------------------------------------------------------------
 
+# A part's words, and what it writes: those without a name are given the folder.
+PARTS = {
+    "runtime": (
+        "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --decay-layers 8 --new-tokens 17",
+        "benchmark.json",
+    ),
+    "prediction": (
+        "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
+        "benchmark_prediction_gpt2-large.json",
+    ),
+    "quantization": (
+        "quantization --batch 4 --sequence 256 --layers 2 --decode-layers 12 --kernel-rows 1024 --repeats 3",
+        "benchmark_quantization.json",
+    ),
+    "break_even": ("break_even --cell-seconds 0.5", ""),
+    "scaling": ("scaling --repeats 3", ""),
+}
+TITLES = {  # of the page, by the beginning of a file's name
+    "benchmark_prediction": "Dropped, then predicted, on true shapes",
+    "benchmark_quantization": "int8: times as fast as the first of each comparison",
+    "benchmark_lm_eval": "lm-evaluation-harness: the adapter without modules",
+    "benchmark_gpu": "On a CUDA device",
+    "benchmark": "Runtime",
+}
+# Title, what is found in the frame beside the picture, and how.
+Summary = tuple[str, str, Callable[[pd.DataFrame], list[Row]]]
+PICTURES: dict[str, Summary] = {
+    "break_even": ("Where a mechanism starts to pay", "Halting rate from which more time is saved than noise", break_even_rates),
+    "scaling": ("Time against length and depth", "Time ~ axis ^ exponent", fits),
+}
+
 
 def all_parts(o: Options) -> int:
-    say_if_busy()
+    shared.say_if_busy()
     began = time.monotonic()
     notes: dict[str, str] = {}
     ran: dict[str, str] = {}
@@ -715,11 +632,11 @@ def all_parts(o: Options) -> int:
             notes[part] = f"the {o.minutes:g} minutes were over"
             continue
         print(f"[{part}]", flush=True)
-        started, more = time.monotonic(), getattr(o, part).split()
-        why = run_part(part, o.output, more)
-        ran[part] = f"{time.monotonic() - started:.0f} s (`benchmark.py {' '.join([*PARTS[part][0], *more])}`)"
-        if why is not None:
-            notes[part] = why
+        started, words = time.monotonic(), [*PARTS[part][0].split(), *getattr(o, part).split()]
+        code = run_part(words, o.output / PARTS[part][1])
+        ran[part] = f"{time.monotonic() - started:.0f} s (`benchmark.py {' '.join(words)}`)"
+        if code:
+            notes[part] = f"{words[0]} ended with exit code {code}"
     page = o.output / "README.md"
     page.write_text(markdown(o.output, notes, ran), encoding="utf-8")
     print(f"Written: {page} ({time.monotonic() - began:.0f} s)")
@@ -728,169 +645,119 @@ def all_parts(o: Options) -> int:
     return 1 if notes else 0
 
 
-# A part's words, and what it writes: those without a name are given the folder.
-PARTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "runtime": (
-        ("runtime", *["--only", "none", "decay", "fusion", "decide", "generate", "repeat", "--dtypes", "float32", "--batch", "4", "--decay-layers", "8", "--new-tokens", "17"]),
-        "benchmark.json",
-    ),
-    "prediction": (
-        ("runtime", *["--only", "predicted", "--dtypes", "float32", "--shapes", "gpt2-large", "--repeats", "3", "--new-tokens", "17"]),
-        "benchmark_prediction_gpt2-large.json",
-    ),
-    "quantization": (
-        ("quantization", *["--batch", "4", "--sequence", "256", "--layers", "2", "--decode-layers", "12", "--kernel-rows", "1024", "--repeats", "3"]),
-        "benchmark_quantization.json",
-    ),
-    "break_even": (("break_even", "--cell-seconds", "0.5"), ""),
-    "scaling": (("scaling", "--repeats", "3"), ""),
-}  # fmt: skip
-
-
-def run_part(part: str, output: Path, more: Sequence[str]) -> str | None:
-    """Run one part in a process of its own; None, or why there is nothing of it."""
-    words, file = PARTS[part]
-    command = [sys.executable, str(Path(__file__).resolve()), *words, *more, "--output", str(output / file)]
-    done = subprocess.run(command, cwd=ROOT)
-    return None if done.returncode == 0 else f"{words[0]} ended with exit code {done.returncode}"
+def run_part(words: Sequence[str], output: Path) -> int:
+    """Run one part in a process of its own; returns its exit code."""
+    return subprocess.run(
+        [sys.executable, str(Path(__file__).resolve()), *words, "--output", str(output)], cwd=shared.ROOT
+    ).returncode
 
 
 def markdown(output: Path, notes: Mapping[str, str], ran: Mapping[str, str]) -> str:
     """What is in the folder, as a page; `ran`: how long each part took, and its command."""
-    around = environment("cpu")
+    around = shared.environment("cpu")
     parts = [
         "# Benchmarks",
         f"{around['machine']}, {around['threads']} threads, torch {around['torch']}, transformers {around['transformers']}. `make benchmark` "
         "makes this page again. Random weights of true shapes, few layers: what is measured is the runtime. Ratios are medians of rounds in "
         "turns; a difference within the A/A noise floor is none.",
     ]
-    contents = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(output.glob("benchmark*.json"))}
-    if "benchmark.json" in contents:
-        parts += ["## Runtime", *_runtime(contents["benchmark.json"])]
-    predictions = [content for name, content in contents.items() if name.startswith("benchmark_prediction_")]
-    if predictions:
-        parts += ["## Dropped, then predicted, on true shapes", *(part for content in predictions for part in _runtime(content))]
-    if (output / "break_even.csv").is_file():
-        frame = pd.read_csv(output / "break_even.csv")
-        parts += ["## Where a mechanism starts to pay", "![break-even map](break_even.png)"]
-        parts += ["Halting rate from which more time is saved than noise:", _table(break_even_rates(frame))]
-        left = frame[frame["status"] != "measured"]
-        if len(left):
-            parts.append(_table(left[["shape", "phase", "batch", "sequence", "status"]]))
-    if (output / "scaling.csv").is_file():
-        frame = fits(pd.read_csv(output / "scaling.csv")).round({"exponent": 3, "r_squared": 4})
-        parts += ["## Time against length and depth", "![scaling](scaling.png)", "Time ~ axis ^ exponent:", _table(frame)]
-    if "benchmark_quantization.json" in contents:
-        frame = pd.DataFrame(contents["benchmark_quantization.json"]["findings"])
-        frame = frame[["part", "what", "name", "speedup", "low", "high"]].round(2)
-        parts += ["## int8", "Times as fast as the first of each comparison:", _table(frame)]
-    if "benchmark_lm_eval.json" in contents:
-        parts += ["## lm-evaluation-harness", *_lm_eval(contents["benchmark_lm_eval.json"])]
+    for path in sorted(output.glob("benchmark*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        options = ", ".join(
+            f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            for name, value in content["options"].items()
+        )
+        load = content.get("environment", {}).get("load_average_before", math.nan)
+        title = next(title for beginning, title in TITLES.items() if path.stem.startswith(beginning))
+        parts += [f"## {title}", f"{options}; load average before: {load:.1f}.", table(content["findings"], markdown=True)]
+    for name, (title, said, summary) in PICTURES.items():
+        if (output / f"{name}.csv").is_file():
+            frame = pd.read_csv(output / f"{name}.csv")
+            parts += [
+                f"## {title}",
+                f"![{title}]({name}.png)",
+                f"{said}:",
+                table(summary(frame), markdown=True),
+                *left_out(frame),
+            ]
     parts += ["## This time", "\n".join(f"- {part}: {said}" for part, said in ran.items())]
-    if notes:
-        parts.append("\n".join(f"- {part}: not measured, {why}" for part, why in notes.items()))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *(f"- {part}: not measured, {why}" for part, why in notes.items())]) + "\n"
 
 
-def _runtime_rows(findings: Any) -> list[dict[str, str]]:
-    return [
-        {
-            "section": one["section"], "dtype": one["dtype"], "what": one["what"], "median": f"{one['value']:.3f}{one['unit']}",
-            "quartiles": f"{one['low']:.3f} to {one['high']:.3f}", "target": f"{one['target']}{one['unit']}",
-            "reached": "yes" if one["reached"] else "no",
-            "noise": "" if one["noise_floor"] is None else f"{100 * one['noise_floor']:.1f}%",
-        }
-        for one in findings
-    ]  # fmt: skip
-
-
-def _runtime(content: Mapping[str, Any]) -> list[str]:
-    options = content["options"]
-    sizes = ", ".join(options["shapes"]) if options["only"] == ["predicted"] else f"d = {options['width']}"
-    shape = f"{options['batch']} × {options['sequence']} tokens, {sizes}, {options['repeats']} rounds"
-    load = content["environment"]["load_average_before"]
-    return [f"{shape}; load average before: {load:.1f}.", _table(pd.DataFrame(_runtime_rows(content["findings"])))]
-
-
-def _lm_rows(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "requests": one["part"], "rounds": one["rounds"], "HFLM, ms": f"{one['hflm_ms']:.0f}", "time over HFLM's": f"{one['ratio']:.3f}",
-            "quartiles": f"{one['low']:.3f} to {one['high']:.3f}", "HFLM over itself": f"{one['noise_low']:.3f} to {one['noise_high']:.3f}",
-            "largest difference": f"{one['apart']:.1e}", f"at most {MOST_SLOWER}": "yes" if one["reached"] else "no",
-        }
-        for one in findings
-    ]  # fmt: skip
-
-
-def _lm_eval(content: Mapping[str, Any]) -> list[str]:
-    options, load = content["options"], content["environment"]["load_average_before"]
-    said = f"The adapter without modules on {options['model']}, {options['contexts']} contexts, {options['clock']} clock; load average before: {load:.1f}."
-    return [said, _table(pd.DataFrame(_lm_rows(content["findings"])))]
-
-
-def _table(frame: pd.DataFrame) -> str:
-    rows = [list(frame), ["---"] * len(frame.columns), *frame.astype(object).where(frame.notna(), "").to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+def left_out(frame: pd.DataFrame) -> list[str]:
+    """One line for each cell of a map that was not measured."""
+    cells = frame[frame["status"] != "measured"].to_dict("records") if "status" in frame else []
+    return [f"{cell['shape']}, {cell['phase']}, {cell['batch']} × {cell['sequence']}: {cell['status']}" for cell in cells]
 
 
 # -- what there is ---------------------------------------------------------------------------------------------------------------
 
-LAYERED = [*SHAPES, *shipped_with_schedules()]
-TIMED: dict[str, Any] = {"repeats": REPEATS, "warmup": WARMUP}
-BENCHMARKS: dict[str, tuple[Callable[[Options], int], Path, dict[str, Any]]] = {
-    "all": (all_parts, RESULTS, {
+LAYERED = [*shared.SHAPES, *shipped_with_schedules()]
+# What runs (yielding findings, or a figure), where it writes, and its options.
+BENCHMARKS: dict[str, tuple[Callable[[Options], Any], Path, dict[str, Any]]] = {
+    "all": (all_parts, shared.RESULTS, {
         "only": Option(tuple(PARTS), choices=PARTS),
         "minutes": Option(16.0, "no part begins after that; the longest takes about four", least=0),
         **{part: Option("", "further options of that part, in one word") for part in PARTS},
     }),
-    "runtime": (runtime, RESULTS / "benchmark.json", {
+    "runtime": (runtime, shared.RESULTS / "benchmark.json", {
         "only": Option(tuple(SECTIONS), "sections to run", SECTIONS),
         "dtypes": Option(("float32", "bfloat16"), choices=("float32", "bfloat16", "float16")),
         "batch": 8, "sequence": Option(512, "tokens of a row"), "layers": Option(4, "of none, decide and generate"),
         "decay_layers": Option(PAPER_LAYERS, "of decay and fusion; fewer scale alpha to the same curve"), "width": 1280, "heads": 20,
         "shapes": Option(("gpt2-large", "llama2-7b"), "of predicted: shapes, or shipped models under their own schedules", LAYERED),
         "vocabulary": 1024, "new_tokens": Option(33, "of generate, the first of which belongs to the prompt's pass", least=2),
-        **TIMED, "device": "cpu",
+        **shared.TIMED, "device": "cpu",
     }),
-    "quantization": (quantization, RESULTS / "benchmark_quantization.json", {
-        "only": Option(tuple(QUANTIZED), choices=QUANTIZED), "clock": Option("wall", choices=CLOCKS),
+    "quantization": (quantization, shared.RESULTS / "benchmark_quantization.json", {
+        "only": Option(QUANTIZED, choices=QUANTIZED), "clock": shared.CLOCK,
         "batch": 8, "sequence": Option(512, "tokens of a row, of prefill"), "context": Option(256, "tokens cached before, of decode"),
         "kernel_rows": 2048, "layers": Option(4, "of prefill"),
         "decode_layers": Option(36, "of decode, where what a pass costs once weighs more"),
         "family": Option("gpt2", "whose layers; a llama's have as many weights", ("gpt2", "llama")), "width": 1280, "heads": 20,
-        **TIMED, "threads": Option(None, kind=int),
+        **shared.TIMED, "threads": Option(None, kind=int),
     }),
-    "break_even": (break_even, RESULTS, {
-        "shapes": Option(("gpt2", "gpt2-large", "llama2-7b"), choices=SHAPES), "phases": Option(PHASES, choices=PHASES),
+    "break_even": (break_even, shared.RESULTS, {
+        "shapes": Option(("gpt2", "gpt2-large", "llama2-7b"), choices=shared.SHAPES), "phases": Option(PHASES, choices=PHASES),
         "batch": (1, 4), "sequence": (64, 256, 512), "rates": Option((0.25, 0.5, 0.75), "shares of tokens, or of the depth, halted", least=1e-3),
         "layers": Option(3, "what halts after the first must have something to miss", least=2),
         "cell_seconds": Option(1.0, "a cell whose dense pass takes longer is left out, and said so", least=0),
-        **TIMED, "repeats": Option(3, REPEATS.help, least=3), "device": "cpu",
+        **shared.TIMED, "repeats": shared.REPEATS._replace(default=3), "device": "cpu",
     }),
-    "scaling": (scaling, RESULTS, {
-        "shape": Option("gpt2", choices=SHAPES), "sequence": (128, 256, 512, 1024), "layers": (2, 4, 8),
+    "scaling": (scaling, shared.RESULTS, {
+        "shape": Option("gpt2", choices=shared.SHAPES), "sequence": (128, 256, 512, 1024), "layers": (2, 4, 8),
         "fixed_layers": Option(4, "depth while the length varies"), "fixed_sequence": Option(256, "length while the depth varies"),
-        "batch": 1, **TIMED, "device": "cpu",
+        "batch": 1, **shared.TIMED, "device": "cpu",
     }),
-    "lm_eval": (lm_eval, RESULTS / "benchmark_lm_eval.json", {
+    "lm_eval": (lm_eval, shared.RESULTS / "benchmark_lm_eval.json", {
         "model": Option("reference-gpt2", "a model of conf/model, a folder or a hub id"), "parts": Option(LM_PARTS, choices=LM_PARTS),
         "contexts": 8, "words": Option(48, "words of a context, at least", least=2), "batch_size": 4,
-        "seconds": Option(45.0, "of rounds, all parts together; what loads comes on top", least=0),
-        "clock": Option("wall", choices=CLOCKS), "threads": 1,
+        "seconds": Option(45.0, "of rounds, all parts together; what loads comes on top", least=0), "clock": shared.CLOCK, "threads": 1,
     }),
 }  # fmt: skip
 
 
+@torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words.pop(0) if words and words[0] in BENCHMARKS else "all"
     run, output, options = BENCHMARKS[name]
-    given, began = parsed(name, __doc__, options, words, output), time.monotonic()
-    with torch.inference_mode():
-        code = run(given)
-    print(f"Saved to {given.output} ({time.monotonic() - began:.0f} s)")
-    return code
+    o, began = shared.parsed(name, __doc__, options, words, output), time.monotonic()
+    if name == "all":
+        return all_parts(o)
+    if name in PICTURES:
+        figure = run(o)
+        figure.write(o.output)
+        title, said, summary = PICTURES[name]
+        print(title, f"{said}:", table(summary(figure.frame)), *left_out(figure.frame), machine_of(o), sep="\n\n")
+    else:
+        around, found = shared.environment(getattr(o, "device", "cpu")), list[Row]()
+        for row in run(o):
+            found.append(row)
+            shared.save(o.output, around, o, findings=found)  # what was measured stays, whatever comes next
+        print(table(found))
+    print(f"Saved to {o.output} ({time.monotonic() - began:.0f} s)")
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarking import RESULTS, ROOT, SHAPES, Option, environment, model_of, parsed, random_ids, save
+from benchmarking import RESULTS, ROOT, SHAPES, Option, Row, environment, model_of, parsed, random_ids, save, table
 
 PREFILL, DECODE = "prefill", "decode"
 # The class of quicksilver.modules and its options; None: no module. Under plain, the package is not used at all.
@@ -138,7 +139,7 @@ def one_process(package: Path, options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         AgainstError: it ended without an answer.
     """
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in _passed_on(options).items()]
+    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in OPTIONS if name not in ("rounds", "package")]
     command = [sys.executable, str(Path(__file__).resolve()), "--package", str(package), *words]
     env = {**os.environ, "PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=package, env=env)
@@ -148,11 +149,7 @@ def one_process(package: Path, options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _passed_on(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in OPTIONS if name not in ("rounds", "package")}
-
-
-def compared(rounds: Sequence[Sequence[Times]]) -> list[dict[str, Any]]:
+def compared(rounds: Sequence[Sequence[Times]]) -> list[Row]:
     """Of rounds of (revision, this code, revision again), each pass that all of them have.
 
     Returns:
@@ -164,28 +161,19 @@ def compared(rounds: Sequence[Sequence[Times]]) -> list[dict[str, Any]]:
     from quicksilver.measure.latency import Alternation, LatencySamples
 
     found = []
-    for what in rounds[0][0]:
-        if not all(what in times for one in rounds for times in one):
-            continue
-        for phase in (PREFILL, DECODE):
-            old, new, again = ([times[what][phase] for times in of_version] for of_version in zip(*rounds, strict=True))
-            samples = {"old": LatencySamples(old), "new": LatencySamples(new)}
-            times = Alternation(samples, control="old", control_ms=again, load_before=0.0, load_after=0.0)
-            ratio, floor = times.ratio("new", to="old"), times.noise_floor or 0.0
-            same = ratio.low <= 1 <= ratio.high or abs(ratio.median - 1) <= floor
-            verdict = "no difference" if same else "slower" if ratio.median > 1 else "faster"
-            found.append({
-                "what": what, "phase": phase, "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noise_floor": floor,
-                "revision_ms": times["old"].median, "verdict": verdict,
-            })  # fmt: skip
+    there = [what for what in rounds[0][0] if all(what in times for one in rounds for times in one)]
+    for what, phase in product(there, (PREFILL, DECODE)):
+        old, new, again = ([times[what][phase] for times in of_version] for of_version in zip(*rounds, strict=True))
+        samples = {"old": LatencySamples(old), "new": LatencySamples(new)}
+        times = Alternation(samples, control="old", control_ms=again, load_before=0.0, load_after=0.0)
+        ratio, floor = times.ratio("new", to="old"), times.noise_floor or 0.0
+        same = ratio.low <= 1 <= ratio.high or abs(ratio.median - 1) <= floor
+        verdict = "no difference" if same else "slower" if ratio.median > 1 else "faster"
+        found.append({
+            "what": what, "phase": phase, "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "noise_floor": floor,
+            "revision_ms": times["old"].median, "verdict": verdict,
+        })  # fmt: skip
     return found
-
-
-def text(found: Sequence[Mapping[str, Any]], absent: Mapping[str, str]) -> str:
-    """One line a pass, for a terminal."""
-    row = "{what:<24} {phase:<8} {ratio:>6.3f}  {low:.3f} to {high:.3f}   {noise_floor:>6.1%} {revision_ms:>9.2f}  {verdict}"
-    lines = [f"{'':<24} {'':<8} {'ratio':>6}  {'quartiles':<16} {'A/A':>6} {'ms':>9}", *(row.format(**one) for one in found)]
-    return "\n".join([*lines, *(f"{what}: not compared, {why}" for what, why in absent.items())])
 
 
 OPTIONS: dict[str, Any] = {
@@ -219,30 +207,21 @@ def compare(revision: str, options: argparse.Namespace) -> None:
     Raises:
         AgainstError: a revision that is not there, or a process without an answer.
     """
-    load = os.getloadavg()[0]
+    around = environment("cpu") | {"threads": options.threads}
     rounds: list[list[Times]] = []
     absent: dict[str, str] = {}
     with checked_out(revision) as (there, commit):
         for number in range(options.rounds):
-            times = []
+            rounds.append([])
             for name, package in zip(NAMES, (there, ROOT, there), strict=True):
                 print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
                 answer = one_process(package, options)
-                times.append(answer["times"])
+                rounds[-1].append(answer["times"])
                 absent |= {what: f"{name}: {why}" for what, why in answer["absent"].items()}
-            rounds.append(times)
-    found = compared(rounds)
-    print(text(found, absent))
-    content = {
-        "revision": commit,
-        "this_code": _git(ROOT, "describe", "--always", "--dirty").stdout.strip(),
-        "options": _passed_on(options) | {"rounds": options.rounds},
-        "environment": environment("cpu") | {"threads": options.threads, "load_average_before": load},
-        "compared": found,
-        "absent": absent,
-        "rounds_ms": [dict(zip(NAMES, one, strict=True)) for one in rounds],
-    }
-    save(options.output, content)
+    found, here = compared(rounds), _git(ROOT, "describe", "--always", "--dirty").stdout.strip()
+    print(table(found), *(f"{what}: not compared, {why}" for what, why in absent.items()), sep="\n")
+    times = [dict(zip(NAMES, one, strict=True)) for one in rounds]
+    save(options.output, around, options, revision=commit, this_code=here, compared=found, absent=absent, rounds_ms=times)
     print(f"Written: {options.output}")
 
 

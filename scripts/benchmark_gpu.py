@@ -18,10 +18,9 @@ device can do is named and skipped, and nothing is kept.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,8 @@ from transformers import PreTrainedModel
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # a clone is enough: nothing has to be installed
 
-from benchmarking import (  # noqa: E402
-    RESULTS,
-    SHAPES,
-    Call,
-    Option,
-    Shape,
-    Way,
-    decoding,
-    environment,
-    in_turns,
-    model_of,
-    parsed,
-    prompt,
-    random_ids,
-    save,
-)  # fmt: skip
+import benchmarking as shared  # noqa: E402
+from benchmarking import REALIZED, TIME, Asked, Call, Option, Row, Shape, Way, findings, in_turns, model_of, random_ids  # noqa: E402
 
 from quicksilver.baselines.int8_dynamic import Int8Dynamic  # noqa: E402
 from quicksilver.modules import ExponentialDecay, Halting, RandomHalting, StaticDepth  # noqa: E402
@@ -55,27 +40,20 @@ from quicksilver.runtime import QuickSilverError, RuntimeModule, apply, architec
 PARTS = ("invariants", "prefill", "decode", "int8", "faster")
 NEEDS_CUDA = "skipped: needs a CUDA device"
 OPTIONS: dict[str, Any] = {
-    "dry_run": Option(False, "execute every step on the CPU, on tiny shapes; keep nothing"),
-    "only": Option(PARTS, choices=PARTS),
-    "shapes": Option(("gpt2-large", "llama2-7b"), choices=SHAPES),
-    "batch": (1, 8, 64),
-    "sequence": Option(512, "tokens of a prompt, of prefill"),
-    "context": Option(256, "tokens before those that are decoded"),
+    "dry_run": Option(False, "execute every step on the CPU, on tiny shapes; keep nothing"), "only": Option(PARTS, choices=PARTS),
+    "shapes": Option(("gpt2-large", "llama2-7b"), choices=shared.SHAPES), "batch": (1, 8, 64),
+    "sequence": Option(512, "tokens of a prompt, of prefill"), "context": Option(256, "tokens before those that are decoded"),
     "new_tokens": Option(16, "tokens decoded in one sample"),
-    "layers": Option(None, "layers of each model; its true number unless given", kind=int),
-    "vocabulary": 1024,
-    "dtype": Option("bfloat16", choices=("bfloat16", "float16", "float32")),
-    "repeats": Option(10, "timed rounds, at least 3", least=3),
-    "warmup": Option(3, least=0),
-    "device": "cuda",
-}
+    "layers": Option(None, "layers of each model; its true number unless given", kind=int), "vocabulary": 1024,
+    "dtype": Option("bfloat16", choices=("bfloat16", "float16", "float32")), "repeats": Option(10, "timed rounds, at least 3", least=3),
+    "warmup": Option(3, least=0), "device": "cuda",
+}  # fmt: skip
 # Of --dry-run: what the options are then, unless they are given.
 DRY: dict[str, Any] = {
     "device": "cpu", "shapes": ["tiny", "tiny-llama"], "batch": [1, 2], "sequence": 24, "context": 8, "new_tokens": 2, "vocabulary": 61,
     "dtype": "float32", "repeats": 3, "warmup": 0,
 }  # fmt: skip
 Options = argparse.Namespace
-Row = dict[str, Any]
 
 
 # -- invariants ------------------------------------------------------------------------------------------------------------------
@@ -83,16 +61,6 @@ Row = dict[str, Any]
 
 def invariants(shape: Shape, o: Options) -> list[Row]:
     """The invariants of docs/design.md on this device, in float32 on few layers: largest difference of a logit, and what is allowed."""
-    # Tensor cores would round the factors of float32 products: an invariant is about the runtime.
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        return _invariants(shape, o)
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _invariants(shape: Shape, o: Options) -> list[Row]:
     model = model_of(shape, min(6, shape.layers), 64, vocabulary=o.vocabulary, device=o.device)
     ids = random_ids(3, 24, vocabulary=o.vocabulary, device=o.device)
 
@@ -112,23 +80,24 @@ def _invariants(shape: Shape, o: Options) -> list[Row]:
     def causal() -> list[RuntimeModule]:
         return [RandomHalting(rate=0.3, window=(0.0, 1.0), missing_kv="drop", resume_layers=1)]
 
-    plain, halted = model(ids, use_cache=False).logits, logits(causal())
-    close = 1e-3 * float(halted.abs().max())  # kernels on a GPU sum in another order for another shape
-    found = {
-        "no module: logits equal": (plain, logits([]), 0.0),
-        "compact = masked": (halted, logits(causal(), execution="masked"), close),
-        "prefill = token by token": (halted, by_token(causal()), close),
-        "alone = in a batch": (halted[1:2], logits(causal(), ids[1:2]), close),
-        "halting changes logits": (halted, plain, None),
-    }
-    rows = []
-    for what, (one, other, most) in found.items():
-        difference = float((one - other).abs().max())
-        holds = difference > close if most is None else difference <= most
-        rows.append(
-            {"part": "invariants", "shape": shape.name, "what": what, "difference": difference, "allowed": most, "holds": holds}
-        )
-    return rows
+    # Tensor cores would round the factors of float32 products: an invariant is about the runtime.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        plain, halted = model(ids, use_cache=False).logits, logits(causal())
+        close = 1e-3 * float(halted.abs().max())  # kernels on a GPU sum in another order for another shape
+        found = {
+            "no module: logits equal": (plain, logits([]), ("at most", 0.0)),
+            "compact = masked": (halted, logits(causal(), execution="masked"), ("at most", close)),
+            "prefill = token by token": (halted, by_token(causal()), ("at most", close)),
+            "alone = in a batch": (halted[1:2], logits(causal(), ids[1:2]), ("at most", close)),
+            "halting changes logits": (halted, plain, ("at least", close)),
+        }
+    finally:
+        torch.set_float32_matmul_precision(before)
+    apart = {what: float((one - other).abs().max()) for what, (one, other, _) in found.items()}
+    place = {"section": "invariants", "shape": shape.name}
+    return [shared.finding(place, what, [apart[what]], bound) for what, (_, _, bound) in found.items()]
 
 
 # -- time ------------------------------------------------------------------------------------------------------------------------
@@ -137,28 +106,24 @@ def _invariants(shape: Shape, o: Options) -> list[Row]:
 def half_halted(layers: int) -> Halting:
     """Half of a prompt halts at once after a fifth of the depth: static shapes, one decision."""
     at = max(1, layers // 5) / layers
-    window = (at, min(1.0, at + 1 / layers))
-    return Halting(
-        rule="capacity", signal="random", schedule="one_shot", halted_share=0.5, window=window, missing_kv="drop", resume_layers=0
-    )
+    shares: dict[str, Any] = {"rule": "capacity", "signal": "random", "schedule": "one_shot", "halted_share": 0.5}
+    return Halting(**shares, window=(at, min(1.0, at + 1 / layers)), missing_kv="drop", resume_layers=0)
 
 
-def ways_of(part: str, model: PreTrainedModel, layers: int) -> dict[str, Way]:
+def ways_of(part: str, model: PreTrainedModel) -> dict[str, Way]:
     """What a part compares, dense inference first."""
-    half, dense = half_halted(layers), {"dense": Way(model, None)}
+    half, found = half_halted(model.config.num_hidden_layers), {"dense": Way(model, None)}
     if part == "prefill":
         decay = ExponentialDecay(alpha=0.07, missing_kv="drop")
-        return dense | {
-            "no module": Way(model), "decay 0.07": Way(model, [decay]), "half halted at a fifth": Way(model, [half])
-        }  # fmt: skip
+        return found | {"no module": Way(model), "decay 0.07": Way(model, [decay]), "half halted at a fifth": Way(model, [half])}
     if part == "decode":
-        return dense | {"no module": Way(model), "half depth": Way(model, [StaticDepth(depth=0.5, missing_kv="drop")])}
+        return found | {"no module": Way(model), "half depth": Way(model, [StaticDepth(depth=0.5, missing_kv="drop")])}
     if part == "int8":
-        return dense | {
+        return found | {
             "int8 by torch": Way(model, lambda: [Int8Dynamic()]), "int8 by torch, half halted": Way(model, lambda: [Int8Dynamic(), half]),
             "int8 by torchao": Way(model, lambda: [Int8Dynamic(backend="torchao")]),
         }  # fmt: skip
-    found = dense | {"half halted, eager": Way(model, [half])}
+    found["half halted, eager"] = Way(model, [half])
     # Graphs come last: after a capture that failed, the device may refuse what comes next.
     hows: dict[str, dict[str, Any]] = {"torch.compile": {"prepare": compile_layers}, "CUDA graph": {"finish": captured}}
     for name, how in hows.items():
@@ -166,37 +131,35 @@ def ways_of(part: str, model: PreTrainedModel, layers: int) -> dict[str, Way]:
     return found
 
 
-def measured(part: str, model: PreTrainedModel, shape: Shape, batch: int, o: Options) -> list[Row]:
-    """A part's ways in turns, a row each. What one of them raises is a finding, too; a full device is not: it stops the part."""
-    ways, failed = ways_of(part, model, model.config.num_hidden_layers), {}
+def measured(part: str, model: PreTrainedModel, place: Row, batch: int, o: Options) -> Iterator[Row]:
+    """A part's ways in turns. What one of them raises is a finding, too; a full device is not: it stops the part."""
+    ways, failed = ways_of(part, model), {}
     if not on_cuda(o.device):
         failed = {name: NEEDS_CUDA for name in ways if name.endswith(("torchao", "CUDA graph"))}
     ids = random_ids(batch, o.context if part == "decode" else o.sequence, vocabulary=o.vocabulary, device=o.device)
-    passes = decoding(ids, o.new_tokens) if part == "decode" else prompt(ids, use_cache=part == "prefill", logits_to_keep=1)
+    decoded = shared.decoding(ids, o.new_tokens)
+    passes = decoded if part == "decode" else shared.prompt(ids, use_cache=part == "prefill", logits_to_keep=1)
+    may_fail = failed if part in ("int8", "faster") else None
+    try:
+        there = {name: way for name, way in ways.items() if name not in failed}
+        times, executed = in_turns(there, passes, o, failed=may_fail)
+    except torch.OutOfMemoryError as error:
+        yield place | {"what": "all", "failed": f"out of memory: {str(error).splitlines()[0]}"}
+        return
     tokens = batch * (o.new_tokens if part == "decode" else o.sequence)
-    times, executed = in_turns(
-        {name: way for name, way in ways.items() if name not in failed}, passes, o,
-        failed=failed if part in ("int8", "faster") else None,
-    )  # fmt: skip
-    noise, found = times.noise_floor or 0.0, []
     for name, samples in times.items():
-        ratio, saved = times.ratio(name, to="dense"), 1 - executed[name] / executed["dense"]
-        real = saved > noise and abs(1 - ratio.median) > noise  # a ratio of noise is no ratio
-        found.append({
-            "part": part, "shape": shape.name, "batch": batch, "what": name, "ms": samples.median, "iqr_ms": samples.iqr,
-            "tokens_per_s": 1e3 * tokens / samples.median, "time_of_dense": ratio.median, "low": ratio.low, "high": ratio.high,
-            "noise_floor_pct": 100 * noise, "samples_ms": samples.ms, "warnings": times.warnings,
-            "executed_flops_saved_pct": 100 * saved, "realization": (1 - ratio.median) / saved if real else None,
-        })  # fmt: skip
-    return found + [failure(part, shape, batch, name, why) for name, why in failed.items()]
+        (row,) = findings(place, times, executed, [Asked(name, name, TIME)], warnings=times.warnings)
+        noise, saved = row["noise_floor"], row["details"]["executed_flops_saved"]
+        real = saved > noise and abs(1 - row["value"]) > noise  # a ratio of noise is no ratio
+        yield row | {
+            "ms": samples.median, "tokens_per_s": 1e3 * tokens / samples.median, "executed_flops_saved": saved,
+            "realization": REALIZED(row["value"], saved) if real else None,
+        }  # fmt: skip
+    yield from (place | {"what": name, "failed": why} for name, why in failed.items())
 
 
 def on_cuda(device: str) -> bool:
     return torch.device(device).type == "cuda"
-
-
-def failure(part: str, shape: Shape, batch: int, what: str, why: str) -> Row:
-    return {"part": part, "shape": shape.name, "batch": batch, "what": what, "failed": why}
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -229,74 +192,56 @@ def captured(call: Call) -> Call:
 # -- the run ---------------------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if arguments is None else arguments
-    dry = DRY if "--dry-run" in words else {}
-    o = parsed("gpu", __doc__, OPTIONS, words, None if dry else RESULTS / "benchmark_gpu.json", **dry)
-    if on_cuda(o.device) and not torch.cuda.is_available():
-        print("benchmark gpu: this machine has no CUDA device that torch can use; --dry-run tries every step without one.", file=sys.stderr)  # fmt: skip
-        return 1
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        o.output = o.output or Path(folder) / "benchmark_gpu.json"
-        return run(o)
+def rows_of(o: Options) -> Iterator[Row]:
+    """Check, then time.
 
-
-def run(o: Options) -> int:
-    """Check, then time; returns the exit code."""
-    found: list[Row] = []
+    Raises:
+        QuickSilverError: an invariant does not hold; nothing is timed then.
+    """
     for name in o.shapes:
-        shape = SHAPES[name]
+        shape = shared.SHAPES[name]
         if "invariants" in o.only:
-            rows = invariants(shape, o)
-            add(found, rows, o)
-            if broken := [row["what"] for row in rows if not row["holds"]]:
-                print(
-                    f"benchmark gpu: {name}: {'; '.join(broken)} does not hold on this device: nothing was timed.",
-                    file=sys.stderr,
-                )
-                return 1
-        positions = max(o.sequence, o.context + o.new_tokens) + 1
-        dtype = getattr(torch, o.dtype)
+            yield from (rows := invariants(shape, o))
+            if broken := [row["what"] for row in rows if not row["reached"]]:
+                raise QuickSilverError(f"{name}: {'; '.join(broken)} does not hold on this device: nothing was timed.")
+        positions, dtype = max(o.sequence, o.context + o.new_tokens) + 1, getattr(torch, o.dtype)
         model = model_of(shape, o.layers or shape.layers, positions, vocabulary=o.vocabulary, dtype=dtype, device=o.device)
         for part in PARTS[1:]:
             for batch in o.batch if part in o.only else ():
-                try:
-                    rows = measured(part, model, shape, batch, o)
-                except torch.OutOfMemoryError as error:
-                    rows = [failure(part, shape, batch, "all", f"out of memory: {str(error).splitlines()[0]}")]
-                add(found, rows, o)
+                yield from measured(part, model, {"section": part, "shape": name, "batch": batch}, batch, o)
         del model
+
+
+@torch.inference_mode()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code.
+
+    Raises:
+        QuickSilverError: no CUDA device, an invariant that does not hold, a step of a dry run that failed.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    dry = DRY if "--dry-run" in words else {}
+    o = shared.parsed("gpu", __doc__, OPTIONS, words, None if dry else shared.RESULTS / "benchmark_gpu.json", **dry)
+    if on_cuda(o.device) and not torch.cuda.is_available():
+        raise QuickSilverError("this machine has no CUDA device that torch can use; --dry-run tries every step without one.")
+    found: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        output = o.output or Path(folder) / "benchmark_gpu.json"
+        around = shared.environment(o.device)
+        for row in rows_of(o):
+            found.append(row)
+            shared.save(output, around, o, findings=found)  # what was measured stays, whatever comes next
+            print(shared.table([row]).splitlines()[-1], *row.get("details", {}).get("warnings", ()), sep="\n", flush=True)
+    print(shared.table(found))
     if not o.dry_run:
-        print(f"Saved to {o.output}")
+        print(f"Saved to {output}")
         return 0
-    failed = {f"{row['part']}, {row['what']}": row["failed"] for row in found if "failed" in row}
+    failed = {f"{row['section']}, {row['what']}": row["failed"] for row in found if "failed" in row}
     skipped = sorted({row["what"] for row in found if row.get("failed") == NEEDS_CUDA})
-    broken = sorted(f"{what}: {why}" for what, why in failed.items() if why != NEEDS_CUDA)
     print(f"Dry run: {len(found)} rows, times mean nothing. Only a CUDA device can do: {', '.join(skipped) or 'nothing more'}.")
-    for line in broken:
-        print(f"benchmark gpu: {line}", file=sys.stderr)
-    return 1 if broken else 0
-
-
-def add(found: list[Row], rows: Sequence[Row], o: Options) -> None:
-    """Show rows and save all: what was measured stays, whatever comes next."""
-    found += rows
-    around = environment(o.device) | {"load_average": os.getloadavg()[0]}
-    save(o.output, {"environment": around, "options": o, "rows": found})
-    for row in rows:
-        place = f"{row['part']:<10} {row['shape']:<10} {row.get('batch', ''):>3}  {row['what']:<28}"
-        if "failed" in row:
-            print(f"{place} {row['failed']}")
-        elif row["part"] == "invariants":
-            allowed = "" if row["allowed"] is None else f", allowed {row['allowed']:.2g}"
-            print(f"{place} {'holds' if row['holds'] else 'BROKEN':<7} difference {row['difference']:.2g}{allowed}")
-        else:
-            noise, off = row["noise_floor_pct"], 100 * (row["time_of_dense"] - 1)
-            said = "itself" if row["what"] == "dense" else "within noise" if abs(off) <= noise else f"{off:+.1f}% of dense"
-            real = "" if row.get("realization") is None else f"  realized {row['realization']:.2f}"
-            print(f"{place} {row['ms']:9.2f} ms  {row['tokens_per_s']:10.0f} tokens/s  {said:<16} noise {noise:.1f}%{real}")
-        for warning in row.get("warnings", ()) if row["what"] == "dense" else ():
-            print(f"{'':<10} {warning}")
+    if broken := sorted(f"{what}: {why}" for what, why in failed.items() if why != NEEDS_CUDA):
+        raise QuickSilverError("; ".join(broken))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models of true shapes with random weights, passes to be timed, options, and what is written.
+"""What the benchmarks share: models of true shapes with random weights, passes timed in turns, findings, options, output.
 
 Needs torch and transformers alone, and no checkpoint. The vocabulary is small unless told otherwise, so that the output head, which no module
 touches, neither hides nor pays for anything.
@@ -12,12 +12,12 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "benchmarks"
 Call = Callable[..., Any]
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """One model's sizes; `layers` is the true number."""
 
     name: str
@@ -38,28 +38,25 @@ class Shape:
     heads: int
     inner: int
     layers: int
-    vocabulary: int
 
     def config(self, layers: int, positions: int, vocabulary: int) -> PretrainedConfig:
-        ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        sizes: dict[str, Any] = {
+            "num_hidden_layers": layers, "hidden_size": self.width, "num_attention_heads": self.heads, "vocab_size": vocabulary,
+            "max_position_embeddings": positions, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+        }  # fmt: skip
         if self.family == "gpt2":
-            return GPT2Config(
-                n_layer=layers, n_embd=self.width, n_head=self.heads, n_inner=self.inner, vocab_size=vocabulary, n_positions=positions, **ids
-            )  # fmt: skip
-        return LlamaConfig(
-            num_hidden_layers=layers, hidden_size=self.width, num_attention_heads=self.heads, intermediate_size=self.inner,
-            vocab_size=vocabulary, max_position_embeddings=positions, **ids,
-        )  # fmt: skip
+            return GPT2Config(n_inner=self.inner, **sizes)
+        return LlamaConfig(intermediate_size=self.inner, **sizes)
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("tiny", "gpt2", 32, 2, 128, 4, 61),  # for tests
-        Shape("tiny-llama", "llama", 32, 2, 64, 4, 61),
-        Shape("gpt2", "gpt2", 768, 12, 3072, 12, 50257),
-        Shape("gpt2-large", "gpt2", 1280, 20, 5120, 36, 50257),
-        Shape("llama2-7b", "llama", 4096, 32, 11008, 32, 32000),
+        Shape("tiny", "gpt2", 32, 2, 128, 4),  # for tests
+        Shape("tiny-llama", "llama", 32, 2, 64, 4),
+        Shape("gpt2", "gpt2", 768, 12, 3072, 12),
+        Shape("gpt2-large", "gpt2", 1280, 20, 5120, 36),
+        Shape("llama2-7b", "llama", 4096, 32, 11008, 32),
     )
 }
 
@@ -78,20 +75,6 @@ def random_ids(batch: int, sequence: int, *, vocabulary: int = 1024, device: str
     """(B, N) long; id 0 is padding and stays out."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, vocabulary, (batch, sequence), generator=generator).to(device)
-
-
-def environment(device: str) -> dict[str, Any]:
-    """What a benchmark ran on."""
-    from quicksilver.runtime.quantized.proving import processor
-
-    on_gpu = torch.device(device).type == "cuda"
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name(torch.device(device)) if on_gpu else processor(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 # -- passes in turns -------------------------------------------------------------------------------------------------------------
@@ -120,8 +103,7 @@ def decoding(ids: torch.Tensor, n: int) -> Passes:
     return passes
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """What takes its turn: a model under modules.
 
     Args:
@@ -132,24 +114,23 @@ class Way:
     model: PreTrainedModel
     modules: Sequence[Any] | Callable[[], Sequence[Any]] | None = ()
     execution: Any = "compact"
-    prepare: Call | None = None
+    prepare: Call = lambda model: None
     finish: Call = lambda step: step
 
 
 def in_turns(
-    ways: Mapping[str, Way], passes: Passes, o: argparse.Namespace, *, clock: Callable[[], float] | None = None,
-    failed: dict[str, str] | None = None,
-) -> tuple[Any, dict[str, int]]:  # fmt: skip
+    ways: Mapping[str, Way], passes: Passes, o: argparse.Namespace, *, failed: dict[str, str] | None = None
+) -> tuple[Any, dict[str, int]]:
     """Time the passes of each way in turns, the first one twice a round (A/A).
 
     Args:
-        o: with `warmup`, `repeats` and, if not the CPU, `device`.
+        o: with `warmup`, `repeats` and, where they are options, `device` and `clock`.
         failed: takes why a way does not work, by its name; None: that is raised. A full device always is.
 
     Returns:
         `measure.latency.Alternation` of the first step, and by name the executed FLOPs of a sample.
     """
-    from quicksilver.measure.latency import alternate_steps, shared_weight_copy
+    from quicksilver.measure.latency import shared_weight_copy
     from quicksilver.runtime import apply
 
     steps: dict[str, tuple[Call, ...]] = {}
@@ -158,8 +139,7 @@ def in_turns(
         for name, way in ways.items():
             try:
                 model = shared_weight_copy(way.model)
-                if way.prepare is not None:
-                    way.prepare(model)
+                way.prepare(model)
                 with ExitStack() as only_counted:
                     entered = only_counted if way.modules is None else stack
                     modules = way.modules() if callable(way.modules) else deepcopy(list(way.modules or ()))
@@ -177,15 +157,104 @@ def in_turns(
                 if failed is None:
                     raise
                 failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        times = alternate_steps(steps, o.warmup, o.repeats, getattr(o, "device", "cpu"), clock=clock)[0]
-    return times, executed
+        return timed(steps, o), executed
 
 
-# -- options and output ----------------------------------------------------------------------------------------------------------
+def timed(steps: Mapping[str, Sequence[Call]], o: argparse.Namespace) -> Any:
+    """The first step of each in turns, on the device and by the clock of the options."""
+    from quicksilver.measure.latency import alternate_steps
+
+    clock = CLOCKS[getattr(o, "clock", "wall")]
+    return alternate_steps(steps, o.warmup, o.repeats, getattr(o, "device", "cpu"), clock=clock)[0]
 
 
-@dataclass(frozen=True)
-class Option:
+# -- what was found --------------------------------------------------------------------------------------------------------------
+
+Value = Callable[[float, float], float]  # of the time over the first way's, and the share of FLOPs saved; monotonic in the time
+SLOWER_PCT: Value = lambda time, saved: 100 * (time - 1)
+REALIZED: Value = lambda time, saved: (1 - time) / saved
+TIMES_AS_FAST: Value = lambda time, saved: 1 / time
+TIME: Value = lambda time, saved: time
+
+
+class Asked(NamedTuple):
+    """A number of one way, and the bound that it should keep: ("at least" | "at most", bound)."""
+
+    way: str
+    what: str
+    value: Value
+    bound: tuple[str, float] | None = None
+
+
+def finding(place: Row, what: str, values: Sequence[float], bound: tuple[str, float] | None, **more: Any) -> Row:
+    """One number as it is written; values: its median and quartiles, or it alone."""
+    row = {**place, "what": what, "value": values[0], "low": min(values), "high": max(values), "details": {}}
+    if bound is not None:
+        kind, limit = bound
+        row |= {"target": f"{kind} {limit:g}", "reached": values[0] >= limit if kind == "at least" else values[0] <= limit}
+    return row | more
+
+
+def findings(place: Row, times: Any, executed: Mapping[str, int], asked: Iterable[Asked], **details: Any) -> list[Row]:
+    """What was asked of ways that took turns; `{saved}` in a text is the percentage of FLOPs that the way saves."""
+    samples, first = {name: samples.ms for name, samples in times.items()}, next(iter(times))
+    details |= {"samples_ms": samples, "control_ms": times.control_ms, "load_average": [times.load_before, times.load_after]}
+    found = []
+    for way, what, value, bound in asked:
+        ratio, share = times.ratio(way, to=first), 1 - executed[way] / executed[first] if executed else math.nan
+        numbers = [value(time, share) for time in (ratio.median, ratio.low, ratio.high)]
+        what, own = what.format(saved=f"{100 * share:.1f}%"), {"executed_flops_saved": share, "time_saved": 1 - ratio.median}
+        found.append(finding(place, what, numbers, bound, noise_floor=times.noise_floor, details=details | own))
+    return found
+
+
+def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
+    """Rows as columns of text or as a Markdown table; lists and mappings are left out."""
+    names = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list | dict)))
+    cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    if markdown:
+        cells.insert(1, ["---"] * len(names))
+        return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:  # NaN
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def environment(device: str) -> Row:
+    """What a benchmark ran on, and the load average now."""
+    from quicksilver.runtime.quantized.proving import processor
+
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name(torch.device(device)) if on_gpu else processor(), "threads": torch.get_num_threads(),
+        "load_average_before": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def save(path: Path, around: Row, options: argparse.Namespace, **content: Any) -> None:
+    """Write a JSON file; the option `output` is a place on this machine and stays out."""
+    kept = {key: value for key, value in vars(options).items() if key != "output"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": around, "options": kept, **content}, indent=1) + "\n", encoding="utf-8")
+
+
+def say_if_busy() -> None:
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"The machine is busy (load {load:.1f}): what follows carries its noise.", file=sys.stderr, flush=True)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
     """One option of a benchmark; its type is that of its default, a tuple takes several values.
 
     Args:
@@ -196,19 +265,18 @@ class Option:
     help: str = ""
     choices: Collection[str] | None = None
     least: float = 1
-    kind: type | None = None
+    kind: Any = None
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         flag, several = f"--{name.replace('_', '-')}", isinstance(self.default, tuple)
         if self.default is False:
             parser.add_argument(flag, action="store_true", help=self.help)
             return
-        kind: Any = self.kind or type(self.default[0] if several else self.default)
+        kind = self.kind or type(self.default[0] if several else self.default)
         read = self._number(kind) if kind in (int, float) else kind
         # Several values are a list, as the written options have them.
-        default = list(self.default) if several else self.default
-        more: dict[str, Any] = {"nargs": "+"} if several else {}
-        parser.add_argument(flag, type=read, default=default, choices=self.choices, help=self.help, **more)
+        more: Row = {"nargs": "+", "default": list(self.default)} if several else {"default": self.default}
+        parser.add_argument(flag, type=read, choices=self.choices, help=self.help, **more)
 
     def _number(self, kind: type) -> Callable[[str], Any]:
         def read(text: str) -> Any:
@@ -223,8 +291,10 @@ class Option:
         return read
 
 
+CLOCKS: dict[str, Callable[[], float] | None] = {"wall": None, "cpu": time.process_time}
+CLOCK = Option("wall", choices=CLOCKS)
 REPEATS = Option(5, "timed rounds, at least 3", least=3)
-WARMUP = Option(1, "rounds before them", least=0)
+TIMED: dict[str, Option] = {"repeats": REPEATS, "warmup": Option(1, "rounds before them", least=0)}
 
 
 class Parser(argparse.ArgumentParser):
@@ -244,19 +314,3 @@ def parsed(
     parser.add_argument("--output", type=Path, default=output, help="where it writes")
     parser.set_defaults(**defaults)
     return parser.parse_args(arguments)
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file; options of the name `output` are a place on this machine and stay out."""
-    options = content["options"]
-    if isinstance(options, argparse.Namespace):
-        content = {**content, "options": {key: value for key, value in vars(options).items() if key != "output"}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def say_if_busy() -> float:
-    """The load average, with a line where something else runs on this machine."""
-    if (load := os.getloadavg()[0]) > 0.5:
-        print(f"The machine is busy (load {load:.1f}): what follows carries its noise.", file=sys.stderr, flush=True)
-    return load

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -91,13 +90,13 @@ def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part:
 
 def main() -> None:
     from safetensors.torch import load_file
-    from train_reference import Recipe, bits_per_byte, build_model, corpus_name, load_tokenizer
+    from train_reference import DATA, Recipe, bits_per_byte, build_model, corpus_name, load_tokenizer
     from transformers import AutoModelForCausalLM
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--windows", type=int, default=32)
-    parser.add_argument("--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", "../shared/data")))
+    parser.add_argument("--data-root", type=Path, default=DATA)
     args = parser.parse_args()
     if (args.folder / "meta.json").is_file():
         recipe = Recipe.from_saved(json.loads((args.folder / "meta.json").read_text())["recipe"])

@@ -14,20 +14,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
-from training_state import TrainingState
+import training_loop
+from train_reference import DATA, start_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quicksilver.data.spec import TaskConfig
@@ -35,7 +34,6 @@ from quicksilver.data.tasks import Example, read_task
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
 SAVED_EVERY, SCORED_EVERY = 200, 600  # steps; the kept rows take as long as 25 steps
 HELD_ROWS = 600  # of a task's training rows, kept out of training: what choices are made on
 FOLDS = 5
@@ -78,23 +76,28 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Encoded:
+    """One row.
+
+    Attributes:
+        words: the label words' tokens. sentence_end: tokens of the prompt up to here are the sentence; 0: no prefix loss.
+        words_read: of the sentence, at each of its tokens.
+        targets: (1 + words, W): share of each label word before the first word and after each; None: all on gold.
+        whole: no phrase of another row.
+    """
+
     ids: list[int]
     words: list[int]
     gold: int
-    sentence_end: int  # tokens of the prompt up to here are the sentence; 0: no prefix loss
-    words_read: tuple[int, ...] = ()  # of the sentence, at each of its tokens
-    targets: np.ndarray | None = (
-        None  # (1 + words, W): share of each label word before the first word and after each; None: all on gold
-    )
-    whole: bool = False  # no phrase of another row
+    sentence_end: int
+    words_read: tuple[int, ...] = ()
+    targets: np.ndarray | None = None
+    whole: bool = False
 
 
 def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_tokens: int) -> list[Encoded]:
-    tail = (
-        len(tokenizer(task.template.split("}")[-1], add_special_tokens=False)["input_ids"])
-        if task.template.count("{") == 1
-        else 0
-    )
+    tail = 0
+    if task.template.count("{") == 1:
+        tail = len(tokenizer(task.template.split("}")[-1], add_special_tokens=False)["input_ids"])
     words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in task.labels]
     if any(len(w) != 1 for w in words) or len({w[0] for w in words}) != len(words):
         raise SystemExit(f"label words must be one token each, and differ: {list(task.labels)}")
@@ -199,10 +202,11 @@ def accuracy(model: Any, data: list[Encoded]) -> float:
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrix = [p for n, p in named if p.ndim == 2 and ("layers." in n or ".h." in n)]
-    rest = [p for n, p in named if not (p.ndim == 2 and ("layers." in n or ".h." in n))]
-    groups = [{"params": matrix, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts[training_loop.is_hidden_matrix(name, parameter)].append(parameter)
+    groups = [{"params": parts[True], "weight_decay": recipe.weight_decay}, {"params": parts[False], "weight_decay": 0.0}]
     return [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
 
@@ -348,27 +352,18 @@ def _after_each_word(text: str, numbers: Mapping[str, int], idf: np.ndarray, wei
 # -- training ---------------------------------------------------------------------------------------------------------------------
 
 
-def folder_of(base: str) -> Path:
-    """Where a base model lies: shipped with the package, or a folder."""
-    shipped = ROOT / "quicksilver" / "models" / "reference" / base
-    return shipped if shipped.is_dir() else Path(base)
-
-
 def check_recipe(recipe: Recipe, meta: Mapping[str, Any], source: Path) -> None:
-    """Refuse a state of another recipe; what takes effect after its step may be another.
+    """Refuse a state of another recipe; falls that begin after its step may be others.
 
     Raises:
-        SystemExit: it is another's.
+        SystemExit: names what differs.
     """
-    saved, mine = dict(meta["recipe"]), json.loads(json.dumps(dataclasses.asdict(recipe)))
-    if saved["falls"] == [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]:
-        saved["falls"] = mine["falls"]
-    if saved != mine:
-        raise SystemExit(f"{source} was made by another recipe. Give the same options, or another --work. Nothing was changed.")
+    begun = [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]
+    training_loop.check_recipe(recipe, dict(meta), source, ["falls"] if meta["recipe"]["falls"] == begun else [])
 
 
 def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes: float) -> None:
-    folder = folder_of(recipe.base)
+    folder = start_of(recipe.base)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=recipe.attention)
     adapted = with_lora(whole, recipe.lora) if recipe.lora else None
@@ -376,73 +371,45 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     data, held = read_rows(recipe, tokenizer, data_root)
     sentences = {f"{name} sentences": [e for e in rows if e.whole] for name, rows in data.items() if any(e.whole for e in rows)}
     every = plan(data | sentences, recipe, dict(recipe.epochs) | dict.fromkeys(sentences, recipe.whole_sentences))
-    optims = optimizers(model, recipe)
-    state = TrainingState(work)
-    meta = state.load(model, optims, lambda meta, source: check_recipe(recipe, meta, source))
-    step, history = (0, []) if meta is None else (meta["step"], meta["history"])
-    peaks = [[g["lr"] for g in optim.param_groups] for optim in optims]
     steps = recipe.falls[-1][1] if recipe.falls else len(every)
-    bar = tqdm(total=steps, initial=step, unit="step", mininterval=20, file=sys.stderr)
-    smooth, began, seen = None, time.monotonic(), 0
-    while step < steps:
-        scale = recipe.lr_scale(step, len(every))
-        for optim, peak in zip(optims, peaks, strict=True):
-            for group, lr in zip(optim.param_groups, peak, strict=True):
-                group["lr"] = lr * scale
+    smooth: float | None = None  # share of right answers
+    began, first = time.monotonic(), -1
+
+    def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
+        nonlocal smooth, first
+        first = step if first < 0 else first
         heard = drawn(every[step], recipe.plan_dropout, recipe.seed, step) if recipe.plan_dropout else None
         loss, right = loss_of(model, every[step], recipe.prefix_loss, heard)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not bool(norm.isfinite()):
-            raise SystemExit(
-                f"step {step}: the gradient is not finite. The state of the last save is in {work}; try a lower --lr."
-            )
-        for optim in optims:
-            optim.step()
-            optim.zero_grad(set_to_none=True)
         smooth = right if smooth is None else 0.98 * smooth + 0.02 * right
-        step += 1
-        seen += sum(len(e.ids) for e in every[step - 1])
-        bar.update()
-        out_of_time = time.monotonic() - began > minutes * 60
+        yield loss, 1.0
+
+    def note(step: int, loss_nats: float, history: training_loop.History) -> None:
         if step % SCORED_EVERY == 0 or step == steps:
             scores = {name: accuracy(model, rows) for name, rows in held.items()}
-            history.append({"step": step, "loss_nats": loss.item(), "training_accuracy": smooth, "held_accuracy": scores})
+            history.append({"step": step, "loss_nats": loss_nats, "training_accuracy": smooth, "held_accuracy": scores})
+            seen = sum(len(e.ids) for batch in every[first:step] for e in batch)
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
-        if step % SAVED_EVERY == 0 or step == steps or out_of_time:
-            state.save({"step": step, "recipe": dataclasses.asdict(recipe), "history": history}, model, optims)
-        if out_of_time:
-            break
-    if step == steps and out is not None:
+
+    done, history, _ = training_loop.run(
+        model, optimizers(model, recipe), work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
+        lr_scale=lambda step: recipe.lr_scale(step, len(every)), losses=losses, note=note, save_every=SAVED_EVERY, minutes=minutes,
+    )  # fmt: skip
+    if done == steps and out is not None:
         plain = model if adapted is None else adapted.merge_and_unload()
-        export(plain, tokenizer, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
+        export(plain, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
 
 
-def export(model: Any, tokenizer: Any, base: Path, out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> None:
+def export(model: Any, base: Path, out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> None:
     """The model in bfloat16 with its tokenizer, training.json, the learning curve and a card."""
     model.to(torch.bfloat16).save_pretrained(out)
     for path in base.glob("tokenizer*.json"):
         (out / path.name).write_bytes(path.read_bytes())
     told = {"recipe": dataclasses.asdict(recipe), "rows": rows, "history": history, "torch": torch.__version__}
     (out / "training.json").write_text(json.dumps(told, indent=1) + "\n")
-    curve(history, out / "learning_curve.png", out.name)
+    at = [h["step"] for h in history]
+    curves = {name: (at, [h["held_accuracy"][name] for h in history]) for name in history[-1]["held_accuracy"]}
+    training_loop.draw_curves(out / "learning_curve.png", out.name, [("step", "accuracy on rows kept out of training", curves)])
     (out / "README.md").write_text(card(out, recipe, history, rows))
-
-
-def curve(history: list[Any], path: Path, title: str) -> None:
-    """Accuracy on the kept rows over steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, plot = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for name in history[-1]["held_accuracy"]:
-        plot.plot([h["step"] for h in history], [h["held_accuracy"][name] for h in history], marker=".", label=name)
-    plot.set(xlabel="step", ylabel="accuracy on rows kept out of training", title=title)
-    plot.legend()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
 
 
 def changed(recipe: Recipe) -> list[str]:
@@ -478,7 +445,7 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
     kept = ": SST-2's are phrases of the sentences that it was trained on, so that the validation sentences are harder"
     if recipe.held == "sentences":
         kept = "; of tasks of one sentence they are whole sentences, and nothing that is in them alone was trained on"
-    before = folder_of(recipe.base) / "training.json"
+    before = start_of(recipe.base) / "training.json"
     if before.is_file() and set(rows) & set(json.loads(before.read_text()).get("rows", ())):
         kept += (
             ". But the base model was trained on these tasks before, and on most of these rows: the accuracy on them is too high"
@@ -505,41 +472,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base")
     parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK=EPOCHS")
-    parser.add_argument(
-        "--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
-    )
+    parser.add_argument("--data-root", type=Path, default=DATA)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0"
-    )
+    falls = "steps between which the learning rate falls to 0"
+    parser.add_argument("--falls", nargs="*", default=[], metavar="FROM-TO", help=falls)
     parser.add_argument("--minutes", type=float, default=1e9)
-    for f in dataclasses.fields(Recipe):
-        if f.name not in ("base", "epochs", "falls"):
-            parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+    plain = [f for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
+    for f in plain:
+        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    falls = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
-    recipe = Recipe(
-        base=args.base,
-        epochs=_epochs(args.tasks),
-        **{f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")},
-        falls=falls,
-    )
+    try:
+        epochs = {name: float(n) for name, n in (word.split("=") for word in args.tasks)}
+    except ValueError as error:
+        raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(args.tasks)!r}.") from error
+    given = {f.name: getattr(args, f.name) for f in plain}
+    falling = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
+    recipe = Recipe(args.base, epochs, **given, falls=falling)
     torch.manual_seed(recipe.seed)
     try:
         train(recipe, args.data_root, args.work, args.out, args.minutes)
     except ConfigError as error:
         raise SystemExit(str(error)) from error
-
-
-def _epochs(words: Sequence[str]) -> dict[str, float]:
-    """`sst2=3 rte=0.5`."""
-    try:
-        return {name: float(n) for name, n in (word.split("=") for word in words)}
-    except ValueError as error:
-        raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(words)!r}.") from error
 
 
 if __name__ == "__main__":

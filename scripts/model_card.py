@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
-from train_reference import ROOT, Recipe, bits_per_byte, load_tokenizer
+from train_reference import DATA, SHIPPED, Recipe, bits_per_byte, load_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.models.loading import LEFT_OUT
@@ -157,10 +156,8 @@ def card(name: str, folder: Path, data_root: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name")
-    parser.add_argument("--folder", type=Path, default=ROOT / "quicksilver" / "models" / "reference")
-    parser.add_argument(
-        "--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
-    )
+    parser.add_argument("--folder", type=Path, default=SHIPPED)
+    parser.add_argument("--data-root", type=Path, default=DATA)
     args = parser.parse_args()
     folder = args.folder / args.name
     if not (folder / "training.json").is_file():

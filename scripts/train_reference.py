@@ -15,8 +15,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ import numpy as np
 import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
+import training_loop
 from context_use import context_use
 from safetensors.torch import load_file
 from tqdm import tqdm
-from training_state import TrainingState
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "quicksilver" / "models" / "reference"
-SAVED_SECONDS, EVALUATED_SECONDS = 180, 1800
+DATA = Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
+HELD_OUT = ("wikitext-103-valid", "python-docs")  # watched while training goes on
+SAVED_EVERY, EVALUATED_SECONDS = 50, 1800  # steps, seconds
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,7 @@ class Recipe:
     long_from_tokens: int | None = None  # the full context from here on; None: from the decay on
     repeats: tuple[float, float] = (0.0, 0.0)  # share of windows with repeated spans, at the short and at the full context
     start: str | None = None  # the shipped model, or exported folder, whose weights and tokenizer the training begins with
-    shortened: tuple[int, int] | None = (
-        None  # (from step, to step): from there the learning rate falls straight to 0 at the other
-    )
+    shortened: tuple[int, int] | None = None  # (from step, to step) between which the learning rate falls straight to 0
 
     @property
     def steps(self) -> int:
@@ -101,13 +102,9 @@ class Recipe:
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> Recipe:
-        """A recipe as JSON keeps it: tuples come back as lists, fields of a later version are missing."""
-        unknown = saved.keys() - {f.name for f in dataclasses.fields(cls)}
-        if unknown:
-            raise SystemExit(
-                f"The checkpoint's recipe has {', '.join(sorted(unknown))}, which this version does not know. Nothing was changed."
-            )
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+        """A recipe as JSON keeps it: tuples come back as lists; fields of another version are missing or left out."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in known}
         return cls(**fields)
 
 
@@ -168,12 +165,12 @@ def _new_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in named if p.ndim == 2 and ("layers." in n or ".h." in n)]
-    rest = [p for n, p in named if not (p.ndim == 2 and ("layers." in n or ".h." in n))]
+    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        parts[training_loop.is_hidden_matrix(name, parameter)].append(parameter)
     return [
-        torch.optim.Muon(matrices, lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=recipe.lr_adamw, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(parts[True], lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(parts[False], lr=recipe.lr_adamw, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -261,67 +258,30 @@ def load_tokenizer(folder: Path, context_tokens: int = 512) -> PreTrainedTokeniz
     )  # fmt: skip
 
 
-class Checkpoint:
-    """The state of a run, with its recipe and the seconds it took so far."""
+def check_recipe(recipe: Recipe, meta: dict[str, Any], source: Path) -> None:
+    """Refuse a checkpoint of another recipe; what takes effect only after its step may differ.
 
-    def __init__(self, folder: Path, recipe: Recipe):
-        self.recipe = recipe
-        self._state = TrainingState(folder)
-
-    def save(
-        self,
-        step: int,
-        model: PreTrainedModel,
-        optims: Sequence[torch.optim.Optimizer],
-        history: list[dict[str, Any]],
-        seconds: float,
-    ) -> None:
-        meta = {"step": step, "seconds": seconds, "recipe": dataclasses.asdict(self.recipe), "history": history}
-        self._state.save(meta, model, optims)
-
-    def load(self, model: PreTrainedModel, optims: Sequence[torch.optim.Optimizer]) -> tuple[int, list[dict[str, Any]], float]:
-        meta = self._state.load(model, optims, lambda meta, source: self._check_recipe(meta["recipe"], meta["step"], source))
-        return (0, [], 0.0) if meta is None else (meta["step"], meta["history"], meta["seconds"])
-
-    def _check_recipe(self, saved: dict, step: int, source: Path) -> None:
-        theirs, mine = dataclasses.asdict(Recipe.from_saved(saved)), dataclasses.asdict(self.recipe)
-        wrong = {k: (theirs[k], v) for k, v in mine.items() if theirs[k] != v}
-        # A shortening says from which step it holds: up to there both recipes are one.
-        if self.recipe.shortened and step <= self.recipe.shortened[0]:
-            wrong.pop("shortened", None)
-        before_decay = step <= min(self.recipe.decay_start, Recipe.from_saved(saved).decay_start)
-        if before_decay:
-            for key in ("total_tokens", "decay_fraction", "decay_mixture"):
-                wrong.pop(key, None)
-        if wrong:
-            lines = "\n".join(f"  {k}: checkpoint {a}, now {b}" for k, (a, b) in wrong.items())
-            raise SystemExit(
-                f"{source} was made by another configuration:\n{lines}\nGive the same values, or another --work. Nothing was changed."
-            )
+    Raises:
+        SystemExit: names what differs.
+    """
+    step, free = meta["step"], []
+    # A shortening says from which step it holds: up to there both recipes are one.
+    if recipe.shortened and step <= recipe.shortened[0]:
+        free.append("shortened")
+    if step <= min(recipe.decay_start, Recipe.from_saved(meta["recipe"]).decay_start):
+        free += ["total_tokens", "decay_fraction", "decay_mixture"]
+    training_loop.check_recipe(recipe, meta, source, free)
 
 
-def loss_curve(history: list[dict], path: Path, title: str) -> None:
-    import matplotlib
+def loss_curve(history: training_loop.History, path: Path, title: str) -> None:
+    def curve(rows: training_loop.History, of: Callable[[dict[str, Any]], float]) -> tuple[list[float], list[float]]:
+        return [row["tokens"] / 1e6 for row in rows], [of(row) for row in rows]
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    train = [(h["tokens"], h["loss_nats"]) for h in history if "loss_nats" in h]
-    left.plot([t / 1e6 for t, _ in train], [v for _, v in train], lw=0.8, color="0.25")
-    left.set(
-        xlabel="training tokens (millions)", ylabel="training loss (nats per token)", ylim=(min(v for _, v in train) * 0.95, 6.5)
-    )
-    held = [h for h in history if "held_out_bits_per_byte" in h]
-    for name, style in (("wikitext-103-valid", "-"), ("python-docs", "--")):
-        right.plot(
-            [h["tokens"] / 1e6 for h in held], [h["held_out_bits_per_byte"][name] for h in held], style, marker=".", label=name
-        )
-    right.set(xlabel="training tokens (millions)", ylabel="held-out bits per byte (24 windows)")
-    right.legend()
-    fig.suptitle(title)
-    fig.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(fig)
+    steps, held = ([row for row in history if key in row] for key in ("loss_nats", "held_out_bits_per_byte"))
+    texts = {name: curve(held, lambda row, name=name: row["held_out_bits_per_byte"][name]) for name in HELD_OUT}  # type: ignore[misc]
+    tokens, training = "training tokens (millions)", {"training": curve(steps, lambda row: row["loss_nats"])}
+    plots = [(tokens, "training loss (nats per token)", training), (tokens, "held-out bits per byte (24 windows)", texts)]
+    training_loop.draw_curves(path, title, plots)
 
 
 def corpus_name(recipe: Recipe) -> str:
@@ -329,88 +289,51 @@ def corpus_name(recipe: Recipe) -> str:
 
 
 def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, device: str) -> None:
-    run_folder = work / name
-    corpus_folder = work / corpus_name(recipe)
+    run_folder, corpus_folder = work / name, work / corpus_name(recipe)
     known = None if recipe.start is None else start_of(recipe.start) / "tokenizer.json"
     corpus.prepare(data_root, corpus_folder, recipe.vocab_size, recipe.sources, known)
     tokenizer = load_tokenizer(corpus_folder, recipe.context_tokens)
-    held_out = {k: v for k, v in corpus.held_out_texts(data_root).items() if k in ("wikitext-103-valid", "python-docs")}
-
+    held_out = {name: text for name, text in corpus.held_out_texts(data_root).items() if name in HELD_OUT}
     model: PreTrainedModel = torch.nn.Module.to(build_model(recipe), device).train()
-    optims = optimizers(model, recipe)
-    checkpoint = Checkpoint(run_folder, recipe)
-    step, history, seconds = checkpoint.load(model, optims)
     batches = Batches(corpus_folder, recipe)
-    bar = tqdm(total=recipe.steps, initial=step, desc=name, unit="step", mininterval=5, file=sys.stderr)
-    started = time.monotonic() - seconds
-    saved, evaluated = time.monotonic(), -math.inf if recipe.long_from_tokens is None else time.monotonic() - EVALUATED_SECONDS
-    while step < recipe.steps:
-        scale = recipe.lr_scale(step)
-        for optim, peak in zip(optims, (recipe.lr_muon, recipe.lr_adamw), strict=True):
-            for group in optim.param_groups:
-                group["lr"] = peak * scale
-        losses = []
+    far = recipe.long_from_tokens is not None
+    evaluated = time.monotonic() - EVALUATED_SECONDS if far else -math.inf
+
+    def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
         for input_ids, position_ids in batches.micro_batches(step):
             loss = step_loss(model, input_ids.to(device), position_ids.to(device), device)
-            (loss * recipe.micro_batch_tokens / recipe.batch_tokens).backward()
-            losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad(set_to_none=True)
-        step += 1
-        loss_nats = sum(losses) / len(losses)
-        if not math.isfinite(loss_nats):
-            raise SystemExit(
-                f"{name}: the loss became {loss_nats} at step {step}. The last good checkpoint is kept in {run_folder / 'latest'}."
-            )
-        bar.update()
-        bar.set_postfix(loss=f"{loss_nats:.3f}", lr=f"{scale:.2f}", refresh=False)
-        history.append({"tokens": step * recipe.batch_tokens, "loss_nats": loss_nats})
-        if (step % 100 == 0 and time.monotonic() - evaluated > EVALUATED_SECONDS) or step == recipe.steps:
+            yield loss, recipe.micro_batch_tokens / recipe.batch_tokens
+
+    def note(step: int, loss_nats: float, history: training_loop.History) -> None:
+        nonlocal evaluated
+        tokens = step * recipe.batch_tokens
+        history.append({"tokens": tokens, "loss_nats": loss_nats})
+        if step == recipe.steps or (step % 100 == 0 and time.monotonic() - evaluated > EVALUATED_SECONDS):
             evaluated = time.monotonic()
             scores = {k: bits_per_byte(model, tokenizer, v, recipe.context_tokens, 24, device) for k, v in held_out.items()}
-            history.append({"tokens": step * recipe.batch_tokens, "held_out_bits_per_byte": scores})
-            if recipe.long_from_tokens is not None:
-                used = {
-                    name: round(value, 4) for name, value in context_use(model, tokenizer, data_root, 8, "calibration").items()
-                }
-                history[-1]["context_use"] = used
-                tqdm.write(f"{name} step {step} {json.dumps(used)}", file=sys.stderr)
-            tqdm.write(
-                f"{name} step {step} loss {loss_nats:.3f} " + " ".join(f"{k} {v:.3f}" for k, v in scores.items()), file=sys.stderr
-            )
-        if step % 50 == 0 or step == recipe.steps or time.monotonic() - saved > SAVED_SECONDS:
-            saved = time.monotonic()
-            checkpoint.save(step, model, optims, history, time.monotonic() - started)
+            history.append({"tokens": tokens, "held_out_bits_per_byte": scores})
+            if far:
+                used = context_use(model, tokenizer, data_root, 8, "calibration")
+                history[-1]["context_use"] = {what: round(value, 4) for what, value in used.items()}
+            tqdm.write(f"{name} step {step} loss {loss_nats:.3f} {json.dumps(history[-1])}", file=sys.stderr)
+        if step % SAVED_EVERY == 0 or step == recipe.steps:
+            run_folder.mkdir(parents=True, exist_ok=True)
             loss_curve(history, run_folder / "loss_curve.png", name)
-    bar.close()
-    export(name, model, tokenizer, recipe, history, time.monotonic() - started, corpus_folder, run_folder, out, device)
 
-
-def export(
-    name: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    recipe: Recipe,
-    history: list[dict[str, Any]],
-    seconds: float,
-    corpus_folder: Path,
-    run_folder: Path,
-    out: Path,
-    device: str,
-) -> None:
-    """The Hugging Face folder, in bfloat16, with what the model card needs beside it (`training.json`)."""
+    _, history, seconds = training_loop.run(
+        model, optimizers(model, recipe), run_folder, partial(check_recipe, recipe), recipe=recipe, name=name, steps=recipe.steps,
+        lr_scale=recipe.lr_scale, losses=losses, note=note, save_every=SAVED_EVERY,
+    )  # fmt: skip
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     model.eval().to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    held = [h for h in history if "held_out_bits_per_byte" in h]
-    training = {
+    about = {  # what the model card needs
         "recipe": dataclasses.asdict(recipe), "hours": seconds / 3600, "device": device, "torch": torch.__version__,
-        "threads": torch.get_num_threads(), "corpus": json.loads((corpus_folder / "corpus.json").read_text()), "held_out": held,
+        "threads": torch.get_num_threads(), "corpus": json.loads((corpus_folder / "corpus.json").read_text()),
+        "held_out": [row for row in history if "held_out_bits_per_byte" in row],
     }  # fmt: skip
-    (folder / "training.json").write_text(json.dumps(training, indent=1))
+    (folder / "training.json").write_text(json.dumps(about, indent=1))
     loss_curve(history, folder / "loss_curve.png", name)
     print(f"{folder}: {sum(p.stat().st_size for p in folder.iterdir()) / 1e6:.1f} MB")
 
@@ -418,22 +341,14 @@ def export(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=sorted(RECIPES))
-    parser.add_argument(
-        "--data-root", type=Path, default=Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
-    )
-    parser.add_argument(
-        "--work", type=Path, default=Path(os.environ.get("QUICKSILVER_TRAINING", Path.home() / "quicksilver-training")),
-        help="corpus, checkpoints, curves; outside of the repository, so that a run outlives its checkout",
-    )  # fmt: skip
+    parser.add_argument("--data-root", type=Path, default=DATA)
+    work = Path(os.environ.get("QUICKSILVER_TRAINING", Path.home() / "quicksilver-training"))
+    said = "corpus, checkpoints, curves; outside of the repository, so that a run outlives its checkout"
+    parser.add_argument("--work", type=Path, default=work, help=said)
     parser.add_argument("--out", type=Path, default=SHIPPED, help="where the finished folder goes")
     parser.add_argument("--total-tokens", type=int, help="may be changed on a resume until the decay has begun")
-    parser.add_argument(
-        "--shorten",
-        type=int,
-        nargs=2,
-        metavar=("FROM", "TO"),
-        help="let the learning rate fall to 0 at step TO, from step FROM on, not yet passed",
-    )
+    said = "let the learning rate fall to 0 at step TO, from step FROM on, not yet passed"
+    parser.add_argument("--shorten", type=int, nargs=2, metavar=("FROM", "TO"), help=said)
     parser.add_argument("--start", help="go on from this exported folder, with other windows")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

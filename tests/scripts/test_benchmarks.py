@@ -14,7 +14,6 @@ import benchmark_gpu
 import pandas as pd
 import pytest
 import torch
-from benchmarking import parsed
 
 from quicksilver.cli.commands import dev
 
@@ -29,8 +28,9 @@ GPU = [
     "--dtype=float32",
     "--repeats=3",
 ]
-TINY = "--batch=2 --sequence=12 --layers=3 --decay-layers=4 --width=16 --heads=2 --vocabulary=31 --new-tokens=3 --repeats=3 --warmup=1 --shapes=tiny"
+TINY = "--batch=2 --sequence=12 --layers=3 --decay-layers=4 --width=16 --heads=2 --vocabulary=31 --new-tokens=3 --repeats=3 --shapes=tiny"
 SCALING = [
+    "scaling",
     "--shape",
     "tiny",
     "--sequence",
@@ -85,11 +85,10 @@ def test_sections_and_types_can_be_chosen(tmp_path: Path) -> None:
 def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_path: Path) -> None:
     sizes = "--batch 2 --sequence 12 --context 6 --kernel-rows 64 --layers 2 --decode-layers 2 --width 16 --heads 2 --repeats 3"
     found = findings(tmp_path / "int8.json", f"quantization {sizes} --clock cpu")
-    assert {f["part"] for f in found} == set(benchmark.QUANTIZED)
-    first = {(f["part"], f["what"]): f["name"] for f in reversed(found)}
-    assert set(first.values()) == {"float32"}
-    assert all(f["low"] <= f["speedup"] <= f["high"] for f in found)
-    assert {"bfloat16", "weight_only"} <= {f["name"] for f in found if f["part"] == "kernels"}
+    assert {f["section"] for f in found} == set(benchmark.QUANTIZED)
+    assert {f["what"] for f in {(f["section"], f["of"]): f for f in reversed(found)}.values()} == {"float32"}  # first of each
+    assert all(f["low"] <= f["value"] <= f["high"] for f in found)
+    assert {"bfloat16", "weight_only"} <= {f["what"] for f in found if f["section"] == "kernels"}
 
 
 @pytest.mark.slow
@@ -128,12 +127,12 @@ def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
     ],
 )
 def test_where_halting_starts_to_pay_noise_does_not_count(steps: list[tuple[int, float, str]], rate: str) -> None:
-    assert benchmark.break_even_rates(cells(*steps))["rate"].to_list() == [rate]
+    assert [one["rate"] for one in benchmark.break_even_rates(cells(*steps))] == [rate]
 
 
 @pytest.mark.slow
 def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["scaling", *SCALING, "--output", str(tmp_path)]) == 0
+    assert benchmark.main([*SCALING, "--output", str(tmp_path)]) == 0
     frame = pd.read_csv(tmp_path / "scaling.csv")
     assert len(frame) == (3 + 2) * 3
     assert (frame.loc[frame["way"] == "dense", "flops_of_dense"] == 1).all()
@@ -143,52 +142,44 @@ def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys
 
 
 def test_a_power_law_is_found_and_two_points_are_none() -> None:
-    exponent, r_squared = benchmark.power_law([1, 2, 4, 8], [3, 12, 48, 192])
-    assert exponent == pytest.approx(2)
-    assert r_squared == pytest.approx(1)
-    assert math.isnan(benchmark.power_law([1, 2], [1, 2])[0])
+    found = benchmark.power_law([1, 2, 4, 8], [3, 12, 48, 192])
+    assert (found["exponent"], found["r_squared"]) == (pytest.approx(2), pytest.approx(1))
+    assert benchmark.power_law([1, 2], [1, 2])["exponent"] == "too few points"
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert benchmark_gpu.main([]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert "no CUDA device" in captured.err
+    with pytest.raises(benchmark_gpu.QuickSilverError, match="no CUDA device"):
+        benchmark_gpu.main([])
+    assert capsys.readouterr().out == ""
 
 
-def gpu(output: Path, words: str, code: int = 0) -> list[dict[str, Any]]:
+def gpu(output: Path, words: str) -> list[dict[str, Any]]:
     """The rows that benchmark_gpu.py writes on the CPU with these words."""
-    assert benchmark_gpu.main([*GPU, *words.split(), "--output", str(output)]) == code
-    return json.loads(output.read_text())["rows"]
+    assert benchmark_gpu.main([*GPU, *words.split(), "--output", str(output)]) == 0
+    return json.loads(output.read_text())["findings"]
 
 
 def test_the_gpu_benchmark_checks_the_invariants_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = gpu(tmp_path / "deeper" / "gpu.json", "--batch 1 2 --warmup 0 --only invariants prefill decode")
-    assert [row["part"] for row in rows] == ["invariants"] * 5 + ["prefill"] * 8 + ["decode"] * 6
-    assert all(row["holds"] for row in rows[:5])
+    assert [row["section"] for row in rows] == ["invariants"] * 5 + ["prefill"] * 8 + ["decode"] * 6
+    assert all(row["reached"] for row in rows[:5])
     by_what = {(row["what"], row["batch"]): row for row in rows[5:13]}
-    assert by_what["half halted at a fifth", 1]["executed_flops_saved_pct"] > 20
+    assert by_what["half halted at a fifth", 1]["executed_flops_saved"] > 0.2
     assert by_what["dense", 2]["tokens_per_s"] > 0
-    halves = [row["executed_flops_saved_pct"] for row in rows if row["what"] == "half depth"]
-    assert all(20 < saved < 50 for saved in halves)  # of the tokens alone; the output head is not halved
-    assert "holds" in capsys.readouterr().out
+    halves = [row["executed_flops_saved"] for row in rows if row["what"] == "half depth"]
+    assert all(0.2 < saved < 0.5 for saved in halves)  # of the tokens alone; the output head is not halved
+    assert "compact = masked" in capsys.readouterr().out
 
 
-def test_a_broken_invariant_stops_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = benchmark_gpu._invariants
-
-    def one_off(*arguments: Any) -> list[dict[str, Any]]:
-        rows = real(*arguments)
-        rows[1] |= {"difference": 1.0, "holds": False}
-        return rows
-
-    monkeypatch.setattr(benchmark_gpu, "_invariants", one_off)
-    assert {row["part"] for row in gpu(tmp_path / "gpu.json", "--batch 1", code=1)} == {"invariants"}
-    assert "compact = masked does not hold" in capsys.readouterr().err
+def test_a_broken_invariant_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = benchmark_gpu.invariants
+    monkeypatch.setattr(
+        benchmark_gpu, "invariants", lambda *a: [row | {"reached": "masked" not in row["what"]} for row in real(*a)]
+    )
+    with pytest.raises(benchmark_gpu.QuickSilverError, match="tiny: compact = masked does not hold"):
+        gpu(tmp_path / "gpu.json", "--batch 1")
+    assert {row["section"] for row in json.loads((tmp_path / "gpu.json").read_text())["findings"]} == {"invariants"}
 
 
 def refuses(*_: Any, **__: Any) -> None:
@@ -209,19 +200,17 @@ def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)  # the compiler takes a minute: the slow test has it
-    kept = benchmark_gpu.RESULTS / "benchmark_gpu.json"
+    kept = benchmark_gpu.shared.RESULTS / "benchmark_gpu.json"
     before = kept.exists()
     assert benchmark_gpu.main(["--dry-run", "--shapes", "tiny-llama", "--batch", "2"]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    assert {line.split()[0] for line in said.out.splitlines() if not line.startswith(" ")} == {*benchmark_gpu.PARTS, "Dry"}
-    assert "int8 by torch, half halted" in said.out
-    assert said.out.count(benchmark_gpu.NEEDS_CUDA) == 3
-    assert "Only a CUDA device can do: dense, CUDA graph, half halted, CUDA graph, int8 by torchao." in said.out
+    said = capsys.readouterr().out
+    assert all(f"\n{part} " in said for part in benchmark_gpu.PARTS[1:])
+    assert "int8 by torch, half halted" in said
+    assert "Only a CUDA device can do: dense, CUDA graph, half halted, CUDA graph, int8 by torchao." in said
     assert kept.exists() == before
     monkeypatch.setattr(benchmark_gpu, "Int8Dynamic", refuses)  # a step that fails, fails the dry run
-    assert benchmark_gpu.main(["--dry-run", "--shapes", "tiny", "--batch", "1", "--only", "int8"]) == 1
-    assert "int8, int8 by torch: RuntimeError: not here" in capsys.readouterr().err
+    with pytest.raises(benchmark_gpu.QuickSilverError, match="int8, int8 by torch: RuntimeError: not here"):
+        benchmark_gpu.main(["--dry-run", "--shapes", "tiny", "--batch", "1", "--only", "int8"])
 
 
 @pytest.mark.slow
@@ -237,20 +226,18 @@ def test_the_whole_dry_run_in_a_process_that_has_neither_hydra_nor_pandas() -> N
 def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def tiny(part: str, output: Path, more: list[str]) -> str | None:
-        asked.append([part, *more])
-        if part == "scaling":
-            benchmark.main(["scaling", *SCALING, "--output", str(output)])
-            return None
-        return "it broke"
+    def tiny(words: list[str], output: Path) -> int:
+        asked.append(words)
+        return benchmark.main([*SCALING, "--output", str(output)]) if words[0] == "scaling" else 3
 
     monkeypatch.setattr(benchmark, "run_part", tiny)
-    assert benchmark.main(["--output", str(tmp_path), "--scaling", "--repeats 3"]) == 1
-    assert asked == [["runtime"], ["prediction"], ["quantization"], ["break_even"], ["scaling", "--repeats", "3"]]
+    assert benchmark.main(["--output", str(tmp_path), "--scaling", "--batch 2"]) == 1
+    assert [words[0] for words in asked] == ["runtime", "runtime", "quantization", "break_even", "scaling"]
+    assert asked[-1][-2:] == ["--batch", "2"]
     page = (tmp_path / "README.md").read_text()
-    assert "![scaling](scaling.png)" in page
+    assert "(scaling.png)" in page
     assert "decay 0.05" in page
-    assert "- runtime: not measured, it broke" in page
+    assert "- runtime: not measured, runtime ended with exit code 3" in page
     monkeypatch.setattr(benchmark.time, "monotonic", iter(range(0, 10**6, 600)).__next__)
     benchmark.main(["--output", str(tmp_path), "--minutes", "15"])
     assert "the 15 minutes were over" in (tmp_path / "README.md").read_text()
@@ -258,18 +245,22 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monk
 
 def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-
-    class Done:
-        returncode = 3
-
-    monkeypatch.setattr(benchmark.subprocess, "run", lambda command, cwd: commands.append(command) or Done())
-    assert benchmark.run_part("runtime", tmp_path, ["--repeats", "9"]) == "runtime ended with exit code 3"
+    done = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda command, cwd: commands.append(command) or done)
+    assert benchmark.run_part(["runtime", "--repeats", "9"], tmp_path) == 3
     (command,) = commands
     assert Path(command[1]).is_file()
-    assert command[-4:] == ["--repeats", "9", "--output", str(tmp_path / "benchmark.json")]
+    assert command[2:] == ["runtime", "--repeats", "9", "--output", str(tmp_path)]
     assert tuple(benchmark.PARTS) == dev.PARTS  # `quicksilver dev benchmark` knows them all
-    for (name, *words), _ in benchmark.PARTS.values():  # a part's words are options that it has
-        assert parsed(name, "", benchmark.BENCHMARKS[name][2], words, tmp_path).output == tmp_path
+    for name, *words in (said.split() for said, _ in benchmark.PARTS.values()):  # a part's words are options that it has
+        assert benchmark.shared.parsed(name, "", benchmark.BENCHMARKS[name][2], words, tmp_path).output == tmp_path
+
+
+def test_committed_results_are_on_the_page() -> None:
+    page = benchmark.markdown(benchmark.shared.RESULTS, {}, {})
+    assert all(f"## {title}" in page for beginning, title in benchmark.TITLES.items() if beginning != "benchmark_gpu")
+    assert "| none | float32 | slower than the plain model |" in page
+    assert all(f"## {title}" in page for title, _, _ in benchmark.PICTURES.values())
 
 
 @pytest.mark.parametrize(
@@ -306,15 +297,11 @@ def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path: Path, capsys
     folder, output = make_model(tmp_path / "tiny", positions=512), tmp_path / "found.json"
     few = ["--contexts", "4", "--words", "8", "--batch-size", "2", "--seconds", "0", "--clock", "cpu"]
     assert benchmark.main(["lm_eval", "--model", str(folder), *few, "--output", str(output)]) == 0
-    findings = {one["part"]: one for one in json.loads(output.read_text())["findings"]}
-    assert findings.keys() == set(benchmark.LM_PARTS)
-    assert all(one["ratio"] > 0 and one["hflm_ms"] > 0 and one["apart"] < 1e-3 for one in findings.values())
-    assert all(one["rounds"] == benchmark.LEAST_ROUNDS for one in findings.values())  # there is time for no more
-    assert "quicksilver without modules over HFLM" in capsys.readouterr().out
-    (tmp_path / "benchmark.json").write_text(output.read_text())
-    page = benchmark.markdown(tmp_path, {}, {})
-    assert "## lm-evaluation-harness" in page
-    assert all(f"| {part} | 5 |" in page for part in benchmark.LM_PARTS)
+    found = {one["section"]: one for one in json.loads(output.read_text())["findings"]}
+    assert found.keys() == set(benchmark.LM_PARTS)
+    assert all(one["value"] > 0 and one["largest difference"] < 1e-3 for one in found.values())
+    assert all(one["rounds"] == benchmark.LEAST_ROUNDS for one in found.values())  # there is time for no more
+    assert "time over HFLM's" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # importing lm-eval takes seconds

@@ -139,7 +139,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(
 
 def test_another_recipe_is_refused(place: Path, tmp_path: Path) -> None:
     train(place, tmp_path, recipe(place), minutes=0)
-    with pytest.raises(SystemExit, match="made by another recipe"):
+    with pytest.raises(SystemExit, match="made by another configuration"):
         train(place, tmp_path, recipe(place, lr=1e-3), minutes=0)
     train(place, tmp_path, recipe(place, falls=((3, 4),)), minutes=0)  # takes effect later
 

@@ -110,7 +110,7 @@ class Board:
         for row in rows:
             settings = (row["settings"].get(axis, "") for axis in axes)
             table.add_row(str(row["number"]), *settings, row["state"], *(cell(row, key) for key in _NUMBERS), _about(row))
-        console = Console(width=width or 200, no_color=True, highlight=False, soft_wrap=False)
+        console = Console(width=width or 200, no_color=True, highlight=False, markup=False, soft_wrap=False)
         with console.capture() as capture:
             console.print(table)
         return "\n".join((self.headline(rows), *(line.rstrip() for line in capture.get().splitlines())))

@@ -63,9 +63,6 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
     Raises:
         ConfigError: nothing there, no class, or a class that is no subclass of `base`. Nothing was called then.
     """
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
     where = f"{key}={target}"
     module, _, name = target.rpartition(".")
     if not all(part.isidentifier() for part in target.split(".")) or not module:
@@ -114,7 +111,10 @@ class _Source:
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module, found without importing its packages; None where there is none."""
+    """The file of a module, found without importing its packages, last in the present folder; None where there is none."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
     where: list[str] | None = None
     origin = None
     for depth, _ in enumerate(parts := module.split("."), 1):

@@ -20,6 +20,11 @@ def test_what_it_writes_passes_its_own_tests_and_is_not_written_over(tmp_path, c
         words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    # As the command `quicksilver` starts, which has the present folder not on its path: options of the new class are keys.
+    words = [sys.executable, "-P", "-m", "quicksilver", "run", "--config-dir", ".", "modules=[my_module]"]
+    swept = [*words, "modules.my_module.share=0.1", "protocol=continuation", "plan=true"]
+    done = subprocess.run(swept, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     for refused in (["module", "my_module"], ["thing", "x"], ["module"], ["module", "No-Name"], ["module", "a", "b"]):
         assert console.main(["new", *refused, f"folder={tmp_path}"]) == 2

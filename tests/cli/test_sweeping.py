@@ -67,6 +67,16 @@ def sweep_folder(tmp_path: Path) -> Path:
     return there.folder
 
 
+def test_values_in_brackets_are_printed_as_they_are(tmp_path):
+    runs = tuple(
+        SweepRun(i, (f"modules=[{name}]",), (f"modules=[{name}]",)) for i, name in enumerate(("halting", "bold"), start=1)
+    )
+    there = Sweep(tmp_path, Manifest("brackets", (), runs))
+    there.create()
+    there.failed(runs[0], ValueError("stages=[/b] is no list"))
+    assert all(word in Board(there).text() for word in ("[halting]", "[bold]", "stages=[/b] is no list"))
+
+
 def test_what_is_tried_again_removes_its_own_failure_alone(sweep_folder):
     there = Sweep.load(sweep_folder.parents[1], "depths")
     there.forget_failures()

@@ -82,10 +82,10 @@ calibrate: $(STAMP) ## thresholds from data, per layer (MODEL, DATASET, ARGS)
 fit: $(STAMP) ## maps that predict K and V of later layers, fitted to the model on calibration text (MODEL, ARGS)
 	@$(PY) -m quicksilver fit $(SELECTED)
 
-schedule: $(STAMP) ## which tokens stop where, chosen by KL on calibration text (MODEL, ARGS="save=[40,50] translators=[FILE]")
+schedule: $(STAMP) ## which tokens stop where, chosen by KL on calibration text (MODEL, ARGS="save=[0.4,0.5] translators=[FILE]")
 	@$(PY) -m quicksilver schedule $(SELECTED)
 
-budget: $(STAMP) ## a dial set so that a budget holds (ARGS="save=30", or "cost=1 dial=fusion_attention"; MODEL, DATASET); alone: lists the dials
+budget: $(STAMP) ## a dial set so that a budget holds (ARGS="save=0.3", or "cost=1 dial=fusion_attention"; MODEL, DATASET); alone: lists the dials
 	@$(PY) -m quicksilver budget $(SELECTED)
 
 benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within twenty minutes, into results/benchmarks/ (ARGS; ARGS="against=HEAD~20": is this code slower?)

@@ -118,7 +118,7 @@ def detection(options: argparse.Namespace) -> None:
 
 
 def language(options: argparse.Namespace) -> None:
-    from quicksilver.cli.commands.fit import calibration_half
+    from quicksilver.cli.commands.search import calibration_half
     from quicksilver.fitting.gates import GateRecipe, card, choose, train_gates
     from quicksilver.runs.config import compose
     from quicksilver.runs.context import RunContext

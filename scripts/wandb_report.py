@@ -13,17 +13,17 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlparse
 
-from quicksilver.cli.arguments import ResultsFolder, split_own
+from quicksilver.cli.arguments import ResultsFolder, key
 from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import markdown
 from quicksilver.report.wandb import collected, sweeps
 from quicksilver.runs.tracker import SO_FAR
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import QuickSilverError
 
 TITLE = "QuickSilver: what the paper says, and what was measured"
 NEEDED = ("wandb", "wandb_workspaces")
@@ -31,11 +31,11 @@ NEEDED = ("wandb", "wandb_workspaces")
 
 @dataclass
 class Keys(ResultsFolder):
-    """The keys of this script; `entity`: user or team, empty: the key's own."""
+    """The keys of this script."""
 
-    project: str = "quicksilver"
-    entity: str = field(default_factory=lambda: os.environ.get("WANDB_ENTITY", ""))
-    list: bool = False
+    project: str = key("NAME", "where the runs are", "quicksilver")
+    entity: str = key("NAME", "user or team; default: the key's own", factory=lambda: os.environ.get("WANDB_ENTITY", ""))
+    list: bool = key("true", "only say what the report would have", False)
 
 
 class PanelSpec(NamedTuple):
@@ -131,9 +131,7 @@ def _in_netrc() -> bool:
 def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
-        asked, others = split_own(sys.argv[1:] if words is None else words, Keys)
-        if others:
-            raise ConfigError(f"{others[0]!r} is no key of this script: it takes project=, entity=, results_dir= and list=true.")
+        asked = Keys.parsed(sys.argv[1:] if words is None else words, "scripts/wandb_report.py")
         site = collected(Path(asked.results_dir))
     except QuickSilverError as error:
         print(error, file=sys.stderr)

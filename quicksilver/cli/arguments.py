@@ -1,96 +1,151 @@
-"""One grammar for every command: `key=value`. Some keys are the command's own, all others are overrides of a run."""
+"""One grammar for every command: `quicksilver COMMAND [NAME …] key=value …`. A command is a dataclass whose fields are its keys."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self
 
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Options, Positive
 
-Own = TypeVar("Own", bound=Options)
+
+def key(shape: str, said: str, default: Any = None, *, factory: Callable[[], Any] | None = None, name: str | None = None) -> Any:
+    """A key of a command: `name=shape` and what it says stand in the help.
+
+    Args:
+        factory: makes the default, where it is a list or depends on the environment.
+        name: what is typed, where it is not the field's name.
+    """
+    about = {"shape": shape, "said": said, "name": name}
+    return field(default=default, metadata=about) if factory is None else field(default_factory=factory, metadata=about)
 
 
 @dataclass
-class ResultsFolder(Options):
-    """The keys of a command that asks for nothing but the folder of results."""
+class Command(Options):
+    """A command: the docstring is its help, the fields are its keys, and `main` does what was asked for.
 
-    results_dir: str = field(default_factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results"))
+    Attributes:
+        takes: words that are no key of its own: `keys`, none; `run`, keys of a run, which are checked; `all`, whatever there is.
+        most_names: how many words that are no key=value it takes.
+        own_help: `main` answers --help.
+        names, overrides: the words that were given of the two kinds.
+
+    Raises:
+        ConfigError: a value of another type, or out of range.
+    """
+
+    takes: ClassVar[Literal["keys", "run", "all"]] = "keys"
+    most_names: ClassVar[int] = 0
+    own_help: ClassVar[bool] = False
+    names: list[str] = field(init=False, default_factory=list)
+    overrides: list[str] = field(init=False, default_factory=list)
+
+    def main(self) -> int:
+        """Do it; returns the exit code."""
+        raise NotImplementedError
+
+    @classmethod
+    def next_names(cls, given: Sequence[str]) -> list[str]:
+        """The names that may follow `given`, for the shell's completion."""
+        return []
+
+    @classmethod
+    def own_keys(cls) -> dict[str, dataclasses.Field[Any]]:
+        """Its own keys, as they are typed."""
+        return {one.metadata.get("name") or one.name: one for one in dataclasses.fields(cls) if one.init}
+
+    @classmethod
+    def parsed(cls, words: Sequence[str], command: str) -> Self:
+        """The command with what `words` say.
+
+        Raises:
+            ConfigError: a word that is no key=value, a key that neither the command nor a run has, a value of another type.
+        """
+        own, given = cls.own_keys(), dict[str, Any]()
+        names, overrides = list[str](), list[str]()
+        for word in words:
+            name, equals, _ = word.partition("=")
+            if name.removeprefix("--") in own and name.startswith("--"):
+                raise ConfigError(f"{word}: write {name.removeprefix('--')}=VALUE.")
+            if equals and name in own:
+                given[own[name].name] = _read(own[name], word)
+            elif not equals and word[:1] not in ("-", "~", "") and len(names) < cls.most_names:
+                names.append(word)
+            elif cls.takes != "all" and not (cls.takes == "run" and _is_of_a_run(word)):
+                raise ConfigError(cls._refusal(word, command))
+            else:
+                overrides.append(word)
+        made = cls(**given)
+        made.names, made.overrides = names, overrides
+        return made
+
+    @classmethod
+    def _refusal(cls, word: str, command: str) -> str:
+        name, equals, _ = word.partition("=")
+        own, of_run = [f"{one}={about.metadata['shape']}" for one, about in cls.own_keys().items()], ""
+        known = [*cls.own_keys(), *(run_keys() if cls.takes == "run" else ())]
+        close = difflib.get_close_matches(first_part(name), known, n=2) if equals else []
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        if cls.takes == "run":
+            of_run = f"; and the keys of a run: {', '.join(one for one in run_keys() if one != 'hydra')}"
+        what = "there is no such key" if equals else f"{word!r} is not key=value"
+        return f"{word}: {what}.{hint} {command} takes {', '.join(own) or 'no key of its own'}{of_run}."
+
+    @classmethod
+    def help(cls) -> str:
+        """What `--help` says below the first line."""
+        lines = [inspect.cleandoc(cls.__doc__ or "")]
+        if cls.own_keys():
+            lines += ["", "Keys of its own:"]
+        for name, one in cls.own_keys().items():
+            typed = f"{name}={one.metadata['shape']}"
+            lines.append(f"  {typed:<19} {one.metadata['said']}")
+        if cls.takes == "run":
+            lines.append(
+                f"{'All others' if cls.own_keys() else 'Keys'} are those of `quicksilver run`: model, dataset, data.root, results_dir …"
+            )
+        return "\n".join(lines)
 
 
 @dataclass
-class SweepOptions(Options):
-    """Keys of `quicksilver run` that are no part of a run, most of them of a sweep.
+class ResultsFolder(Command):
+    """A command that asks for the folder of results."""
+
+    results_dir: str = key(
+        "FOLDER", "default: $QUICKSILVER_RESULTS, or results", factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results")
+    )
+
+
+@dataclass
+class MakesRuns(Command):
+    """A command that makes runs.
+
+    Attributes:
+        workers: of a sweep: processes at once, of a launcher that has several; None: as the launcher's yaml says.
+    """
+
+    plan: bool = key("true", "only say what would run, and what it would take on this machine (docs/recipes.md)", False)
+    yes: bool = key("true", "start what is said to take more than an hour", False)
+    workers: Positive | None = key("N", "processes at once; as it comes, one a core, or as the launcher's yaml says")
+
+
+@dataclass
+class SweepOptions(MakesRuns):
+    """Keys of `quicksilver run` that are no part of a run.
 
     Attributes:
         name: of the sweep; None: of its experiment, and what only the same runs get.
         limit: make no more than so many runs that have no record; the others wait for the same command without it.
-        workers: processes at once, of a launcher that has several; None: as the launcher's yaml says.
-        plan: only say what would run and what it would take; of a single run as well.
-        yes: start what is said to take more than an hour; of a single run as well.
     """
 
-    name: str | None = None
-    limit: Positive | None = None
-    workers: Positive | None = None
-    plan: bool = False
-    yes: bool = False
-
-
-def split(words: Sequence[str], options: type[Own], command: str) -> tuple[Own, list[str]]:
-    """The command's own keys as an instance of the dataclass `options`, and the overrides of the run.
-
-    A field that is a list takes one value or several: `save=30`, `save=[20,40]`.
-
-    Raises:
-        ConfigError: a word that is no key=value, a key that neither the command nor a run has, a value of another type.
-    """
-    found, overrides = split_own(words, options)
-    own = [field.name for field in dataclasses.fields(cast(Any, options))]
-    for word in overrides:
-        key, equals, _ = word.partition("=")
-        if not equals and not key.startswith("~"):
-            raise ConfigError(f"{word!r} is not key=value. Keys of {command}: {', '.join(own)}, and those of `quicksilver run`.")
-        _check_known(key, own, command)
-    return found, overrides
-
-
-def split_own(words: Sequence[str], options: type[Own]) -> tuple[Own, list[str]]:
-    """`split`, but all other words are left as they are: they may be options of Hydra's.
-
-    Raises:
-        ConfigError: a value of another type, out of range, or none.
-    """
-    own = {field.name: field for field in dataclasses.fields(cast(Any, options))}
-    given, rest = {}, []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key.startswith("--") and key.removeprefix("--") in own:
-            raise ConfigError(f"{word}: write {key.removeprefix('--')}=VALUE.")
-        if not equals or key not in own:
-            rest.append(word)
-        elif not value:
-            raise ConfigError(f"{word} needs a value.")
-        else:
-            given[key] = value
-    return _typed(options, given, own), rest
-
-
-def check_overrides(words: Sequence[str], command: str) -> list[str]:
-    """`words` of a command that has no keys of its own.
-
-    Raises:
-        ConfigError: a word that is no key=value.
-    """
-    for word in words:
-        if "=" not in word and not word.startswith("~"):
-            raise ConfigError(f"{word!r} is not key=value: quicksilver {command} model=gpt2-large dataset=wikitext103 …")
-    return list(words)
+    name: str | None = key("NAME", "of a sweep; default: that of its experiment")
+    limit: Positive | None = key("20", "of a sweep: make no more than so many runs that have no record")
 
 
 def run_keys() -> list[str]:
@@ -98,34 +153,37 @@ def run_keys() -> list[str]:
     from quicksilver.runs.choices import GROUPS
     from quicksilver.runs.config import RunConfig
 
-    return list(dict.fromkeys([*GROUPS, *(field.name for field in dataclasses.fields(RunConfig)), "hydra"]))
+    return list(dict.fromkeys([*GROUPS, *(one.name for one in dataclasses.fields(RunConfig)), "hydra"]))
 
 
-def _check_known(key: str, own: list[str], command: str) -> None:
-    known = run_keys()
-    first = re.split(r"[./@:]", key.lstrip("+~"))[0]
-    if first in known:
-        return  # whether the rest of it is there, composing says
-    close = difflib.get_close_matches(first, [*own, *known], n=2)
-    hint = f"Did you mean {' or '.join(close)}? " if close else ""
-    of_its_own = f"Keys of {command}: {', '.join(own)}; of" if own else "Keys of"
-    raise ConfigError(f"{key}: there is no such key. {hint}{of_its_own} the run: {', '.join(k for k in known if k != 'hydra')}.")
+def first_part(name: str) -> str:
+    """The part of a key that says what it is of: `modules` of `+modules.halting.tau_drift`."""
+    return re.split(r"[./@:=]", name.lstrip("+~"))[0]
 
 
-def _typed(options: type[Own], given: dict[str, str], own: dict[str, dataclasses.Field[Any]]) -> Own:
+def _is_of_a_run(word: str) -> bool:
+    """Whether composing will say what the word means, or what is wrong with it."""
+    return ("=" in word or word.startswith("~")) and first_part(word) in run_keys()
+
+
+def _read(about: dataclasses.Field[Any], word: str) -> Any:
+    """The value in `word`, as yaml has it; a list may be given as its only entry: `save=0.3`, `save=[0.2,0.4]`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    read: dict[str, Any] = {}
-    for key, value in given.items():
-        kind = str(own[key].type).removesuffix(" | None")
-        try:
-            read[key] = value if kind == "str" else OmegaConf.to_container(OmegaConf.create(f"value: {value}"))["value"]  # type: ignore[index,call-overload]
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"{key}={value} cannot be read: {str(error).splitlines()[0]}.") from error
-        if kind.startswith("list[") and not isinstance(read[key], list):
-            read[key] = [read[key]]
-        if kind == "list[str]":
-            read[key] = [str(one) if isinstance(one, int | float) else one for one in read[key]]
-    return options(**read)
+    text, kind = word.partition("=")[2], str(about.type).removesuffix(" | None")
+    if not text:
+        raise ConfigError(f"{word} needs a value.")
+    if kind == "str":
+        return text
+    try:
+        read: Mapping[Any, Any] = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))  # type: ignore[assignment]
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{word} cannot be read: {str(error).splitlines()[0]}.") from error
+    value = read["value"]
+    if kind.startswith("list["):
+        value = value if isinstance(value, list) else [value]
+    if kind == "list[str]":
+        value = [str(one) if isinstance(one, int | float) else one for one in value]
+    return value

@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 something failed; 2 the request makes no sense; 130 interr
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import os
@@ -13,55 +12,76 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from quicksilver import __version__
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 
-COMMANDS = Path(__file__).resolve().parent / "commands"
+if TYPE_CHECKING:
+    from quicksilver.cli.arguments import Command
+
+# Name -> its class in a file of commands/, and what it does. Those below `dev` are of people who work on QuickSilver itself.
+COMMANDS = {
+    "budget": ("search.Budget", 'Set a dial so that a budget holds: "save 30% of the FLOPs", or "cost at most 1% of perplexity".'),
+    "calibrate": ("search.Calibrate", "Measure a model's drift and entropy on text, and keep their percentiles per layer."),
+    "claims": ("reproduce.Claims", "Judge every number that the paper claims by the records that are there; run nothing."),
+    "demo": ("demo.Demo", "One paragraph, dense and adaptive side by side, every token coloured by the depth it reached; 20 seconds."),
+    "doctor": ("doctor.Doctor", "Print what this machine has, and what each missing thing costs: put it into a bug report."),
+    "fit": ("search.Fit", "Fit translators: maps that predict K and V of later layers, so that tokens may stop early and still be seen."),
+    "list": ("look.List", "Name tables and figures, what a run can be made of, and sweeps."),
+    "lm_eval": ("run.LmEval", "lm-evaluation-harness with models under runtime modules: its own command line, with the model `quicksilver`."),
+    "new": ("new.New", "Write a method, a text, a model family or a table of your own: a file, its yaml and a test that passes at once."),
+    "report": ("look.Report", "Write a site of everything that was made so far, to be opened in a browser; run nothing."),
+    "reproduce": ("reproduce.Reproduce", "Remake tables and figures of the paper: run what has no record yet, print and write them."),
+    "run": ("run.Run", "Make one record, or those of a sweep: model × dataset × modules × protocol × measure."),
+    "schedule": ("search.Schedule", "Choose which tokens of a prompt stop where, for a model and a budget, by KL to dense on calibration text."),
+    "status": ("look.Status", "Say what is at work below a results folder: sweeps, single runs, the processes that make them, jobs in the queue."),
+    "dev benchmark": ("dev.Benchmark", "What the runtime costs and saves on this machine, within twenty minutes."),
+    "dev completion": ("dev.Completion", "The script with which a shell completes commands, keys and choices."),
+    "dev keep": ("dev.Keep", "Put the records behind every written table, figure and the ledger into results/records, where git has them."),
+    "dev readme": ("dev.Readme", "Put the written tables and figures into README.md, between its markers."),
+    "dev variants": ("dev.Variants", "Write what the repository has of other models and texts: tables, figures, the ledger, results/variants.md."),
+}  # fmt: skip
 
 
 class Terminated(BaseException):
     """SIGTERM arrived. Not an Exception: what is half done is undone on its way out, and nothing may swallow it."""
 
 
-def commands() -> dict[str, Path]:
-    """Every command with its file, sorted by name."""
-    return {path.stem: path for path in sorted(COMMANDS.glob("*.py")) if not path.stem.startswith("_")}
+def commands(below: str = "") -> list[str]:
+    """The words that may stand first, or after `below`, such as `dev`."""
+    return list(dict.fromkeys(name.removeprefix(below).split()[0] for name in COMMANDS if name.startswith(below)))
 
 
-def load(name: str) -> ModuleType:
-    """The file of a command, imported.
+def load(name: str) -> type[Command]:
+    """The class of a command.
 
     Raises:
         ConfigError: there is no such command; names close ones.
     """
-    there = commands()
-    if name not in there:
-        close = difflib.get_close_matches(name, there, n=2)
+    if name not in COMMANDS:
+        known = [one for one in COMMANDS if one.startswith("dev ") == (name.split()[0] == "dev")]
+        close = difflib.get_close_matches(name, known, n=2)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
-        raise ConfigError(f"There is no command {name}. {hint}Commands: {', '.join(there)}.")
-    return importlib.import_module(f"quicksilver.cli.commands.{name}")
+        raise ConfigError(f"There is no command {name}. {hint}Commands: {', '.join(known)}.")
+    file, _, cls = COMMANDS[name][0].partition(".")
+    found: type[Command] = getattr(importlib.import_module(f"quicksilver.cli.commands.{file}"), cls)
+    return found
 
 
 def help_of(name: str) -> str:
-    """The docstring of a command's file, read without importing it."""
-    return ast.get_docstring(ast.parse(commands()[name].read_text(encoding="utf-8"))) or ""
+    """What `--help` says of a command."""
+    return f"{COMMANDS[name][1]}\n\n{load(name).help()}"
 
 
-def usage() -> str:
-    """One line a command."""
-    lines = [f"  {name:<12} {help_of(name).partition(chr(10))[0]}" for name in commands()]
-    return "\n".join(
-        [
-            "quicksilver COMMAND key=value …",
-            "",
-            *lines,
-            "",
-            "`quicksilver COMMAND --help` says more. Keys are the same everywhere: model=gpt2-large dataset=wikitext103 results_dir=/folder",
-        ]
-    )
+def usage(below: str = "") -> str:
+    """One line a command; those below `dev` by themselves."""
+    lines = [f"  {name:<14} {said}" for name, (_, said) in COMMANDS.items() if name.startswith("dev ") == (below == "dev")]
+    if not below:
+        lines.append(f"  {'dev':<14} Commands of those who work on QuickSilver itself: {', '.join(commands('dev '))}.")
+    keys = "Keys are the same everywhere: model=gpt2-large dataset=wikitext103 results_dir=/folder"
+    return "\n".join(["quicksilver COMMAND key=value …", "", *lines, "", f"`quicksilver COMMAND --help` says more. {keys}"])
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -71,23 +91,27 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if words[:1] in ([], ["-h"], ["--help"], ["help"]):
         print(usage())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         print(f"quicksilver {__version__}")
         return 0
-    name, rest = words[0], words[1:]
-    module = load(name)
-    if any(word in ("-h", "--help") for word in rest) and not getattr(module, "OWN_HELP", False):
+    if words[0] == "dev" and (words[1:2] or ["--help"])[0] in ("-h", "--help"):
+        print(usage("dev"))
+        return 0 if words[1:] else 2
+    depth = 2 if words[0] == "dev" else 1
+    name, rest = " ".join(words[:depth]), words[depth:]
+    command = load(name)
+    if not command.own_help and {"-h", "--help"} & set(rest):
         print(help_of(name))
         return 0
-    together = name == "run" and "model.parallel=tensor" in rest
-    if not together:
+    if name == "run" and "model.parallel=tensor" in rest:
+        if os.environ.get("RANK", "0") != "0":
+            return _quiet_on_other_ranks(lambda: command.parsed(rest, f"quicksilver {name}").main())
+    else:
         _refuse_torchrun()
-    elif os.environ.get("RANK", "0") != "0":
-        return _quiet_on_other_ranks(lambda: module.main(rest))
-    return module.main(rest)
+    return command.parsed(rest, f"quicksilver {name}").main()
 
 
 def _quiet_on_other_ranks(command: Callable[[], int]) -> int:

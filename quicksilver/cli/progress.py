@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.cli.main import say
-from quicksilver.runtime.errors import QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
     from quicksilver.measure.measurement import Result
@@ -48,6 +48,21 @@ def show_fault(error: Exception) -> None:
         say(str(error))
     elif not isinstance(error, QuickSilverError):
         traceback.print_exception(error)
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Around imports of libraries that not everybody has.
+
+    Raises:
+        ConfigError: one is not installed; names it and the extra of the package that brings it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "quicksilver":
+            raise
+        raise ConfigError(f"{what} needs {error.name}, which is not installed: pip install 'quicksilver[{extra}]'.") from error
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import copy
 import dataclasses
 import importlib
 import inspect
-import json
 import pickle
 import sys
 from collections.abc import Mapping
@@ -187,9 +186,13 @@ def _option(name: str, field: ast.AnnAssign) -> dict[str, Any]:
     if field.value is None or name.endswith("_mask") or ast.unparse(field.annotation).startswith("ClassVar"):
         return {}
     try:
-        return {name: json.loads(json.dumps(ast.literal_eval(field.value)))}  # a tuple is a list in a yaml
+        return {name: _as_yaml(ast.literal_eval(field.value))}
     except ValueError:
         return {}  # a call, such as field(init=False)
+
+
+def _as_yaml(value: Any) -> Any:
+    return [_as_yaml(one) for one in value] if isinstance(value, tuple | list) else value
 
 
 class FileConfigSource(file_config_source.FileConfigSource):

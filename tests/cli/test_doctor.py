@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quicksilver.cli import main as console
 from quicksilver.cli.commands import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ def topics(printed: str) -> dict[str, list[str]]:
 
 
 def test_it_prints_processor_kernels_versions_disk_data_and_packages(capsys, tmp_path):
-    assert doctor.main([f"results_dir={tmp_path}"]) == 0
+    assert console.main(["doctor", f"results_dir={tmp_path}"]) == 0
     printed = topics(capsys.readouterr().out)
     assert list(printed) == ["versions", "machine", "kernels", "disk", "data", "packages"]
     assert any(line.startswith(f"torch {torch.__version__}") for line in printed["versions"])
@@ -35,12 +36,12 @@ def test_it_prints_processor_kernels_versions_disk_data_and_packages(capsys, tmp
 
 def test_texts_that_a_folder_has_are_at_hand(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
-    doctor.main([])
+    console.main(["doctor"])
     assert "books" in next(line for line in topics(capsys.readouterr().out)["data"] if line.startswith("needs a file"))
     (tmp_path / "books").mkdir()
     for part in ("test", "valid"):
         (tmp_path / "books" / f"books_{part}.txt").write_text("text")
-    doctor.main([f"data.root={tmp_path}"])
+    console.main(["doctor", f"data.root={tmp_path}"])
     assert "books" in next(line for line in topics(capsys.readouterr().out)["data"] if line.startswith("at hand"))
 
 
@@ -53,7 +54,7 @@ def test_a_missing_package_comes_with_its_cost(capsys, monkeypatch):
         return there(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    doctor.main([])
+    console.main(["doctor"])
     line = next(line for line in topics(capsys.readouterr().out)["packages"] if "wandb" in line)
     assert "no tracker=wandb" in line
     assert "quicksilver[tracking]" in line
@@ -65,5 +66,5 @@ def test_the_versions_it_names_are_those_of_the_lock():
 
 
 def test_a_data_root_that_is_no_folder_is_said(capsys, tmp_path):
-    doctor.main([f"data.root={tmp_path / 'none'}"])
+    console.main(["doctor", f"data.root={tmp_path / 'none'}"])
     assert "is no folder: give another one" in capsys.readouterr().out

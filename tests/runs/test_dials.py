@@ -211,7 +211,7 @@ def test_a_dial_that_is_not_there_is_named():
 def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dials_module, "load_dial", lambda name: SHARE)
     results = tmp_path / "results"
-    asked = ["save=[20,94]", "of=prompt_nominal", "halvings=2", "transfer=file", *world, "protocol.batch_size=5"]
+    asked = ["save=[0.2,0.94]", "of=prompt_nominal", "halvings=2", "transfer=file", *world, "protocol.batch_size=5"]
     assert (
         console.main(["budget", *asked, f"results_dir={results}"]) == 1
     )  # the second cannot be met; the first is reported all the same

@@ -285,7 +285,7 @@ def test_a_bad_option_is_one_line(words: list[str], said: str, capsys: pytest.Ca
 @pytest.mark.parametrize("words", [["minutes=nan"], ["minutes=-1"], ["minutes=inf"], ["only=[]"], ["only=[nothing]"]])
 def test_a_bad_key_of_the_command_is_refused(words: list[str]) -> None:
     with pytest.raises(benchmark.ConfigError, match=words[0].split("=")[0]):
-        dev.benchmark(words)
+        dev.Benchmark.parsed(words, "quicksilver dev benchmark").main()
 
 
 @pytest.mark.slow

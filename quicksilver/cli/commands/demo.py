@@ -1,20 +1,4 @@
-"""One paragraph, dense and adaptive side by side, every token coloured by the depth it reached; 20 seconds, no download.
-
-quicksilver demo
-quicksilver demo save=0.5 model=reference-llama
-quicksilver demo save=0.2 text="A paragraph of your own, of some length."
-
-The first three quarters of the text are a prompt, the rest is scored from the cache that the prompt left. Two ways of saving the prompt's work
-are shown: the oldest tokens are dropped early and nearly all others stop later, with their keys and values predicted (the model's own schedule,
-chosen for save=0.4 or 0.5); at other shares, the tokens that get the least attention leave early.
-
-Keys of its own:
-  save=0.4       share of the prompt's FLOPs that halting is asked to save; a schedule saves it in prompts of 448 tokens, and less in shorter ones
-  text=TEXT      default: of the Python language reference, which the models were not trained on
-  new_tokens=20  how many tokens both write after it
-  model=NAME     reference-gpt2 or reference-llama, which come with the package
-  svg=FILE       write it as a picture too
-"""
+"""One paragraph, dense and adaptive side by side, every token coloured by the depth it reached."""
 
 from __future__ import annotations
 
@@ -27,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quicksilver.cli.arguments import split
+from quicksilver.cli.arguments import Command, key
 from quicksilver.files import write_atomically
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import InnerShare, Options, Positive
+from quicksilver.runtime.options import InnerShare, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -42,14 +26,44 @@ RAMP = (33, 38, 36, 71, 136, 172, 203)
 
 
 @dataclass
-class Keys(Options):
-    """The command's own keys, as its help has them."""
+class Demo(Command):
+    """
+    quicksilver demo
+    quicksilver demo save=0.5 model=reference-llama
+    quicksilver demo save=0.2 text="A paragraph of your own, of some length."
 
-    save: InnerShare = 0.4
-    text: str | None = None
-    new_tokens: Positive = 20
-    model: str = "reference-gpt2"
-    svg: str | None = None
+    The first three quarters of the text are a prompt, the rest is scored from the cache that the prompt left. Two ways of saving the prompt's
+    work are shown: the oldest tokens are dropped early and nearly all others stop later, with their keys and values predicted (the model's own
+    schedule, chosen for save=0.4 or 0.5); at other shares, the tokens that get the least attention leave early. No download.
+    """
+
+    save: InnerShare = key(
+        "0.4", "share of the prompt's FLOPs to be saved; a schedule saves it in prompts of 448 tokens, less in shorter ones", 0.4
+    )
+    text: str | None = key("TEXT", "default: of the Python language reference, which the models were not trained on")
+    new_tokens: Positive = key("20", "how many tokens both write after it", 20)
+    model: str = key("NAME", "reference-gpt2 or reference-llama, which come with the package", "reference-gpt2")
+    svg: str | None = key("FILE", "write it as a picture too")
+
+    def main(self) -> int:
+        """Run both ways and print them.
+
+        Raises:
+            ConfigError: no embedded model of that name, a share that cannot be saved, a text that is too short or too long.
+        """
+        from quicksilver.runs.choices import choices
+
+        embedded = [name for name in choices("model") if name.startswith("reference-")]
+        if self.model not in embedded:
+            raise ConfigError(f"model={self.model}: a demo runs the models that come with the package: {', '.join(embedded)}.")
+        if sys.stderr.isatty():
+            print("Loading …", end="\r", file=sys.stderr, flush=True)
+        colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        show = _shown(self)
+        print("\n".join(show(min(shutil.get_terminal_size((100, 24)).columns, 120), colours)))
+        if self.svg is not None:
+            write_atomically(Path(self.svg), _picture(show(SVG_COLUMNS, True)).encode())
+        return 0
 
 
 @dataclass(frozen=True)
@@ -72,35 +86,6 @@ class Pass:
     written: str
 
 
-def main(words: Sequence[str]) -> int:
-    """Run both ways and print them; returns the exit code.
-
-    Raises:
-        ConfigError: no embedded model of that name, a share that cannot be saved, a text that is too short or too long.
-    """
-    options, overrides = split(words, Keys, "demo")
-    if overrides:
-        raise ConfigError(
-            f"{overrides[0]}: a demo makes no record and takes save, text, new_tokens and model. See quicksilver run."
-        )
-    if options.new_tokens < 1:
-        raise ConfigError(f"new_tokens={options.new_tokens} is out of range: at least 1.")
-    from quicksilver.runs.choices import choices
-
-    embedded = [name for name in choices("model") if name.startswith("reference-")]
-    if options.model not in embedded:
-        raise ConfigError(f"model={options.model}: a demo runs the models that come with the package: {', '.join(embedded)}.")
-    if sys.stderr.isatty():
-        print("Loading …", end="\r", file=sys.stderr, flush=True)
-    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    columns = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    show = _shown(options)
-    print("\n".join(show(columns, colours)))
-    if options.svg is not None:
-        write_atomically(Path(options.svg), _picture(show(SVG_COLUMNS, True)).encode())
-    return 0
-
-
 def _picture(lines: Sequence[str]) -> str:
     """A terminal's window as SVG, which asks no other place for a font."""
     import io
@@ -117,7 +102,7 @@ def _picture(lines: Sequence[str]) -> str:
     return console.export_svg(title="quicksilver demo", code_format=plain, unique_id="demo")
 
 
-def _shown(options: Keys) -> Callable[[int, bool], list[str]]:
+def _shown(options: Demo) -> Callable[[int, bool], list[str]]:
     """Both ways, once; what it returns prints them at a width, with or without colours."""
     from quicksilver.models.loading import load, locate
     from quicksilver.models.spec import ModelConfig

@@ -1,10 +1,4 @@
-"""Print what this machine has, and what each missing thing costs: put it into a bug report.
-
-quicksilver doctor
-quicksilver doctor data.root=/folder results_dir=/folder
-
-Nothing is downloaded. The integer kernels are compared with float64, which takes a second the first time.
-"""
+"""What this machine has, and what each missing thing costs."""
 
 from __future__ import annotations
 
@@ -14,12 +8,13 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quicksilver import __version__
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.cli.arguments import ResultsFolder, key
 
 # What `requirements.lock` pins: the results and the whole suite were made with these. The runtime alone also ran on the older pair.
 RUN_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
@@ -41,28 +36,36 @@ COSTS = {
 _GB = 1e9
 
 
-def main(words: Sequence[str]) -> int:
-    """Print the findings; returns the exit code.
-
-    Raises:
-        ConfigError: a word that is neither data.root= nor results_dir=.
+@dataclass
+class Doctor(ResultsFolder):
     """
-    given = dict(word.partition("=")[::2] for word in words)
-    if unknown := given.keys() - {"data.root", "results_dir"}:
-        raise ConfigError(f"{min(unknown)}: quicksilver doctor takes data.root=/folder, results_dir=/folder, or nothing.")
-    root = given.get("data.root") or os.environ.get("QUICKSILVER_DATA")
-    results = Path(given.get("results_dir") or os.environ.get("QUICKSILVER_RESULTS") or "results").expanduser()
-    for topic, lines in (
-        ("versions", _versions()),
-        ("machine", _machine()),
-        ("kernels", _kernels()),
-        ("disk", _disk(results)),
-        ("data", _data(Path(root).expanduser() if root else None)),
-        ("packages", _packages()),
-    ):
-        for number, line in enumerate(lines):
-            print(f"{topic if number == 0 else '':<10}{line}")
-    return 0
+    quicksilver doctor
+    quicksilver doctor data.root=/folder results_dir=/folder
+
+    Nothing is downloaded. The integer kernels are compared with float64, which takes a second the first time.
+    """
+
+    root: str | None = key(
+        "/folder",
+        "local texts and models; default: $QUICKSILVER_DATA",
+        factory=lambda: os.environ.get("QUICKSILVER_DATA"),
+        name="data.root",
+    )
+
+    def main(self) -> int:
+        """Print the findings."""
+        topics = {
+            "versions": _versions(),
+            "machine": _machine(),
+            "kernels": _kernels(),
+            "disk": _disk(Path(self.results_dir).expanduser()),
+            "data": _data(Path(self.root).expanduser() if self.root else None),
+            "packages": _packages(),
+        }
+        for topic, lines in topics.items():
+            for number, line in enumerate(lines):
+                print(f"{topic if number == 0 else '':<10}{line}")
+        return 0
 
 
 def _versions() -> Iterator[str]:
@@ -120,13 +123,8 @@ def _disk(results: Path) -> Iterator[str]:
 
 
 def _data(root: Path | None) -> Iterator[str]:
-    import yaml
-
     from quicksilver.data.spec import MADE_HERE
-    from quicksilver.runs.choices import choices, config_dir
-
-    def read(name: str) -> dict[str, Any]:
-        return yaml.safe_load((config_dir() / "dataset" / f"{name}.yaml").read_text(encoding="utf-8"))
+    from quicksilver.runs.choices import choices
 
     if root is None:
         yield "data.root is not set: texts come from the hub, or from the package (data.root=/folder, or QUICKSILVER_DATA)"
@@ -136,24 +134,32 @@ def _data(root: Path | None) -> Iterator[str]:
         yield f"data.root: {root}"
     places: dict[str, list[str]] = {"at hand": [], "from the hub": [], "needs a file": []}
     for name in choices("dataset"):
-        content = read(name)
-        for parent in {*content.get("defaults", ())} - {"_self_"}:
-            content = read(parent) | content
+        content = _yaml(name)
         files = list(_files(content))
         local = root is not None and len(files) > 0 and all((root / file).exists() for file in files)
         if local or content["reader"] in MADE_HERE:
             places["at hand"].append(name)
         else:
             places["from the hub" if (content.get("hub") or {}).get("id") else "needs a file"].append(name)
-    for place, names in places.items():
-        if names:
-            yield f"{place}: {', '.join(names)}"
+    yield from (f"{place}: {', '.join(names)}" for place, names in places.items() if names)
+
+
+def _yaml(name: str) -> dict[str, Any]:
+    """A yaml of conf/dataset, with what it inherits."""
+    import yaml
+
+    from quicksilver.runs.choices import config_dir
+
+    content: dict[str, Any] = yaml.safe_load((config_dir() / "dataset" / f"{name}.yaml").read_text(encoding="utf-8"))
+    for parent in {*content.get("defaults", ())} - {"_self_"}:
+        content = _yaml(parent) | content
+    return content
 
 
 def _files(content: dict[str, Any]) -> Iterator[str]:
     """Every file that a dataset's yaml names."""
-    for key, value in content.items():
-        if key == "files":
+    for part, value in content.items():
+        if part == "files":
             yield from (value if isinstance(value, list) else [file for file in value.values() if file])
         elif isinstance(value, dict):
             yield from _files(value)
@@ -163,20 +169,14 @@ def _packages() -> Iterator[str]:
     from packaging.requirements import Requirement
 
     missing: dict[str, list[str]] = {}
-    for line in importlib.metadata.requires("quicksilver") or ():
-        requirement = Requirement(line)
-        named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
-        if named is not None and named[1] in COSTS and not _installed(requirement.name):
-            missing.setdefault(named[1], []).append(requirement.name)
+    for requirement in map(Requirement, importlib.metadata.requires("quicksilver") or ()):
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
+        if extra is not None and extra[1] in COSTS:
+            try:
+                importlib.metadata.version(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                missing.setdefault(extra[1], []).append(requirement.name)
     if not missing:
         yield "all optional packages are installed"
-    for extra, names in missing.items():
-        yield f"missing {', '.join(names)}: no {COSTS[extra]}. {sys.executable} -m pip install 'quicksilver[{extra}]'"
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    for name, names in missing.items():
+        yield f"missing {', '.join(names)}: no {COSTS[name]}. {sys.executable} -m pip install 'quicksilver[{name}]'"

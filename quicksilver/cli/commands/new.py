@@ -1,14 +1,4 @@
-"""Write a method, a text, a model family or a table of your own: a file, its yaml and a test that passes at once.
-
-quicksilver new module quiet        quiet.py, modules/quiet.yaml, test_quiet.py
-quicksilver new dataset letters     letters.txt, letters_calibration.txt, dataset/letters.yaml, test_letters.py
-quicksilver new family mine         mine.py, model/mine.yaml, test_mine.py
-quicksilver new table mine          table_mine.py, test_table_mine.py
-
-Keys of its own:
-  folder=.   where the files go; a table goes into experiments/, where `quicksilver reproduce` finds it
-Existing files are never changed. Runs read the yaml with `--config-dir FOLDER`, and the file when they start in FOLDER.
-"""
+"""Files to begin with, for what somebody adds: templates, and the command that fills them in."""
 
 from __future__ import annotations
 
@@ -17,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import ClassVar
 
-from quicksilver.cli.arguments import split
+from quicksilver.cli.arguments import Command, key
 from quicksilver.report.artefacts import experiments_folder
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import Options
 
 MODULE = '''"""What $name decides, in one sentence."""
 
@@ -209,38 +199,50 @@ NEXT = {
 
 
 @dataclass
-class Keys(Options):
-    """The command's own keys, as its help has them."""
-
-    folder: str | None = None
-
-
-def main(words: Sequence[str]) -> int:
-    """Write the files and say what to type next; returns the exit code.
-
-    Raises:
-        ConfigError: no such kind, a name that is no Python name, or a file that is there already.
+class New(Command):
     """
-    options, rest = split([word for word in words if "=" in word], Keys, "new")
-    kind, name, *more = [*(word for word in words if "=" not in word), *rest, "", ""]
-    if kind not in FILES or not re.fullmatch(r"[a-z][a-z0-9_]*", name) or any(more):
-        raise ConfigError(
-            f"{' '.join(words) or 'nothing'}: quicksilver new takes {', '.join(FILES)}, a name of a-z, 0-9 and _, and folder=."
+    quicksilver new module quiet        quiet.py, modules/quiet.yaml, test_quiet.py
+    quicksilver new dataset letters     letters.txt, letters_calibration.txt, dataset/letters.yaml, test_letters.py
+    quicksilver new family mine         mine.py, model/mine.yaml, test_mine.py
+    quicksilver new table mine          table_mine.py, test_table_mine.py
+
+    Existing files are never changed. Runs read the yaml with `--config-dir FOLDER`, and the file when they start in FOLDER.
+    """
+
+    most_names: ClassVar[int] = 2
+    folder: str | None = key(".", "where the files go; a table goes into experiments/, where `quicksilver reproduce` finds it")
+
+    @classmethod
+    def next_names(cls, given: Sequence[str]) -> list[str]:
+        """The kinds."""
+        return [] if given else [*FILES]
+
+    def main(self) -> int:
+        """Write the files and say what to type next.
+
+        Raises:
+            ConfigError: no such kind, a name that is no Python name, or a file that is there already.
+        """
+        kind, name = (*self.names, "", "")[:2]
+        if kind not in FILES or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            asked = " ".join(self.names) or "nothing"
+            raise ConfigError(f"{asked}: quicksilver new takes {', '.join(FILES)}, a name of a-z, 0-9 and _, and folder=.")
+        folder = Path(self.folder or (experiments_folder() if kind == "table" else ".")).resolve()
+        said = {"name": name, "Class": "".join(part.capitalize() for part in name.split("_")), "folder": str(folder)}
+        files = {folder / Template(path).substitute(said): Template(text).substitute(said) for path, text in FILES[kind].items()}
+        if kind == "dataset":
+            files |= {folder / f"{name}.txt": _sample("specialnames"), folder / f"{name}_calibration.txt": _sample("compound")}
+        if there := [path for path in files if path.exists()]:
+            raise ConfigError(f"{there[0]} is there already: take another name, or folder=.")
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(path)
+        test = next(path for path in files if path.name.startswith("test_"))
+        print(
+            f"\nChange them, and type\n  cd {folder}\n  python -m pytest {test.name}\n  {Template(NEXT[kind]).substitute(said)}"
         )
-    folder = Path(options.folder or (experiments_folder() if kind == "table" else ".")).resolve()
-    said = {"name": name, "Class": "".join(part.capitalize() for part in name.split("_")), "folder": str(folder)}
-    files = {folder / Template(path).substitute(said): Template(text).substitute(said) for path, text in FILES[kind].items()}
-    if kind == "dataset":
-        files |= {folder / f"{name}.txt": _sample("specialnames"), folder / f"{name}_calibration.txt": _sample("compound")}
-    if there := [path for path in files if path.exists()]:
-        raise ConfigError(f"{there[0]} is there already: take another name, or folder=.")
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(path)
-    test = next(path for path in files if path.name.startswith("test_"))
-    print(f"\nChange them, and type\n  cd {folder}\n  python -m pytest {test.name}\n  {Template(NEXT[kind]).substitute(said)}")
-    return 0
+        return 0
 
 
 def _sample(topic: str) -> str:

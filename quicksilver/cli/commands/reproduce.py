@@ -1,21 +1,4 @@
-"""Remake tables and figures of the paper: run what has no record yet, print and write them.
-
-quicksilver reproduce table 11 model=reference-gpt2 dataset=python-docs measure.latency.repeats=9
-quicksilver reproduce figure 8
-quicksilver reproduce all
-
-One table or figure is timed on this machine. It reuses committed quality results after checking 8 windows of each run (records=checked).
-records=own measures everything here. `all` uses committed records (records=any) and runs only what has none. A result with records of this
-machine is written as NAME-mine, beside the committed one.
-
-`quicksilver list` names every table and figure. Runs are cached: repeat a command to resume it.
-Keys: those of `quicksilver run`, but for protocol and modules, which a table or figure sets itself, and
-
-  svg=true             write a figure's vector graphics as well; not of `all`
-  plan=true            only say what would run, and what it would take on this machine (docs/recipes.md)
-  yes=true             start what is said to take more than an hour
-  workers=1            processes for runs that read no clock, of the models that come with the package; as it comes one a core
-"""
+"""Tables, figures and the ledger of claims, made of records."""
 
 from __future__ import annotations
 
@@ -23,111 +6,197 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from quicksilver.cli.arguments import split
+from quicksilver.cli.arguments import Command, MakesRuns, key
 from quicksilver.cli.progress import counted, explain, show_fault, watched, width
 from quicksilver.records.record import TRACE
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
-from quicksilver.report.reproduction import base_config, build, command_of, jobs_of, recorded
+from quicksilver.report.reproduction import (
+    LOCAL_SUFFIX,
+    VARIANTS,
+    all_kept,
+    base_config,
+    build,
+    command_of,
+    jobs_of,
+    make_command,
+    name_of,
+    recorded,
+)
+from quicksilver.report.table import read
 from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_context, run_missing, text_of
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import Options, Positive
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from quicksilver.runs.config import RunConfig
     from quicksilver.runs.jobs import Job
 
 KINDS = ("table", "figure")
+SOURCES = {
+    "any": "records of any machine", "checked": "times of this machine; quality from committed records, of which 8 windows were checked",
+    "own": "all measured on this machine",
+}  # fmt: skip
+CLAIMS = "claims"
 
 
 @dataclass
-class Keys(Options):
-    """The command's own keys, as its help has them."""
-
-    svg: bool = False
-    plan: bool = False
-    yes: bool = False
-    workers: Positive | None = None
-
-
-def main(words: Sequence[str]) -> int:
-    """Remake one artefact, or all; returns the exit code."""
-    what, *rest = words or [""]
-    if what not in (*KINDS, "all"):
-        raise ConfigError(
-            f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
-        )
-    if what == "all":
-        options, overrides = split(rest, Keys, "reproduce all")
-        if options.svg:
-            raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
-        return reproduce(None, overrides, options)
-    if not rest or "=" in rest[0]:
-        raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
-    artefact = find(what, rest[0])
-    options, overrides = split(rest[1:], Keys, f"reproduce {what} {rest[0]}")
-    if not any(override.split("=")[0] == "records" for override in overrides):
-        # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
-        overrides = [*overrides, "records=own" if TRACE in artefact.reads else "records=checked"]
-    return reproduce(artefact, overrides, options)
-
-
-def reproduce(only: Artefact | None, overrides: Sequence[str], options: Keys) -> int:
-    """Run what is missing for one artefact or for all, then print and write one after another; returns the exit code.
-
-    Of all, what fails is named at the end, and the others are built. With `plan` nothing is run: what would be is printed, with what it would
-    take.
-
-    Raises:
-        ConfigError: overrides that no run could have, more than an hour of runs without `yes`.
-        QuickSilverError: the model or the text of the overrides cannot be had.
+class Reproduce(MakesRuns):
     """
-    base = base_config(overrides)
-    answers = RecordIndex(base.results_dir, base.records)
-    troubles: dict[Artefact, str] = {}
-    if only is not None:
-        work = {only: jobs_of(only, overrides, answers)}
-    else:
-        with counted(len(artefacts()), "reading runs") as done:
-            work, troubles = jobs_of_all(overrides, answers, done=done)
-    every = [job for jobs in work.values() for job in jobs]
-    missing = [job.config for job in every if job.config is not None]
-    if missing or options.plan:
-        from quicksilver.runs.estimate import check_time, estimates, table, without_record
+    quicksilver reproduce table 11 model=reference-gpt2 dataset=python-docs measure.latency.repeats=9
+    quicksilver reproduce figure 8
+    quicksilver reproduce all
 
-        if options.plan:
-            print(table(estimates(without_record(missing))), flush=True)
-            return 0
-        check_time(missing, options.yes)
-    make_side_by_side(every, options.workers, watch=watched)
-    # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.
-    run_missing(sorted(every, key=_text_of), answers, shared=base if only is None else None, watch=watched, on_fault=show_fault)
-    for artefact, jobs in work.items():
-        if jobs and all(job.record is None for job in jobs):
-            troubles[artefact] = "nothing could be measured"
-            continue
-        with collected(troubles, artefact) if only is None else nullcontext():
-            made = build(artefact, jobs, base, overrides, svg=options.svg)
-            if only is None:
-                print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
-            else:
-                print(f"{made.product.text(width())}\n{made.distance}\nWritten: {', '.join(map(str, made.written))}")
-        failed = [job for job in jobs if job.error is not None]
-        if failed and artefact not in troubles:
-            troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
-    explain([job for job in every if job.error is not None])
-    for artefact, trouble in troubles.items():
-        print(f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {command_of(artefact, overrides)}", file=sys.stderr)
-    if only is None:
-        total = len(artefacts())
-        print(f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures.")
-    return 1 if troubles else 0
+    One table or figure is timed on this machine. It reuses committed quality results after checking 8 windows of each run (records=checked).
+    records=own measures everything here; it is taken, and said, for what is drawn of decisions. `all` uses committed records (records=any) and
+    runs only what has none. A result with records of this machine is written as NAME-mine, beside the committed one.
+
+    `quicksilver list` names every table and figure. Runs are cached: repeat a command to resume it. Of the keys of a run, a table or figure
+    sets protocol and modules itself.
+    """
+
+    takes = "run"
+    most_names: ClassVar[int] = 2
+    svg: bool = key("true", "write a figure's vector graphics as well; not of `all`", False)
+
+    @classmethod
+    def next_names(cls, given: Sequence[str]) -> list[str]:
+        """What can be remade, then its numbers."""
+        if not given:
+            return [*KINDS, "all"]
+        return [number for one in artefacts() if [one.kind] == [*given] for number in one.numbers]
+
+    def main(self) -> int:
+        """Run what is missing for one artefact or for all, then print and write one after another. With `plan` nothing is run.
+
+        Of all, what fails is named at the end, and the others are built; returns 1 then.
+
+        Raises:
+            ConfigError: overrides that no run could have, more than an hour of runs without `yes`.
+            QuickSilverError: the model or the text of the overrides cannot be had.
+        """
+        only, overrides = self._wanted(), self.overrides
+        base = base_config(overrides)
+        answers = RecordIndex(base.results_dir, base.records)
+        troubles: dict[Artefact, str] = {}
+        if only is not None:
+            work = {only: jobs_of(only, overrides, answers)}
+        else:
+            with counted(len(artefacts()), "reading runs") as done:
+                work, troubles = jobs_of_all(overrides, answers, done=done)
+        every = [job for jobs in work.values() for job in jobs]
+        missing = [job.config for job in every if job.config is not None]
+        if missing or self.plan:
+            from quicksilver.runs.estimate import check_time, estimates, table, without_record
+
+            if self.plan:
+                print(table(estimates(without_record(missing))), flush=True)
+                return 0
+            check_time(missing, self.yes)
+        make_side_by_side(every, self.workers, watch=watched)
+        # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.
+        every_text = sorted(every, key=lambda job: text_of(job.config) if job.config is not None else "")
+        run_missing(every_text, answers, shared=base if only is None else None, watch=watched, on_fault=show_fault)
+        for artefact, jobs in work.items():
+            if jobs and all(job.record is None for job in jobs):
+                troubles[artefact] = "nothing could be measured"
+                continue
+            with collected(troubles, artefact) if only is None else nullcontext():
+                made = build(artefact, jobs, base, overrides, svg=self.svg)
+                if only is None:
+                    print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
+                else:
+                    print(f"{made.product.text(width())}\n{made.distance}\nrecords={base.records}: {SOURCES[base.records]}")
+                    print(f"Written: {', '.join(map(str, made.written))}")
+            failed = [job for job in jobs if job.error is not None]
+            if failed and artefact not in troubles:
+                troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
+        explain([job for job in every if job.error is not None])
+        for artefact, trouble in troubles.items():
+            print(
+                f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {command_of(artefact, overrides)}", file=sys.stderr
+            )
+        if only is None:
+            total = len(artefacts())
+            print(
+                f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures."
+            )
+        return 1 if troubles else 0
+
+    def _wanted(self) -> Artefact | None:
+        """The table or figure that is asked for; None: all."""
+        what, *number = self.names or [""]
+        if what not in (*KINDS, "all"):
+            raise ConfigError(
+                f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
+            )
+        if what == "all":
+            if number:
+                raise ConfigError(f"{number[0]!r} is not key=value: quicksilver reproduce all takes no number.")
+            if self.svg:
+                raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
+            return None
+        if not number:
+            raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
+        artefact = find(what, number[0])
+        if not any(word.split("=")[0] == "records" for word in self.overrides):
+            # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
+            self.overrides.append("records=own" if TRACE in artefact.reads else "records=checked")
+        return artefact
 
 
-def _text_of(job: Job) -> str:
-    return text_of(job.config) if job.config is not None else ""
+@dataclass
+class Claims(Command):
+    """
+    quicksilver claims
+    quicksilver claims model=gpt2-large dataset=wikitext103
+
+    Prints the ledger and writes it to results/claims.md, .csv and .json.
+    """
+
+    takes = "run"
+
+    def main(self) -> int:
+        """Print and write the claims ledger.
+
+        Raises:
+            ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
+            QuickSilverError: the model or the text of the overrides cannot be had.
+        """
+        from quicksilver.report.claims.ledger import Source, ledger
+        from quicksilver.runs.run import store_of
+
+        base = base_config(self.overrides)
+        store = store_of(base)
+        found, troubles = recorded_of_all(base, self.overrides, RecordIndex(base.results_dir, base.records))
+        failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
+        sources = [Source(one, outcomes, make_command(one, self.overrides)) for one, (_, outcomes) in found.items()]
+        name = name_of(CLAIMS, base, self.overrides)
+        whole = all(all_kept(source.outcomes, store) for source in sources) and not _lacks(store, name)
+        table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
+        print(table.text(width()))
+        print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))
+        explain(failed)
+        for artefact, trouble in troubles.items():
+            print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)
+        return 1 if failed or troubles else 0
+
+
+def _others(store: Store) -> dict[str, pd.DataFrame]:
+    """The written ledgers of other models and texts, by what these are called."""
+    import pandas as pd
+
+    paths = {one.title: store.root / f"{CLAIMS}-{one.name}.json" for one in VARIANTS}
+    return {title: pd.DataFrame(read(path).entries) for title, path in paths.items() if path.is_file()}
+
+
+def _lacks(store: Store, name: str) -> bool:
+    """Whether the written ledger names records that are not here, too large to be kept: it says more than what can be said now."""
+    path = store.root / f"{name}.json"
+    return path.is_file() and any(store.get(fingerprint) is None for fingerprint in read(path).records)
 
 
 def jobs_of_all(

@@ -1,79 +1,123 @@
-"""Make one record, or those of a sweep: model × dataset × modules × protocol × measure.
-
-quicksilver run model=reference-gpt2 dataset=python-docs modules=[halting,kv_skipping] protocol=continuation
-quicksilver run -m modules=[halting] modules.halting.tau_drift=p10,p25,p40
-quicksilver run --cfg job modules=[halting]     prints the composed config
-quicksilver run --help                          prints the groups and their choices
-
-A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4 (docs/sweeps-and-budgets.md);
-`quicksilver list sweep NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md); what would take
-more than an hour starts with yes=true.
-"""
+"""One run or a sweep, and lm-evaluation-harness under runtime modules: commands whose options are others'."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from hydra._internal.utils import get_args_parser
 
-from quicksilver.cli.arguments import SweepOptions, split_own
-from quicksilver.cli.main import say
+from quicksilver.cli.arguments import Command, SweepOptions
+from quicksilver.cli.main import help_of, say
+from quicksilver.cli.progress import needing
 from quicksilver.runs.composing import hydra_started, parsed, quoted, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.tracker import sync_hint
 from quicksilver.runtime.errors import ConfigError
 
-OWN_HELP = True  # Hydra's: it lists the choices
 _SEARCHPATH = "hydra.searchpath="
 _MAY_SWEEP = ("experiment=", "hydra.mode=")  # without -m
 _ANSWERED_BY_HYDRA = ("help", "hydra_help", "cfg", "info")
 _REFUSED = ("config_path", "config_name", "experimental_rerun", "shell_completion")  # conf/ and its schema are the only ones
 
 
-def main(words: Sequence[str]) -> int:
-    """Make one record or those of a sweep, or let Hydra answer; returns the exit code.
-
-    Raises:
-        ConfigError: a config that cannot be run.
-        QuickSilverError: a run that failed.
+@dataclass
+class Run(SweepOptions):
     """
-    asked, rest = split_own(words, SweepOptions)
-    given = _options(rest)
-    overrides = quoted(given.overrides)
-    extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *_searched(overrides)]
-    if any(getattr(given, name) for name in _ANSWERED_BY_HYDRA):
-        given.overrides = overrides
-        return _ask_hydra(given, extra_dirs)
-    overrides = [word for word in overrides if not word.startswith(_SEARCHPATH)]
-    if given.multirun or asked.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
-        from quicksilver.cli import sweeping
+    quicksilver run model=reference-gpt2 dataset=python-docs modules=[halting,kv_skipping] protocol=continuation
+    quicksilver run -m modules=[halting] modules.halting.tau_drift=p10,p25,p40
+    quicksilver run --cfg job modules=[halting]     prints the composed config
+    quicksilver run --help                          prints the groups and their choices
 
-        if given.multirun or asked.plan or sweeping.is_sweep(overrides, extra_dirs):
-            return sweeping.main(overrides, extra_dirs, asked)
-    if asked != SweepOptions(yes=asked.yes):
-        raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
-    return _make(compose(overrides, extra_dirs), asked.yes)
+    A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4 (docs/sweeps-and-budgets.md);
+    `quicksilver list sweep NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md); what would take
+    more than an hour starts with yes=true.
+    """
+
+    takes = "all"
+    own_help: ClassVar[bool] = True  # Hydra's: it lists the choices
+
+    def main(self) -> int:
+        """Make one record or those of a sweep, or let Hydra answer.
+
+        Raises:
+            ConfigError: a config that cannot be run.
+            QuickSilverError: a run that failed.
+        """
+        given = _options(self.overrides)
+        given.overrides = overrides = quoted(given.overrides)
+        extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *_searched(overrides)]
+        if any(getattr(given, name) for name in _ANSWERED_BY_HYDRA):
+            return _ask_hydra(given, extra_dirs)
+        overrides = [word for word in overrides if not word.startswith(_SEARCHPATH)]
+        if given.multirun or self.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
+            from quicksilver.cli import sweeping
+
+            if given.multirun or self.plan or sweeping.is_sweep(overrides, extra_dirs):
+                return sweeping.main(overrides, extra_dirs, self)
+        if (self.name, self.limit, self.workers) != (None, None, None):
+            raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
+        return self._make(compose(overrides, extra_dirs))
+
+    def _make(self, config: RunConfig) -> int:
+        """Make or find the record of one config and print what it says."""
+        from quicksilver.cli.progress import summary, watched
+        from quicksilver.runs.estimate import check_time
+        from quicksilver.runs.run import make, plan
+
+        check_time([config], self.yes)
+        planned = plan([config])
+        if (made := planned.wanted[0].record) is not None:
+            say(f"This run has its record already, of {made.finished[:16].replace('T', ' ')}: it is shown, nothing was run.")
+        with watched(planned.steps) as progress:
+            (record,) = make(planned, progress=progress)
+        print(summary(record), flush=True)
+        if hint := sync_hint(config.tracker, config.results_dir, [record.fingerprint]):
+            say(hint)
+        return 0
 
 
-def _make(config: RunConfig, yes: bool) -> int:
-    """Make or find the record of one config and print what it says."""
-    from quicksilver.cli.progress import summary, watched
-    from quicksilver.runs.estimate import check_time
-    from quicksilver.runs.run import make, plan
+@dataclass
+class LmEval(Command):
+    """
+    quicksilver lm_eval --model_args pretrained=reference-gpt2,modules=halting_attention --tasks lambada_openai
+    quicksilver lm_eval --model_args pretrained=gpt2,modules=halting_attention,modules.halting.halted_share=0.3 --tasks boolq --batch_size 8
 
-    check_time([config], yes)
-    planned = plan([config])
-    if (made := planned.wanted[0].record) is not None:
-        say(f"This run has its record already, of {made.finished[:16].replace('T', ' ')}: it is shown, nothing was run.")
-    with watched(planned.steps) as progress:
-        (record,) = make(planned, progress=progress)
-    print(summary(record), flush=True)
-    if hint := sync_hint(config.tracker, config.results_dir, [record.fingerprint]):
-        say(hint)
-    return 0
+    Everything after the command is lm-eval's own (`quicksilver lm_eval run --help`); without --model, it is quicksilver. docs/lm-eval.md says
+    what --model_args takes. Needs pip install 'quicksilver[lm-eval]'.
+    """
+
+    takes = "all"
+    own_help: ClassVar[bool] = True  # lm-eval's, of each of its commands
+
+    def main(self) -> int:
+        """Hand the words to lm-eval.
+
+        Raises:
+            ConfigError: lm-eval is not installed, or what the model refuses.
+        """
+        words = self.overrides
+        if words in (["-h"], ["--help"], []):
+            print(help_of("lm_eval"))
+            return 0 if words else 2
+        with needing("lm_eval", "lm-eval"):
+            import quicksilver.lm_eval  # noqa: F401  registers the model
+        from lm_eval.__main__ import cli_evaluate
+
+        named = any(word.split("=")[0] in ("--model", "-M") for word in words)
+        model = [] if named or words[0] in ("ls", "validate") else ["--model", "quicksilver"]
+        before, sys.argv = sys.argv, ["lm_eval", *words, *model]
+        try:
+            cli_evaluate()
+        except SystemExit as stop:  # argparse's
+            return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+        finally:
+            sys.argv = before
+        return 0
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

@@ -1,0 +1,123 @@
+"""Commands that show what is there: names, sweeps, work in progress, the site."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from quicksilver.cli.arguments import ResultsFolder
+from quicksilver.cli.progress import needing, width
+from quicksilver.report.artefacts import artefacts, listing
+from quicksilver.runs.choices import choices, config_dir
+from quicksilver.runtime.errors import ConfigError
+
+# Kind -> the folder of conf/ that has a file of each.
+GROUPS = {
+    "model": "model", "dataset": "dataset", "module": "modules", "peer": "modules", "protocol": "protocol", "measure": "measure",
+    "experiment": "experiment", "budget": "budget",
+}  # fmt: skip
+KINDS = ("table", "figure", *GROUPS, "sweep")
+
+
+@dataclass
+class List(ResultsFolder):
+    """
+    quicksilver list                  every table and figure that `quicksilver reproduce` makes, then what a run can be made of
+    quicksilver list module           one kind: table, figure, model, dataset, module, peer, protocol, measure, experiment, budget
+    quicksilver list sweep            the sweeps of the results folder
+    quicksilver list sweep NAME       one of them: what is done, running, failed and waiting, and what was found so far
+
+    `quicksilver run -m …` makes a sweep; its name is the one given as name=…, or the one it prints. The same table is a page,
+    results/sweeps/NAME/index.html, which is written anew whenever a run begins or ends.
+    """
+
+    most_names: ClassVar[int] = len(KINDS)
+
+    @classmethod
+    def next_names(cls, given: Sequence[str]) -> list[str]:
+        """The kinds."""
+        return [] if given else [*KINDS]
+
+    def main(self) -> int:
+        """Print the list; returns 1 where a run of the sweep that is asked for failed.
+
+        Raises:
+            ConfigError: words that are no kind, or no such sweep.
+        """
+        if self.names[:1] == ["sweep"] and len(self.names) <= 2:
+            return self._sweeps()
+        if unknown := [word for word in self.names if word not in KINDS[:-1]]:
+            raise ConfigError(f"{unknown[0]}: quicksilver list takes {', '.join(KINDS)}, or nothing.")
+        for kind in self.names or KINDS[:-1]:
+            print(listed(kind))
+        return 0
+
+    def _sweeps(self) -> int:
+        from quicksilver.report.sweep_status import Board
+        from quicksilver.runs.sweep import Sweep, names
+
+        for name in self.names[1:]:
+            board = Board(Sweep.load(self.results_dir, name))
+            print(board.text(width()))
+            return 1 if any(state.state == "failed" for state in board.sweep.states()) else 0
+        for name in names(self.results_dir):
+            board = Board(Sweep.load(self.results_dir, name))
+            print(board.headline(board.rows(most=50)))
+        return 0
+
+
+def listed(kind: str) -> str:
+    """One line a name of this kind, with what its file says first."""
+    if kind in ("table", "figure"):
+        return listing([artefact for artefact in artefacts() if artefact.kind == kind])
+    folder, lines = config_dir() / GROUPS[kind], []
+    for name in choices(GROUPS[kind]):
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+        if kind in ("module", "peer") and ("_target_: quicksilver.baselines" in text) != (kind == "peer"):
+            continue
+        said = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+        lines.append(f"  {kind} {name}: {said[0] if said else f'see {folder / name}.yaml'}")
+    return "\n".join(lines)
+
+
+@dataclass
+class Status(ResultsFolder):
+    """
+    quicksilver status
+    quicksilver status results_dir=/folder
+
+    Of each run that is being made: the window, windows a second, the time left, and the host, process and job of Slurm that makes it. The same
+    stands in progress.json beside the unfinished record. `quicksilver list sweep NAME` is the table of one sweep.
+    """
+
+    def main(self) -> int:
+        """Print it."""
+        from quicksilver.report.sweep_status import status
+
+        print(status(self.results_dir))
+        return 0
+
+
+@dataclass
+class Report(ResultsFolder):
+    """
+    quicksilver report
+    quicksilver report results_dir=/folder
+    """
+
+    def main(self) -> int:
+        """Write the site; say what is missing in it, and return 1 then.
+
+        Raises:
+            ConfigError: nothing was written yet, or a library is not installed.
+        """
+        with needing("The report", "report,plots"):
+            from quicksilver.report.site.collection import describe
+            from quicksilver.report.site.pages import make
+        page, problems = make(self.results_dir)
+        print(f"Written: {page}")
+        if problems:
+            print(f"Missing in it:\n{describe(problems)}", file=sys.stderr)
+        return 1 if problems else 0

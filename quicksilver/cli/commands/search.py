@@ -1,0 +1,406 @@
+"""What is measured, fitted and searched on calibration text: percentiles, dials, translators, schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from quicksilver.cli.arguments import Command, key
+from quicksilver.cli.main import say
+from quicksilver.cli.progress import progress_bar, width
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
+
+if TYPE_CHECKING:
+    from quicksilver.fitting.schedules import Candidate
+    from quicksilver.fitting.text import FitText, Half
+    from quicksilver.modules.translators import Translator
+    from quicksilver.records.record import Record
+    from quicksilver.runs.config import RunConfig
+    from quicksilver.runs.context import RunContext
+    from quicksilver.runs.dials import Fit as FittedDial
+    from quicksilver.runtime.architecture import Architecture
+
+TRAINED_FOR = (0.4, 0.5)  # shares saved by the schedules that `distill` trains for, each with either number of protected tokens
+TEXTS = ("python-docs", "wikitext103")
+
+
+def percent(share: float) -> float:
+    """0.3 as 30."""
+    return round(100 * share, 6)
+
+
+@dataclass
+class Budget(Command):
+    """
+    quicksilver budget save=0.3
+    quicksilver budget cost=1 dial=fusion_attention transfer=wikitext103 data.root=/folder
+    quicksilver budget save=[0.2,0.4] cost=2 sure=true model=gpt2-large dataset=wikitext103
+
+    The search reads the calibrating part of the text alone. A dial with a grid, as those of published methods have
+    (docs/sweeps-and-budgets.md), is set at each of its settings, and the setting of least KL to the dense model is taken. What it finds is
+    frozen, written as a module yaml, and reported on the test part and on other texts. Every step is a record: the same command goes on where
+    it was stopped. Without a budget it lists the dials.
+    """
+
+    takes = "run"
+    save: list[InnerShare] = key("SHARE", "save at least this share of the FLOPs; several: save=[0.2,0.4]", factory=list)
+    cost: list[Annotated[float, check_positive]] = key(
+        "PCT", "at most so many percent of perplexity; several: cost=[1,2]", factory=list
+    )
+    sure: bool = key("true", "with cost: the upper end of the 95% interval counts", False)
+    of: str = key("executed", "whose FLOPs save counts: executed, nominal, paper, or prompt_executed …", "executed")
+    dial: str = key("NAME", "a file of conf/budget, or a yaml like those; default: halting_attention", "halting_attention")
+    transfer: list[str] = key("[NAME,…]", "datasets on which the frozen dial is used too", factory=list)
+    halvings: Positive = key("6", "steps of the search, at each setting", 6)
+    output: str | None = key("FILE", "a yaml that gets what was found and compared, beside what it has of other models and dials")
+
+    def main(self) -> int:
+        """Search, freeze and report; returns 1 where one of several budgets cannot be met.
+
+        Raises:
+            ConfigError: a single budget that cannot be met.
+        """
+        if not self.save and not self.cost:
+            from quicksilver.cli.commands.look import listed
+
+            print(listed("budget"))
+            print("Say what to hold: quicksilver budget save=0.3, or cost=1 (make budget ARGS='save=0.3').")
+            return 0
+        from quicksilver.report.sweeps import BudgetReport, budget_table
+        from quicksilver.runs import dials
+        from quicksilver.runs.config import compose
+        from quicksilver.runs.context import RunContext
+
+        dial, context = dials.load_dial(self.dial), RunContext()
+        wanted = [dials.Budget("save", percent(share), self.of) for share in self.save]
+        wanted += [dials.Budget("cost", pct, sure=self.sure) for pct in self.cost]
+        default, asked = compose([]), compose(self.overrides)
+        results, reports, refused = Path(asked.results_dir), list[BudgetReport](), list[str]()
+        for budget in wanted:
+            try:
+                with progress_bar() as progress:
+                    found = dials.fit(budget, dial, self.overrides, halvings=self.halvings, context=context, progress=progress)
+            except ConfigError as error:
+                if len(wanted) == 1:
+                    raise
+                refused.append(str(error))
+                continue
+            yaml = dials.freeze(found, results / "budget", context=context)
+            if self.output:
+                dials.note(found, Path(self.output))
+            reports.append(BudgetReport(found, self._later(found, yaml, context)))
+            protocol = f"protocol={found.config.protocol.name}"
+            print(f"To {budget}: {dial.keys[0]}={dial.text(found.chosen.value)}, written to {yaml}. To use it:")
+            print(f"  quicksilver run --config-dir {results / 'budget'} modules=[{yaml.stem}] {protocol}\n")
+        if reports:
+            config = reports[0].found.config
+            other = (config.model.name, config.dataset.name) != (default.model.name, default.dataset.name)
+            of = [config.model.name, config.dataset.name] if other else []
+            made = budget_table(reports, "-".join(["budget", dial.name, *of]))
+            print(made.text(width()))
+            print("Written: " + ", ".join(map(str, made.write(results / "tables"))))
+        for message in refused:
+            say(message)
+        return 1 if refused else 0
+
+    def _later(self, found: FittedDial, yaml: Path, context: RunContext) -> dict[str, tuple[Record, Record]]:
+        """The frozen dial on the test part, and on other texts, each with its dense record."""
+        from quicksilver.records.store import Store
+        from quicksilver.runs.config import compose
+        from quicksilver.runs.dials import frozen_overrides
+        from quicksilver.runs.run import ensure
+
+        later = {}
+        for name in ("test", *self.transfer):
+            text = [] if name == "test" else [f"dataset={name}"]
+            config = compose(["measure=quick", *self.overrides, *text, *frozen_overrides(found, yaml)])
+            with progress_bar() as progress:
+                (record,) = ensure([config], progress=progress, context=context)
+            later[name] = (record, Store(config.results_dir).dense_of(record))
+        return later
+
+
+@dataclass
+class Calibrate(Command):
+    """
+    quicksilver calibrate model=gpt2 dataset=wikitext103
+    quicksilver calibrate model=reference-gpt2 text=my.txt dataset.calibration_windows=32
+
+    Prints a file that serves as `calibration=FILE` wherever a threshold is a percentile, such as p25. Asked again with the same model and
+    text it measures nothing and names the same file. `quicksilver run` calibrates by itself and does not need it.
+    """
+
+    takes = "run"
+    text: str | None = key("FILE", "a UTF-8 text file; default: the calibration part of the dataset")
+    kv: bool = key("true", "also the attention that halted tokens receive, for tau_kv of kv_skipping", False)
+    last_queries: Positive = key("16", "with kv=true: queries that observe", 16)
+    output: str | None = key("FOLDER", "default: results_dir/calibration")
+
+    def main(self) -> int:
+        """Measure, or find what was measured, and print the file.
+
+        Raises:
+            ConfigError: a model, text or value that cannot be had.
+        """
+        from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
+        from quicksilver.modules.signals import AttentionReceived
+        from quicksilver.runs.config import compose
+        from quicksilver.runs.context import RunContext
+
+        config, context = self._of_file(compose(self.overrides)), RunContext()
+        if config.modules:
+            raise ConfigError(f"modules=[{','.join(config.modules)}]: calibrate measures the dense model; leave modules out.")
+        text, windows = context.text(config, "calibration"), context.windows(config, "calibration").ids
+        loaded = context.model(config)
+        signals = [*SIGNALS, *([AttentionReceived(self.last_queries, "max")] if self.kv else [])]
+        folder = Path(self.output or Path(config.results_dir) / "calibration")
+        path = calibration_path(folder, loaded.model, windows, signals)
+        found = path.exists()
+        calibration = calibrated(
+            folder, loaded.model, windows, signals=signals, batch_size=config.protocol.batch_size,
+            source={"model": loaded.files.source, "text": text.source}, progress=bar("calibrating"),
+        )  # fmt: skip
+        print(
+            f"{'found' if found else 'measured'}: {len(windows)} windows of {config.protocol.window_tokens} tokens, {text.source}"
+        )
+        print("layer  p25 relative drift  p25 entropy (nats)")
+        rows = zip(calibration.thresholds("drift-relative", 25), calibration.thresholds("entropy-logit_lens", 25), strict=True)
+        for layer, (drift, entropy) in enumerate(list(rows)[:-1]):  # after the last layer nothing halts
+            print(f"{layer:5}  {drift:18.4f}  {entropy:18.3f}")
+        print(f"calibration={path}")
+        return 0
+
+    def _of_file(self, config: RunConfig) -> RunConfig:
+        from quicksilver.data.spec import DatasetConfig, FilesConfig
+
+        if self.text is None:
+            return config
+        if not Path(self.text).is_file():
+            raise ConfigError(f"text={self.text}: there is no such file.")
+        place, windows = str(Path(self.text).resolve()), config.dataset.calibration_windows
+        files = FilesConfig(test=place, calibration=place)
+        return dataclasses.replace(config, dataset=DatasetConfig("file", "text", files=files, calibration_windows=windows))
+
+
+@dataclass
+class Fit(Command):
+    """
+    quicksilver fit model=reference-gpt2 layers=[9,10]
+    quicksilver fit model=gpt2-large text=[wikitext103,python-docs] windows=480 data.root=/folder
+    quicksilver fit model=reference-gpt2 layers=[9] distill=120
+    quicksilver fit model=reference-gpt2 lens=true
+
+    One dense pass over the fitting half of the calibration text, memory independent of its length; stopped and asked again it goes on where
+    it was. Paragraphs that share 13 words with the test part of any dataset at hand are left out, counted and recorded. Time and peak memory
+    are printed and written beside the maps (MODEL.cost.json). docs/predicted-kv.md
+    """
+
+    takes = "run"
+    layers: list[Count] = key("[7,8]", "source layers, from 0; default: a third to three quarters of the depth", factory=list)
+    text: list[str] = key(
+        "[a,b]", "datasets whose calibration part is read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
+    )
+    windows: Positive = key("240", "at most this many windows of 512 tokens", 240)
+    ridge: Annotated[float, check_positive] = key("0.003", "penalty, as a multiple of the mean of the diagonal", 3e-3)
+    distill: Count = key("0", "then so many steps of Adam on KL to the dense logits", 0)
+    lens: bool = key("false", "true: a lens instead, for halting with entropy=tuned_lens", False)
+    control: str | None = key("NAME", "shuffled | mean: what a translator must beat")
+    dtype: Literal["float32", "float16", "bfloat16"] = key("float16", "of the written weights", "float16")
+    output: str | None = key("FOLDER", "default: results_dir/translators")
+
+    def main(self) -> int:
+        """Fit, write, and name the files.
+
+        Raises:
+            ConfigError: a model, text or value that cannot be had; too little text.
+        """
+        from quicksilver.runs.config import compose
+
+        written = self.fit(compose(self.overrides))
+        for path in written:
+            print(f"translator={path} ({path.stat().st_size / 1e6:.2f} MB)")
+        if not (self.lens or self.control):
+            files = ",".join(map(str, written))
+            print(
+                f"Choose who stops where:\n  quicksilver schedule {_without_modules(self.overrides)} save=0.4 translators=[{files}]"
+            )
+        return 0
+
+    def fit(self, config: RunConfig) -> list[Path]:
+        """The files written, one for each source layer."""
+        import torch
+
+        from quicksilver.fitting.fit import fit_lens, fit_translators, priced
+        from quicksilver.runs.context import RunContext
+        from quicksilver.runtime.architecture import architecture_of
+
+        loaded, name = RunContext().model(config), config.model.name
+        arch, dtype = architecture_of(loaded.model), getattr(torch, self.dtype)
+        text = calibration_half(config, self.text, loaded.tokenizer, "fit", self.windows)
+        for dataset, said in text.provenance["texts"].items():
+            left_out = f"{said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
+            print(f"{dataset}: {said['windows']} windows; {left_out}")
+        folder = Path(self.output or Path(config.results_dir) / "translators")
+        if self.lens:
+            path = folder / f"{name}.lens.safetensors"
+            fit_lens(arch, text, ridge=self.ridge, progress=bar("fitting")).save(path, dtype)
+            return [path]
+        control = f".{self.control}" if self.control else ""
+        layers = self.layers or list(range(max(1, arch.n_layers // 3), 3 * arch.n_layers // 4 + 1))
+
+        def fitted() -> dict[int, Translator]:
+            sums = folder / f".{name}{control}.sums.safetensors"
+            progress = bar(f"fitting {name}")
+            found = fit_translators(
+                arch, text, layers, ridge=self.ridge, control=self.control, checkpoint=sums, progress=progress
+            )
+            return {layer: self._distilled(arch, one, text) if self.distill else one for layer, one in found.items()}
+
+        found, cost = priced(fitted, model=name, layers=layers, distill_steps=self.distill, tokens=text.ids.numel())
+        written = {layer: folder / f"{name}.layer{layer}{control}.safetensors" for layer in found}
+        for layer, translator in found.items():
+            translator.save(written[layer], dtype)
+        print(cost.line())
+        cost.save(folder / f"{name}{control}.cost.json")
+        return [*written.values()]
+
+    def _distilled(self, arch: Architecture, translator: Translator, text: FitText) -> Translator:
+        from quicksilver.fitting.schedules import PROTECT_LAST, distill, smallest_schedule
+
+        layer = translator.source_layer
+        found = (smallest_schedule(arch, layer, last, saved, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
+        schedules = [schedule for schedule in found if schedule is not None]
+        return distill(
+            arch, translator, text.ids, schedules, steps=self.distill, progress=bar(f"distilling layer {layer}", "step")
+        )
+
+
+@dataclass
+class Schedule(Command):
+    """
+    quicksilver schedule model=reference-gpt2 save=[0.4,0.5] translators=[results/translators/reference-gpt2.layer9.safetensors]
+
+    Prints all candidates, best first, and writes the best of each budget; the rule is in docs/predicted-kv.md. No test text is read but to
+    leave out what it shares with the calibration text.
+    """
+
+    takes = "run"
+    save: list[InnerShare] = key("SHARE", "of the prompt's executed FLOPs, one or several: save=[0.4,0.5]", factory=list)
+    translators: list[str] = key("[…]", "files of `quicksilver fit`", factory=list)
+    text: list[str] = key(
+        "[a,b]", "datasets whose calibration part is read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
+    )
+    windows: Positive = key("64", "of the choosing half", 64)
+    output: str | None = key("FILE", "default: results_dir/translators/MODEL.schedules.yaml")
+
+    def main(self) -> int:
+        """Search and write.
+
+        Raises:
+            ConfigError: nothing asked for, a budget that no schedule reaches, a translator of another model.
+        """
+        if not self.save or not self.translators:
+            asked = "quicksilver schedule save=[0.4,0.5] translators=[FILE] (of `quicksilver fit`)"
+            raise ConfigError(f"Give budgets and translators: {asked}.")
+        from quicksilver.modules.staged_halting import shipped_with_schedules
+        from quicksilver.runs.config import compose, schedules_file
+
+        config = compose(self.overrides)
+        path = Path(self.output) if self.output else schedules_file(config)
+        self.choose(config, path)
+        print(f"Written: {path}")
+        given = _without_modules(self.overrides)
+        if self.output or config.model.name in shipped_with_schedules():
+            given += f" modules.quicksilver.schedule={path}"  # no run would look there
+        print("Measure it, beside its null:")
+        for share in self.save:
+            print(f"  quicksilver run {given} protocol=continuation modules=[quicksilver] modules.quicksilver.save={share:g}")
+        return 0
+
+    def choose(self, config: RunConfig, path: Path) -> None:
+        """Search every budget, and write what was found to `path`."""
+        import yaml
+
+        from quicksilver.files import write_atomically
+        from quicksilver.fitting.schedules import ScheduleEvaluator, search
+        from quicksilver.modules.fitted import model_digest
+        from quicksilver.modules.translators import Translator
+        from quicksilver.runs.context import RunContext
+        from quicksilver.runtime.architecture import architecture_of
+
+        loaded = RunContext().model(config)
+        arch = architecture_of(loaded.model)
+        translators = {file: Translator.load(file) for file in self.translators}
+        for translator in translators.values():
+            translator.check(arch)
+        text = calibration_half(config, self.text, loaded.tokenizer, "choose", self.windows)
+        evaluator, schedules = ScheduleEvaluator(arch, text.ids), dict[float, Any]()
+        for share in self.save:
+            found, pct = search(evaluator, [*translators.values()], share, progress=_say), percent(share)
+            schedules[int(pct) if pct.is_integer() else pct] = _entry(found)
+            print(f"To save {pct:g}%: {found[0].schedule}\n")
+        windows = {name: said["windows"] for name, said in text.provenance["texts"].items()}
+        content = {
+            "weights_digest": model_digest(arch.model), "chosen_on": {"text_digest": text.digest, "windows": windows},
+            "translators": {one.source_layer: one.digest for one in translators.values()},
+            "files": {one.source_layer: os.path.relpath(file, path.parent) for file, one in translators.items()}, "schedules": schedules,
+        }  # fmt: skip
+        rule = "chosen by KL to dense on calibration text, by the rule of docs/predicted-kv.md (quicksilver schedule)"
+        write_atomically(path, f"# {config.model.name}: {rule}.\n{yaml.safe_dump(content, sort_keys=False)}".encode())
+
+
+def _entry(found: Sequence[Candidate]) -> dict[str, Any]:
+    numbers = [
+        {"saved_pct": round(one.saved_pct, 2), "kl_nats": round(one.kl_nats, 5), "kl_error_nats": round(one.kl_error, 5)}
+        for one in found
+    ]
+    others = {str(one.schedule): said for one, said in zip(found[1:], numbers[1:], strict=True)}
+    return {"schedule": dataclasses.asdict(found[0].schedule), **numbers[0], "compared_with": others}
+
+
+def _say(one: Candidate) -> None:
+    print(f"  {one.schedule!s:<28} saves {one.saved_pct:5.2f}%  KL {one.kl_nats:.4f} ± {one.kl_error:.4f} nats", flush=True)
+
+
+def _without_modules(overrides: Iterable[str]) -> str:
+    return " ".join(word for word in overrides if not word.startswith("modules"))
+
+
+def bar(what: str, unit: str = "batch") -> Any:
+    """Wraps what a fit goes through into a bar on stderr."""
+    from tqdm import tqdm
+
+    return lambda steps: tqdm(steps, desc=what, unit=unit, file=sys.stderr)
+
+
+def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: object, half: Half, windows: int | None) -> FitText:
+    """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too."""
+    from quicksilver.fitting.text import fit_text
+    from quicksilver.runs.choices import choices
+
+    texts = {name: _part(config, name, "calibration") for name in datasets}
+    evaluation = {}
+    for name in choices("dataset"):
+        try:
+            evaluation[name] = _part(config, name, "test").text
+        except QuickSilverError:
+            continue  # not at hand: then nothing can be scored on it here, either
+    return fit_text(texts, evaluation, tokenizer, half=half, windows=windows)
+
+
+def _part(config: RunConfig, name: str, part: Literal["test", "calibration"]) -> Any:
+    from quicksilver.data.text import read_text
+    from quicksilver.runs.config import compose
+
+    dataset = compose([f"dataset={name}"]).dataset
+    if dataset.reader == "tagged":
+        dataset = dataclasses.replace(
+            dataset, reader="lines", tagger=None
+        )  # its words alone are asked for: no tagger need be trained
+    return read_text(dataset, part, root=Path(config.data.root) if config.data.root else None)

@@ -28,11 +28,8 @@ def write(name: str, folder: Path, tokenizer: Path, *, dtype: str = "float32", s
     known = sorted(path.name for path in SHAPES.iterdir() if path.is_dir())
     if name not in known:
         raise ConfigError(f"{name}: its shape is not known. There are: {', '.join(known)}.")
-    files = [
-        path
-        for pattern in ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json")
-        for path in tokenizer.glob(pattern)
-    ]
+    patterns = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json")
+    files = [path for pattern in patterns for path in tokenizer.glob(pattern)]
     if not files:
         raise ConfigError(f"--tokenizer {tokenizer}: there is no tokenizer.json, tokenizer.model or vocab.json.")
     if folder.exists() and any(folder.iterdir()):

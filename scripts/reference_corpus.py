@@ -17,6 +17,7 @@ import re
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -39,6 +40,7 @@ _PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|
 _RESTRICTIVE = re.compile(r"GPL|GNU|MPL|Mozilla|EUPL|proprietary|NVIDIA", re.I)
 _CODE_BYTES, _CODE_BYTES_OF_ONE = 45_000_000, 6_000_000  # of all packages, and at most of one
 _RECALL_DOCUMENTS = 16_000
+_NO_CODE = ("site-packages", "pydoc_data", "encodings", "idlelib", "lib2to3", "turtledemo")  # folders of the standard library
 
 
 def python_docs() -> str:
@@ -51,26 +53,16 @@ def python_docs() -> str:
 def held_out_texts(data_root: Path) -> dict[str, str]:
     """Evaluation text by name. Raises FileNotFoundError naming the missing file."""
     paths = {
-        "wikitext-103-valid": "wikitext-103/wiki.valid.tokens",
-        "wikitext-103-test": "wikitext-103/wiki.test.tokens",
-        "books-valid": "books/books_valid.txt",
-        "books-test": "books/books_test.txt",
-    }
-    texts = {name: read_text(data_root / path) for name, path in paths.items()}
-    texts["python-docs"] = python_docs()
-    return texts
-
-
-def held_out_source() -> dict[str, str]:
-    """Both parts of python-source, by name."""
-    return {f"python-source-{part}": python_source(part) for part in PACKAGES}
+        "wikitext-103-valid": "wikitext-103/wiki.valid.tokens", "wikitext-103-test": "wikitext-103/wiki.test.tokens",
+        "books-valid": "books/books_valid.txt", "books-test": "books/books_test.txt",
+    }  # fmt: skip
+    return {name: read_text(data_root / path) for name, path in paths.items()} | {"python-docs": python_docs()}
 
 
 def read_text(path: Path) -> str:
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing. Point --data-root (or QUICKSILVER_DATA) at a folder that holds wikitext-2/, wikitext-103/ and books/."
-        )
+        folders = "wikitext-2/, wikitext-103/ and books/"
+        raise FileNotFoundError(f"{path} is missing. Point --data-root (or QUICKSILVER_DATA) at a folder that holds {folders}.")
     return path.read_text(encoding="utf-8")
 
 
@@ -88,10 +80,10 @@ def docstrings(roots: Iterable[Path]) -> Iterator[str]:
             except (SyntaxError, ValueError, RecursionError):
                 continue  # templates and test fixtures that are not meant to parse
             for node in ast.walk(tree):
-                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                    text = ast.get_docstring(node, clean=False)
-                    if text is None or len(text) < 80:
-                        continue
+                if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    continue
+                text = ast.get_docstring(node, clean=False) or ""
+                if len(text) >= 80:
                     text = inspect.cleandoc(text).encode("utf-8", "replace").decode()
                     digest = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
                     if digest not in seen:
@@ -102,16 +94,7 @@ def docstrings(roots: Iterable[Path]) -> Iterator[str]:
 def code_documents() -> list[str]:
     """Source files of the standard library and of installed packages under permissive licences, without tests and without repeats."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {
-        "site-packages",
-        "pydoc_data",
-        "encodings",
-        "idlelib",
-        "lib2to3",
-        "turtledemo",
-        *PACKAGES["test"],
-        *PACKAGES["calibration"],
-    }
+    left_out = {*_NO_CODE, *PACKAGES["test"], *PACKAGES["calibration"]}
     groups = [[p for p in stdlib.rglob("*.py") if not left_out & set(p.relative_to(stdlib).parts)]]
     for package in metadata.distributions():
         said = " ".join([*(package.metadata.get_all(key, [""])[0][:200] for key in ("License", "License-Expression")),
@@ -122,15 +105,12 @@ def code_documents() -> list[str]:
     for files in groups:
         found: dict[bytes, str] = {}
         for path in files:
-            if (
-                not {"test", "tests", "testing", "_vendor"} & set(path.parts)
-                and path.is_file()
-                and 1500 <= path.stat().st_size <= 150_000
-            ):
+            if {"test", "tests", "testing", "_vendor"} & set(path.parts) or not path.is_file():
+                continue
+            if 1500 <= path.stat().st_size <= 150_000:
                 text = path.read_text(encoding="utf-8", errors="replace")
-                if max(map(len, text.splitlines())) <= 400 and sum(map(str.isdigit, text)) <= 0.15 * len(
-                    text
-                ):  # no tables of data
+                narrow, digits = max(map(len, text.splitlines())) <= 400, sum(map(str.isdigit, text))
+                if narrow and digits <= 0.15 * len(text):  # no tables of data
                     found[hashlib.sha256(text.encode()).digest()] = text
         kept |= dict(_up_to(found, _CODE_BYTES_OF_ONE))
     return [text for _, text in _up_to(kept, _CODE_BYTES)]
@@ -150,10 +130,7 @@ def recall_documents(fillers: list[str], count: int, seed: int = 11) -> Iterator
     from quicksilver.data import made_here
 
     draw = random.Random(seed)
-    counts: dict[str, int] = {}
-    for text in fillers[:400]:
-        for word in re.findall(r"[A-Za-z][a-z]{3,8}\b", text):
-            counts[word] = counts.get(word, 0) + 1
+    counts = Counter(word for text in fillers[:400] for word in re.findall(r"[A-Za-z][a-z]{3,8}\b", text))
     tested = {*made_here._ADJECTIVES, *made_here._THINGS, *made_here._PLACES}
     words = [word for word in sorted(counts, key=lambda w: (-counts[w], w))[150:6000] if word.lower() not in tested]
     lower, names = [w for w in words if w.islower()], [w for w in words if not w.islower()]
@@ -162,25 +139,22 @@ def recall_documents(fillers: list[str], count: int, seed: int = 11) -> Iterator
         one, two, three = (draw.sample(lower, n) for _ in range(3))
         some = draw.sample(names, n)
         number = [str(draw.randint(2, 999)) for _ in range(n)]
+        triples = list(zip(one, two, three, strict=True))
         forms = [
-            [(f"Where is the {a} {b}? In the {c}.",) * 2 for a, b, c in zip(one, two, three, strict=True)],
-            [
-                (f"The {a} {b} is in the {c}.", f"Where is the {a} {b}? In the {c}.")
-                for a, b, c in zip(one, two, three, strict=True)
-            ],
+            [(f"Where is the {a} {b}? In the {c}.",) * 2 for a, b, c in triples],
+            [(f"The {a} {b} is in the {c}.", f"Where is the {a} {b}? In the {c}.") for a, b, c in triples],
             [(f"{a} has the {b} {c}.", f"Who has the {b} {c}? {a}.") for a, b, c in zip(some, one, two, strict=True)],
             [(f"{a} = {b}",) * 2 for a, b in zip(one, number, strict=True)],
             [(f'"{a}": "{b}",', f'assert table["{a}"] == "{b}"') for a, b in zip(one, two, strict=True)],
-            [(f"def {a}_{b}(self, {c}):", f"        self.{a}_{b}({c})") for a, b, c in zip(one, two, three, strict=True)],
+            [(f"def {a}_{b}(self, {c}):", f"        self.{a}_{b}({c})") for a, b, c in triples],
         ]
         pairs = draw.choice(forms)
         filler = draw.choice(fillers)
         length = draw.choice((0, 120, 300, 600, 1200))
         start = draw.randrange(max(1, len(filler) - length))
         again = draw.sample(pairs, n)
-        yield "\n\n".join(
-            ["\n".join(said for said, _ in pairs), filler[start : start + length], "\n".join(asked for _, asked in again)]
-        )
+        told, asked = "\n".join(said for said, _ in pairs), "\n".join(asked for _, asked in again)
+        yield "\n\n".join([told, filler[start : start + length], asked])
 
 
 def training_documents(data_root: Path, sources: tuple[str, ...] = SOURCES) -> dict[str, list[str]]:
@@ -194,14 +168,12 @@ def training_documents(data_root: Path, sources: tuple[str, ...] = SOURCES) -> d
             books.append(piece)
             piece = ""
     books.append(piece)
-    site = Path(sysconfig.get_paths()["purelib"])
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    found = {"wiki": wiki, "books": books, "docstrings": list(docstrings([site, stdlib]))}
+    roots = [Path(sysconfig.get_paths()[name]) for name in ("purelib", "stdlib")]
+    found = {"wiki": wiki, "books": books, "docstrings": list(docstrings(roots))}
     if "code" in sources:
         found["code"] = code_documents()
-        found["recall"] = list(
-            recall_documents(random.Random(5).sample([*books, *wiki, *found["code"]], 3000), _RECALL_DOCUMENTS)
-        )
+        fillers = random.Random(5).sample([*books, *wiki, *found["code"]], 3000)
+        found["recall"] = list(recall_documents(fillers, _RECALL_DOCUMENTS))
     return found
 
 
@@ -259,11 +231,9 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(sample(), trainer)
     return tokenizer
@@ -285,7 +255,8 @@ def prepare(
             return manifest
     out.mkdir(parents=True, exist_ok=True)
     found = training_documents(data_root, sources)
-    documents, overlap = remove_overlap(found, held_out_texts(data_root) | (held_out_source() if "code" in sources else {}))
+    source_code = {f"python-source-{part}": python_source(part) for part in PACKAGES} if "code" in sources else {}
+    documents, overlap = remove_overlap(found, held_out_texts(data_root) | source_code)
     tokenizer = train_tokenizer(documents, vocab_size) if tokenizer_file is None else Tokenizer.from_file(str(tokenizer_file))
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -303,11 +274,8 @@ def prepare(
         stream.tofile(out / f"{source}.bin")
         np.save(out / f"{source}.starts.npy", np.cumsum([0, *(len(document) for document in ids[:-1])]))
         manifest["sources"][source] = {
-            "documents": len(texts),
-            "bytes": sum(len(t.encode()) for t in texts),
-            "tokens": len(stream),
-            "sha256": digest.hexdigest(),
-            "overlap": overlap[source].__dict__,
-        }
+            "documents": len(texts), "bytes": sum(len(t.encode()) for t in texts), "tokens": len(stream), "sha256": digest.hexdigest(),
+            "overlap": vars(overlap[source]),
+        }  # fmt: skip
     manifest_path.write_text(json.dumps(manifest, indent=2))
     return manifest

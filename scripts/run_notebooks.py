@@ -18,7 +18,6 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-_TIMEOUT_S = 600
 _KEPT = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
 
 
@@ -29,31 +28,23 @@ def run(path: Path) -> nbformat.NotebookNode:
         CellExecutionError: a cell failed.
     """
     notebook = nbformat.read(path, as_version=4)
-    where = {"metadata": {"path": str(path.parent)}}
     quiet = ["--IPKernelApp.log_level=40"]  # it warns of its local ports
-    NotebookClient(notebook, timeout=_TIMEOUT_S, kernel_name="python3", resources=where, extra_arguments=quiet).execute()
-    return cleaned(notebook)
+    where = {"metadata": {"path": str(path.parent)}}
+    return cleaned(NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where, extra_arguments=quiet).execute())
 
 
 def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Without execution times, and without what libraries log; temporary folders by one name."""
     notebook.metadata = nbformat.from_dict(_KEPT)
     for number, cell in enumerate(notebook.cells):
-        cell.metadata = nbformat.from_dict({})
-        cell.id = f"cell-{number:02d}"
+        cell |= {"metadata": nbformat.from_dict({}), "id": f"cell-{number:02d}"}
         if cell.cell_type == "code":
-            cell.execution_count = None
             cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
-            for output in cell.outputs:
-                if "execution_count" in output:
-                    output["execution_count"] = None
-                if "text" in output:
-                    output["text"] = _anonymous(output["text"])
+            for part in (cell, *(one for one in cell.outputs if "execution_count" in one)):
+                part.execution_count = None
+            for output in (one for one in cell.outputs if "text" in one):
+                output.text = re.sub(r"/\S*/quicksilver-\w+", "/tmp/quicksilver", output.text)
     return notebook
-
-
-def _anonymous(text: str) -> str:
-    return re.sub(r"/\S*/quicksilver-\w+", "/tmp/quicksilver", text)
 
 
 def main() -> int:

@@ -15,35 +15,26 @@ from collections.abc import Sequence
 
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules.calibration import calibrate
-from quicksilver.modules.thresholds import SHIPPED_CALIBRATIONS, Calibration
+from quicksilver.modules.thresholds import SHIPPED_CALIBRATIONS
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
-
-
-def rounded(calibration: Calibration) -> Calibration:
-    """Five digits, which is more than a percentile of a few thousand tokens has."""
-    percentiles = {
-        key: [None if row is None else [float(f"{value:.5g}") for value in row] for row in rows]
-        for key, rows in calibration.percentiles.items()
-    }
-    return dataclasses.replace(calibration, percentiles=percentiles)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     for name in arguments or sorted(folder.name for folder in EMBEDDED.glob("*/")):
-        config = compose([f"model={name}", "dataset=python-docs"])
-        place = RunContext()
-        text, windows, model = (
-            place.text(config, "calibration"),
-            place.windows(config, "calibration").ids,
-            place.model(config).model,
-        )
-        calibration = rounded(calibrate(model, windows, source={"model": name, "text": text.source}))
+        config, place = compose([f"model={name}", "dataset=python-docs"]), RunContext()
+        text, windows = place.text(config, "calibration"), place.windows(config, "calibration").ids
+        found = calibrate(place.model(config).model, windows, source={"model": name, "text": text.source})
         path = SHIPPED_CALIBRATIONS / f"{name}.json"
-        calibration.save(path)
+        # Five digits, which is more than a percentile of a few thousand tokens has.
+        percentiles = {
+            key: [None if row is None else [float(f"{value:.5g}") for value in row] for row in rows]
+            for key, rows in found.percentiles.items()
+        }
+        dataclasses.replace(found, percentiles=percentiles).save(path)
         path.chmod(0o644)  # it is shipped
-        print(f"{path}: {', '.join(calibration.percentiles)}")
+        print(f"{path}: {', '.join(percentiles)}")
     return 0
 
 

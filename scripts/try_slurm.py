@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -80,41 +81,38 @@ def _which(program: str) -> str | None:
 @contextmanager
 def slurm(folder: Path, cpus: int = 2) -> Iterator[dict[str, str]]:
     """Start munge and a Slurm of one node; within, programs with this environment talk to it."""
-    folder.mkdir(parents=True)
     for name in ("state", "spool"):
-        (folder / name).mkdir()
-    key = folder / "munge.key"
+        (folder / name).mkdir(parents=True)
+    key, conf, host = folder / "munge.key", folder / "slurm.conf", socket.gethostname().partition(".")[0]
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    host = socket.gethostname().partition(".")[0]
-    conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=host, folder=folder, ports=_free_ports(2), cpus=cpus))
+    with socket.socket() as one, socket.socket() as two:
+        for free in (one, two):
+            free.bind(("127.0.0.1", 0))
+        ports = [free.getsockname()[1] for free in (one, two)]
+    conf.write_text(CONF.format(host=host, folder=folder, ports=ports, cpus=cpus))
     environment = {**os.environ, "SLURM_CONF": str(conf)}
-    daemons: list[subprocess.Popen[bytes]] = []
+    munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
 
-    def start(*command: str | Path) -> None:
-        log = (folder / f"{command[0]}.out").open("wb")
-        program = [_which(str(command[0])) or str(command[0]), *map(str, command[1:])]
-        daemons.append(subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True))
+    def start(command: str, *words: str) -> subprocess.Popen[bytes]:
+        with (folder / f"{command}.out").open("wb") as log:
+            program = [_which(command) or command, *words]
+            return subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
+    def idle() -> bool:
+        states = subprocess.run(["sinfo", "-h", "-o", "%t"], capture_output=True, text=True, env=environment).stdout.split()
+        return states == ["idle"]
+
+    daemons = [start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)]
     try:
-        start(
-            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket", f"--pid-file={folder}/munge.pid",
-            f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed",
-        )  # fmt: skip
-        _until(lambda: (folder / "munge.socket").exists(), 30, "munged does not start")
-        start("slurmctld", "-D", "-f", conf)
-        start("slurmd", "-D", "-f", conf, "-N", host)
-
-        def idle() -> bool:
-            states = subprocess.run(["sinfo", "-h", "-o", "%t"], capture_output=True, text=True, env=environment).stdout.split()
-            return states == ["idle"]
-
+        _until((folder / "munge.socket").exists, 30, "munged does not start")
+        daemons.append(start("slurmctld", "-D", "-f", str(conf)))
+        daemons.append(start("slurmd", "-D", "-f", str(conf), "-N", host))
         _until(idle, 60, f"Slurm does not come up (logs in {folder})")
         yield environment
     finally:
-        subprocess.run(["scancel", "--partition=main", "--signal=KILL", "--full"], env=environment, capture_output=True)
-        subprocess.run(["scancel", "--partition=main"], env=environment, capture_output=True)
+        for more in (["--signal=KILL", "--full"], []):
+            subprocess.run(["scancel", "--partition=main", *more], env=environment, capture_output=True)
         time.sleep(1)
         for daemon in reversed(daemons):
             daemon.terminate()
@@ -122,16 +120,6 @@ def slurm(folder: Path, cpus: int = 2) -> Iterator[dict[str, str]]:
                 daemon.wait(10)
             daemon.kill()
             daemon.wait()
-
-
-def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _until(ready: Callable[[], bool], limit_s: float, otherwise: str) -> None:
@@ -155,17 +143,15 @@ class Sweeping:
         self.folder, self.environment = folder, environment
         world = make_world(folder / "world", layers=layers, window=window, prompt=window * 3 // 4)
         asked = ["modules=[random_halting]", f"seed=range(0,{runs})", "measure=sweep", f"dataset.windows={windows}", "name=trial"]
-        self.words = ["run", "-m", *world, *asked]
+        self.words = [sys.executable, "-m", "quicksilver", "run", "-m", *world, *asked]
 
     def start(self, results: str, workers: int | None = None) -> subprocess.Popen[str]:
         """With workers of Slurm; None: in one process."""
-        launcher = (
-            [] if workers is None else ["hydra/launcher=submitit_slurm", f"workers={workers}", "hydra.launcher.cpus_per_task=1"]
-        )
-        words = [*self.words, f"results_dir={self.folder / results}", *launcher]
-        log = (self.folder / f"{results}.log").open("a")
-        command = [sys.executable, "-m", "quicksilver", *words]
-        return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log, text=True)
+        words = [*self.words, f"results_dir={self.folder / results}"]
+        if workers is not None:
+            words += ["hydra/launcher=submitit_slurm", f"workers={workers}", "hydra.launcher.cpus_per_task=1"]
+        with (self.folder / f"{results}.log").open("a") as log:
+            return subprocess.Popen(words, cwd=ROOT, env=self.environment, stdout=log, stderr=log, text=True)
 
     def wait(self, command: subprocess.Popen[str], results: str) -> None:
         """Until it ends.
@@ -184,28 +170,42 @@ class Watcher:
         self.results, self.runs, self.workers = results, runs, workers
         self.looks = self.page_behind = 0
 
+    def on_page(self) -> int:
+        """How many runs the page says are done."""
+        page = self.results / "sweeps" / "trial" / "index.html"
+        return page.read_text().count('data-state="done"') if page.exists() else 0
+
+    def makers(self) -> list[int]:
+        """Processes that make a run now."""
+        from quicksilver.records.store import Store
+
+        return [who.pid for who in Store(self.results).in_the_making().values()]
+
     def done(self) -> int:
         """How many runs the status says are done.
 
         Raises:
             Trouble: it is not as many as there are records, more run than there are workers, or a run failed.
         """
-        before = len(_records(self.results))
-        page = _done_on_page(self.results)
-        counts = _counts(self.results)
-        after = len(_records(self.results))
-        if not counts:
+        from quicksilver.runs.sweep import Sweep
+        from quicksilver.runtime.errors import ConfigError
+
+        before, page = len(_records(self.results)), self.on_page()
+        try:
+            counts = Counter(state.state for state in Sweep.load(self.results, "trial").states())
+        except ConfigError:
             return 0
+        after, done = len(_records(self.results)), counts["done"]
         self.looks += 1
-        self.page_behind = max(self.page_behind, counts["done"] - page)
+        self.page_behind = max(self.page_behind, done - page)
         # One record is the dense run's, which is none of the sweep's.
-        if not before - 1 <= counts["done"] <= after:
-            raise Trouble(f"the status said {counts['done']} done between {before} and {after} records")
+        if not before - 1 <= done <= after:
+            raise Trouble(f"the status said {done} done between {before} and {after} records")
         if page > after:
             raise Trouble(f"the page said {page} done where there were {after} records")
-        if sum(counts.values()) != self.runs or counts["running"] > self.workers or counts["failed"]:
-            raise Trouble(f"the status of {self.runs} runs with {self.workers} workers said {counts}")
-        return counts["done"]
+        if counts.total() != self.runs or counts["running"] > self.workers or counts["failed"]:
+            raise Trouble(f"the status of {self.runs} runs with {self.workers} workers said {dict(counts)}")
+        return done
 
 
 def trial(folder: Path, runs: int) -> dict[str, float | int]:
@@ -217,17 +217,16 @@ def trial(folder: Path, runs: int) -> dict[str, float | int]:
     found: dict[str, float | int] = {"runs": runs}
     with slurm(folder / "slurm") as environment:
         sweeping = Sweeping(folder, environment, runs, windows=3, layers=6, window=32)
-        results = folder / "slurm_two"
+        results, some = folder / "slurm_two", max(1, runs // 6)
         watcher = Watcher(results, runs, workers=2)
         head = sweeping.start("slurm_two", 2)
-        _until(
-            lambda: watcher.done() >= max(1, runs // 6) or head.poll() is not None, 900, "no run was done in a quarter of an hour"
-        )
-        worker = _a_worker(results)
+        _until(lambda: watcher.done() >= some or head.poll() is not None, 900, "no run was done in a quarter of an hour")
+        _until(lambda: bool(watcher.makers()), 120, "nobody makes a run")
+        worker = watcher.makers()[0]
         os.kill(worker, signal.SIGKILL)
         found["done_when_the_worker_was_killed"] = at_kill = watcher.done()
-        _until(lambda: worker not in _makers(results), 5, "the status says that a dead worker makes a run")
-        enough = min(runs - 1, at_kill + max(1, runs // 6))
+        _until(lambda: worker not in watcher.makers(), 5, "the status says that a dead worker makes a run")
+        enough = min(runs - 1, at_kill + some)
         _until(lambda: watcher.done() >= enough or head.poll() is not None, 900, "nothing is made after a worker's death")
         head.kill()
         head.wait()
@@ -237,8 +236,8 @@ def trial(folder: Path, runs: int) -> dict[str, float | int]:
         sweeping.wait(again, "slurm_two")
         sweeping.wait(sweeping.start("serial"), "serial")
         _compare(_records(results), _records(folder / "serial"), runs + 1)
-        if watcher.done() != runs or _done_on_page(results) != runs:
-            raise Trouble(f"status and page say {watcher.done()} and {_done_on_page(results)} of {runs}")
+        if watcher.done() != runs or watcher.on_page() != runs:
+            raise Trouble(f"status and page say {watcher.done()} and {watcher.on_page()} of {runs}")
     return found | {"looks_at_the_status": watcher.looks, "runs_the_page_was_behind_at_most": watcher.page_behind}
 
 
@@ -260,12 +259,10 @@ def speed(folder: Path, runs: int) -> dict[str, float | int]:
             handed = min(path.stat().st_mtime for path in (results / "sweeps" / "trial" / "workers").rglob("*_submitted.pkl"))
             ends = sorted(path.stat().st_mtime for path in (results / "runs").glob("[!.]*/record.json"))
             parts = {
-                "seconds": time.time() - began,
-                "seconds_until_handed_to_slurm": handed - began,
-                "seconds_from_there_to_first_record": ends[0] - handed,
-                "seconds_from_first_to_last_record": ends[-1] - ends[0],
+                "seconds": time.time() - began, "seconds_until_handed_to_slurm": handed - began,
+                "seconds_from_there_to_first_record": ends[0] - handed, "seconds_from_first_to_last_record": ends[-1] - ends[0],
                 "seconds_from_last_record_to_end": time.time() - ends[-1],
-            }
+            }  # fmt: skip
             found |= {f"{of}_with_{workers}": round(seconds, 1) for of, seconds in parts.items()}
     for of in ("seconds", "seconds_from_first_to_last_record"):
         found[f"times_as_fast_by_{of}"] = round(found[f"{of}_with_1"] / max(found[f"{of}_with_2"], 1e-9), 2)
@@ -274,58 +271,19 @@ def speed(folder: Path, runs: int) -> dict[str, float | int]:
 
 def _records(results: Path) -> dict[str, tuple[float, int]]:
     """Nats and operations of every record, by fingerprint."""
-    found = {}
-    for path in (results / "runs").glob("[!.]*/record.json"):
-        content = json.loads(path.read_text())
-        found[path.parent.name] = (content["nll_nats"], content["executed_flops"])
-    return found
-
-
-def _counts(results: Path) -> dict[str, int]:
-    from quicksilver.runs.sweep import Sweep
-    from quicksilver.runtime.errors import ConfigError
-
-    try:
-        states = [state.state for state in Sweep.load(results, "trial").states()]
-    except ConfigError:
-        return {}
-    return {state: states.count(state) for state in ("done", "running", "failed", "waiting")}
-
-
-def _done_on_page(results: Path) -> int:
-    page = results / "sweeps" / "trial" / "index.html"
-    return page.read_text().count('data-state="done"') if page.exists() else 0
-
-
-def _makers(results: Path) -> list[int]:
-    """Processes that make a run now."""
-    from quicksilver.records.store import Store
-
-    return [who.pid for who in Store(results).in_the_making().values()]
-
-
-def _a_worker(results: Path) -> int:
-    found: list[int] = []
-
-    def look() -> bool:
-        found.extend(_makers(results))
-        return bool(found)
-
-    _until(look, 120, "nobody makes a run")
-    return found[0]
+    contents = {path.parent.name: json.loads(path.read_text()) for path in (results / "runs").glob("[!.]*/record.json")}
+    return {name: (content["nll_nats"], content["executed_flops"]) for name, content in contents.items()}
 
 
 def _compare(ours: dict[str, tuple[float, int]], serial: dict[str, tuple[float, int]], expected: int) -> None:
     if len(serial) != expected:
         raise Trouble(f"the serial sweep made {len(serial)} records, not {expected}")
-    lost, more = sorted(serial.keys() - ours.keys()), sorted(ours.keys() - serial.keys())
+    lost, more = serial.keys() - ours.keys(), ours.keys() - serial.keys()
     if lost or more:
         raise Trouble(f"{len(lost)} records are lost and {len(more)} are of no run")
-    wrong = [name for name, numbers in serial.items() if numbers != ours[name]]
+    wrong = [f"{name} has {ours[name]}, not {numbers}" for name, numbers in serial.items() if numbers != ours[name]]
     if wrong:
-        raise Trouble(
-            f"{len(wrong)} records are not those of a serial sweep: {wrong[0]} has {ours[wrong[0]]}, not {serial[wrong[0]]}"
-        )
+        raise Trouble(f"{len(wrong)} records are not those of a serial sweep: {wrong[0]}")
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from quicksilver.report.claims.ledger import Statement
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.table import Column, Lines, Panel, Table, signed
 
-from . import results
+from . import tables as results
 
 PANEL = "claims"
 PAPER = "arXiv 2303.05078 (Ye et al., token halting)"

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from quicksilver.report.artefacts import find
+from quicksilver.studies.token_halting import tables
 
 KEYS = ["detector", "policy", "dial"]
 ROWS = [  # detector, policy, dial, tokens, FLOPs saved, AP
@@ -27,8 +28,7 @@ WHOLE = {"encoder": (0.0, 60.0), "whole": (0.2, 40.0)}  # what is added to a rat
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """A folder for frames, read by the experiments."""
-    module = find("table", "detection").experiment.results
-    monkeypatch.setattr(module, "folder", lambda: tmp_path)
+    monkeypatch.setattr(tables, "folder", lambda: tmp_path)
     return tmp_path
 
 

@@ -1,0 +1,184 @@
+"""Figures of the detection study, made of its frames in results/detection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.colors import BoundaryNorm
+
+from quicksilver.report.artefacts import Outcome, artefact
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, SEQUENTIAL, Figure, panels, style, whiskers
+
+from . import tables as results
+
+CURVES = (
+    *(("box", "learned"), ("uniform", "learned"), ("random", "random"), ("norm", "norm"), ("static", "static")),
+    *(("gentle", "learned"), ("wide_gentle", "learned")),
+)
+ACROSS = {
+    "tokens": "token-layers computed, %",
+    "executed_flops_saved_pct": "executed FLOPs saved, %",
+    "encoder_latency_ratio": "encoder's time, % of the dense one's",
+}
+KINDS = {"box": "Gates, box weights", "uniform": "Gates, uniform weights"}
+ASKED = 0.9  # of the operations saved
+
+
+@artefact(results.no_rows)
+def figure_detection(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure detection: average precision against token-layers and executed FLOPs, with and without recycling, and what training did.
+
+    Curves of AP against tokens, operations and, where it was timed, wall clock, and token-layers left by training step.
+    """
+    found = results.summary()
+    timed = "encoder_latency_ratio" in found
+    with style():
+        drawing, plots = panels(2 + timed, 2, size=(7.4, 8.8 if timed else 6.0))
+        _curves(plots[0, 0], found, "tokens", "ap", 100.0)
+        _curves(plots[0, 1], found, "tokens", "ap_unrecycled", 100.0)
+        _curves(plots[1, 0], found, "executed_flops_saved_pct", "ap", 1.0)
+        if timed:
+            _curves(plots[2, 0], found, "encoder_latency_ratio", "ap", 100.0)
+            _curves(plots[2, 1], found, "encoder_latency_ratio", "ap_unrecycled", 100.0)
+        if not found.empty:
+            # Curves cross every corner of the plots: below them.
+            drawing.set_layout_engine("constrained", rect=(0, 0.09, 1, 0.91))
+            handles = plots[0, 0].get_legend_handles_labels()
+            drawing.legend(*handles, loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=3, borderaxespad=0)
+        _training(plots[1, 1], results.frame("curves"))
+    caption = (
+        "Detectors of cars and pedestrians in lidar-like scenes; bars reach from the least to the greatest of the seeds. Random and norm halt as many "
+        "tokens after each layer as the gates with box weights. Operations and time are in percent of the dense detector's, of the wider one's, too.",
+        *results.note(),
+    )
+    return Figure(name, "Average precision under token halting", found, drawing, caption)
+
+
+def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) -> None:
+    """AP of every policy against a column, with the dense detector's as a line."""
+    plot.set_title("Recycled" if ap == "ap" else "Not recycled")
+    plot.set_ylabel("average precision")
+    plot.set_ylim(-0.02, 0.7)
+    plot.set_xlabel(ACROSS[across])
+    if found.empty:
+        return
+    for place, key in enumerate(CURVES):
+        points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])].dropna(subset=[across]).sort_values(across)
+        if points.empty:
+            continue
+        ends = [points.get(f"{ap}_{end}") for end in ("low", "high")]
+        spread = None if ends[0] is None else whiskers(points[ap], *ends)
+        plot.errorbar(
+            scale * points[across], points[ap], yerr=spread, label=results.LABELS[key], color=PALETTE[place], marker=MARKERS[place],
+            linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
+        )  # fmt: skip
+    (dense,) = found[found["detector"] == "control"][ap]
+    plot.axhline(dense, color=GREY, linewidth=0.9, label="dense, trained as long")
+
+
+def _training(plot: Any, trained: pd.DataFrame) -> None:
+    """Share of token-layers left, and of pillars in boxes, by step."""
+    plot.set_title("Training of the gates")
+    plot.set_xlabel("step")
+    plot.set_ylabel("share left")
+    if trained.empty:
+        return
+    for place, detector in enumerate(("box", "uniform")):
+        steps = trained[trained["detector"] == detector].groupby("step")[["tokens", "kept_in_box"]].mean()
+        for column, said, line in (("tokens", "token-layers", "-"), ("kept_in_box", "pillars in boxes, last layer", ":")):
+            plot.plot(steps.index, steps[column], label=f"{detector}: {said}", color=PALETTE[place], linestyle=line, marker="")
+    plot.legend()
+
+
+@artefact(results.no_rows)
+def figure_detection_scene(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure detection_scene: one scene from above, each pillar coloured by the last layer that it went through.
+
+    The points, then the depth of each pillar under two kinds of gates, with the labelled boxes.
+    """
+    scene, boxes = results.frame("scene"), results.frame("scene_boxes")
+    with style():
+        drawing, plots = panels(1, 3, size=(7.4, 2.9), sharex=True, sharey=True)
+        if not scene.empty:
+            grid = scene.pivot(index="x", columns="y", values="log_points")
+            size = float(np.diff(grid.index).min())
+            half, low, high = size / 2, scene[["x", "y"]].min(), scene[["x", "y"]].max()
+            extent = (high["y"] + half, low["y"] - half, low["x"] - half, high["x"] + half)
+            shown = plots[0, 0].imshow(grid.to_numpy()[:, ::-1], origin="lower", extent=extent, cmap="Greys")
+            plots[0, 0].set_title("Points in a pillar, log")
+            n_layers = int(results.facts()["layers"])
+            norm = BoundaryNorm(np.arange(n_layers + 1) + 0.5, matplotlib.colormaps[SEQUENTIAL].N)
+            for plot, (kind, said) in zip(plots[0, 1:], KINDS.items(), strict=True):
+                depth = scene.pivot(index="x", columns="y", values=f"halt_layer_{kind}")
+                layers = depth.to_numpy()[:, ::-1] + 1
+                shown = plot.imshow(layers, origin="lower", extent=extent, cmap=SEQUENTIAL, norm=norm)
+                plot.set_title(said)
+            bar = drawing.colorbar(shown, ax=plots[0, 1:], ticks=range(1, n_layers + 1), shrink=0.8)
+            bar.set_label(f"layers gone through, of {n_layers}")
+            for plot in plots.flat:
+                plot.grid(visible=False)
+                _outline(plot, boxes)
+                plot.set_xlabel("left, m")
+            plots[0, 0].set_ylabel("ahead, m")
+    caption = (
+        "The sensor stands below the picture. Boxes that are labelled are outlined: cars red, pedestrians white on black. A token that goes "
+        "to the end has the brightest colour.",
+        *results.note(),
+    )
+    return Figure(name, "Which pillars go how far", scene, drawing, caption)
+
+
+def _outline(plot: Any, boxes: pd.DataFrame) -> None:
+    for box in boxes.to_dict("records"):
+        cos, sin = np.cos(box["yaw"]), np.sin(box["yaw"])
+        turn = np.array([[cos, -sin], [sin, cos]])
+        ring = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1], [1, 1]]) / 2 * [box["length"], box["width"]] @ turn.T
+        ring += [box["x"], box["y"]]
+        colours = ("#d62828",) if box["label"] == 0 else ("black", "white")
+        for width, colour in zip((1.6, 0.7), colours, strict=False):
+            plot.plot(ring[:, 1], ring[:, 0], color=colour, linewidth=width, linestyle="-", marker="")
+
+
+@artefact(results.no_rows)
+def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure detection_size: how much of the operations that halting saves is saved of the encoder's time, by the detector's size.
+
+    A curve for each number of pillars and of scenes a pass, by width.
+    """
+    made = results.frame("sizes")
+    found = made if made.empty else results.realized(made)
+    with style():
+        drawing, plots = panels(1, 1, size=(5.2, 3.4))
+        plot = plots[0, 0]
+        plot.set_xlabel("width of the encoder")
+        plot.set_ylabel("time saved ÷ FLOPs saved")
+        plot.set_xscale("log", base=2)
+        plot.set_ylim(0, 1.1)
+        groups = [] if found.empty else found.groupby(["pillars", "scenes_a_pass"])
+        for place, ((pillars, scenes), points) in enumerate(groups):
+            said = f"{pillars} pillars, {'one scene' if scenes == 1 else f'{scenes} scenes'} a pass"
+            points = points.sort_values("width")
+            share = 100 / points["flops_saved_pct"]
+            spread = [
+                (points["latency_ratio_high"] - points["latency_ratio"]) * share,
+                (points["latency_ratio"] - points["latency_ratio_low"]) * share,
+            ]
+            plot.errorbar(
+                points["width"], points["realized"], yerr=spread, label=said, color=PALETTE[place], marker=MARKERS[place],
+                linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
+            )  # fmt: skip
+        if not found.empty:
+            widths = sorted(set(found["width"]))
+            plot.set_xticks(widths, [str(width) for width in widths])
+            plot.minorticks_off()
+            plot.axhline(ASKED, color=GREY, linewidth=0.9, label=f"{ASKED:g} of the FLOPs saved")
+            plot.legend()
+    caption = (
+        "Encoders of 4 layers with drawn weights, of which 35%, 20% and 15% of the tokens are left after the first three layers; bars: quartiles of the "
+        f"rounds. Made by `{results.COMMAND} --sizes-only`.",
+    )
+    return Figure(name, "Time saved by halting, by size", found, drawing, caption)

@@ -1,0 +1,356 @@
+"""Tables of the detection study, made of its frames in results/detection (`python scripts/train_halting.py detection`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from quicksilver.report import comparison
+from quicksilver.report.artefacts import Outcome, Row, artefact, experiments_folder
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
+
+COMMAND = "python scripts/train_halting.py detection"
+LABELS = {
+    ("no_layers", "dense"): "No transformer layer",
+    ("control", "dense"): "Dense, trained as long",
+    ("longer", "dense"): "Dense, then as long again at a tenth of the rate",
+    ("box", "learned"): "Learned, box weights",
+    ("uniform", "learned"): "Learned, uniform weights",
+    ("reading", "learned"): "Learned, box weights, gates that only read",
+    ("frozen", "learned"): "Learned, box weights, gates alone on the dense detector",
+    ("gentle", "learned"): "Learned, gates alone, then both at a tenth of the rate",
+    ("random", "random"): "Random, at the same rates",
+    ("norm", "norm"): "Smallest feature norm, same rates",
+    ("static", "static"): "Static depth, dense detector",
+    ("box", "resumed"): "Learned, box weights, last layer resumed",
+    ("wide_control", "dense"): "Wider, dense",
+    ("taught", "learned"): "Learned, gates alone, then both, taught by the dense detector of as many steps",
+    ("wide_gentle", "learned"): "Wider, gates alone, then both at a tenth of the rate",
+}
+SECTIONS = {"no_layers": "Dense", "control": "Dense", "longer": "Dense", "wide_control": "Wider", "wide_gentle": "Wider"}
+NOT_HALTED = "the same weights, nobody halted"
+PAPER_THRESHOLD = 0.5
+CLOCKS = {"encoder": "encoder", "whole": "points to boxes"}
+
+
+def no_rows() -> list[Row]:
+    """The runs of a table or figure that is made of the study's own frames."""
+    return []
+
+
+def cell(key: str, form: str, of: str | None = None, scale: float = 1.0) -> Any:
+    """Of a column: `scale` times the row's number `key`, over its number `of` if one is given."""
+
+    def lines(row: Mapping[str, Any]) -> Lines:
+        value, divisor = number(row, key), number(row, of) if of else 1.0
+        return (NO_VALUE if value is None or not divisor else form.format(scale * value / divisor),)
+
+    return lines
+
+
+def folder() -> Path:
+    """Where the study is written: results/detection of a clone."""
+    return experiments_folder().parent / "results" / "detection"
+
+
+def frame(name: str) -> pd.DataFrame:
+    """One frame of the study; empty where it was not made."""
+    path = folder() / f"{name}.csv"
+    return pd.read_csv(path) if path.is_file() else pd.DataFrame()
+
+
+def said(detector: str, policy: str) -> str:
+    """What a row is called; `dense` of a detector that was trained to halt is the same weights with nobody halted."""
+    return LABELS.get((detector, policy), NOT_HALTED)
+
+
+def section(detector: str, policy: str) -> str:
+    """Where a row stands: with the others of its detector."""
+    if (detector, policy) not in LABELS:
+        return next(name for (other, _), name in LABELS.items() if other == detector)
+    return SECTIONS.get(detector, LABELS[detector, policy])
+
+
+def facts() -> dict[str, str]:
+    """What the study is of, by name."""
+    found = frame("about")
+    return {} if found.empty else dict(zip(found["fact"], found["value"].astype(str), strict=True))
+
+
+def note() -> tuple[str, ...]:
+    """Sentences that say how it was measured."""
+    said = facts()
+    if not said:
+        return (f"The study was not made on this machine: {COMMAND}.",)
+    each = frame("evaluations")
+    wider = f" ({said['wide']} the wider one)" if "wide" in said and "wide_gentle" in set(each.get("detector", ())) else ""
+    return (
+        f"Made by `{COMMAND}`: {said['pillars']} pillars a scene, {said['layers']} layers of width {said['width']}{wider}, seeds {said['seeds']}, "
+        f"{said['scenes']} scenes for training ({said['steps']} steps dense, then {said['tuning_steps']} each), "
+        f"{said['validation_scenes']} others for measuring; target {said['target_tokens']} of token-layers; torch {said['torch']}.",
+    )
+
+
+def summary() -> pd.DataFrame:
+    """Mean and spread over seeds of every detector, policy and dial, with the paired differences beside it."""
+    each = frame("evaluations")
+    if each.empty:
+        return each
+    keys = ["detector", "policy", "dial"]
+    grouped = each.groupby(keys, sort=False)
+    mean = grouped.mean(numeric_only=True).drop(columns="seed")
+    for column in ("ap", "ap_unrecycled"):
+        mean[f"{column}_low"], mean[f"{column}_high"] = grouped[column].min(), grouped[column].max()
+    mean["seeds"] = grouped.size()
+    found = mean.reset_index()
+    apart = frame("differences")
+    for against, recycled, name in (
+        ("dense control", True, "vs_dense"), ("longer control", True, "vs_longer"),
+        ("random", True, "vs_random"), ("random", False, "vs_random_unrecycled"),
+    ):  # fmt: skip
+        chosen = apart[(apart["against"] == against) & (apart["recycled"] == recycled)]
+        names = {"difference": name, "low": f"{name}_low", "high": f"{name}_high"}
+        found = found.merge(chosen.rename(columns=names)[[*keys, *names.values()]], on=keys, how="left")
+    timed = frame("timing")
+    for clock in CLOCKS if not timed.empty else ():
+        own = realized(timed[timed["clock"] == clock].drop(columns="clock")).set_index(keys).add_prefix(f"{clock}_")
+        found = found.merge(own.reset_index(), on=keys, how="left")
+    return found
+
+
+def realized(timed: pd.DataFrame) -> pd.DataFrame:
+    """With `realized`: of the operations that a row saves, the share by which its time fell; none where it saves next to nothing."""
+    saved = timed["flops_saved_pct"].where(timed["flops_saved_pct"].abs() > 1)
+    return timed.assign(realized=100 * (1 - timed["latency_ratio"]) / saved)
+
+
+# -- table detection ---------------------------------------------------------------------------------------------------------------
+
+
+def _ap(key: str) -> Any:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        return f"{row[key]:.3f}", f"{row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f}"
+
+    return cell
+
+
+def _difference(key: str) -> Any:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        value = number(row, key)
+        if value is None:
+            return (NO_VALUE,)
+        return (f"{signed(value, 3)} [{signed(number(row, f'{key}_low'), 3)} {signed(number(row, f'{key}_high'), 3)}]",)
+
+    return cell
+
+
+def _noise(found: pd.DataFrame, clock: str, said: str) -> tuple[str, ...]:
+    """The noise floor of a clock, one for all rows."""
+    floor = f"{clock}_{comparison.FLOOR}"
+    rows = [
+        row | {"record": f"{row['detector']} {row['dial']}", comparison.FLOOR: row[floor]}
+        for row in found.to_dict("records")
+        if number(row, floor) is not None
+    ]
+    comparison.pool_noise(rows)
+    return comparison.noise_note(rows, f"a scene's time, {said}")
+
+
+def _realized(clock: str) -> Any:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        share, saved = number(row, f"{clock}_realized"), row[f"{clock}_flops_saved_pct"]
+        return (NO_VALUE,) if share is None or saved <= 0 else (f"{share:.2f}", f"of {signed(saved)}%")
+
+    return cell
+
+
+def _technique(row: Mapping[str, Any]) -> Lines:
+    dials = {"learned": "p < {:g}", "random": "rates of p < {:g}", "norm": "rates of p < {:g}", "static": "depth {:g}"}
+    return (row["technique"], *(form.format(row["dial"]) for policy, form in dials.items() if policy == row["policy"]))
+
+
+DETECTION_COLUMNS = (
+    Column("", "technique", _technique, align="left"),
+    Column("computed %", "token-layers", cell("tokens", "{:.0f}", scale=100)),
+    Column("computed %", "in boxes, last layer", cell("kept_in_box", "{:.0f}", scale=100), expendable=3),
+    Column("", "FLOPs saved %", lambda row: (signed(row["executed_flops_saved_pct"]),)),
+    Column("AP", "recycled", _ap("ap")),
+    Column("AP", "not recycled", _ap("ap_unrecycled")),
+    Column("difference of AP", "to dense", _difference("vs_dense")),
+    Column("difference of AP", "to dense, trained longer", _difference("vs_longer")),
+    Column("difference of AP", "to random", _difference("vs_random"), expendable=1),
+    Column("difference of AP", "to random, not recycled", _difference("vs_random_unrecycled"), expendable=1),
+    *(
+        column
+        for clock, said in CLOCKS.items()
+        for column in (
+            Column(said, "time ÷ dense", cell(f"{clock}_latency_ratio", "{:.2f}"), expendable=2),
+            Column(said, "time ÷ FLOPs saved", _realized(clock), expendable=2),
+        )
+    ),
+)
+
+DETECTION_LEGEND = (
+    "AP: average precision at forty recalls, mean of two classes and of all seeds; below it the least and the greatest of the seeds.",
+    "recycled: the head reads the frozen states of halted tokens; not recycled: it sees nothing of them. The detectors were trained with recycling.",
+    "p < 0.5 is the paper's rule; the other thresholds turn the same gates. Random and norm: as many tokens halt after each layer as under "
+    "the gates with box weights, and the detector was trained further under that rule, for as many steps as all others.",
+    "Differences are paired by scene and seed, with 95% bootstrap intervals over scenes. Dense means trained as long, without halting.",
+    "FLOPs: executed, of encoder and head, mean of all scenes and seeds.",
+    "Time: one scene a pass, in turns with the dense detector. Encoder: embedded pillars in, states out, what the "
+    "paper accelerates. Points to boxes: with features, embedding, head, decoding and suppression, which no halting shortens. Time ÷ FLOPs saved: how "
+    "much of the operations that each clock's own part saves, in the scenes that were timed (below), is saved of its time.",
+    "Gates alone: trained on the dense detector, whose weights stay. At a tenth of the rate: from there on both are trained, for as many steps again; trained longer "
+    "is the dense detector with these steps.",
+    "Gates that only read: the derivative of a score goes to the gate's weights and not on into the detector's states.",
+)
+
+
+@artefact(no_rows)
+def table_detection(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table detection: learned token halting on a detector of cars and pedestrians, beside random halting, feature norm and static depth.
+
+    A section for each way to choose.
+    """
+    found = summary()
+    if found.empty:
+        found = pd.DataFrame(columns=["panel", "section", "technique"])
+    else:
+        keys = list(zip(found["detector"], found["policy"], strict=True))
+        found.insert(0, "panel", "detection")
+        found.insert(1, "section", [section(*key) for key in keys])
+        found.insert(2, "technique", [said(*key) for key in keys])
+        fewer = found["seeds"] < found["seeds"].max()
+        found.loc[fewer, "technique"] += " (seeds: " + found.loc[fewer, "seeds"].astype(str) + ")"
+    notes = (*note(), *(line for clock, part in CLOCKS.items() for line in _noise(found, clock, part)))
+    title = "Rotated boxes found, mean of cars (IoU 0.5) and pedestrians (IoU 0.3)"
+    panel = Panel("detection", title, DETECTION_COLUMNS, notes)
+    return Table(name, "Token halting on a detector", found, (panel,), DETECTION_LEGEND)
+
+
+# -- table detection_time ----------------------------------------------------------------------------------------------------------
+
+PARTS, SIZES, COST = "parts", "sizes", "cost"
+LAYER = "layer "
+SEVERAL = "scenes a pass, padded to the one with the most tokens left"
+IN_ENCODER = ("a pass's begin and end", "runtime", "decide", "gather", "scatter", LAYER)
+MEANS = {
+    "a pass's begin and end": "the encoder and the runtime around its layers: begin and end of a pass",
+    "runtime": "the runtime: planning and bookkeeping",
+    "decide": "the gates, and writing down whom they halt",
+    "gather": "packing the tokens that are left",
+    "scatter": "putting their states back",
+}
+
+
+def _made(name: str, option: str) -> tuple[str, ...]:
+    made = frame(name)
+    if made.empty:
+        return (f"Not measured on this machine: {COMMAND} {option}.",)
+    load = f" Load average when it began: {made['load_average'].max():.1f}." if "load_average" in made else ""
+    return (f"Made by `{COMMAND} {option}`.{load}",)
+
+
+def _parts() -> pd.DataFrame:
+    each = frame("parts")
+    if each.empty:
+        return pd.DataFrame(columns=["panel", "section", "what"])
+    wide = each.pivot(index="part", columns="run", values=["latency_ms", "tokens", "flops"])
+    wide.columns = [f"{run}_{what.removeprefix('latency_')}" for what, run in wide.columns]
+    order = dict.fromkeys(each[each["run"] == "halted"]["part"])
+    found = wide.loc[sorted(order, key=lambda part: not part.startswith(IN_ENCODER))].reset_index()
+    inside = found["part"].str.startswith(IN_ENCODER)
+    found["section"] = inside.map({True: "Encoder", False: "Around it"})
+    found["what"] = [_what(one) for one in found["part"]]
+    layers = _sum(found[found["part"].str.startswith(LAYER)], "Encoder", "all layers")
+    sums = (layers, _sum(found[inside], "Encoder", "the whole encoder"))
+    whole = _sum(found, "Around it", "points to boxes")
+    return pd.concat([found[inside], *sums, found[~inside], whole], ignore_index=True).assign(panel=PARTS)
+
+
+def _what(part: str) -> str:
+    return f"{LAYER}{int(part.removeprefix(LAYER)) + 1}" if part.startswith(LAYER) else MEANS.get(part, part)
+
+
+def _sum(rows: pd.DataFrame, section: str, what: str) -> pd.DataFrame:
+    """One row: milliseconds, and operations where every part has them."""
+    total = rows[["dense_ms", "halted_ms", "dense_flops", "halted_flops"]].sum(min_count=1)
+    if rows["halted_flops"].isna().any():
+        total[["dense_flops", "halted_flops"]] = None
+    return pd.DataFrame([{**total, "section": section, "what": what}])
+
+
+def _sizes() -> pd.DataFrame:
+    made = frame("sizes")
+    if made.empty:
+        return pd.DataFrame(columns=["panel", "section"])
+    found, keys = realized(made), ["width", "pillars", "scenes_a_pass"]
+    half = found[[*keys, "dense_ms"]].assign(width=2 * found["width"]).rename(columns={"dense_ms": "half_ms"})
+    sections = {1: "One scene a pass"}
+    found = found.merge(half, on=keys, how="left")
+    return found.assign(panel=SIZES, section=[sections.get(n, f"{n} {SEVERAL}") for n in found["scenes_a_pass"]])
+
+
+def _cost() -> pd.DataFrame:
+    made = frame("cost")
+    if made.empty:
+        return pd.DataFrame(columns=["panel", "section", "what"])
+    by_part = made.groupby("what", sort=False)[["count", "seconds_each", "seconds"]].mean().reset_index()
+    seed = by_part["seconds"].sum()
+    totals = {"what": ["one seed, one process", "three seeds, two processes"], "seconds": [seed, 1.5 * seed]}
+    return pd.concat([by_part, pd.DataFrame(totals)], ignore_index=True).assign(panel=COST, section="")
+
+
+PARTS_COLUMNS = (
+    Column("", "part", lambda row: (row["what"],), align="left"),
+    Column("dense", "ms", cell("dense_ms", "{:.2f}")),
+    Column("dense", "tokens", cell("dense_tokens", "{:.0f}")),
+    Column("halted at p < ½", "ms", cell("halted_ms", "{:.2f}")),
+    Column("halted at p < ½", "tokens", cell("halted_tokens", "{:.0f}")),
+    Column("halted ÷ dense", "time", cell("halted_ms", "{:.2f}", of="dense_ms")),
+    Column("halted ÷ dense", "FLOPs", cell("halted_flops", "{:.2f}", of="dense_flops")),
+)
+SIZES_COLUMNS = (
+    Column("", "width", cell("width", "{:.0f}")),
+    Column("", "pillars", cell("pillars", "{:.0f}")),
+    Column("ms a scene", "dense", cell("dense_ms", "{:.1f}")),
+    Column("ms a scene", "halted", cell("halted_ms", "{:.1f}")),
+    Column("", "FLOPs saved %", cell("flops_saved_pct", "{:.0f}")),
+    Column("", "time ÷ dense", cell("latency_ratio", "{:.2f}")),
+    Column("", "time ÷ FLOPs saved", cell("realized", "{:.2f}")),
+    Column("", "time ÷ dense of half the width", cell("halted_ms", "{:.2f}", of="half_ms")),
+    Column("", "noise %", cell("noise_floor_pct", "{:.0f}")),
+)
+COST_COLUMNS = (
+    Column("", "what", lambda row: (row["what"],), align="left"),
+    Column("", "steps or scenes", cell("count", "{:.0f}")),
+    Column("", "seconds each", cell("seconds_each", "{:.2g}")),
+    Column("", "minutes a seed", lambda row: (f"{row['seconds'] / 60:.1f}",)),
+)
+TIME_LEGEND = (
+    "Parts: of each scene the least of fifteen runs, mean of eight scenes; dense is the dense control, halted the detector whose gates were trained first and "
+    "then both, seed 0.",
+    "Only layers and gates have operations that halting changes. FLOPs of a layer: its products and its attention.",
+    "Size: drawn weights, 4 layers, heads of 16 columns at width 48 and of 32 elsewhere, gates whose biases leave 35%, 20% and 15% of the tokens after the first three layers: the clock does not ask what was learnt.",
+    "Cost: twelve steps of each training, from nothing, four scenes of each evaluation and 40 draws of an interval are timed in two processes at once; the rest is their number.",
+)
+
+
+@artefact(no_rows)
+def table_detection_time(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table detection_time: where the time of a scene goes, how much of the saved operations is saved of it by size, and what the study costs.
+
+    A panel for each of the three.
+    """
+    found = pd.concat([_parts(), _sizes(), _cost()], ignore_index=True)
+    panels = (
+        Panel(
+            PARTS, "Where the time of one scene goes, milliseconds, one thread", PARTS_COLUMNS, _made("parts", "--timing-only")
+        ),
+        Panel(SIZES, "The encoder's time by size, one thread", SIZES_COLUMNS, _made("sizes", "--sizes-only")),
+        Panel(COST, "What the study takes, minutes", COST_COLUMNS, _made("cost", "--cost-only --processes 2")),
+    )
+    return Table(name, "Time of the detector that halts", found, panels, TIME_LEGEND)

@@ -13,8 +13,7 @@ import pytest
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import Quartiles, Result, Spread, encoded
-from quicksilver.measure.null import NullResult
-from quicksilver.measure.quality import QualityResult
+from quicksilver.measure.quality import NullResult, QualityResult
 from quicksilver.records import stats
 from quicksilver.records.description import DataEntry, DenseTotals, EnvironmentEntry, ModelEntry, PackageEntry, ProtocolEntry
 from quicksilver.records.identity import Identity

@@ -35,9 +35,8 @@ from quicksilver.measure.fidelity import DenseLogits
 from quicksilver.measure.flops import Flops
 from quicksilver.measure.inside import look_inside
 from quicksilver.measure.memory import Memory
-from quicksilver.measure.null import Null
 from quicksilver.measure.perplexity import Protocol, check_allowed, score
-from quicksilver.measure.quality import Quality
+from quicksilver.measure.quality import Null, Quality
 from quicksilver.models import loading
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules.calibration import calibrate_modules

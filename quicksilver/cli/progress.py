@@ -139,8 +139,7 @@ def summary(record: Record) -> str:
     from quicksilver.measure.audit import AuditResult
     from quicksilver.measure.components import ComponentsResult
     from quicksilver.measure.deployment import DeploymentResult
-    from quicksilver.measure.emissions import EmissionsResult
-    from quicksilver.measure.energy import EnergyResult
+    from quicksilver.measure.energy import EmissionsResult, EnergyResult
     from quicksilver.measure.task import TaskResult
 
     data, quality = record.data, record.quality
@@ -166,7 +165,7 @@ def summary(record: Record) -> str:
 
 def _against_dense(record: Record) -> list[str]:
     from quicksilver.measure.latency import LatencyResult
-    from quicksilver.measure.null import NullResult
+    from quicksilver.measure.quality import NullResult
 
     lines = [_difference("against dense", "", record)]
     if record.found("null", NullResult) is not None:

@@ -11,15 +11,15 @@ from typing import Any
 _HOMES = {
     "Measurement": "measurement", "Result": "measurement", "Setting": "measurement",
     "Bench": "bench", "run_measurements": "bench",
-    "Alternation": "latency", "LatencySamples": "latency", "Ratio": "latency", "alternate": "latency", "shared_weight_copy": "latency",
+    "Alternation": "latency", "LatencySamples": "latency", "alternate": "latency", "shared_weight_copy": "latency",
     "PeakMemory": "memory", "peak_memory": "memory", "peak_tensor_bytes": "memory",
     "attention_pairs": "flop_counter", "count_by_operator": "flop_counter", "count_executed": "flop_counter",
-    "AuditProbes": "perplexity", "Protocol": "perplexity", "Scores": "perplexity",
+    "AuditResult": "audit", "Protocol": "perplexity", "Scores": "perplexity",
     "check_allowed": "perplexity", "check_windows": "perplexity", "score": "perplexity",
     "DenseLogits": "fidelity", "divergence": "fidelity",
-    "Breakdown": "breakdown", "Subject": "breakdown", "component_latency": "breakdown",
-    "Requests": "serving", "Served": "serving", "serve": "serving",
-    "CodeCarbonMeter": "meters",
+    "Subject": "components", "component_latency": "components",
+    "Served": "deployment", "serve": "deployment",
+    "CodeCarbonMeter": "energy",
 }  # fmt: skip
 
 __all__ = sorted(_HOMES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from quicksilver.measure.latency import Step
+from quicksilver.measure.latency import Step, shared_weight_copy
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.measure.perplexity import Keep, Protocol, keep_nothing
 from quicksilver.runtime.module import RuntimeModule
@@ -26,6 +26,26 @@ if TYPE_CHECKING:
     from quicksilver.measure.fidelity import DensePasses
 
 Report = Callable[[str, float], None]  # phase, share of the whole that is done
+
+
+@dataclass(frozen=True)
+class Side:
+    """The dense model or the run: whatever a measurement makes passes of in turns. `run` is None for the dense model."""
+
+    model: PreTrainedModel
+    batch: torch.Tensor
+    protocol: Protocol
+    run: Run | None = None
+
+    def reset(self) -> None:
+        """Forget the passes before, whose traces would pile up."""
+        if self.run is not None:
+            self.run.reset()
+
+    def forward(self, prompt_only: bool = False) -> None:
+        """One pass over the batch, or over its prompts."""
+        self.reset()
+        forward(self.model, self.batch, self.protocol, prompt_only)
 
 
 @dataclass
@@ -82,6 +102,15 @@ class Bench:
         modules = self.modules if modules is None else modules
         how: Execution = (execution or self.execution) if modules else "compact"
         return apply(model or self.model, modules, execution=how, decision_layers=self.decision_layers if modules else None)
+
+    @contextmanager
+    def sides(self) -> Iterator[dict[str, Side]]:
+        """`dense`, and `run` where there are modules: two models with the same weights, which can take turns. No gradients."""
+        with torch.no_grad(), ExitStack() as stack:
+            found = {"dense": Side(shared_weight_copy(self.model), self.batch, self.protocol)}
+            if self.modules:
+                found["run"] = Side(self.model, self.batch, self.protocol, stack.enter_context(self.apply()))
+            yield found
 
     def batches_done(self, done: int, of: int) -> None:
         """For `score`: windows done and windows in all."""

@@ -1,19 +1,32 @@
-"""Where the time of a batch goes: attention, MLP, KV write, deciding, gathering … (Table 7, App. J and K), dense and run; and what the
-decisions alone cost, everything executed. Under `continuation` of its prompt."""
+"""Where the time of a batch goes: attention, MLP, KV write, deciding, gathering … (Table 7, App. J and K), of the dense model and of the run.
+Beside it what the decisions alone cost, everything executed. Under `continuation` of its prompt.
+
+A pass of its own, in turns with the untouched one. Its marks cost time, so nothing else is measured in it, and how far its sum is from the
+untouched pass goes into the record. Hooks and clocks are put in before a pass and taken out after it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate, shared_weight_copy
 from quicksilver.measure.measurement import Measurement, Quartiles, Result
 from quicksilver.runtime.options import Count, at_least
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from quicksilver.measure.bench import Bench
+    from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.module import RuntimeModule
 
 # What each component is; `report` prints these words. The last two are what is left inside and outside the layers.
 COMPONENTS: Mapping[str, str] = {
@@ -31,6 +44,132 @@ COMPONENTS: Mapping[str, str] = {
     "model": "the rest of the model's own Python: masks, outputs",
 }
 KERNELS = ("embedding", "attention", "mlp", "norms", "output_head")  # what a dense pass has, too
+DECIDING = ("decisions", "fusion")
+OF_PHASE: Mapping[str, str] = {  # phase of the runtime -> component
+    "runtime": "runtime",
+    "layer": "norms",
+    "halted_kv": "attention",
+    "gather": "gather_scatter",
+    "scatter": "gather_scatter",
+    "decide": "decisions",
+    "fuse": "fusion",
+    "write_kv": "kv_write",
+    "quantize": "quantization",
+}
+Section = tuple[str, int | None]  # component, and layer (None: outside the layers)
+
+
+class SectionClock:
+    """Marks at the borders of nested sections: the time between two marks belongs to the innermost section open between them.
+
+    Args:
+        device: a CUDA device is marked by its own events, everything else by `time.perf_counter`.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._on_gpu = str(device).startswith("cuda")
+        self._open: list[Section] = []
+        self._marks: list[tuple[Section | None, Any]] = []  # what is innermost from here on, and when
+
+    def enter(self, component: str, layer: int | None = None) -> None:
+        if self._open:
+            layer = self._open[-1][1] if layer is None else layer
+            # A logit lens is the price of a decision, whatever parts of the model it borrows.
+            if component in (*KERNELS, "kv_write"):
+                component = next((name for name, _ in reversed(self._open) if name in DECIDING), component)
+        self._open.append((component, layer))
+        self._mark()
+
+    def leave(self) -> None:
+        self._open.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        import torch
+
+        innermost = self._open[-1] if self._open else None
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((innermost, event))
+        else:
+            self._marks.append((innermost, time.perf_counter()))
+
+    def times_ms(self) -> dict[Section, float]:
+        """Milliseconds by component and layer (None: outside the layers), each moment counted once."""
+        if self._on_gpu and self._marks:
+            self._marks[-1][1].synchronize()
+        times: dict[Section, float] = {}
+        for (section, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if section is not None:
+                passed = begin.elapsed_time(end) if self._on_gpu else 1e3 * (end - begin)
+                times[section] = times.get(section, 0.0) + passed
+        return times
+
+
+@contextmanager
+def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: SectionClock) -> Iterator[None]:
+    """Inside the block, `clock` notes the beginning and end of every part of the model, and of every phase of the runtime under `modules`."""
+    from torch import nn
+    from transformers.cache_utils import Cache
+
+    from quicksilver.modules.fusion import TokenFusion
+    from quicksilver.runtime.module import MergePolicy, TokenPolicy
+    from quicksilver.runtime.phases import observed
+
+    class PhaseMarks:
+        def enter(self, phase: str) -> None:
+            clock.enter(OF_PHASE[phase])
+
+        def leave(self) -> None:
+            clock.leave()
+
+    with ExitStack() as stack:
+
+        def hook(part: nn.Module, component: str, layer: int | None = None) -> None:
+            stack.callback(part.register_forward_pre_hook(lambda *_: clock.enter(component, layer)).remove)
+            stack.callback(part.register_forward_hook(lambda *_: clock.leave()).remove)
+
+        for part in arch.base.children():
+            if part is not arch.final_norm and not isinstance(part, nn.ModuleList):
+                hook(part, "embedding")
+        for index, layer in enumerate(arch.layers):
+            hook(layer, "norms", index)
+            hook(arch.attention(index), "attention")
+            hook(arch.mlp(index), "mlp")
+        hook(arch.final_norm, "output_head")
+        hook(arch.output_head, "output_head")
+        stack.enter_context(observed(PhaseMarks()))
+        stack.enter_context(_clocked(Cache, "update", "kv_write", clock))
+        for module in modules:
+            component = "fusion" if isinstance(module, TokenFusion) else "decisions"
+            for kind, method in ((TokenPolicy, "decide"), (MergePolicy, "merge_cache")):
+                if isinstance(module, kind):
+                    stack.enter_context(_clocked(module, method, component, clock))
+        yield
+
+
+@contextmanager
+def _clocked(owner: Any, name: str, component: str, clock: SectionClock) -> Iterator[None]:
+    """Inside the block, the clock notes the beginning and end of every call of `owner.name`; afterwards the owner is as it was."""
+    fn, own = getattr(owner, name), vars(owner).get(name)
+
+    @functools.wraps(fn)
+    def clocked(*args: Any, **kwargs: Any) -> Any:
+        clock.enter(component)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            clock.leave()
+
+    setattr(owner, name, clocked)
+    try:
+        yield
+    finally:
+        if own is None:  # the class has it
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 @dataclass(frozen=True)
@@ -56,6 +195,68 @@ class BreakdownResult:
     headline_ms: float
     sum_ms: float
     residual_pct: float
+
+
+class Subject(NamedTuple):
+    """What is taken apart: `call` runs one pass of the model of `arch`, which is under `modules` already."""
+
+    arch: Architecture
+    call: Step
+    modules: Sequence[RuntimeModule] = ()
+
+
+def component_latency(
+    subjects: Mapping[str, Subject],
+    warmup: int,
+    repeats: int,
+    device: str | torch.device = "cpu",
+    *,
+    besides: Mapping[str, Step] | None = None,
+) -> tuple[dict[str, BreakdownResult], Alternation]:
+    """Take each subject's pass apart, in turns with its untouched self; `besides` are timed in the same rounds, whole.
+
+    Returns:
+        Breakdowns by subject, and the times of everything that was not taken apart: subjects under their names, and `besides`.
+
+    Raises:
+        ConfigError: fewer than 3 repeats.
+    """
+    clocks: dict[str, list[SectionClock]] = {name: [] for name in subjects}
+
+    def take_apart(name: str) -> None:
+        clock, subject = SectionClock(device), subjects[name]
+        with watching(subject.arch, subject.modules, clock):
+            clock.enter("model")
+            subject.call()
+            clock.leave()
+        clocks[name].append(clock)
+
+    whole: dict[str, Step] = {name: subject.call for name, subject in subjects.items()} | dict(besides or {})
+    parts: dict[str, Step] = {f"{name}, taken apart": functools.partial(take_apart, name) for name in subjects}
+    times = alternate(whole | parts, warmup, repeats, device)
+    breakdowns = {
+        name: _breakdown([clock.times_ms() for clock in clocks[name][warmup:]], subject.arch.n_layers, times[name].median)
+        for name, subject in subjects.items()
+    }
+    return breakdowns, dataclasses.replace(times, data={name: times[name] for name in whole})
+
+
+def _breakdown(rounds: Sequence[Mapping[Section, float]], n_layers: int, headline_ms: float) -> BreakdownResult:
+    sections = {section for times in rounds for section in times}
+
+    def samples(*which: Section) -> LatencySamples:
+        return LatencySamples([sum(times.get(section, 0.0) for section in which) for times in rounds])
+
+    components, layers_ms = {}, {}
+    for component in COMPONENTS:
+        mine = [section for section in sections if section[0] == component]
+        if mine:
+            all_layers = samples(*mine)
+            components[component] = Part(all_layers.median, all_layers.iqr)
+        if any(layer is not None for _, layer in mine):
+            layers_ms[component] = [samples((component, layer)).median for layer in range(n_layers)]
+    sum_ms = sum(part.median_ms for part in components.values())
+    return BreakdownResult(components, layers_ms, headline_ms, sum_ms, 100 * (sum_ms / headline_ms - 1))
 
 
 @dataclass(frozen=True)
@@ -103,53 +304,25 @@ class Components(Measurement):
     timed = True
 
     def run(self, bench: Bench) -> ComponentsResult:
-        import torch
-
-        from quicksilver.measure.bench import forward
-        from quicksilver.measure.breakdown import Subject, component_latency
-        from quicksilver.measure.latency import shared_weight_copy
+        from quicksilver.measure.bench import Side
         from quicksilver.runtime.architecture import architecture_of
 
-        model, batch, protocol = bench.model, bench.batch, bench.protocol
-        plain, decided = shared_weight_copy(model), shared_weight_copy(model)
-        asked = copy.deepcopy(list(bench.modules))  # decisions of their own: two models at a time
-        with torch.no_grad(), ExitStack() as stack:
-            dense = architecture_of(plain)
-            subjects = {"dense": Subject(dense, lambda: forward(plain, batch, protocol, True))}
-            besides: dict[str, Callable[[], object]] = {}
+        decided, own = shared_weight_copy(bench.model), copy.deepcopy(list(bench.modules))  # two models decide at a time
+        with bench.sides() as sides, ExitStack() as stack:
+            subjects, besides = {}, {}
+            for name, side in sides.items():
+                arch, modules = (architecture_of(side.model), ()) if side.run is None else (side.run.arch, bench.modules)
+                subjects[name] = Subject(arch, functools.partial(side.forward, True), modules)
             if bench.modules:
-                run = stack.enter_context(bench.apply())
-                policy = stack.enter_context(bench.apply(decided, asked, "decide"))
-
-                def ours() -> None:
-                    run.reset()
-                    forward(model, batch, protocol, True)
-
-                def deciding() -> None:
-                    policy.reset()
-                    forward(decided, batch, protocol, True)
-
-                subjects["run"], besides["decide"] = Subject(run.arch, ours, bench.modules), deciding
-            found, times = component_latency(subjects, self.warmup, self.repeats, model.device, besides=besides)
-        ratios = {
-            f"{name}_ratio": Quartiles(ratio.median, ratio.low, ratio.high)
-            for name in times
-            if name != "dense" and (ratio := times.ratio(name, to="dense"))
-        }
-        parts = {
-            name: BreakdownResult(
-                {part: Part(samples.median, samples.iqr) for part, samples in one.components.items()},
-                dict(one.layers_ms),
-                one.headline.median,
-                one.sum_ms,
-                one.residual_pct,
-            )
-            for name, one in found.items()
-        }
+                policy = stack.enter_context(bench.apply(decided, own, "decide"))
+                besides["decide"] = functools.partial(Side(decided, bench.batch, bench.protocol, policy).forward, True)
+            found, times = component_latency(subjects, self.warmup, self.repeats, bench.model.device, besides=besides)
+        ratios: dict[str, Any] = {f"{name}_ratio": times.ratio(name, to="dense") for name in times if name != "dense"}
         return ComponentsResult(
-            of="prompt" if protocol.name == "continuation" else "window",
-            noise_floor_pct=100 * (times.noise_floor or 0.0),
+            of="prompt" if bench.protocol.name == "continuation" else "window",
+            noise_floor_pct=times.noise_floor_pct,
             timing_warnings=times.warnings,
-            **parts,  # type: ignore[arg-type]
-            **ratios,  # type: ignore[arg-type]
+            dense=found["dense"],
+            run=found.get("run"),
+            **ratios,
         )

@@ -1,21 +1,129 @@
-"""One prompt served alone, run and dense in turns: time to the first token and for each one after it (App. J)."""
+"""One prompt served alone, greedily, run and dense in turns: time to the first token and for each one after it (App. J).
+
+The paper's setting: a prompt of 256 tokens against a budget of 50 ms a token. Everything goes through transformers' own `generate()`, so
+whatever it can do (speculation included) is timed the same way.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
+
+from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate
 from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Count, at_least, check_positive
 
 if TYPE_CHECKING:
-    from quicksilver.measure.bench import Bench
-    from quicksilver.measure.serving import Requests, Served
+    import torch
+    from transformers import PreTrainedModel
 
-MIN_FOR_P99 = 100  # tokens: below it the 99th percentile is the slowest token, whatever it is called
+    from quicksilver.measure.bench import Bench, Side
+
+MIN_FOR_P99 = 100  # tokens: below it the 99th percentile is the slowest token
+
+
+@dataclass
+class TokenClock:
+    """Notes when tokens come out of `generate(streamer=…)`.
+
+    Attributes:
+        moments_s: when each delivery came, by `time.perf_counter`; the first is that of the first new token.
+        counts: how many tokens came with it: one, or several that speculation got right.
+    """
+
+    moments_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    _prompt_seen: bool = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """value: (1, N) the prompt, at first; then the new tokens, on the host already."""
+        if self._prompt_seen:
+            self.moments_s.append(time.perf_counter())
+            self.counts.append(value.numel())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Called by `generate` after the last token; every moment is noted already."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request.
+
+    Attributes:
+        first_ms: from the call until the first new token was there.
+        per_token_ms: for each token after it; tokens that came together share the time that they took.
+        total_ms: the whole call.
+        tokens: new tokens, in order.
+    """
+
+    first_ms: float
+    per_token_ms: list[float]
+    total_ms: float
+    tokens: list[int]
+
+
+def serve(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, options: Mapping[str, Any] | None = None) -> Served:
+    """Decode exactly `new_tokens` tokens greedily after `prompt` (1, N).
+
+    Args:
+        options: further arguments of `generate`, such as `{"prompt_lookup_num_tokens": 3}`.
+
+    Raises:
+        ConfigError: more than one row, or fewer than two new tokens: then there is no time per token.
+    """
+    import torch
+
+    if prompt.ndim != 2 or prompt.shape[0] != 1:
+        raise ConfigError(f"serve() takes one prompt (1, N); got {tuple(prompt.shape)}.")
+    if new_tokens < 2:
+        raise ConfigError(f"new_tokens={new_tokens}: at least 2, the time per token lies between two of them.")
+    clock = TokenClock()
+    began = time.perf_counter()
+    output = model.generate(  # type: ignore[operator]
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=1, max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens, pad_token_id=0, streamer=clock, **(options or {}),
+    )  # fmt: skip
+    if prompt.is_cuda:
+        torch.cuda.synchronize(prompt.device)
+    total = time.perf_counter() - began
+    per_token: list[float] = []
+    for before, after, count in zip(clock.moments_s, clock.moments_s[1:], clock.counts[1:], strict=False):
+        per_token += [1e3 * (after - before) / count] * count
+    return Served(1e3 * (clock.moments_s[0] - began), per_token, 1e3 * total, output[0, prompt.shape[1] :].tolist())
+
+
+def deployment(
+    ways: Mapping[str, Callable[[], Served]], warmup: int, repeats: int, device: str | torch.device = "cpu"
+) -> tuple[dict[str, list[Served]], Alternation]:
+    """Serve the same request in several ways, in turns; the first way is also the control (A/A).
+
+    Args:
+        ways: callables by name, each one `serve` of its own model.
+
+    Returns:
+        The requests of each way, one a round, and the time per token of each round as an alternation, for ratios and the noise floor.
+
+    Raises:
+        ConfigError: fewer than 3 repeats.
+    """
+    served: dict[str, list[Served]] = {name: [] for name in ways}
+    steps: dict[str, Step] = {name: lambda name=name, way=way: served[name].append(way()) for name, way in ways.items()}  # type: ignore[misc]
+    times = alternate(steps, warmup, repeats, device)
+    rounds = {name: all_of[warmup:] for name, all_of in served.items()}
+    control = next(iter(ways))
+    again, rounds[control] = rounds[control][1::2], rounds[control][0::2]
+    per_token = {name: LatencySamples([fmean(one.per_token_ms) for one in those]) for name, those in rounds.items()}
+    return rounds, dataclasses.replace(times, data=per_token, control_ms=[fmean(one.per_token_ms) for one in again])
 
 
 @dataclass(frozen=True)
@@ -42,6 +150,16 @@ class ServingResult:
     tokens_timed: int
     tokens_per_s: float
     within_budget_pct: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[Served], budget_ms: float) -> ServingResult:
+        """The requests of all rounds."""
+        first, times = LatencySamples([one.first_ms for one in rounds]), np.concatenate([one.per_token_ms for one in rounds])
+        p50, p95, p99 = (float(value) for value in np.percentile(times, [50, 95, 99]))
+        return cls(
+            Spread(first.median, first.iqr), Percentiles(p50, p95, p99 if len(times) >= MIN_FOR_P99 else None), len(times),
+            median(1e3 * len(one.tokens) / one.total_ms for one in rounds), 100 * float(np.mean(times <= budget_ms)),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,58 +222,31 @@ class Deployment(Measurement):
             )
 
     def run(self, bench: Bench) -> DeploymentResult:
-        import torch
-
-        from quicksilver.measure.latency import shared_weight_copy
-        from quicksilver.measure.serving import deployment, serve
-
-        model, new = bench.model, self.new_tokens
-        prompt = bench.windows.ids[:1, : self.prompt_tokens].to(model.device)
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and prompt.shape[1] + new > positions:
+        prompt = bench.windows.ids[:1, : self.prompt_tokens].to(bench.model.device)
+        positions = getattr(bench.model.config, "max_position_embeddings", None)
+        if positions is not None and prompt.shape[1] + self.new_tokens > positions:
             raise ConfigError(
-                f"measure.deployment: prompt_tokens={prompt.shape[1]} and new_tokens={new} are more than the model's {positions} "
+                f"measure.deployment: prompt_tokens={prompt.shape[1]} and new_tokens={self.new_tokens} are more than the model's {positions} "
                 "positions."
             )
-        dense = shared_weight_copy(model)
-        with torch.no_grad(), ExitStack() as stack:
-            ways = {"dense": lambda: serve(dense, prompt, new)}
-            if bench.modules:
-                run = stack.enter_context(bench.apply())
 
-                def ours() -> Served:
-                    run.reset()
-                    return serve(model, prompt, new)
+        def request(side: Side) -> Served:
+            side.reset()
+            return serve(side.model, prompt, self.new_tokens)
 
-                ways["run"] = ours
-            found, steps = deployment(ways, self.warmup, self.repeats, model.device)
-        ratio = same = None
-        if bench.modules:
-            quartiles = steps.ratio("run", to="dense")
-            ratio = Quartiles(quartiles.median, quartiles.low, quartiles.high)
-            equal = (a == b for a, b in zip(found["run"].tokens, found["dense"].tokens, strict=True))
-            same = sum(1 for _ in itertools.takewhile(bool, equal))
+        with bench.sides() as sides:
+            ways = {name: partial(request, side) for name, side in sides.items()}
+            rounds, times = deployment(ways, self.warmup, self.repeats, bench.model.device)
+        found: dict[str, Any] = {name: ServingResult.of(those, self.budget_ms) for name, those in rounds.items()}
+        if "run" in rounds:
+            equal = (a == b for a, b in zip(rounds["run"][-1].tokens, rounds["dense"][-1].tokens, strict=True))
+            found["same_first_tokens"] = len(list(itertools.takewhile(bool, equal)))
+            found["per_token_ratio"] = times.ratio("run", to="dense")
         return DeploymentResult(
-            dense=self._of(found["dense"]),
-            run=self._of(found["run"]) if bench.modules else None,
             prompt_tokens=prompt.shape[1],
-            new_tokens=new,
+            new_tokens=self.new_tokens,
             budget_ms=self.budget_ms,
-            noise_floor_pct=100 * (steps.noise_floor or 0.0),
-            per_token_ratio=ratio,
-            same_first_tokens=same,
-            timing_warnings=steps.warnings,
-        )
-
-    def _of(self, requests: Requests) -> ServingResult:
-        import numpy as np
-
-        times = np.asarray(requests.per_token_ms)
-        p50, p95, p99 = (float(value) for value in np.percentile(times, [50, 95, 99]))
-        return ServingResult(
-            first_token_ms=Spread(requests.first.median, requests.first.iqr),
-            per_token_ms=Percentiles(p50, p95, p99 if len(times) >= MIN_FOR_P99 else None),
-            tokens_timed=len(times),
-            tokens_per_s=requests.tokens_per_s,
-            within_budget_pct=100 * float(np.mean(times <= self.budget_ms)),
+            noise_floor_pct=times.noise_floor_pct,
+            timing_warnings=times.warnings,
+            **found,
         )

@@ -1,4 +1,9 @@
-"""Joules per token of one batch over and over, run and dense in turns with rest, and grams of CO₂ of them (App. F)."""
+"""Joules per token of one batch over and over, and grams of CO₂ of them, read with codecarbon.
+
+`Energy` takes run, dense and rest in turns (App. F). `Emissions` takes a window of a second in every run and includes what the machine draws at
+rest. Without an energy counter codecarbon estimates from the processor's nominal power and the load of the process: then the number is derived
+from time, and the record says so.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,11 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
@@ -19,10 +24,12 @@ from quicksilver.runtime.options import at_least, between
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
 
-
 J_PER_KWH = 3.6e6
 MIN_WINDOW_S = 1.0  # RAPL counts every millisecond, NVML every tenth of a second
 REST = "rest"
+WORLD = "world average"
+BELOW: Literal["below resolution"] = "below resolution"
+Net = float | Literal["below resolution"]
 COUNTERS = {  # codecarbon's name for a source -> ours
     "intel_rapl": "RAPL",
     "windows_emi": "RAPL (Windows energy meter)",
@@ -37,29 +44,16 @@ ESTIMATES = {
 }
 
 
-class Meter(Protocol):
-    """Reads energy: `start` a window, `stop` gives its joules.
+class CodeCarbonMeter:
+    """codecarbon's offline tracker: every energy counter of this machine, or its estimate for the processor where there is none.
+
+    Args:
+        country_iso_code: three letters; decides the emissions of electricity. None: the world average that codecarbon has.
 
     Attributes:
         method: where the joules come from, in words.
         measured: False where they are an estimate without any counter.
-        grid_kg_per_kwh: emissions of electricity where the machine is said to stand.
-    """
-
-    method: str
-    measured: bool
-    grid_kg_per_kwh: float
-
-    def start(self) -> None: ...
-
-    def stop(self) -> float: ...
-
-
-class CodeCarbonMeter:
-    """codecarbon's offline tracker: whatever of this machine has a counter; its guess for the processor where nothing has one.
-
-    Args:
-        country_iso_code: three letters; decides the emissions of electricity. None: the world average that codecarbon has.
+        grid_kg_per_kwh: emissions of electricity.
 
     Raises:
         ConfigError: codecarbon is not installed, or knows no such country.
@@ -68,48 +62,32 @@ class CodeCarbonMeter:
     def __init__(self, country_iso_code: str | None) -> None:
         try:
             from codecarbon import OfflineEmissionsTracker
-            from codecarbon.core.emissions import Emissions
-            from codecarbon.core.units import Energy
-            from codecarbon.external.geography import GeoMetadata
-            from codecarbon.input import DataSource
-
-            logging.getLogger("codecarbon").setLevel(logging.CRITICAL)  # its remarks are for who has no record to read
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "codecarbon is not installed, and energy and emissions are read with it: pip install codecarbon."
             ) from error
-        data = DataSource()
-        mix = data.get_global_energy_mix_data()
-        if country_iso_code is None:
-            self.grid_kg_per_kwh = float(data.get_carbon_intensity_per_source_data()["world_average"]) / 1e3
-        elif country_iso_code not in mix:
-            raise ConfigError(
-                f"country_iso_code={country_iso_code} is not a country that codecarbon knows: three letters, such as USA, DEU, FRA."
-            )
-        else:
-            place = GeoMetadata(country_iso_code=country_iso_code, country_name=mix[country_iso_code]["country_name"])
-            emitted = Emissions(data).get_private_infra_emissions(Energy.from_energy(kWh=1.0), place)
-            self.grid_kg_per_kwh = float(emitted)
+        logging.getLogger("codecarbon").setLevel(logging.CRITICAL)
+        self.grid_kg_per_kwh = _grid_kg_per_kwh(country_iso_code)
 
-        def tracker(mode: str) -> tuple[Any, dict[str, str]]:
-            """A tracker that has found out what the machine has, and its sources by kind of hardware. It wants a country even where only its
-            joules are read."""
-            made = OfflineEmissionsTracker(
+        def sources(mode: str) -> dict[str, str]:
+            """Start a tracker, which finds out what the machine has: its sources by kind of hardware. It needs a country in any case."""
+            self._tracker = OfflineEmissionsTracker(
                 country_iso_code=country_iso_code or "USA", output_methods=[], log_level="critical", measure_power_secs=1, tracking_mode=mode
             )  # fmt: skip
-            made.start_task("warm-up")
-            made.stop_task()
-            sources = {_kind(part): getattr(part, "_mode", type(part).__name__) for part in made._hardware}
-            return made, {kind: source for kind, source in sources.items() if kind != "RAM"}  # never a counter
+            self.start()
+            self._tracker.stop_task()
+            parts = {getattr(part, "chip_part", type(part).__name__): part for part in self._tracker._hardware}
+            return {
+                kind: getattr(part, "_mode", type(part).__name__) for kind, part in parts.items() if kind != "RAM"
+            }  # RAM: no counter
 
-        self._tracker, sources = tracker("machine")
-        counters = {kind: COUNTERS[source] for kind, source in sources.items() if source in COUNTERS}
+        found = sources("machine")
+        counters = {kind: COUNTERS[source] for kind, source in found.items() if source in COUNTERS}
         self.measured = bool(counters)
-        if not counters:
-            # A counter sees the whole machine whatever we ask for; a guess had better not see what else runs on it.
-            self._tracker, sources = tracker("process")
-        self._kinds = tuple(counters) or tuple(sources)
-        self.method = " + ".join(counters.values()) or "; ".join(ESTIMATES.get(source, source) for source in sources.values())
+        if not counters:  # a counter sees the whole machine; an estimate should not include what else runs on it
+            found = sources("process")
+        self._kinds = tuple(counters) or tuple(found)
+        self.method = " + ".join(counters.values()) or "; ".join(ESTIMATES.get(source, source) for source in found.values())
         if not self._kinds:
             raise ConfigError("codecarbon finds nothing on this machine whose energy it could tell: add measure.energy=false.")
 
@@ -122,51 +100,89 @@ class CodeCarbonMeter:
         return J_PER_KWH * sum({"CPU": found.cpu_energy, "GPU": found.gpu_energy}[kind] for kind in self._kinds)
 
 
+def _grid_kg_per_kwh(country_iso_code: str | None) -> float:
+    """Emissions of a kilowatt hour as codecarbon has them."""
+    from codecarbon.core.emissions import Emissions as Factors
+    from codecarbon.core.units import Energy as Joules
+    from codecarbon.external.geography import GeoMetadata
+    from codecarbon.input import DataSource
+
+    data = DataSource()
+    if country_iso_code is None:
+        return float(data.get_carbon_intensity_per_source_data()["world_average"]) / 1e3
+    mix = data.get_global_energy_mix_data()
+    if country_iso_code not in mix:
+        raise ConfigError(
+            f"country_iso_code={country_iso_code} is not a country that codecarbon knows: three letters, such as USA, DEU, FRA."
+        )
+    place = GeoMetadata(country_iso_code=country_iso_code, country_name=mix[country_iso_code]["country_name"])
+    return float(Factors(data).get_private_infra_emissions(Joules.from_energy(kWh=1.0), place))
+
+
 @functools.cache
-def meter_of(country_iso_code: str | None) -> Meter:
+def meter_of(country_iso_code: str | None) -> CodeCarbonMeter:
     """The meter of this machine, set up once: finding out what there is takes seconds."""
     return CodeCarbonMeter(country_iso_code)
 
 
-def _kind(hardware: Any) -> str:
-    """CPU, GPU or RAM."""
-    return getattr(hardware, "chip_part", type(hardware).__name__)
-
-
 @dataclass(frozen=True)
 class Window:
-    """One window: joules drawn by the machine, how long it took, and how often the work ran in it."""
+    """Joules drawn by the machine in one window, how long it took, and how often the work ran in it."""
 
     joules: float
     seconds: float
     calls: int
 
-    @property
-    def watts(self) -> float:
-        return self.joules / self.seconds
+
+def window(work: Callable[[], object], meter: CodeCarbonMeter, least_s: float) -> Window:
+    """Repeat `work` for at least `least_s` seconds, and read the meter."""
+    meter.start()
+    began, calls, seconds = time.perf_counter(), 0, -1.0
+    while seconds < least_s:
+        work()
+        calls += 1
+        seconds = time.perf_counter() - began
+    return Window(meter.stop(), seconds, calls)
+
+
+@contextmanager
+def _works(bench: Bench, *, dense: bool = True) -> Iterator[tuple[Mapping[str, Callable[[], None]], int]]:
+    """One pass of the dense model (where it is wanted) and of the run, by name; and how many tokens a pass processes."""
+    import torch
+
+    def finished(forward: Callable[[], None]) -> None:
+        forward()
+        if bench.model.device.type == "cuda":
+            torch.cuda.synchronize(bench.model.device)
+
+    with bench.sides() as sides:
+        tokens = bench.batch if bench.protocol.name == "all" else bench.batch[:, :-1]
+        passes = {name: functools.partial(finished, side.forward) for name, side in sides.items() if dense or name != "dense"}
+        yield passes, tokens.numel()
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What one kind of work drew.
+class TokenEnergy:
+    """What a token drew.
 
     Attributes:
-        gross_j_per_token: with what the machine draws at rest.
-        net_j_per_token: without it; None: below the resolution.
+        gross_j_per_token: with what the machine draws at rest; `net_…` without it, or words where windows of rest differ by as much.
         resolution_j_per_token: the smallest net value that could be told from rest.
         windows, tokens: how much was measured.
     """
 
     gross_j_per_token: float
-    net_j_per_token: float | None
+    gross_gco2_per_token: float
+    net_j_per_token: Net
+    net_gco2_per_token: Net
     resolution_j_per_token: float
     windows: int
     tokens: int
 
 
 def energy(
-    works: Mapping[str, Callable[[], object]], tokens_per_call: int, meter: Meter, *, window_s: float, rounds: int
-) -> tuple[dict[str, Drawn], dict[str, Any]]:
+    works: Mapping[str, Callable[[], object]], tokens_per_call: int, meter: CodeCarbonMeter, *, window_s: float, rounds: int
+) -> tuple[dict[str, TokenEnergy], dict[str, Any]]:
     """Measure `works` and rest in turns: rest, A, B, rest, A, B …
 
     Args:
@@ -189,73 +205,35 @@ def energy(
         raise ConfigError(f"tokens_per_call={tokens_per_call}: joules per token need at least one.")
     load = os.getloadavg()[0]
     for work in works.values():
-        work()  # one-time allocations are nobody's energy
+        work()  # one-time allocations do not count
     found: dict[str, list[Window]] = {name: [] for name in (REST, *works)}
     for _ in range(rounds):
         found[REST].append(window(lambda: time.sleep(window_s), meter, 0.0))
         for name, work in works.items():
             found[name].append(window(work, meter, window_s))
-    at_rest = [window.watts for window in found[REST]]
-    spread = max(at_rest) - min(at_rest)
-    results = {name: _energy(found[name], tokens_per_call, median(at_rest), spread) for name in works}
+    watts = [one.joules / one.seconds for one in found.pop(REST)]
     how = {
-        "method": meter.method,
-        "measured": meter.measured,
-        "grid_kg_per_kwh": meter.grid_kg_per_kwh,
-        "rest_w": median(at_rest),
-        "rest_spread_w": spread,
-        "window_s": window_s,
-        "load_average": load,
-    }
-    return results, how
+        "method": meter.method, "measured": meter.measured, "grid_kg_per_kwh": meter.grid_kg_per_kwh, "rest_w": median(watts),
+        "rest_spread_w": max(watts) - min(watts), "window_s": window_s, "load_average": load,
+    }  # fmt: skip
+    return {name: _token_energy(windows, tokens_per_call, how) for name, windows in found.items()}, how
 
 
-def window(work: Callable[[], object], meter: Meter, least_s: float) -> Window:
-    """`work` over and over for at least `least_s` seconds, and what the meter read meanwhile."""
-    meter.start()
-    began, calls = time.perf_counter(), 0
-    while True:
-        work()
-        calls += 1
-        seconds = time.perf_counter() - began
-        if seconds >= least_s:
-            break
-    joules = meter.stop()
-    return Window(joules, seconds, calls)
-
-
-def _energy(windows: Sequence[Window], tokens_per_call: int, rest_w: float, spread_w: float) -> Drawn:
-    calls, seconds = sum(w.calls for w in windows), sum(w.seconds for w in windows)
-    tokens = calls * tokens_per_call
-    gross = sum(w.joules for w in windows)
-    net = gross - rest_w * seconds
-    resolution = spread_w * seconds
+def _token_energy(windows: Sequence[Window], tokens_per_call: int, how: Mapping[str, Any]) -> TokenEnergy:
+    seconds, gross = sum(one.seconds for one in windows), sum(one.joules for one in windows)
+    tokens = tokens_per_call * sum(one.calls for one in windows)
+    net, resolution = gross - how["rest_w"] * seconds, how["rest_spread_w"] * seconds
     # A counter that did not move in any window resolves nothing, however still it stood at rest.
     resolved = net > resolution and gross > 0
-    return Drawn(gross / tokens, net / tokens if resolved else None, resolution / tokens, len(windows), tokens)
+    grams = _grams_per_joule(how["grid_kg_per_kwh"])
+    return TokenEnergy(
+        gross / tokens, grams * gross / tokens, net / tokens if resolved else BELOW, grams * net / tokens if resolved else BELOW,
+        resolution / tokens, len(windows), tokens,
+    )  # fmt: skip
 
 
-BELOW: Literal["below resolution"] = "below resolution"
-Net = float | Literal["below resolution"]
-
-
-@dataclass(frozen=True)
-class TokenEnergy:
-    """What a token drew.
-
-    Attributes:
-        gross_j_per_token: with what the machine draws at rest; `net_…` without it, or words where windows of rest differ by as much.
-        resolution_j_per_token: the smallest net value that could be told from rest.
-        windows, tokens: how much was measured.
-    """
-
-    gross_j_per_token: float
-    gross_gco2_per_token: float
-    net_j_per_token: Net
-    net_gco2_per_token: Net
-    resolution_j_per_token: float
-    windows: int
-    tokens: int
+def _grams_per_joule(grid_kg_per_kwh: float) -> float:
+    return 1e3 * grid_kg_per_kwh / J_PER_KWH
 
 
 @dataclass(frozen=True)
@@ -286,8 +264,7 @@ class EnergyResult(Result):
         return self.run or self.dense
 
     def line(self) -> str:
-        one = self.ours
-        net, grams = one.net_j_per_token, one.net_gco2_per_token
+        net, grams = self.ours.net_j_per_token, self.ours.net_gco2_per_token
         said = net if isinstance(net, str) or isinstance(grams, str) else f"{1e3 * net:.3g} mJ a token, {1e6 * grams:.3g} µg CO₂"
         return f"{said} ({self.method}; {self.grid_kg_per_kwh:.3g} kg/kWh, {self.country_iso_code})"
 
@@ -314,50 +291,69 @@ class Energy(Measurement):
             raise ConfigError("country_iso_code has no value: give the country whose electricity it is, such as DEU.")
 
     def run(self, bench: Bench) -> EnergyResult:
-        import torch
-
-        from quicksilver.measure.bench import forward
-        from quicksilver.measure.latency import shared_weight_copy
-
-        assert self.country_iso_code is not None  # checked with the config
-        model, batch, protocol = bench.model, bench.batch, bench.protocol
-        dense = shared_weight_copy(model)
-
-        def synchronised(work: Callable[[], None]) -> Callable[[], None]:
-            def fn() -> None:
-                work()
-                if model.device.type == "cuda":
-                    torch.cuda.synchronize(model.device)
-
-            return fn
-
-        with torch.no_grad(), ExitStack() as stack:
-            works = {"dense": synchronised(lambda: forward(dense, batch, protocol))}
-            if bench.modules:
-                run = stack.enter_context(bench.apply())
-
-                def ours() -> None:
-                    run.reset()
-                    forward(model, batch, protocol)
-
-                works["run"] = synchronised(ours)
-            processed = batch.numel() if protocol.name == "all" else batch[:, :-1].numel()
+        with _works(bench) as (works, tokens):
             meter = meter_of(self.country_iso_code)
-            found, how = energy(works, processed, meter, window_s=self.window_s, rounds=self.rounds)
-        per_token = {name: _per_token(one, meter.grid_kg_per_kwh) for name, one in found.items()}
-        return EnergyResult(dense=per_token["dense"], run=per_token.get("run"), country_iso_code=self.country_iso_code, **how)
+            found, how = energy(works, tokens, meter, window_s=self.window_s, rounds=self.rounds)
+        return EnergyResult(found["dense"], run=found.get("run"), country_iso_code=str(self.country_iso_code), **how)
 
 
-def _per_token(drawn: Drawn, grid_kg_per_kwh: float) -> TokenEnergy:
+@dataclass(frozen=True)
+class EmissionsResult(Result):
+    """What a token drew and emitted, at the plug of the parts that CodeCarbon reads.
 
-    grams = 1e3 * grid_kg_per_kwh / J_PER_KWH
-    net = drawn.net_j_per_token
-    return TokenEnergy(
-        gross_j_per_token=drawn.gross_j_per_token,
-        gross_gco2_per_token=grams * drawn.gross_j_per_token,
-        net_j_per_token=BELOW if net is None else net,
-        net_gco2_per_token=BELOW if net is None else grams * net,
-        resolution_j_per_token=drawn.resolution_j_per_token,
-        windows=drawn.windows,
-        tokens=drawn.tokens,
-    )
+    Attributes:
+        energy_j_per_token, gco2_per_token: of the run; `dense_…` of the dense model, in the same process.
+        window_s: how long the run's window was.
+        method: where the joules come from; `measured` is False where that is an estimate without any counter.
+        grid_kg_per_kwh: emissions of electricity in `grid`, a country or the world average.
+    """
+
+    energy_j_per_token: float
+    gco2_per_token: float
+    dense_energy_j_per_token: float
+    dense_gco2_per_token: float
+    window_s: float
+    method: str
+    measured: bool
+    grid_kg_per_kwh: float
+    grid: str
+
+    def line(self) -> str:
+        return (
+            f"{1e6 * self.gco2_per_token:.3g} µg CO₂e a token, dense {1e6 * self.dense_gco2_per_token:.3g} "
+            f"({self.method}; {self.grid_kg_per_kwh:.3g} kg/kWh, {self.grid})"
+        )
+
+
+@dataclass
+class Emissions(Measurement):
+    """Read CodeCarbon over a short window of work. No other number depends on it: a record without it is the same record. The dense model is
+    read once for all runs of this model, text and protocol in one process.
+
+    Args:
+        country_iso_code: whose electricity it is, such as DEU; None: the world average that CodeCarbon has.
+        window_s: least time of work of each, in seconds, in two windows; counters need one.
+    """
+
+    country_iso_code: str | None = None
+    window_s: Annotated[float, between(1.0)] = 1.0
+
+    share = 0.04
+    timed = True
+    in_identity = False
+
+    def run(self, bench: Bench) -> EmissionsResult:
+        meter = meter_of(self.country_iso_code)
+        kept = bench.dense.energy_j_per_token if bench.dense is not None else {}
+        setting = f"{self.country_iso_code} {self.window_s}"
+        with _works(bench, dense=setting not in kept or not bench.modules) as (works, tokens):
+            # Two rounds in turns: a slow moment of the machine hits both.
+            rounds = [{name: window(work, meter, self.window_s / 2) for name, work in works.items()} for _ in range(2)]
+        found = {name: [one[name] for one in rounds] for name in works}
+        joules = {name: sum(w.joules for w in those) / (tokens * sum(w.calls for w in those)) for name, those in found.items()}
+        dense = kept.setdefault(setting, joules["dense"]) if "dense" in joules else kept[setting]
+        ours, grams = joules.get("run", dense), _grams_per_joule(meter.grid_kg_per_kwh)
+        return EmissionsResult(
+            ours, grams * ours, dense, grams * dense, sum(one.seconds for one in found.get("run") or found["dense"]), meter.method,
+            meter.measured, meter.grid_kg_per_kwh, self.country_iso_code or WORLD,
+        )  # fmt: skip

@@ -10,11 +10,12 @@ import gc
 import os
 import statistics
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from quicksilver.measure.measurement import Measurement, Quartiles, Result, Spread
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -30,44 +31,35 @@ MIN_REPEATS = 3  # two points have a difference, not a spread
 BUSY = 0.5  # load average beyond what threads of our own explain
 CLOCK_GAP_S = 0.1  # and a thousandth of the time that passed: more than a clock is adjusted by while it runs
 
+Ratio = Quartiles
+Step = Callable[[], object]
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+
+def _quartiles(values: Sequence[float]) -> Quartiles:
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+    return Quartiles(middle, low, high)
 
 
 @dataclass(frozen=True)
 class LatencySamples:
-    """Times of one callable, in the order they were taken.
-
-    Args:
-        ms: one time per repeat, in milliseconds (warm-up excluded).
-    """
+    """Times of one callable in milliseconds, in the order they were taken, warm-up excluded."""
 
     ms: list[float]
 
     @property
     def median(self) -> float:
         """Median in milliseconds."""
-        return _quartiles(self.ms)[1]
+        return _quartiles(self.ms).median
 
     @property
     def iqr(self) -> float:
         """Interquartile range in milliseconds: the spread printed beside the median."""
-        low, _, high = _quartiles(self.ms)
-        return high - low
+        found = _quartiles(self.ms)
+        return found.high - found.low
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Median and quartiles of the per-round ratios of two callables (unitless)."""
-
-    median: float
-    low: float
-    high: float
-
-
-class Alternation(dict[str, LatencySamples]):
+@dataclass
+class Alternation(UserDict[str, LatencySamples]):
     """What `alternate` measured: samples by name, and what is needed to judge them.
 
     Attributes:
@@ -79,21 +71,13 @@ class Alternation(dict[str, LatencySamples]):
         clock_gap_s: how much more (or less) passed meanwhile by the clock on the wall: a machine that slept, a clock that was set.
     """
 
-    def __init__(
-        self,
-        samples: Mapping[str, LatencySamples],
-        *,
-        control: str | None = None,
-        control_ms: Sequence[float] = (),
-        load_before: float,
-        load_after: float,
-        seconds: float = 0.0,
-        clock_gap_s: float = 0.0,
-    ) -> None:
-        super().__init__(samples)
-        self.control, self.control_ms = control, list(control_ms)
-        self.load_before, self.load_after = load_before, load_after
-        self.seconds, self.clock_gap_s = seconds, clock_gap_s
+    data: dict[str, LatencySamples]
+    control: str | None = None
+    control_ms: Sequence[float] = ()
+    load_before: float = 0.0
+    load_after: float = 0.0
+    seconds: float = 0.0
+    clock_gap_s: float = 0.0
 
     @property
     def warnings(self) -> list[str]:
@@ -101,11 +85,11 @@ class Alternation(dict[str, LatencySamples]):
         import torch
 
         found = []
-        allowed = torch.get_num_threads() + BUSY  # a pass of ours just before keeps its own threads in the average
-        if self.load_before > allowed:
+        threads = torch.get_num_threads()  # a pass of ours just before keeps its own threads in the average
+        if self.load_before > threads + BUSY:
             found.append(
-                f"load average {self.load_before:.1f} before timing, where threads of this process explain "
-                f"{torch.get_num_threads()}: something else runs on this machine"
+                f"load average {self.load_before:.1f} before timing, where threads of this process explain {threads}: something else runs on "
+                "this machine"
             )
         if abs(self.clock_gap_s) > CLOCK_GAP_S + 1e-3 * self.seconds:
             found.append(f"the clock jumped by {self.clock_gap_s:+.1f} s while timing: the machine slept, or its clock was set")
@@ -119,21 +103,24 @@ class Alternation(dict[str, LatencySamples]):
         """
         if self.control is None:
             return None
-        low, _, high = _quartiles([b / a for a, b in zip(self[self.control].ms, self.control_ms, strict=True)])
-        return max(abs(low - 1.0), abs(high - 1.0))
+        found = _quartiles([b / a for a, b in zip(self[self.control].ms, self.control_ms, strict=True)])
+        return max(abs(found.low - 1.0), abs(found.high - 1.0))
 
-    def ratio(self, name: str, to: str) -> Ratio:
+    @property
+    def noise_floor_pct(self) -> float:
+        """The same in percent, 0 without a control."""
+        return 100 * (self.noise_floor or 0.0)
+
+    def ratio(self, name: str, to: str) -> Quartiles:
         """Time of `name` over time of `to`, round by round: two neighbours in time are slowed by the same other load."""
-        low, middle, high = _quartiles([a / b for a, b in zip(self[name].ms, self[to].ms, strict=True)])
-        return Ratio(middle, low, high)
+        return _quartiles([a / b for a, b in zip(self[name].ms, self[to].ms, strict=True)])
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    # A collection walks live objects: tens of milliseconds that would be charged to whoever was running. Between rounds the young
-    # ones are enough: what a forward pass leaves behind.
+def gc_paused(generation: int = 1) -> Iterator[None]:
+    """Garbage up to this generation is collected before, and none within: a collection takes tens of milliseconds, and frees memory."""
     enabled = gc.isenabled()
-    gc.collect(1)
+    gc.collect(generation)
     gc.disable()
     try:
         yield
@@ -143,7 +130,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _times_ms(steps: Sequence[Step], device: torch.device, clock: Callable[[], float]) -> list[float]:
-    """Milliseconds of each step, one after another without a pause."""
+    """Milliseconds from the beginning of the first step to the end of each, one after another without a pause."""
     import torch
 
     if device.type == "cuda":
@@ -155,21 +142,22 @@ def _times_ms(steps: Sequence[Step], device: torch.device, clock: Callable[[], f
                 step()
                 mark.record()
         marks[-1].synchronize()
-        return [before.elapsed_time(after) for before, after in pairwise(marks)]
-    moments = [clock()]
-    for step in steps:
-        step()
-        moments.append(clock())
-    return [(after - before) * 1e3 for before, after in pairwise(moments)]
+        each = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    else:
+        moments = [clock()]
+        for step in steps:
+            step()
+            moments.append(clock())
+        each = [(after - before) * 1e3 for before, after in pairwise(moments)]
+    if min(each) <= 0:
+        raise QuickSilverError("the clock stood still or ran backwards while it was timed; there is no time to report.")
+    return list(accumulate(each))
 
 
 def shared_weight_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights under module objects of their own: stays plain while `model` is under `apply`, so the two can take turns."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-Step = Callable[[], object]
 
 
 def alternate(
@@ -220,12 +208,17 @@ def alternate_steps(
         raise ConfigError(f"repeats={repeats} gives no interval: time at least {MIN_REPEATS} rounds")
     if warmup < 0:
         raise ConfigError(f"warmup={warmup} is negative: 0 or more untimed rounds")
-    device = torch.device(device)
-    turns = list(fns.items())
-    first = turns[0][0]
+    device, first = torch.device(device), next(iter(fns))
+
+    def timed(name: str) -> list[float]:
+        try:
+            return _times_ms(fns[name], device, clock or time.perf_counter)
+        except QuickSilverError as error:
+            raise QuickSilverError(f"{name}: {error}") from None
+
     load_before = os.getloadavg()[0]
     for _ in range(warmup):
-        for _, steps in turns:
+        for steps in fns.values():
             for step in steps:
                 step()
     gc.collect()
@@ -233,30 +226,20 @@ def alternate_steps(
     again: list[list[float]] = []
     began, began_on_wall = time.perf_counter(), time.time()
     for _ in range(repeats):
-        with _no_garbage_collection():
-            for name, steps in turns:
-                times[name].append(_times_ms(steps, device, clock or time.perf_counter))
+        with gc_paused():
+            for name in fns:
+                times[name].append(timed(name))
             if control:
-                again.append(_times_ms(fns[first], device, clock or time.perf_counter))
+                again.append(timed(first))
     seconds, on_wall = time.perf_counter() - began, time.time() - began_on_wall
-    for name, rounds in (*times.items(), (first, again)):
-        if any(value <= 0 for values in rounds for value in values):
-            raise QuickSilverError(
-                f"{name}: the clock stood still or ran backwards while it was timed; there is no time to report."
-            )
     load_after = os.getloadavg()[0]
     return [
         Alternation(
-            {name: LatencySamples([sum(values[: n + 1]) for values in rounds]) for name, rounds in times.items()},
-            control=first if control else None,
-            control_ms=[sum(values[: n + 1]) for values in again],
-            load_before=load_before,
-            load_after=load_after,
-            seconds=seconds,
-            clock_gap_s=on_wall - seconds,
+            {name: LatencySamples([ends[n] for ends in rounds]) for name, rounds in times.items()}, first if control else None,
+            [ends[n] for ends in again], load_before, load_after, seconds, on_wall - seconds,
         )
-        for n in range(len(turns[0][1]))
-    ]
+        for n in range(len(fns[first]))
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -297,23 +280,17 @@ class LatencyResult(Result):
 
     def timing(self, *, prompt: bool = False) -> Timing | None:
         """Of the batch, or of its prompt alone; None: the protocol has no prompt."""
-        if not prompt:
-            return Timing(self.latency_ms, self.dense_latency_ms, self.latency_ratio, self.noise_floor_pct)
-        run_ms, dense_ms = self.prompt_latency_ms, self.dense_prompt_latency_ms
-        ratio, noise = self.prompt_latency_ratio, self.prompt_noise_floor_pct
-        return (
-            None
-            if run_ms is None or dense_ms is None or ratio is None or noise is None
-            else Timing(run_ms, dense_ms, ratio, noise)
-        )
+        of = "prompt_" if prompt else ""
+        names = (f"{of}latency_ms", f"dense_{of}latency_ms", f"{of}latency_ratio", f"{of}noise_floor_pct")
+        values = [getattr(self, name) for name in names]
+        return None if None in values else Timing(*values)
 
     def line(self) -> str:
-        ratio, noise = self.prompt_latency_ratio, self.prompt_noise_floor_pct
-        of = " of the prompt's"
-        if ratio is None or noise is None:
-            ratio, noise, of = self.latency_ratio, self.noise_floor_pct, ""
-        saved, low, high = (100 * (1 - value) for value in (ratio.median, ratio.high, ratio.low))
-        return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {noise:.1f}%)"
+        prompt = self.timing(prompt=True)
+        one, of = prompt or self.timing(), " of the prompt's" if prompt else ""
+        assert one is not None  # of the whole batch there always is one
+        saved, low, high = (100 * (1 - value) for value in (one.ratio.median, one.ratio.high, one.ratio.low))
+        return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
 
 
 @dataclass
@@ -336,29 +313,31 @@ class Latency(Measurement):
 
         from quicksilver.measure.bench import calls
 
-        model, batch, protocol = bench.model, bench.batch, bench.protocol
-        dense = shared_weight_copy(model)
+        model, dense, batch, protocol = bench.model, shared_weight_copy(bench.model), bench.batch, bench.protocol
         prefixes = ("prompt_", "") if protocol.name == "continuation" else ("",)
         rounds = self.warmup + 2 * self.repeats  # the dense model runs twice in a timed round: it is the control too
         done = 0
-        found: dict[str, object] = {}
+
+        def note() -> None:
+            nonlocal done
+            done += 1
+            bench.progress(min(1.0, done / rounds))
+
+        found: dict[str, Any] = {}
         with torch.no_grad(), bench.apply() as run:
-
-            def note() -> None:
-                nonlocal done
-                done += 1
-                bench.progress(min(1.0, done / rounds))
-
-            theirs = calls(dense, batch, protocol, before=note)
-            ours = calls(model, batch, protocol, before=run.reset)  # or the traces of all rounds pile up
-            for prefix, times in zip(
-                prefixes, alternate_steps({"dense": theirs, "run": ours}, self.warmup, self.repeats, model.device), strict=True
-            ):
-                for key, name in ((f"{prefix}latency_ms", "run"), (f"dense_{prefix}latency_ms", "dense")):
-                    found[key] = Spread(times[name].median, times[name].iqr, times[name].ms)
-                ratio = times.ratio("run", to="dense")
-                found[f"{prefix}noise_floor_pct"] = 100 * (times.noise_floor or 0.0)
-                found[f"{prefix}latency_ratio"] = Quartiles(ratio.median, ratio.low, ratio.high)
-                found[f"{prefix}load_average"] = {"before": times.load_before, "after": times.load_after}
-                found[f"{prefix}timing_warnings"] = times.warnings
-        return LatencyResult(**found)  # type: ignore[arg-type]
+            steps = {
+                "dense": calls(dense, batch, protocol, before=note),
+                "run": calls(model, batch, protocol, before=run.reset),  # or the traces of all rounds pile up
+            }
+            each = alternate_steps(steps, self.warmup, self.repeats, model.device)
+        for prefix, times in zip(prefixes, each, strict=True):
+            ours, dense = (Spread(times[name].median, times[name].iqr, times[name].ms) for name in ("run", "dense"))
+            found |= {
+                f"{prefix}latency_ms": ours,
+                f"dense_{prefix}latency_ms": dense,
+                f"{prefix}latency_ratio": times.ratio("run", to="dense"),
+                f"{prefix}noise_floor_pct": times.noise_floor_pct,
+                f"{prefix}load_average": {"before": times.load_before, "after": times.load_after},
+                f"{prefix}timing_warnings": times.warnings,
+            }
+        return LatencyResult(**found)

@@ -33,6 +33,11 @@ T = TypeVar("T")
 class Mistyped(ValueError):
     """What was read is not what the dataclass says; the text names the place."""
 
+    @classmethod
+    def at(cls, where: str, content: Any, wanted: str) -> Mistyped:
+        text = repr(content)
+        return cls(f"{where} is {text if len(text) <= 40 else f'{text[:37]}…'}, not {wanted}")
+
 
 def decoded(cls: type[T], content: Any, where: str = "") -> T:
     """`content`, as json gives it, as a dataclass. Further keys are left alone.
@@ -41,13 +46,13 @@ def decoded(cls: type[T], content: Any, where: str = "") -> T:
         Mistyped: a value of another type, one that is not finite, or one that is missing.
     """
     if not isinstance(content, Mapping):
-        raise Mistyped(f"{where or cls.__name__} is {_shown(content)}, not an object")
+        raise Mistyped.at(where or cls.__name__, content, "an object")
     of: Any = cls
-    types_of, arguments = _types(of), {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    arguments = {}
+    for field in dataclasses.fields(of):
         place = f"{where}.{field.name}" if where else field.name
         if field.name in content:
-            arguments[field.name] = value(types_of[field.name], content[field.name], place)
+            arguments[field.name] = value(_types(of)[field.name], content[field.name], place)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise Mistyped(f"{place} is missing")
     try:
@@ -61,9 +66,12 @@ def _types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
 def value(kind: Any, content: Any, where: str) -> Any:
     """`content` as a value of the annotated type `kind`."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner = get_origin(kind) or kind, get_args(kind)
     if kind is Any:
         return content
     if origin in (Union, types.UnionType):
@@ -71,21 +79,23 @@ def value(kind: Any, content: Any, where: str) -> Any:
     if origin is Literal:
         if content in inner:
             return content
-        raise Mistyped(f"{where} is {_shown(content)}, not one of {', '.join(map(repr, inner))}")
+        raise Mistyped.at(where, content, f"one of {', '.join(map(repr, inner))}")
     if origin in (list, tuple, Sequence):
         if not isinstance(content, list):
-            raise Mistyped(f"{where} is {_shown(content)}, not a list")
+            raise Mistyped.at(where, content, "a list")
         read = [value(inner[0], one, f"{where}[{i}]") for i, one in enumerate(content)]
         return tuple(read) if origin is tuple else read
     if origin in (dict, Mapping):
         if not isinstance(content, Mapping):
-            raise Mistyped(f"{where} is {_shown(content)}, not an object")
-        return {key: value(inner[1], one, f"{where}.{key}") for key, one in content.items()}
-    if kind in (dict, Mapping):
-        return value(Mapping[str, Any], content, where)
+            raise Mistyped.at(where, content, "an object")
+        return {key: value(inner[1] if inner else Any, one, f"{where}.{key}") for key, one in content.items()}
     if dataclasses.is_dataclass(kind):
         return decoded(typing.cast(type, kind), content, where)
-    return _plain(kind, content, where)
+    if (isinstance(content, bool) and kind in (int, float)) or not isinstance(content, (int, float) if kind is float else kind):
+        raise Mistyped.at(where, content, _NAMES.get(kind, kind.__name__))
+    if kind is float and not math.isfinite(content):
+        raise Mistyped(f"{where} is {content}, not a finite number")
+    return float(content) if kind is float else content
 
 
 def _one_of(kinds: Sequence[Any], content: Any, where: str) -> Any:
@@ -97,34 +107,14 @@ def _one_of(kinds: Sequence[Any], content: Any, where: str) -> Any:
             try:
                 return value(kind, content, where)
             except Mistyped as error:
-                reasons.append(str(error))
-    raise Mistyped(reasons[0])
-
-
-def _plain(kind: Any, content: Any, where: str) -> Any:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    if kind is float and isinstance(content, int | float) and not isinstance(content, bool):
-        if not math.isfinite(content):
-            raise Mistyped(f"{where} is {content}, not a finite number")
-        return float(content)
-    if isinstance(content, kind) and not (kind is int and isinstance(content, bool)):
-        return content
-    raise Mistyped(f"{where} is {_shown(content)}, not {names.get(kind, kind.__name__)}")
-
-
-def _shown(content: Any) -> str:
-    text = repr(content)
-    return text if len(text) <= 40 else f"{text[:37]}…"
+                reasons.append(error)
+    raise reasons[0]
 
 
 def encoded(instance: Any) -> dict[str, Any]:
     """A dataclass as json takes it. A field that is None and may be left out is left out."""
-    entries = {}
-    for field in dataclasses.fields(instance):
-        content = getattr(instance, field.name)
-        if content is not None or field.default is not None:
-            entries[field.name] = _encoded(content)
-    return entries
+    fields = {field.name: (getattr(instance, field.name), field.default) for field in dataclasses.fields(instance)}
+    return {name: _encoded(content) for name, (content, default) in fields.items() if content is not None or default is not None}
 
 
 def _encoded(content: Any) -> Any:
@@ -188,6 +178,7 @@ class Measurement(Options, ABC):
         of_ranks: right where a model is cut among several processes, each of which makes this pass.
         reads: folders beside the model whose files decide what is found.
         of_dense: in the dense run that other runs are compared with `always`; `never`; or `alone`: only where the dense run was asked for.
+        recorded_as: the `_target_` that records name, where the class has moved since.
     """
 
     share: ClassVar[float] = 0.05
@@ -198,6 +189,7 @@ class Measurement(Options, ABC):
     of_ranks: ClassVar[bool] = False
     reads: ClassVar[tuple[str, ...]] = ()
     of_dense: ClassVar[Literal["always", "alone", "never"]] = "always"
+    recorded_as: ClassVar[str | None] = None
 
     def check(self, setting: Setting) -> None:
         """Refuse options that do not go with the run: raises ConfigError, whose message begins with the option."""

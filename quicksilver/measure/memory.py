@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from quicksilver.measure.latency import gc_paused
 from quicksilver.measure.measurement import Measurement, Result
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from quicksilver.measure.bench import Bench
     from quicksilver.runtime.architecture import Architecture
+    from quicksilver.runtime.module import RuntimeModule
+    from quicksilver.runtime.run import KVBytes
     from quicksilver.runtime.trace import Trace
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -61,29 +63,17 @@ def _reset_high_water_mark() -> bool:
     return True
 
 
-def _give_back_free_pages() -> None:
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl keeps no pages worth mentioning
-        if trim is not None:
-            trim(0)
-
-
 def _high_water_mark_bytes() -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
-def _peak_by_sampling(fn: Callable[[], object]) -> int:
-    import psutil
-
-    process = psutil.Process()
-    peak = process.memory_info().rss
-    done = threading.Event()
+def _peak_by_sampling(fn: Callable[[], object], resident: Callable[[], int]) -> int:
+    found, done = [resident()], threading.Event()
 
     def sample() -> None:
-        nonlocal peak
         while not done.wait(SAMPLING_INTERVAL_S):
-            peak = max(peak, process.memory_info().rss)
+            found[0] = max(found[0], resident())
 
     sampler = threading.Thread(target=sample, name="peak-memory", daemon=True)
     sampler.start()
@@ -92,7 +82,7 @@ def _peak_by_sampling(fn: Callable[[], object]) -> int:
     finally:
         done.set()
         sampler.join()
-    return max(peak, process.memory_info().rss)
+    return max(found[0], resident())
 
 
 def peak_memory(fn: Callable[[], object], device: str | torch.device = "cpu") -> PeakMemory:
@@ -105,24 +95,27 @@ def peak_memory(fn: Callable[[], object], device: str | torch.device = "cpu") ->
     import psutil
     import torch
 
-    device = torch.device(device)
-    if device.type == "cuda":
+    def resident() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    _give_back_free_pages()
-    before_bytes = psutil.Process().memory_info().rss
-    if _reset_high_water_mark():
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)  # glibc's; musl keeps no pages worth mentioning
+    before_bytes, kernel = resident(), _reset_high_water_mark()
+    if kernel:
         fn()
-        method: Literal["kernel", "sampling"] = "kernel"
         process_bytes = _high_water_mark_bytes()
     else:
-        process_bytes = _peak_by_sampling(fn)
-        method = "sampling"
+        process_bytes = _peak_by_sampling(fn, resident)
     device_bytes = None
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize(device)
         device_bytes = torch.cuda.max_memory_allocated(device)
-    return PeakMemory(process_bytes, before_bytes, device_bytes, method)
+    return PeakMemory(process_bytes, before_bytes, device_bytes, "kernel" if kernel else "sampling")
 
 
 @contextmanager
@@ -139,19 +132,6 @@ def _no_remarks() -> Iterator[None]:
         os.close(nowhere)
 
 
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Tensors of whoever ran before that wait in cycles go first, and none is collected meanwhile: its end would lower the peak."""
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def peak_tensor_bytes(fn: Callable[[], object]) -> int:
     """Most bytes of CPU tensors at one moment of `fn`, above those there were before it: every allocation of torch's is counted.
 
@@ -161,7 +141,8 @@ def peak_tensor_bytes(fn: Callable[[], object]) -> int:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with _no_remarks(), _no_garbage(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # Tensors in garbage go first, and none within: their end would lower the peak.
+    with _no_remarks(), gc_paused(2), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         fn()
     held = peak = 0
     assert profiled.profiler is not None
@@ -220,43 +201,42 @@ class Memory(Measurement):
     windows_speak = True
 
     def run(self, bench: Bench) -> MemoryResult:
-        import torch
-
-        from quicksilver.measure.bench import forward
-
-        model, batch = bench.model, bench.batch
-        peaks: dict[str, PeakMemory] = {}
-        tensors: dict[str, int | None] = {}
-        caches, saved = {}, []
-        for name, active in {"dense": (), "run": bench.modules}.items() if bench.modules else [("run", ())]:
-            with torch.no_grad(), bench.apply(modules=active) as run:
-
-                def one(run: Any = run) -> None:
-                    run.reset()
-                    forward(model, batch, bench.protocol)
-
-                peaks[name] = peak_memory(one, model.device)
-                caches[name] = run.kv_bytes_by_layer
-                saved = paper_kv_delta_bytes(run.trace, run.arch, model.dtype.itemsize)
-                run.reset()  # what the next pass would free was no allocation of its own
-                known = bench.dense.peak_tensor_bytes if bench.dense is not None and name == "dense" else None
-                if known is None and model.device.type == "cpu":
-                    known = peak_tensor_bytes(one)  # exact, so that once is enough
-                tensors[name] = known
-        for by_name in cast("tuple[dict[str, Any], ...]", (peaks, tensors, caches)):
-            by_name.setdefault("dense", by_name["run"])  # a dense run is its own
+        dense = None
+        if bench.modules:
+            dense = _weighed(bench, (), None if bench.dense is None else bench.dense.peak_tensor_bytes)
+        ours = _weighed(bench, bench.modules)
+        dense = dense or ours  # a dense run is its own
         if bench.dense is not None:
-            bench.dense.peak_tensor_bytes = tensors["dense"]
+            bench.dense.peak_tensor_bytes = dense.tensor_bytes
         return MemoryResult(
-            peak_memory_bytes=peaks["run"].bytes,
-            dense_peak_memory_bytes=peaks["dense"].bytes,
-            peak_memory_method=peaks["run"].method if peaks["run"].device_bytes is None else "cuda allocator",
-            peak_tensor_bytes=tensors["run"],
-            dense_peak_tensor_bytes=tensors["dense"],
-            kv_bytes_by_layer=KvBytesByLayer(
-                [layer.billed for layer in caches["run"]],
-                [layer.resident for layer in caches["run"]],
-                [layer.resident for layer in caches["dense"]],
-                saved,
+            ours.peak.bytes, dense.peak.bytes, ours.peak.method if ours.peak.device_bytes is None else "cuda allocator",
+            ours.tensor_bytes, dense.tensor_bytes,
+            KvBytesByLayer(
+                [layer.billed for layer in ours.cache], [layer.resident for layer in ours.cache],
+                [layer.resident for layer in dense.cache], ours.paper_saved,
             ),
-        )
+        )  # fmt: skip
+
+
+class _Weighed(NamedTuple):
+    peak: PeakMemory
+    tensor_bytes: int | None
+    cache: list[KVBytes]
+    paper_saved: list[int]
+
+
+def _weighed(bench: Bench, modules: Sequence[RuntimeModule], tensor_bytes: int | None = None) -> _Weighed:
+    """One batch under `modules`; tensor_bytes: their peak, where it is known."""
+    import torch
+
+    from quicksilver.measure.bench import Side
+
+    model = bench.model
+    with torch.no_grad(), bench.apply(modules=modules) as run:
+        side = Side(model, bench.batch, bench.protocol, run)
+        peak, cache = peak_memory(side.forward, model.device), run.kv_bytes_by_layer
+        saved = paper_kv_delta_bytes(run.trace, run.arch, model.dtype.itemsize)
+        run.reset()  # what the next pass would free was no allocation of its own
+        if tensor_bytes is None and model.device.type == "cpu":
+            tensor_bytes = peak_tensor_bytes(side.forward)  # exact, so that once is enough
+    return _Weighed(peak, tensor_bytes, cache, saved)

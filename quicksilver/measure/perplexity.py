@@ -350,7 +350,7 @@ def _scored(
         before = run.flops
         del logits
     all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)
-    _check_finite(all_finite, start, protocol, model)
+    check_finite(all_finite, start, protocol, model)
     scored = batch[:, protocol.first_scored :].cpu()
     apart = {} if comparison is None else comparison.columns()
     for i in range(len(batch)):
@@ -377,7 +377,7 @@ def _columns(flops: Flops) -> dict[str, int]:
     }
 
 
-def _check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, model: PreTrainedModel) -> None:
+def check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, model: PreTrainedModel) -> None:
     """finite: (B, S) bool, by scored position."""
     if bool(finite.all()):
         return
@@ -386,78 +386,3 @@ def _check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, m
         f"window {first_window + row}: the logits that score position {protocol.first_scored + position} are NaN or infinite "
         f"(protocol={protocol.name}, dtype={model.dtype}). No perplexity can be given: check the weights, or use dtype=float32."
     )
-
-
-@dataclass(frozen=True)
-class AuditProbes:
-    """Whether logits moved when tokens after them were replaced (docs/design.md §3).
-
-    Attributes:
-        max_abs_logit_difference: largest change of a logit that may not depend on what was replaced. Rounding leaves about
-            1e-5 of `max_abs_logit` in float32 (compacted shapes differ), 1e-2 in bfloat16; a leak is of the size of the logits.
-        max_abs_logit: largest logit, for scale.
-        probes: positions after which everything was replaced, one replacement each.
-        windows: how many windows were audited.
-    """
-
-    max_abs_logit_difference: float
-    max_abs_logit: float
-    probes: tuple[int, ...]
-    windows: int
-
-
-def audit(
-    model: PreTrainedModel,
-    windows: torch.Tensor,
-    protocol: Protocol,
-    modules: Sequence[RuntimeModule] = (),
-    execution: Execution = "compact",
-    seed: int = 0,
-    *,
-    n_probes: int = 3,
-    decision_layers: Sequence[int] | None = None,
-) -> AuditProbes:
-    """Replace the tokens after a few positions by random others: no logit up to there may move, decisions included.
-
-    Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited.
-
-    Args:
-        model, windows, protocol, modules, execution, decision_layers: as for `score`.
-        seed: of the probe positions and of the replacing tokens.
-        n_probes: positions to probe, fewer where a window has not as many.
-
-    Raises:
-        ConfigError: as `score`.
-        QuickSilverError: logits that are not finite.
-    """
-    check_allowed(modules, protocol)
-    check_windows(model, windows, protocol)
-    generator = torch.Generator().manual_seed(seed)
-    batch = windows[: protocol.batch_size]
-    vocabulary = architecture_of(model).vocab_size
-    # A probe needs a token after it that the model is given. Under `continuation` the last token of a window is only a target.
-    row_zero = protocol.first_scored - 1  # position whose logits are the first we get
-    last_given = protocol.window_tokens - (1 if protocol.name == "all" else 2)
-    earliest = 0 if protocol.name == "all" else min(protocol.prompt_tokens, max(row_zero, last_given - 1))
-    candidates = torch.arange(earliest, max(earliest + 1, last_given))
-    probes = candidates[torch.randperm(len(candidates), generator=generator)[:n_probes]].sort().values.tolist()
-
-    worst = scale = 0.0
-    with torch.no_grad(), apply(model, modules, execution=execution, decision_layers=decision_layers) as run:
-
-        def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-            run.reset()  # a module that counts passes must see each of these as the first
-            calls = [logits for logits, _ in scored_logits(model, tokens.to(model.device), protocol)]
-            return torch.cat(calls, dim=1).float()  # (B, S, V), for the positions from row_zero on
-
-        original = logits_of(batch)
-        _check_finite(original.isfinite().all(-1), 0, protocol, model)
-        scale = float(original.abs().max())
-        for probe in probes:
-            replaced = batch.clone()
-            tail = replaced[:, probe + 1 :]
-            shift = torch.randint(1, max(2, vocabulary), tail.shape, generator=generator)
-            replaced[:, probe + 1 :] = (tail + shift) % vocabulary  # never the token that was there
-            kept = slice(0, probe - row_zero + 1)
-            worst = max(worst, float((logits_of(replaced)[:, kept] - original[:, kept]).abs().max()))
-    return AuditProbes(worst, scale, tuple(probes), len(batch))

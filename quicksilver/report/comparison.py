@@ -19,9 +19,9 @@ import numpy as np
 import pandas as pd
 
 from quicksilver.measure.audit import AuditResult
-from quicksilver.measure.emissions import EmissionsResult
+from quicksilver.measure.energy import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
-from quicksilver.measure.null import NullResult
+from quicksilver.measure.quality import NullResult
 from quicksilver.records.record import Record
 from quicksilver.records.stats import (
     PairedInterval,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quicksilver.measure.emissions import EmissionsResult
+from quicksilver.measure.energy import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome

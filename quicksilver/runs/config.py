@@ -141,7 +141,8 @@ class RunConfig:
         for name, measurement in build_measurements(self.measure).items():
             if not measurement.in_identity:
                 continue
-            measure[name] = {"_target_": self.measure[name]["_target_"], **measurement.identity()}
+            target = measurement.recorded_as or self.measure[name]["_target_"]
+            measure[name] = {"_target_": target, **measurement.identity()}
         return {
             "model": model,
             "dataset": dataset,

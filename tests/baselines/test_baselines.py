@@ -24,7 +24,7 @@ from quicksilver.baselines.sliding_window import SlidingWindow
 from quicksilver.baselines.static_exit import StaticExit
 from quicksilver.baselines.token_merging import TokenMerging, match
 from quicksilver.measure.flop_counter import count_by_operator
-from quicksilver.measure.null import by_chance
+from quicksilver.measure.quality import by_chance
 from quicksilver.modules import (
     AdaptiveQuantization,
     Halting,

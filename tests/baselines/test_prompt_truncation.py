@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quicksilver.baselines.prompt_truncation import PromptTruncation
-from quicksilver.measure.null import by_chance
 from quicksilver.measure.perplexity import Protocol, score
+from quicksilver.measure.quality import by_chance
 from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.trace import Trace
 

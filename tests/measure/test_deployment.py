@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny import load
 
-from quicksilver.measure.deployment import Deployment, Percentiles
-from quicksilver.measure.serving import Requests, Served, deployment, serve
+from quicksilver.measure.deployment import Percentiles, Served, ServingResult, deployment, serve
 from quicksilver.modules import StaticDepth
 from quicksilver.runtime import apply
 
@@ -71,14 +70,14 @@ def test_ways_take_turns_and_the_first_is_its_own_control() -> None:
     assert times.control_ms == [44, 40, 40]
     assert times.ratio("run", to="dense").median == pytest.approx(1.5)
     assert times.noise_floor == pytest.approx(0.05)
-    run = Deployment()._of(found["run"])
+    run = ServingResult.of(found["run"], 50.0)
     assert run.per_token_ms == Percentiles(60, 80, None)  # twelve tokens have no 99th percentile
     assert run.within_budget_pct == 0
-    assert Deployment()._of(found["dense"]).within_budget_pct == 100
+    assert ServingResult.of(found["dense"], 50.0).within_budget_pct == 100
 
 
 def test_a_hundred_tokens_have_a_99th_percentile() -> None:
-    many = Deployment(budget_ms=50.0)._of(Requests.of([served(float(ms), 51) for ms in (40, 60)]))
+    many = ServingResult.of([served(float(ms), 51) for ms in (40, 60)], budget_ms=50.0)
     assert many.tokens_timed == 100
     assert many.per_token_ms.p99 == 60
     assert many.within_budget_pct == 50

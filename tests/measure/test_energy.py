@@ -11,8 +11,7 @@ import pytest
 from harness_world import make_world
 
 from quicksilver.measure import energy as meters
-from quicksilver.measure.emissions import EmissionsResult
-from quicksilver.measure.energy import BELOW, CodeCarbonMeter, _per_token, energy, meter_of
+from quicksilver.measure.energy import BELOW, CodeCarbonMeter, EmissionsResult, energy, meter_of
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 
@@ -66,9 +65,7 @@ def test_rest_is_subtracted_and_every_window_is_full(monkeypatch: pytest.MonkeyP
     assert (found["run"].windows, found["run"].tokens) == (3, 3 * 4 * 100)
     assert how["rest_w"] == pytest.approx(10)
     assert (how["method"], how["measured"], how["grid_kg_per_kwh"]) == ("a test", True, 0.36)
-    assert _per_token(found["dense"], 0.36).net_gco2_per_token == pytest.approx(
-        0.08 * 360 / 3.6e6
-    )  # 0.08 J at 360 g a kilowatt hour
+    assert found["dense"].net_gco2_per_token == pytest.approx(0.08 * 360 / 3.6e6)  # 0.08 J at 360 g a kilowatt hour
 
 
 def test_what_windows_of_rest_differ_by_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +73,17 @@ def test_what_windows_of_rest_differ_by_is_no_difference(monkeypatch: pytest.Mon
     found, _ = energy(
         {"dense": bench.work("dense", 1.0, 12.5), "run": bench.work("run", 1.0, 14.0)}, 10, bench, window_s=1.0, rounds=3
     )
-    assert found["dense"].net_j_per_token is None  # 2.5 W above the median at rest, and rest itself moves by 3
+    assert found["dense"].net_j_per_token == BELOW  # 2.5 W above the median at rest, and rest itself moves by 3
     assert found["run"].net_j_per_token == pytest.approx(0.4)
     assert found["dense"].resolution_j_per_token == pytest.approx(0.3)
-    assert _per_token(found["dense"], 0.4).net_j_per_token == BELOW
-    assert _per_token(found["dense"], 0.4).net_gco2_per_token == BELOW
+    assert found["dense"].net_j_per_token == BELOW
+    assert found["dense"].net_gco2_per_token == BELOW
 
 
 def test_a_counter_that_does_not_move_gives_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, rest_w=(0.1, 0.1), step_j=1000.0)
     found, _ = energy({"dense": bench.work("dense", 1.0, 30.0)}, 10, bench, window_s=1.0, rounds=2)
-    assert _per_token(found["dense"], 0.4).net_j_per_token == BELOW
+    assert found["dense"].net_j_per_token == BELOW
 
 
 def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

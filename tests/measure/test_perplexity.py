@@ -16,8 +16,8 @@ from thinning import draws
 from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.data.windows import windows_of
 from quicksilver.measure import Protocol, score
+from quicksilver.measure.audit import audit
 from quicksilver.measure.fidelity import DenseLogits, divergence
-from quicksilver.measure.perplexity import audit
 from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, TokenPolicy, TokenState, apply
 
 VOCABULARY = tiny.VOCABULARY
@@ -150,8 +150,8 @@ def test_a_module_that_reads_the_next_token_is_caught(name: str) -> None:
 def test_the_audit_finds_probes_in_windows_of_any_length(tokens: int, prompt: int, name: str, seed: int) -> None:
     protocol = Protocol(name, window_tokens=tokens, prompt_tokens=min(prompt, tokens - 1))
     result = audit(tiny.load("gpt2"), random_windows(1, tokens), protocol, seed=seed)
-    assert 1 <= len(result.probes) <= 3
-    assert all(protocol.first_scored - 1 <= probe < tokens - 1 for probe in result.probes)
+    assert 1 <= result.probes == len(result.positions) <= 3
+    assert all(protocol.first_scored - 1 <= probe < tokens - 1 for probe in result.positions)
     assert result.max_abs_logit_difference < 1e-4
 
 

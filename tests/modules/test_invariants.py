@@ -32,8 +32,9 @@ from quicksilver.baselines.sink_attention import SinkAttention
 from quicksilver.baselines.sliding_window import SlidingWindow
 from quicksilver.baselines.static_exit import StaticExit
 from quicksilver.baselines.token_merging import TokenMerging
+from quicksilver.measure.audit import audit
 from quicksilver.measure.flop_counter import count_executed
-from quicksilver.measure.perplexity import Protocol, audit, check_allowed, score
+from quicksilver.measure.perplexity import Protocol, check_allowed, score
 from quicksilver.modules import (
     AdaptiveQuantization,
     ExponentialDecay,

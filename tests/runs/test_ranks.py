@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quicksilver.cli import main as console
-from quicksilver.measure.ranks import RanksResult
+from quicksilver.measure.flops import RanksResult
 from quicksilver.records.record import load_record, record_frame
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError

@@ -17,7 +17,7 @@ from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.flops import FlopsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.memory import MemoryResult
-from quicksilver.measure.null import NullResult
+from quicksilver.measure.quality import NullResult
 from quicksilver.modules.controls import Replay
 from quicksilver.modules.halting import Halting
 from quicksilver.records.description import Execution, ProtocolName

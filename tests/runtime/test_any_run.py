@@ -22,7 +22,7 @@ from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
 from quicksilver.measure import Protocol, check_allowed, count_executed, score
-from quicksilver.measure.perplexity import audit
+from quicksilver.measure.audit import audit
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion
 from quicksilver.runtime import ConfigError, QuickSilverError, Run, RuntimeModule, Trace, apply
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.measure.null import NullResult
+from quicksilver.measure.quality import NullResult
 from quicksilver.records.record import Record, load_record
 from quicksilver.records.stats import bootstrap, false_discovery
 from quicksilver.report.artefacts import Artefact, Outcome

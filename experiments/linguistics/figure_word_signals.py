@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from quicksilver.measure.word_classes import WORDS
-from quicksilver.measure.word_signals import SIGNALS_OF_WORDS, Means, WordSignalsResult
+from quicksilver.measure.words import SIGNALS_OF_WORDS, WORDS, Means, WordSignalsResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quicksilver.measure.word_classes import WORDS
+from quicksilver.measure.words import WORDS
 from quicksilver.records.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import NO_VALUE, Lines, number

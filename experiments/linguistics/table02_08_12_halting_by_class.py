@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.measure.word_classes import WORDS, WordClassesResult
+from quicksilver.measure.words import WORDS, WordClassesResult
 from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row

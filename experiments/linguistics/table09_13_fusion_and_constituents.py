@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.measure.constituents import PAIRS, ConstituentsResult, Fused
+from quicksilver.measure.words import PAIRS, ConstituentsResult, Fused
 from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row

@@ -6,7 +6,7 @@ once under the modules. Row ℓ of an array is layer ℓ counted from 1; row 0 i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.modules.signals import AttentionReceived, Drift
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
@@ -25,6 +26,8 @@ from quicksilver.runtime.view import LayerView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from quicksilver.measure.bench import Bench
 
 COMPONENTS = 3
 _ROWS_AT_A_TIME = 1024
@@ -101,30 +104,54 @@ def look_inside(
     return Inside({name: value.to("cpu", torch.float32).contiguous() for name, value in arrays.items()}, explained)
 
 
-@dataclass
-class _Attention(TokenPolicy):
-    """Decides nothing: keeps the attention that the active tokens of a row of N receive, by layer."""
+Look = Callable[[LayerView, TokenState], dict[str, torch.Tensor]]
 
-    n: int
+
+@dataclass
+class _Watch(TokenPolicy):
+    """Decides nothing: keeps what `look` says of every layer that is asked, by layer. `attention`: it asks for attention received."""
+
+    look: Look
+    attention: bool = True
     priority = 90
     halts = False
 
     def __post_init__(self) -> None:
-        self.received: dict[int, torch.Tensor] = {}
+        self.seen: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
     def causal(self) -> bool:
-        return False
+        return not self.attention
 
     def wants_attention(self, layer: int) -> bool:
-        return True
+        return self.attention
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        where = tokens.active | tokens.newly_halted
-        received = AttentionReceived(last_queries=None)(view, tokens, where)[0]
-        row = torch.full((self.n,), torch.nan, device=received.device)
-        row[view.index[0][where[0]]] = received[where[0]]
-        self.received[view.layer] = row
+        self.seen[view.layer] = self.look(view, tokens)
+
+
+def observed(bench: Bench, windows: int, width: int, look: Look, *, attention: bool = False) -> dict[str, torch.Tensor]:
+    """What `look` says of the first `windows` windows in the dense model, each as a prompt of `width` tokens.
+
+    Args:
+        look: from a view to arrays (B, …) by name, the same names and shapes in every layer it says them in.
+        attention: whether `look` asks for attention received.
+
+    Returns:
+        By name (L', W, …) on the CPU, L' the layers that are asked: all but the last, which nothing is decided after.
+    """
+    batches: list[dict[str, torch.Tensor]] = []  # (L', B, …)
+    model = shared_weight_copy(bench.model)
+    with torch.no_grad():
+        for start in range(0, windows, bench.protocol.batch_size):
+            bench.progress(start / windows)
+            watch = _Watch(look, attention)
+            batch = bench.windows.ids[start : min(start + bench.protocol.batch_size, windows), :width].to(model.device)
+            with apply(model, [watch], execution="compact"):
+                model(batch, use_cache=False, logits_to_keep=1)
+            layers = list(watch.seen.values())
+            batches.append({name: torch.stack([layer[name].float().cpu() for layer in layers]) for name in layers[0]})
+    return {name: torch.cat([batch[name] for batch in batches], dim=1) for name in batches[0]}
 
 
 @dataclass(frozen=True)
@@ -144,19 +171,28 @@ def _observe(
     decision_layers: Sequence[int] | None = None,
 ) -> _Observed:
     """One forward of ids (N,), watched."""
-    attention = _Attention(len(ids))
+    watch = _Watch(_attention)
     with (
         _captured(arch) as captured,
-        apply(model, [*modules, attention], execution=execution, decision_layers=decision_layers) as run,
+        apply(model, [*modules, watch], execution=execution, decision_layers=decision_layers) as run,
     ):
         logits = model(ids[None], use_cache=False).logits[0]
         trace = run.trace.passes[0]
     states = torch.stack([state[0].detach().float().to(logits.device) for state in captured])
+    received = states.new_full(states.shape[:2], torch.nan)
     for row in range(1, arch.n_layers + 1):
         states[row] = states[row, _carriers(trace, row).to(states.device)]
-    nothing = torch.full((len(ids),), torch.nan, device=logits.device)
-    received = torch.stack([nothing, *(attention.received.get(i, nothing).to(logits.device) for i in range(arch.n_layers))])
+        if row - 1 in watch.seen:
+            columns, values = watch.seen[row - 1].values()
+            received[row, columns.to(states.device)] = values.to(states.device)
     return _Observed(states, received, logits, trace)
+
+
+def _attention(view: LayerView, tokens: TokenState) -> dict[str, torch.Tensor]:
+    """Of a single row: the active tokens' columns, and the attention that each receives."""
+    where = tokens.active | tokens.newly_halted
+    received = AttentionReceived(last_queries=None)(view, tokens, where)
+    return {"column": view.index[where], "received": received[where]}
 
 
 @contextmanager

@@ -331,10 +331,10 @@ class Latency(Measurement):
             }
             each = alternate_steps(steps, self.warmup, self.repeats, model.device)
         for prefix, times in zip(prefixes, each, strict=True):
-            ours, dense = (Spread(times[name].median, times[name].iqr, times[name].ms) for name in ("run", "dense"))
+            ours, theirs = (Spread(times[name].median, times[name].iqr, times[name].ms) for name in ("run", "dense"))
             found |= {
                 f"{prefix}latency_ms": ours,
-                f"dense_{prefix}latency_ms": dense,
+                f"dense_{prefix}latency_ms": theirs,
                 f"{prefix}latency_ratio": times.ratio("run", to="dense"),
                 f"{prefix}noise_floor_pct": times.noise_floor_pct,
                 f"{prefix}load_average": {"before": times.load_before, "after": times.load_after},

@@ -44,37 +44,42 @@ class AgainstNull:
     excess_high: float
 
 
+def _number(labels: NDArray) -> NDArray[np.int64]:
+    """Equal labels (n,) as the same number, from 0."""
+    return np.unique(labels, return_inverse=True)[1]
+
+
+def mean_and_error(values: Floats, clusters: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Mean of values (…, n) and its standard error, clustered: (…) each."""
+    mean, number = values.mean(-1), _number(clusters)
+    sums = np.apply_along_axis(lambda row: np.bincount(number, weights=row), -1, values - mean[..., None])  # (…, clusters)
+    count = sums.shape[-1]
+    return mean, np.sqrt((sums**2).sum(-1) * count / max(1, count - 1)) / values.shape[-1]
+
+
 def wilson(hits: NDArray[np.bool_] | Floats, clusters: NDArray[np.int64]) -> Share:
     """Share of hits (n,) with Wilson's interval at the number of independent observations that the clusters (n,) leave (design effect).
 
     Raises:
         ValueError: no observation.
     """
-    n = len(hits)
+    n, count = len(hits), len(np.unique(clusters))
     if n == 0:
         raise ValueError("a share needs an observation")
-    p = float(np.mean(hits))
-    sums = _by_cluster(np.asarray(hits, dtype=float) - p, clusters)
-    count = len(sums)
+    mean, error = mean_and_error(np.asarray(hits, dtype=float), clusters)
+    p = float(mean)
     binomial = p * (1 - p) / n
-    robust = float((sums**2).sum()) / n**2 * count / max(1, count - 1)
     # Where all agree, or there is one cluster, the data do not say how alike a cluster's members are: a cluster counts as one.
-    effective = float(count) if binomial == 0 or count == 1 else n / max(1.0, robust / binomial)
+    effective = float(count) if binomial == 0 or count == 1 else n / max(1.0, float(error) ** 2 / binomial)
     middle = (p + Z**2 / (2 * effective)) / (1 + Z**2 / effective)
     half = Z * np.sqrt(p * (1 - p) / effective + Z**2 / (4 * effective**2)) / (1 + Z**2 / effective)
     return Share(p, float(min(p, max(0.0, middle - half))), float(max(p, min(1.0, middle + half))))
 
 
-def _by_cluster(values: Floats, clusters: NDArray[np.int64]) -> Floats:
-    _, number = np.unique(clusters, return_inverse=True)
-    return np.bincount(number, weights=values).astype(np.float64)
-
-
 def crossed(*strata: NDArray[np.int64]) -> NDArray[np.int64]:
     """Strata (n,) that agree in all of the given ones."""
     whole = np.zeros(len(strata[0]), dtype=np.int64)
-    for one in strata:
-        _, number = np.unique(one, return_inverse=True)
+    for number in map(_number, strata):
         whole = whole * (number.max(initial=0) + 1) + number
     return whole
 
@@ -95,35 +100,30 @@ def expected(values: Floats, member: NDArray[np.bool_], strata: NDArray[np.int64
     Returns:
         Two arrays (K,), or numbers as () arrays.
     """
-    _, number = np.unique(strata, return_inverse=True)
-    size = np.bincount(number)
-    inside = np.bincount(number, weights=member)
+    number = _number(strata)
+    size, inside = np.bincount(number), np.bincount(number, weights=member)
     columns = np.asarray(values, dtype=float).reshape(len(values), -1)
-    mean = np.stack([np.bincount(number, weights=one) for one in columns.T], axis=1) / size[:, None]
-    square = np.stack([np.bincount(number, weights=one**2) for one in columns.T], axis=1) / size[:, None]
-    spread = np.maximum(square - mean**2, 0.0)
+    mean, square = (
+        np.stack([np.bincount(number, weights=one) for one in (columns**power).T], axis=1) / size[:, None] for power in (1, 2)
+    )
     total = inside.sum()
-    average = (inside[:, None] * mean).sum(0) / total
     rest = np.where(size > 1, (size - inside) / np.maximum(1, size - 1), 0.0)
-    deviation = np.sqrt((inside[:, None] * rest[:, None] * spread).sum(0)) / total
-    shape = np.shape(values)[1:]
-    return average.reshape(shape), deviation.reshape(shape)
+    average = (inside[:, None] * mean).sum(0) / total
+    deviation = np.sqrt(((inside * rest)[:, None] * np.maximum(square - mean**2, 0.0)).sum(0)) / total
+    return average.reshape(np.shape(values)[1:]), deviation.reshape(np.shape(values)[1:])
 
 
 def against_null(
     values: Floats, member: NDArray[np.bool_], strata: NDArray[np.int64], clusters: NDArray[np.int64]
 ) -> AgainstNull:
     """The members' mean of values (n,) beside that of chance within `strata` (n,)."""
-    values = np.asarray(values, dtype=float)
+    values, number = np.asarray(values, dtype=float), _number(strata)
     average, deviation = (float(one) for one in expected(values, member, strata))
-    _, number = np.unique(strata, return_inverse=True)
     stratum_mean = (np.bincount(number, weights=values) / np.bincount(number))[number]
-    beyond = (values - stratum_mean)[member]
-    excess = float(beyond.mean())
-    sums = _by_cluster(beyond - excess, clusters[member])
-    error = float(np.sqrt((sums**2).sum() * len(sums) / max(1, len(sums) - 1))) / len(beyond)
-    half = Z * error
-    return AgainstNull(average, average - Z * deviation, average + Z * deviation, excess, excess - half, excess + half)
+    excess, error = (float(one) for one in mean_and_error((values - stratum_mean)[member], clusters[member]))
+    return AgainstNull(
+        average, average - Z * deviation, average + Z * deviation, excess, excess - Z * error, excess + Z * error
+    )  # fmt: skip
 
 
 # --- models -----------------------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def against_null(
 
 def indicators(labels: NDArray) -> Floats:
     """(n, K-1): one column for each distinct label but the first."""
-    _, number = np.unique(labels, return_inverse=True)
+    number = _number(labels)
     return np.eye(number.max() + 1)[number][:, 1:]
 
 
@@ -153,25 +153,20 @@ def r_squared(values: Floats, columns: Sequence[Floats]) -> float:
 
 def deviance_explained(hits: NDArray[np.bool_], columns: Sequence[Floats]) -> float:
     """Share of the deviance of hits (n,) that a logistic model of the columns explains (McFadden)."""
-    y = np.asarray(hits, dtype=float)
-    x = design(columns)
+    from scipy.special import expit, xlog1py, xlogy
+
+    def log_loss(p: Floats) -> float:
+        return -float((xlogy(y, p) + xlog1py(1 - y, -p)).sum())
+
+    y, x = np.asarray(hits, dtype=float), design(columns)
     coefficients = np.zeros(x.shape[1])
     coefficients[0] = np.log(y.mean() / (1 - y.mean()))
     penalty = _RIDGE * len(y) * np.eye(x.shape[1])
     for _ in range(_ROUNDS):
-        p = _logistic(x @ coefficients)
+        p = expit(x @ coefficients)
         gradient = x.T @ (y - p) - penalty @ coefficients
         step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + penalty, gradient)
         coefficients += step * min(1.0, 5.0 / max(1e-12, float(np.abs(step).max())))
         if np.abs(step).max() < 1e-8:
             break
-    return 1 - _log_loss(y, _logistic(x @ coefficients)) / _log_loss(y, np.full(len(y), y.mean()))
-
-
-def _logistic(values: Floats) -> Floats:
-    return 1 / (1 + np.exp(-np.clip(values, -30, 30)))
-
-
-def _log_loss(y: Floats, p: Floats) -> float:
-    p = np.clip(p, 1e-12, 1 - 1e-12)
-    return -float((y * np.log(p) + (1 - y) * np.log1p(-p)).sum())
+    return 1 - log_loss(np.clip(expit(x @ coefficients), 1e-12, 1 - 1e-12)) / log_loss(np.full(len(y), y.mean()))

@@ -9,9 +9,7 @@ import torch
 from harness_world import make_treebank, make_world
 from safetensors.numpy import load_file
 
-from quicksilver.measure.constituents import ConstituentsResult, inside
-from quicksilver.measure.word_classes import WordClassesResult
-from quicksilver.measure.word_signals import WordSignalsResult
+from quicksilver.measure.words import ConstituentsResult, WordClassesResult, WordSignalsResult, inside
 from quicksilver.records.record import Record
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext

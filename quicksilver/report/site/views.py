@@ -20,7 +20,7 @@ import torch
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import encoded
-from quicksilver.measure.word_classes import WORDS
+from quicksilver.measure.words import WORDS
 from quicksilver.records.record import Record
 from quicksilver.records.window_tokens import window_tokens
 from quicksilver.report.comparison import against_dense

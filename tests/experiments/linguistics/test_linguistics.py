@@ -8,8 +8,7 @@ from harness_world import make_treebank, make_world
 from thinning import first
 
 from quicksilver.experiments.linguistics import runs
-from quicksilver.measure.constituents import ConstituentsResult
-from quicksilver.measure.word_classes import WordClassesResult
+from quicksilver.measure.words import ConstituentsResult, WordClassesResult
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.ledger import Source, frame

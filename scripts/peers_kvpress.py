@@ -114,8 +114,7 @@ def compared(model: str, dataset: str, kept: list[float], limit: int, python: Pa
     """Every method at every share, by its own code and here; see the module."""
     from safetensors.torch import save_file
 
-    from quicksilver.measure.fidelity import DenseLogits
-    from quicksilver.measure.perplexity import Protocol, score
+    from quicksilver.measure.perplexity import DenseLogits, Protocol, score
     from quicksilver.runs.config import compose
     from quicksilver.runs.context import RunContext
 

@@ -31,11 +31,10 @@ from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.data.windows import encode
 from quicksilver.measure.audit import Audit
 from quicksilver.measure.bench import Bench, run_measurements
-from quicksilver.measure.fidelity import DenseLogits
 from quicksilver.measure.flops import Flops
 from quicksilver.measure.inside import look_inside
 from quicksilver.measure.memory import Memory
-from quicksilver.measure.perplexity import Protocol, check_allowed, score
+from quicksilver.measure.perplexity import DenseLogits, Protocol, check_allowed, score
 from quicksilver.measure.quality import Null, Quality
 from quicksilver.models import loading
 from quicksilver.models.spec import ModelConfig

@@ -16,7 +16,7 @@ _HOMES = {
     "attention_pairs": "flop_counter", "count_by_operator": "flop_counter", "count_executed": "flop_counter",
     "AuditResult": "audit", "Protocol": "perplexity", "Scores": "perplexity",
     "check_allowed": "perplexity", "check_windows": "perplexity", "score": "perplexity",
-    "DenseLogits": "fidelity", "divergence": "fidelity",
+    "DenseLogits": "perplexity", "divergence": "perplexity",
     "Subject": "components", "component_latency": "components",
     "Served": "deployment", "serve": "deployment",
     "CodeCarbonMeter": "energy",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from quicksilver.data.tasks import TaskExamples
     from quicksilver.data.windows import Windows
-    from quicksilver.measure.fidelity import DensePasses
+    from quicksilver.measure.perplexity import DensePasses
 
 Report = Callable[[str, float], None]  # phase, share of the whole that is done
 

@@ -1,4 +1,4 @@
-"""Perplexity under a named protocol, with the decisions, FLOPs and the no-lookahead audit of the same forward passes.
+"""Perplexity under a named protocol, with the decisions and FLOPs of the same forward passes; and how near predictions stay to the dense model's.
 
 A perplexity means nothing without its protocol (docs/conflicts.md #25): which windows, which positions are scored, what was cached.
 Two protocols (docs/design.md §3):
@@ -8,6 +8,9 @@ Two protocols (docs/design.md §3):
                    after them are scored, given the cache the prompt left behind. What a deployed model would do.
 
 Negative log-likelihoods are in nats, summed in float64, and divided once, at the end.
+
+A perplexity may fall while predictions drift apart. KL to the dense model and top-1 agreement may not: they are taken position by position on
+the same tokens, so that they pair by window as perplexity does.
 """
 
 from __future__ import annotations
@@ -15,33 +18,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 
+from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.options import Options, Positive
 from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import PassTrace, Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quicksilver.measure.fidelity import DenseLogits
-
-PROTOCOLS = ("all", "continuation")
-
 # Rows of logits turned to float32 at a time. The model's logits of a batch are the largest tensor of a pass already
 # (8 × 511 × 50257 float32: 0.8 GB); a float32 copy and a softmax of all of it would triple the peak.
 _ROWS_AT_A_TIME = 256
+KEPT_BYTES = 2**30  # dense logits that are kept for the null and for the next run; what is beyond is computed again
+BLOCK_WINDOWS = 32
 
 
 @dataclass(frozen=True)
-class Protocol:
+class Protocol(Options):
     """Which positions of a window are scored, and how the model gets there.
 
     Args:
@@ -55,17 +58,14 @@ class Protocol:
     """
 
     name: Literal["all", "continuation"] = "all"
-    window_tokens: int = 512
-    prompt_tokens: int = 448
-    batch_size: int = 8
+    window_tokens: Positive = 512
+    prompt_tokens: Positive = 448
+    batch_size: Positive = 8
+
+    prefix: ClassVar[str] = "protocol."
 
     def __post_init__(self) -> None:
-        if self.name not in PROTOCOLS:
-            raise ConfigError(f"protocol.name={self.name!r} is unknown: there are {' and '.join(PROTOCOLS)}.")
-        for option in ("window_tokens", "prompt_tokens", "batch_size"):
-            value = getattr(self, option)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"protocol.{option}={value!r} must be a whole number of at least 1.")
+        super().__post_init__()
         if self.window_tokens < 2:
             raise ConfigError(f"protocol.window_tokens={self.window_tokens} leaves nothing to score: at least 2.")
         if self.name == "continuation" and self.prompt_tokens >= self.window_tokens:
@@ -113,7 +113,6 @@ class Scores:
     """What one pass over the windows gave.
 
     Attributes:
-        protocol: the protocol of every number here.
         windows: one row a window: `window`, `tokens` (scored), `bytes` (of them; missing without `token_bytes`), `nll_nats`,
             `executed_flops`, `nominal_flops`, `paper_flops`, `signal_flops`; under `continuation` also the prompt's share of
             each as `prompt_…`; compared with the dense model also `kl_nats`, KL(dense‖run) per scored token, and `top1_agreement`, the
@@ -122,7 +121,6 @@ class Scores:
         kv_bytes_billed, kv_bytes_resident: KV cache at the end of every batch, summed over the batches; 0 under `all`.
     """
 
-    protocol: Protocol
     windows: pd.DataFrame
     trace: Trace
     kv_bytes_billed: int
@@ -162,7 +160,6 @@ class Block:
     kv_bytes_resident: int
 
 
-BLOCK_WINDOWS = 32
 # Gives the blocks of a pass, in their order, and computes those that it has not, by the function it is given.
 Keep = Callable[[Sequence[range], Callable[[range], Block]], Iterable[Block]]
 
@@ -220,21 +217,17 @@ def scored_logits(model: PreTrainedModel, batch: torch.Tensor, protocol: Protoco
         yield rest.logits, batch[:, prompt + 1 :]
 
 
-def _nll_nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_pieces(compute: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`compute` of tensors (B, S, …), a few positions S at a time; its results (B, S) whole."""
+    positions = max(1, _ROWS_AT_A_TIME // tensors[0].shape[0])
+    found = [compute(*pieces) for pieces in zip(*(one.split(positions, dim=1) for one in tensors), strict=True)]
+    return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+
+
+def _nll_nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Negative log-likelihood of targets (B, S) under logits (B, S, V): (B, S) float64; and which logits are finite, (B, S)."""
-    positions = max(1, _ROWS_AT_A_TIME // logits.shape[0])
-    nll, finite = [], []
-    for some_logits, some_targets in zip(logits.split(positions, dim=1), targets.split(positions, dim=1), strict=True):
-        wide = some_logits.float()
-        finite.append(wide.isfinite().all(-1))
-        nll.append(F.cross_entropy(wide.transpose(1, 2), some_targets, reduction="none").double())
-    return torch.cat(nll, dim=1), torch.cat(finite, dim=1)
-
-
-def _shares(total: int, parts: int) -> list[int]:
-    """`total` in `parts` whole shares that differ by at most one and add up to it."""
-    share, rest = divmod(total, parts)
-    return [share + (i < rest) for i in range(parts)]
+    wide = logits.float()
+    return F.cross_entropy(wide.transpose(1, 2), targets, reduction="none").double(), wide.isfinite().all(-1)
 
 
 def _ledger_by_window(
@@ -254,8 +247,11 @@ def _ledger_by_window(
     *earlier, last = passes
     rows = last.valid.shape[0]
     ledgers = []
-    shares = zip(*(_shares(part, rows) for part in (total.executed, total.signals, total.skippable)), strict=True)
-    for row, (executed, signals, skippable) in enumerate(shares):
+    for row in range(rows):
+        # Whole shares that differ by at most one and add up to the total.
+        executed, signals, skippable = (
+            part // rows + (row < part % rows) for part in (total.executed, total.signals, total.skippable)
+        )
         cached = [p.row(row) for p in earlier]
         past: list[torch.Tensor | int] = [
             sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached) for layer in range(arch.n_layers)
@@ -323,7 +319,7 @@ def score(
         run.reset()
     frame = pd.DataFrame([row for block in found for row in block.rows]).astype({"bytes": "Int64"})
     billed, resident = sum(block.kv_bytes_billed for block in found), sum(block.kv_bytes_resident for block in found)
-    return Scores(protocol, frame, Trace.concat(block.trace for block in found), billed, resident)
+    return Scores(frame, Trace.concat(block.trace for block in found), billed, resident)
 
 
 def _scored(
@@ -336,30 +332,31 @@ def _scored(
     dense: DenseLogits | None,
 ) -> list[dict[str, Any]]:
     """The rows of one batch of windows (B, N), of which the first is number `start`."""
-    nll, finite, ledgers, rows = [], [], [], []
-    comparison = None if dense is None else dense.comparison(start, batch)
+    scores, apart, ledgers, rows = [], [], [], []
     first_pass, before = len(run.trace.passes), run.flops
+    theirs = iter(()) if dense is None else dense.calls(start, batch)
     for logits, targets in scored_logits(model, batch, protocol):
-        call_nll, call_finite = _nll_nats(logits, targets)
-        nll.append(call_nll)
-        finite.append(call_finite)
-        if comparison is not None:
-            comparison.add(logits)
+        scores.append(_in_pieces(_nll_nats, logits, targets))
+        if dense is not None:
+            apart.append(divergence(next(theirs), logits))
         head_tokens = logits.shape[1] + (protocol.name == "all")
         ledgers.append(_ledger_by_window(run.arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta))
         before = run.flops
         del logits
-    all_nll, all_finite = torch.cat(nll, dim=1), torch.cat(finite, dim=1)
-    check_finite(all_finite, start, protocol, model)
+    next(theirs, None)  # the last call is kept when the iterator ends
+    nll, finite = (torch.cat(parts, dim=1) for parts in zip(*scores, strict=True))
+    check_finite(finite, start, protocol, model)
+    columns: dict[str, Sequence[Any]] = {"nll_nats": [float(row.sum()) for row in nll]}
+    if apart:
+        kl, same = (torch.cat(parts, dim=1) for parts in zip(*apart, strict=True))
+        columns |= {"kl_nats": kl.mean(1).tolist(), "top1_agreement": same.double().mean(1).tolist()}
     scored = batch[:, protocol.first_scored :].cpu()
-    apart = {} if comparison is None else comparison.columns()
     for i in range(len(batch)):
         row: dict[str, Any] = {
             "window": start + i,
             "tokens": protocol.scored_tokens,
             "bytes": None if token_bytes is None else int(token_bytes[scored[i]].sum()),
-            "nll_nats": float(all_nll[i].sum()),
-            **{name: of_windows[i] for name, of_windows in apart.items()},
+            **{name: of_windows[i] for name, of_windows in columns.items()},
             **_columns(sum((call[i] for call in ledgers), Flops())),
         }
         if protocol.name == "continuation":
@@ -386,3 +383,65 @@ def check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, mo
         f"window {first_window + row}: the logits that score position {protocol.first_scored + position} are NaN or infinite "
         f"(protocol={protocol.name}, dtype={model.dtype}). No perplexity can be given: check the weights, or use dtype=float32."
     )
+
+
+def divergence(dense: torch.Tensor, run: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """KL(dense‖run) and agreement of the likeliest token, by position.
+
+    Args:
+        dense, run: (B, S, V) logits of the same positions.
+
+    Returns:
+        Nats, (B, S) float64, and whether both have their greatest logit at the same token, (B, S) bool.
+    """
+
+    def compute(dense: torch.Tensor, run: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        log_p, log_q = dense.float().log_softmax(-1), run.float().log_softmax(-1)
+        # Rounding leaves equal distributions a few 1e-8 to either side of 0.
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64).clamp(min=0)
+        return kl, dense.argmax(-1) == run.argmax(-1)
+
+    return _in_pieces(compute, dense, run)
+
+
+class DenseLogits:
+    """The dense model's logits of batches of windows, computed once where they fit into `kept_bytes`.
+
+    Args:
+        model: the model of the run, whose weights it shares; not under `apply` yet.
+    """
+
+    def __init__(self, model: PreTrainedModel, protocol: Protocol, kept_bytes: int = KEPT_BYTES) -> None:
+        self._model, self._protocol, self._left = shared_weight_copy(model), protocol, kept_bytes
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def calls(self, first_window: int, batch: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Logits (B, S, V) of the windows (B, N), of which the first is number `first_window`; call by call as `scored_logits` yields them."""
+        if first_window in self._kept:
+            yield from self._kept[first_window]
+            return
+        calls: list[torch.Tensor] = []
+        held, fits = 0, True
+        for logits, _ in scored_logits(self._model, batch, self._protocol):
+            held += logits.nbytes
+            fits = fits and held <= self._left
+            calls = [*calls, logits] if fits else []
+            yield logits
+        if fits:
+            self._kept[first_window] = calls
+            self._left -= held
+
+
+class DensePasses:
+    """What passes of the dense model gave that several runs need: computed by the first of them.
+
+    Attributes:
+        logits: of the windows.
+        peak_tensor_bytes: of one batch; None: not measured yet.
+        energy_j_per_token: as CodeCarbon read it over one batch, again and again; by its settings.
+    """
+
+    def __init__(self, model: PreTrainedModel, protocol: Protocol) -> None:
+        self.logits = DenseLogits(model, protocol)
+        self.peak_tensor_bytes: int | None = None
+        self.energy_j_per_token: dict[str, float] = {}

@@ -92,7 +92,7 @@ class Quality(Measurement):
     of_ranks = True
 
     def run(self, bench: Bench) -> QualityResult:
-        from quicksilver.measure.fidelity import DensePasses
+        from quicksilver.measure.perplexity import DensePasses
 
         if bench.modules and bench.dense is None:
             bench.dense = DensePasses(bench.model, bench.protocol)

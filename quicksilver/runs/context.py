@@ -24,7 +24,7 @@ from quicksilver.runtime.reading import read_bytes, read_json
 
 if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
-    from quicksilver.measure.fidelity import DensePasses
+    from quicksilver.measure.perplexity import DensePasses
     from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.quantized.kernels import Choices
 
@@ -106,8 +106,7 @@ class RunContext:
 
     def dense(self, config: RunConfig) -> DensePasses:
         """What passes of the dense model over the scored windows gave; of the latest model, text and protocol alone."""
-        from quicksilver.measure.fidelity import DensePasses
-        from quicksilver.measure.perplexity import Protocol
+        from quicksilver.measure.perplexity import DensePasses, Protocol
 
         windows, scored = self.windows(config, "test"), dataclasses.asdict(config.protocol)
         key = json.dumps([windows.token_digest, len(windows.ids), config.measure["batch_windows"], config.threads, scored])

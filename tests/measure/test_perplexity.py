@@ -17,7 +17,7 @@ from quicksilver.baselines.bfloat16 import BFloat16
 from quicksilver.data.windows import windows_of
 from quicksilver.measure import Protocol, score
 from quicksilver.measure.audit import audit
-from quicksilver.measure.fidelity import DenseLogits, divergence
+from quicksilver.measure.perplexity import DenseLogits, divergence
 from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, TokenPolicy, TokenState, apply
 
 VOCABULARY = tiny.VOCABULARY

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import string
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from quicksilver.data.scores import METRICS
+from quicksilver.data.sources import below, from_hub, json_lines
 from quicksilver.data.spec import DatasetConfig, Part, SplitConfig, TaskConfig
-from quicksilver.files import write_atomically
-from quicksilver.models.hub import fetching
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.reading import parse_json, read_bytes
+from quicksilver.runtime.reading import read_bytes
 
 BETWEEN = "\n\n"  # examples of one text, and the shots before a prompt
 REGRESSION = "pearson_spearman"
@@ -68,11 +67,8 @@ def read_task(config: DatasetConfig, part: Part = "test", *, root: Path | None =
     split = task.validation if part == "test" else task.train
     rows, source = _rows(config, task, split, part, root, cache)
     shots = _shots(config, task, root, cache) if part == "test" and task.shots else ""
-    found = []
     try:
-        for number, row in rows:
-            one = example(task, row, number)
-            found.append(Example(shots + one.prompt, one.choices, one.gold, one.row, one.group))
+        found = [example(task, row, number) for number, row in rows]
     except ConfigError as error:
         raise ConfigError(f"dataset={config.name} ({source}): {error}") from error
     if not found:
@@ -80,7 +76,7 @@ def read_task(config: DatasetConfig, part: Part = "test", *, root: Path | None =
     if part == "test" and task.examples is not None and task.examples < len(found):
         step = len(found) / task.examples
         found = [found[int(i * step)] for i in range(task.examples)]
-    return TaskExamples(task, tuple(found), source)
+    return TaskExamples(task, tuple(replace(one, prompt=shots + one.prompt) for one in found), source)
 
 
 def text_of(examples: Iterable[Example]) -> str:
@@ -100,7 +96,10 @@ def example(task: TaskConfig, row: Mapping[str, Any], number: int) -> Example:
         ConfigError: a field that the row lacks, an empty text, a label that is none, or outside `task.labels`.
     """
     row = {**row, **row["target"]} if isinstance(row.get("target"), Mapping) else row
-    fields = {name: _shown(task.rename.get(name, {}), value) for name, value in row.items()}
+    fields = {
+        name: task.rename.get(name, {}).get(str(value), value.strip() if isinstance(value, str) else value)
+        for name, value in row.items()
+    }
     texts = [
         _filled("dataset.task.template", task.template, fields, row, number),
         *(str(fields.get(c, "")) for c in task.choices),
@@ -114,10 +113,6 @@ def example(task: TaskConfig, row: Mapping[str, Any], number: int) -> Example:
     group = _filled("dataset.task.group", task.group, fields, row, number) if task.group else ""
     choices = tuple(f" {text}" for text in texts[1:]) if task.choices else tuple(task.labels)
     return Example(texts[0], choices, _gold(task, row, number), number, group)
-
-
-def _shown(renamed: Mapping[str, str], value: Any) -> Any:
-    return renamed.get(str(value), value.strip() if isinstance(value, str) else value)
 
 
 def _fields(template: str) -> list[str]:
@@ -164,8 +159,6 @@ def _gold(task: TaskConfig, row: Mapping[str, Any], number: int) -> float:
 
 
 def _check(name: str, task: TaskConfig) -> None:
-    from quicksilver.data.scores import METRICS
-
     if not task.template.strip():
         raise ConfigError(f"dataset.task.template is empty: dataset={name} needs a prompt with {{field}} of its rows.")
     if bool(task.choices) == bool(task.labels) or len(task.choices or task.labels) < 2:
@@ -174,11 +167,12 @@ def _check(name: str, task: TaskConfig) -> None:
         _fields(task.template)
     except ValueError as error:
         raise ConfigError(f"dataset.task.template={task.template!r} is no template: {error}.") from error
-    if not task.metrics:
-        raise ConfigError(f"dataset.task.metrics is empty: there are {', '.join(METRICS)}.")
-    for metric in task.metrics:
-        if metric not in METRICS:
-            raise ConfigError(f"dataset.task.metrics: there is no {metric!r}; there are {', '.join(METRICS)}.")
+    wrong = next((metric for metric in task.metrics if metric not in METRICS), None)
+    if wrong is not None or not task.metrics:
+        problem = (
+            "dataset.task.metrics is empty: there" if wrong is None else f"dataset.task.metrics: there is no {wrong!r}; there"
+        )
+        raise ConfigError(f"{problem} are {', '.join(METRICS)}.")
     for split in (task.train, task.validation):
         if split.end_row is not None and split.end_row <= split.first_row:
             raise ConfigError(
@@ -209,14 +203,13 @@ def _rows(
     config: DatasetConfig, task: TaskConfig, split: SplitConfig, part: Part, root: Path | None, cache: Path | None
 ) -> tuple[Iterator[tuple[int, dict[str, Any]]], str]:
     """Numbered rows of a split, and where they were read."""
-    paths = [Path(name).expanduser() for name in split.files]
-    paths = [path if path.is_absolute() or root is None else root / path for path in paths]
-    if paths and all(path.is_file() for path in paths):
-        rows: Iterable[dict[str, Any]] = file_rows(paths, task.columns)
+    paths = [below(root, name) for name in split.files]
+    missing = next((path for path in paths if not path.is_file()), None)
+    if paths and missing is None:
+        rows: Iterable[dict[str, Any]] = chain.from_iterable(_file_rows(path, task.columns) for path in paths)
         source = " + ".join(map(str, paths))
     else:
         key = "validation" if part == "test" else "train"
-        missing = next((path for path in paths if not path.is_file()), None)
         if config.hub.id is None:
             raise ConfigError(
                 f"dataset={config.name}: there is no file {missing} for dataset.task.{key}. Give data.root=/folder (QUICKSILVER_DATA), or "
@@ -224,39 +217,42 @@ def _rows(
                 if missing
                 else f"dataset={config.name}: dataset.task.{key} has no file and dataset.hub no id: give one of them."
             )
-        rows, source = _hub_rows(config, split.hub or key, key, cache, missing)
+        offline = (
+            "unavailable offline",
+            f"give dataset.task.{key}.files=[/path/of.tsv or .jsonl]",
+            "or take a task that data.root holds, such as dataset=rte",
+        )
+        name = split.hub or key
+        content, source = from_hub(
+            config, name, lambda rows: "".join(json.dumps(dict(row)) + "\n" for row in rows).encode(), offline=offline,
+            kept=cache and cache / "rows.jsonl", wanted=[asdict(config.hub), name],
+            what="" if missing is None else f": there is no file {missing}, and of the hub's {config.hub.id}",
+        )  # fmt: skip
+        rows = _jsonl(Path(source), content.decode("utf-8"))
     return islice(enumerate(rows), split.first_row, split.end_row), source
 
 
-def file_rows(paths: Iterable[Path], columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of tsv files (with a header, or `columns`) and of jsonl files.
+def _file_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of a tsv file (with a header, or `columns`) or of a jsonl file.
 
     Raises:
         ConfigError: a file that cannot be read, a line that is no row.
     """
-    for path in paths:
-        try:
-            file = io.StringIO(read_bytes(path).decode("utf-8"), newline="")  # whole: whoever stops early leaves no file open
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as a table of UTF-8 text: {error}.") from error
-        if path.suffix == ".jsonl":
-            yield from _jsonl(path, file)
-            continue
-        # Quotes are characters here, as in GLUE's own files.
-        for row in csv.DictReader(file, fieldnames=columns or None, delimiter="\t", quoting=csv.QUOTE_NONE):
-            yield {str(name): value for name, value in row.items() if name is not None and value is not None}
+    try:
+        content = read_bytes(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a table of UTF-8 text: {error}.") from error
+    if path.suffix == ".jsonl":
+        yield from _jsonl(path, content)
+        return
+    # Quotes are characters here, as in GLUE's own files.
+    table = csv.DictReader(io.StringIO(content, newline=""), fieldnames=columns or None, delimiter="\t", quoting=csv.QUOTE_NONE)
+    for row in table:
+        yield {str(name): value for name, value in row.items() if name is not None and value is not None}
 
 
-def _jsonl(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: {error}. Each line must be a json object.") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: a json {type(row).__name__} is no row. Each line must be a json object.")
+def _jsonl(path: Path, content: str) -> Iterator[dict[str, Any]]:
+    for row in json_lines(path, content, dict, "Each line must be a json object."):
         yield from _multirc(row) if isinstance(row.get("passage"), dict) and "questions" in row["passage"] else (row,)
 
 
@@ -271,32 +267,3 @@ def _multirc(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "label": answer_.get("label"),
                 "idx": {"paragraph": row.get("idx"), "question": q, "answer": a},
             }
-
-
-def _hub_rows(
-    config: DatasetConfig, split: str, key: str, cache: Path | None, missing: Path | None
-) -> tuple[Iterator[dict[str, Any]], str]:
-    """missing: the file that would have been read instead."""
-    hub = config.hub
-    source = f"hub:{hub.id}/{hub.config or 'default'}@{hub.revision or 'main'}:{split}"
-    kept = None
-    if cache is not None:
-        named = json.dumps([asdict(hub), split], sort_keys=True)
-        kept = cache / f"{hashlib.sha256(named.encode()).hexdigest()[:20]}.jsonl"
-        if kept.is_file():
-            return file_rows([kept], []), source
-    offline = (
-        "unavailable offline",
-        f"give dataset.task.{key}.files=[/path/of.tsv or .jsonl]",
-        "or take a task that data.root holds, such as dataset=rte",
-    )
-    what = f"dataset={config.name}"
-    if missing is not None:
-        what += f": there is no file {missing}, and of the hub's {hub.id}"
-    import datasets
-
-    with fetching(what, str(hub.id), "dataset", offline):
-        rows = [dict(row) for row in datasets.load_dataset(hub.id, hub.config, split=split, revision=hub.revision)]
-    if kept is not None:
-        write_atomically(kept, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    return iter(rows), source

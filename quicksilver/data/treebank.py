@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +17,6 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_bytes
 
 _COLUMNS = 10
-_SPACE = re.compile(r"\s*")
 
 
 @dataclass
@@ -42,45 +43,25 @@ class Sentence:
 
 
 def sentences(content: str, source: str) -> list[Sentence]:
-    """All sentences of a file.
-
-    Args:
-        source: name of the file, for messages.
+    """All sentences of a file; `source` is its name, for messages.
 
     Raises:
         ConfigError: a line that is no CoNLL-U, a sentence without text, or words that are not in its text; names the first place.
     """
-    found = []
-    for number, block in _blocks(content):
-        found.append(_sentence(block, number, source))
+    numbered = enumerate((line.rstrip("\r") for line in content.split("\n")), 1)
+    blocks = [list(lines) for blank, lines in groupby(numbered, lambda one: not one[1].strip()) if not blank]
+    found = [_sentence(lines, source) for lines in blocks if any(not line.startswith("#") for _, line in lines)]
     if not found:
         raise ConfigError(f"{source} has no sentence: is it a CoNLL-U file?")
     return found
 
 
-def _blocks(content: str) -> Iterator[tuple[int, list[str]]]:
-    """The lines of each sentence and the number of the first, from 1."""
-    lines: list[str] = []
-    first = 1
-    for number, line in enumerate([*content.split("\n"), ""], 1):
-        line = line.rstrip("\r")
-        if line.strip():
-            first = first if lines else number
-            lines.append(line)
-        elif lines:
-            if any(not one.startswith("#") for one in lines):
-                yield first, lines
-            lines = []
-
-
-def _sentence(lines: list[str], first: int, source: str) -> Sentence:
+def _sentence(lines: list[tuple[int, str]], source: str) -> Sentence:
     comments: dict[str, str] = {}
     units: list[tuple[str, list[int]]] = []  # what is written as one, and the words that it stands for
-    forms: list[str] = []
-    tags: list[str] = []
-    upos: list[str] = []
+    words: list[list[str]] = []  # form, universal tag, the treebank's tag
     covered = 0  # last word of the present multiword token
-    for number, line in enumerate(lines, first):
+    for number, line in lines:
         if line.startswith("#"):
             key, _, value = line[1:].partition("=")
             comments[key.strip()] = value.strip()
@@ -88,29 +69,26 @@ def _sentence(lines: list[str], first: int, source: str) -> Sentence:
         cells = line.split("\t")
         if len(cells) != _COLUMNS:
             raise ConfigError(f"{source}, line {number}: {len(cells)} columns where CoNLL-U has {_COLUMNS}, parted by tabs.")
-        if "." in cells[0]:
+        place, form = cells[:2]
+        if "." in place:
             continue  # an empty node is not written
-        if "-" in cells[0]:
-            low, high = map(int, cells[0].split("-"))
-            units.append((cells[1], list(range(low - 1, high))))
-            covered = high
+        if "-" in place:
+            low, covered = map(int, place.split("-"))
+            units.append((form, list(range(low - 1, covered))))
             continue
-        if not cells[0].isdigit() or int(cells[0]) != len(forms) + 1:
-            raise ConfigError(f"{source}, line {number}: word {cells[0]!r} where word {len(forms) + 1} was expected.")
-        forms.append(cells[1])
-        upos.append("" if cells[3] == "_" else cells[3])
-        tags.append("" if cells[4] == "_" else cells[4])
-        if int(cells[0]) > covered:
-            units.append((cells[1], [len(forms) - 1]))
-    name = comments.get("sent_id", f"{source}, line {first}")
+        if not place.isdigit() or int(place) != len(words) + 1:
+            raise ConfigError(f"{source}, line {number}: word {place!r} where word {len(words) + 1} was expected.")
+        if int(place) > covered:
+            units.append((form, [len(words)]))
+        words.append([form, *("" if tag == "_" else tag for tag in cells[3:5])])
+    name = comments.get("sent_id", f"{source}, line {lines[0][0]}")
     if "text" not in comments:
         raise ConfigError(f"{source}, sentence {name}: it has no `# text = …`, so its words cannot be found in it.")
-    begins = (
-        "document" if "newdoc" in comments or "newdoc id" in comments
-        else "paragraph" if "newpar" in comments or "newpar id" in comments else ""
-    )  # fmt: skip
-    text = comments["text"]
-    return Sentence(name, text, begins, forms, tags, upos, _spans(text, units, forms, f"{source}, sentence {name}"))
+    begun = {key.partition(" ")[0] for key in comments}
+    begins = "document" if "newdoc" in begun else "paragraph" if "newpar" in begun else ""
+    forms, upos, tags = (list(column) for column in zip(*words, strict=True))
+    spans = _spans(comments["text"], units, forms, f"{source}, sentence {name}")
+    return Sentence(name, comments["text"], begins, forms, tags, upos, spans)
 
 
 def _spans(text: str, units: list[tuple[str, list[int]]], forms: list[str], place: str) -> list[tuple[int, int]]:
@@ -118,109 +96,90 @@ def _spans(text: str, units: list[tuple[str, list[int]]], forms: list[str], plac
     spans: dict[int, tuple[int, int]] = {}
     at = 0
     for written, words in units:
-        space = _SPACE.match(text, at)
-        assert space is not None  # it matches nothing, too
-        at = space.end()
+        at = len(text) - len(text[at:].lstrip())
         if not text.startswith(written, at):
             raise ConfigError(
                 f"{place}: its words do not align with its text: {written!r} was expected at character {at}, and there is "
                 f"{text[at : at + 20]!r}."
             )
         end = at + len(written)
-        if "".join(forms[word] for word in words) == written:
-            for word in words:
-                spans[word] = (at, at + len(forms[word]))
-                at += len(forms[word])
-        else:
-            spans |= dict.fromkeys(words, (at, end))
+        spelled = "".join(forms[word] for word in words) == written
+        for word in words:
+            spans[word] = (at, at + len(forms[word])) if spelled else (at, end)
+            at = spans[word][1] if spelled else at
         at = end
-    at += len(text[at:]) - len(text[at:].lstrip())
-    if at < len(text):
-        raise ConfigError(f"{place}: its words do not align with its text: {text[at:][:20]!r} at character {at} is no word.")
+    left = text[at:].lstrip()
+    if left:
+        raise ConfigError(
+            f"{place}: its words do not align with its text: {left[:20]!r} at character {len(text) - len(left)} is no word."
+        )
     return [spans[word] for word in range(len(forms))]
 
 
-_TOKEN = re.compile(r"\(|\)|[^\s()]+")
+_BRACKET_OR_WORD = re.compile(r"\(\s*(?P<label>[^\s()]*)|\)|[^\s()]+")
 _ESCAPED = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
 
 
-def trees(content: str, source: str) -> list[str]:
-    """The bracketings of a file, in their order.
+class Tree(NamedTuple):
+    """Leaves of a tree; and by leaf, label and number of leaves of the smallest constituent that holds it and the next one."""
+
+    leaves: list[str]
+    joints: dict[int, tuple[str, int]]
+
+
+def trees(content: str, source: str) -> list[Tree]:
+    """The bracketings of a file, in their order. A label is the part before `-` and `=` (function tags): NP of NP-SBJ.
 
     Raises:
-        ConfigError: brackets that do not close; names the tree.
+        ConfigError: brackets that do not close, or a word outside of all brackets; names the tree.
     """
-    found, depth, start = [], 0, 0
-    for match in re.finditer(r"[()]", content):
-        if match[0] == "(":
-            start = match.start() if depth == 0 else start
-            depth += 1
+    found: list[Tree] = []
+    tree = Tree([], {})
+    stack: list[tuple[str, int, list[int]]] = []  # label, first leaf, first leaves of the children but the first child
+    for match in _BRACKET_OR_WORD.finditer(content):
+        token, place, leaf = match[0], f"{source}, tree {len(found) + 1}", len(tree.leaves)
+        if token == ")":
+            if not stack:
+                raise ConfigError(f"{place}: a bracket closes that was not opened.")
+            label, first, later = stack.pop()
+            plain = re.split(r"(?<!^)[-=]", label)[0]
+            for child in later:
+                if child < leaf:  # an empty constituent joins nothing
+                    tree.joints.setdefault(child - 1, (plain, leaf - first))
+            if not stack:
+                found.append(tree)
+                tree = Tree([], {})
+            continue
+        if stack and leaf > stack[-1][1]:
+            stack[-1][2].append(leaf)
+        if token[0] == "(":
+            stack.append((match["label"], leaf, []))
+        elif stack:
+            tree.leaves.append(token)
         else:
-            depth -= 1
-            if depth == 0:
-                found.append(content[start : match.end()])
-            if depth < 0:
-                raise ConfigError(f"{source}, tree {len(found) + 1}: a bracket closes that was not opened.")
-    if depth:
-        raise ConfigError(f"{source}, tree {len(found) + 1}: {depth} brackets are not closed.")
+            raise ConfigError(f"{place}: {token!r} stands outside of all brackets.")
+    if stack:
+        raise ConfigError(f"{source}, tree {len(found) + 1}: {len(stack)} brackets are not closed.")
     return found
 
 
-def joints(tree: str, words: Sequence[str], place: str) -> list[tuple[str, int]]:
-    """Of every word, label and number of words of the smallest constituent that holds it and the next word; ("", 0) of the last one.
-
-    A label is the part before `-` and `=` (function tags): NP of NP-SBJ.
-
-    Args:
-        words: the sentence that the tree is of.
-        place: for messages.
+def joints(tree: Tree, words: Sequence[str], place: str) -> list[tuple[str, int]]:
+    """Of every word of a sentence, label and number of words of the smallest constituent that holds it and the next word; ("", 0) of the
+    last one. `place` is for messages.
 
     Raises:
-        ConfigError: a tree that does not cover its words, or is no bracketing.
+        ConfigError: a tree that does not cover its words.
     """
-    leaves: list[str] = []
-    found: dict[int, tuple[str, int]] = {}
-    _read(_TOKEN.findall(tree), leaves, found, place)
-    for number in range(max(len(leaves), len(words))):
-        leaf = leaves[number] if number < len(leaves) else None
-        word = words[number] if number < len(words) else None
-        if leaf != word and (leaf is None or word is None or _plain(leaf) != _plain(word)):
+    for number, (leaf, word) in enumerate(zip_longest(tree.leaves, words), 1):
+        if leaf is None or word is None or _plain(leaf) != _plain(word):
             raise ConfigError(
-                f"{place}: the tree does not cover its words: word {number + 1} is {word!r} in the sentence and {leaf!r} in the tree."
+                f"{place}: the tree does not cover its words: word {number} is {word!r} in the sentence and {leaf!r} in the tree."
             )
-    return [*(found[number] for number in range(len(words) - 1)), ("", 0)]
+    return [*(tree.joints[number] for number in range(len(words) - 1)), ("", 0)]
 
 
 def _plain(word: str) -> str:
     return re.sub("|".join(_ESCAPED), lambda found: _ESCAPED[found[0]], word)
-
-
-def _read(tokens: list[str], leaves: list[str], found: dict[int, tuple[str, int]], place: str) -> None:
-    """Fill in the leaves and, by word, what joins it to the next. A stack, because trees may be deeper than calls."""
-    at = 0
-    stack: list[tuple[str, int, list[int]]] = []  # label, first word, firsts of the children but the first child's
-    while at < len(tokens):
-        if tokens[at] == "(":
-            labelled = at + 1 < len(tokens) and tokens[at + 1] not in "()"
-            label = tokens[at + 1] if labelled else ""
-            if stack and len(leaves) > stack[-1][1]:
-                stack[-1][2].append(len(leaves))
-            stack.append((label, len(leaves), []))
-            at += 1 + labelled
-        elif tokens[at] == ")":
-            label, first, later = stack.pop()
-            plain = re.split(r"(?<!^)[-=]", label)[0]
-            for child in later:
-                if child < len(leaves):  # an empty constituent joins nothing
-                    found.setdefault(child - 1, (plain, len(leaves) - first))
-            at += 1
-        else:
-            if not stack:
-                raise ConfigError(f"{place}: {tokens[at]!r} stands outside of all brackets.")
-            if len(leaves) > stack[-1][1]:
-                stack[-1][2].append(len(leaves))
-            leaves.append(tokens[at])
-            at += 1
 
 
 _JOINED_BY = {"document": "\n\n", "paragraph": "\n", "": " "}
@@ -245,27 +204,24 @@ def read_treebank(path: Path, part: Part, tagset: str) -> tuple[str, Annotation]
 
 def joined(found: Sequence[Sentence], tagset: str = "penn") -> tuple[str, Annotation]:
     """Sentences as one text with its annotation."""
-    pieces: list[str] = []
-    starts, ends = [], []
-    at = 0
+    text = ""
+    spans: list[tuple[int, int]] = []
     for sentence in found:
-        between = _JOINED_BY[sentence.begins] if pieces else ""
-        at += len(between)
-        starts += [at + start for start, _ in sentence.spans]
-        ends += [at + end for _, end in sentence.spans]
-        at += len(sentence.text)
-        pieces += [between, sentence.text]
-    lengths = [len(sentence.forms) for sentence in found]
+        text += _JOINED_BY[sentence.begins] if text else ""
+        spans += [(len(text) + start, len(text) + end) for start, end in sentence.spans]
+        text += sentence.text
     upos = [tag for sentence in found for tag in sentence.upos]
     tags = upos if tagset == "upos" else [tag for sentence in found for tag in sentence.tags]
-    places = [f"sentence {one.name}, word {number + 1} ({form})" for one in found for number, form in enumerate(one.forms)]
+    places = [f"sentence {one.name}, word {number} ({form})" for one in found for number, form in enumerate(one.forms, 1)]
     check_tags(tagset, tags, places)
-    tree = [joint for one in found for joint in (one.tree or [("", 0)] * len(one.forms))]
-    annotation = Annotation(
-        tagset, np.array(starts), np.array(ends), np.array(tags), np.array(upos), np.repeat(np.arange(len(found)), lengths),
-        np.array([one.name for one in found]), np.array([label for label, _ in tree]), np.array([words for _, words in tree]),
+    (starts, ends), (labels, words) = (
+        zip(*pairs, strict=True) for pairs in (spans, [one for s in found for one in s.tree or [("", 0)] * len(s.forms)])
+    )
+    return text, Annotation(
+        tagset, np.array(starts), np.array(ends), np.array(tags), np.array(upos),
+        np.repeat(np.arange(len(found)), [len(sentence.forms) for sentence in found]), np.array([one.name for one in found]),
+        np.array(labels), np.array(words),
     )  # fmt: skip
-    return "".join(pieces), annotation
 
 
 def _of_folder(folder: Path, part: Part) -> list[Sentence]:
@@ -276,12 +232,12 @@ def _of_folder(folder: Path, part: Part) -> list[Sentence]:
         if (name in calibrating) != (part == "calibration"):
             continue
         document = sentences(_content(folder / "dep" / f"{name}.conllu"), f"{name}.conllu")
-        bracketings = trees(_content(folder / "const" / f"{name}.ptb"), f"{name}.ptb")
-        if len(bracketings) != len(document):
+        parsed = trees(_content(folder / "const" / f"{name}.ptb"), f"{name}.ptb")
+        if len(parsed) != len(document):
             raise ConfigError(
-                f"{folder}: {name} has {len(document)} sentences in dep/ and {len(bracketings)} trees in const/: they are not of one release."
+                f"{folder}: {name} has {len(document)} sentences in dep/ and {len(parsed)} trees in const/: they are not of one release."
             )
-        for sentence, tree in zip(document, bracketings, strict=True):
+        for sentence, tree in zip(document, parsed, strict=True):
             sentence.tree = joints(tree, sentence.forms, f"{name}.ptb, sentence {sentence.name}")
         found += document
     if not found:

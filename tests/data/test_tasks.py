@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_said_in_one_line(tmp_path, mistake):
 
 def test_a_broken_line_of_json_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"sentence": "a", "label": 1}\n[1]\n')
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a json list is no row"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a json array is no object"):
         read_task(task(tmp_path, [], validation=SplitConfig(files=["rows.jsonl"])), root=tmp_path)
 
 

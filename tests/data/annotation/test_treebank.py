@@ -53,10 +53,10 @@ def test_sentences_paragraphs_and_documents_are_parted():
 def test_a_joint_is_the_smallest_constituent_that_holds_both():
     words = ["the", "dog", "saw", "a", "cat", "."]
     tree = "(ROOT (S (NP-SBJ (DT the) (NN dog)) (VP (VBD saw) (NP (DT a) (NN cat))) (. .)))"
-    assert joints(tree, words, "here") == [("NP", 2), ("S", 6), ("VP", 3), ("NP", 2), ("S", 6), ("", 0)]
-    assert joints("((X (-LRB- -LRB-) (NN a-RRB-)))", ["(", "a)"], "here") == [("X", 2), ("", 0)]
+    assert joints(*trees(tree, "here"), words, "here") == [("NP", 2), ("S", 6), ("VP", 3), ("NP", 2), ("S", 6), ("", 0)]
+    assert joints(*trees("((X (-LRB- -LRB-) (NN a-RRB-)))", "here"), ["(", "a)"], "here") == [("X", 2), ("", 0)]
     deep = "(A (B b) " * 3000 + "(C c)" + ")" * 3000
-    assert joints(deep, ["b"] * 3000 + ["c"], "here")[0] == ("A", 3001)
+    assert joints(*trees(deep, "here"), ["b"] * 3000 + ["c"], "here")[0] == ("A", 3001)
 
 
 def test_auxiliaries_are_what_the_treebank_calls_so_and_the_paper_goes_by_tag():
@@ -102,7 +102,7 @@ def test_a_tree_that_does_not_cover_its_words_is_refused():
         ("(S (NN dog) (VB bark))", "'bark' in the tree"),
     ):
         with pytest.raises(ConfigError, match=says):
-            joints(tree, ["dog", "barks"], "here")
+            joints(*trees(tree, "here"), ["dog", "barks"], "here")
     with pytest.raises(ConfigError, match="tree 2: 1 brackets are not closed"):
         trees("(S (NN a))\n(S (NN b)", "file")
     with pytest.raises(ConfigError, match="tree 1: a bracket closes"):

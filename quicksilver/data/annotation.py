@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
-from types import MappingProxyType
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -62,10 +62,9 @@ Reading = Literal["ours", "paper"]
 
 
 @cache
-def table() -> MappingProxyType[str, Any]:
+def table() -> Mapping[str, Any]:
     """The yaml: tag set -> tag -> class, or [ours, the paper's]."""
-    content = yaml.safe_load(files(__package__).joinpath("word_classes.yaml").read_text(encoding="utf-8"))
-    return MappingProxyType(content)
+    return yaml.safe_load(files(__package__).joinpath("word_classes.yaml").read_text(encoding="utf-8"))
 
 
 def check_tags(tagset: str, tags: Sequence[str], places: Sequence[str]) -> None:
@@ -84,14 +83,8 @@ def classes(annotation: Annotation, reading: Reading = "ours") -> np.ndarray:
     `ours`: an auxiliary is what the treebank calls AUX, so that lexical verbs in the present tense are content words. `paper`: by the
     Penn tag alone, where MD, VBZ and VBP are "auxiliary verbs".
     """
-    known = table()[annotation.tagset]
     column = 0 if reading == "ours" else 1
-
-    def of(tag: str) -> str:
-        entry = known[tag]
-        return entry if isinstance(entry, str) else entry[column]
-
-    by_tag = {tag: of(tag) for tag in np.unique(annotation.tag)}
+    by_tag = {tag: entry if isinstance(entry, str) else entry[column] for tag, entry in table()[annotation.tagset].items()}
     found = np.array([by_tag[tag] for tag in annotation.tag], dtype=object)
     if reading == "ours":
         found[annotation.upos == "AUX"] = "auxiliary"
@@ -117,22 +110,15 @@ def word_classes(tokens: Sequence[str]) -> list[str]:
 
     A token that begins with a space, or follows one that is no letter, begins a word.
     """
-    words: list[list[int]] = []
-    previous = ""
-    for i, token in enumerate(tokens):
-        text = token.strip()
-        continues = text[:1].isalpha() and not token[:1].isspace() and previous[-1:].isalpha()
-        if continues:
-            words[-1].append(i)
-        else:
-            words.append([i])
+    starts, previous = [], ""
+    for token in tokens:
+        starts.append(not (token[:1].isalpha() and previous[-1:].isalpha()))
         previous = token
-    classes = [""] * len(tokens)
-    for members in words:
-        word = "".join(tokens[i] for i in members).strip().lower()
+    classes: list[str] = []
+    for start, end in pairwise([*(i for i, starting in enumerate(starts) if starting), len(tokens)]):
+        word = "".join(tokens[start:end]).strip().lower()
         kind = "other" if not any(map(str.isalpha, word)) else "function" if word in FUNCTION_WORDS else "content"
-        for i in members:
-            classes[i] = kind
+        classes += [kind] * (end - start)
     return classes
 
 

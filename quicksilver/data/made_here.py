@@ -75,36 +75,15 @@ def source_files(part: Part) -> list[Path]:
 _SEEDS = {"test": 20, "calibration": 21}
 _PASSAGE_CHARACTERS = 900  # some 250 tokens of the reference models
 _FILLER_CHARACTERS = 600
-_COPIES, _FACTS = 3, 12
-_ADJECTIVES = [
-    "brass",
-    "silver",
-    "broken",
-    "painted",
-    "wooden",
-    "heavy",
-    "small",
-    "ancient",
-    "green",
-    "narrow",
-    "hollow",
-    "square",
-]
-_THINGS = [
-    "kettle",
-    "lantern",
-    "ladder",
-    "mirror",
-    "compass",
-    "violin",
-    "saddle",
-    "anchor",
-    "basket",
-    "clock",
-    "barrel",
-    "candle",
-]
-_PLACES = ["cellar", "attic", "garden", "stable", "library", "kitchen", "tower", "harbour", "chapel", "market", "orchard", "mill"]
+_COPIES = 3
+_ADJECTIVES, _THINGS, _PLACES = (
+    words.split()
+    for words in (
+        "brass silver broken painted wooden heavy small ancient green narrow hollow square",
+        "kettle lantern ladder mirror compass violin saddle anchor basket clock barrel candle",
+        "cellar attic garden stable library kitchen tower harbour chapel market orchard mill",
+    )
+)
 
 
 def far_context(kind: str, part: Part) -> str:
@@ -136,14 +115,9 @@ def _passages(text: str, characters: int) -> list[str]:
 
 
 def _with_questions(passage: str, draw: random.Random) -> str:
-    things = [
-        f"{adjective} {thing}" for adjective, thing in zip(_shuffled(_ADJECTIVES, draw), _shuffled(_THINGS, draw), strict=True)
+    adjectives, things, places = (draw.sample(words, len(words)) for words in (_ADJECTIVES, _THINGS, _PLACES))
+    facts = [
+        f"Where is the {adjective} {thing}? In the {place}."
+        for adjective, thing, place in zip(adjectives, things, places, strict=True)
     ]
-    facts = [f"Where is the {thing}? In the {place}." for thing, place in zip(things, _shuffled(_PLACES, draw), strict=True)][
-        :_FACTS
-    ]
-    return "\n\n".join(["\n".join(facts), passage, "\n".join(_shuffled(facts, draw))])
-
-
-def _shuffled(items: list[str], draw: random.Random) -> list[str]:
-    return draw.sample(items, len(items))
+    return "\n\n".join(["\n".join(facts), passage, "\n".join(draw.sample(facts, len(facts)))])

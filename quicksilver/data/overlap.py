@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 NGRAM_WORDS = 13
@@ -54,10 +54,6 @@ def without_overlap(text: str, evaluation: Mapping[str, str], words: int = NGRAM
             if gram in grams:
                 for _, number in of_word[i : i + words]:
                     removed.setdefault(number, set()).add(name)
-    kept = "".join(_lines_but(lines, removed))
+    kept = "".join(line for number, line in enumerate(lines) if number not in removed)
     by = {name: sum(name in names for names in removed.values()) for name in held}
     return Filtered(kept, sum(1 for line in lines if line.strip()), len(removed), by)
-
-
-def _lines_but(lines: Iterable[str], removed: Mapping[int, object]) -> Iterator[str]:
-    return (line for number, line in enumerate(lines) if number not in removed)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from quicksilver.runtime.errors import ConfigError
@@ -81,10 +82,7 @@ def scored(names: Sequence[str], gold: ArrayLike, predicted: ArrayLike, groups: 
     y, z = np.asarray(gold, dtype=np.float64), np.asarray(predicted, dtype=np.float64)
     found = {key: float(of(y, z)) for name in names for key, of in METRICS[name].items()}
     if "multirc" in names:
-        right: dict[str, bool] = {}
-        for group, ok in zip(groups, y == z, strict=True):
-            right[group] = right.get(group, True) and bool(ok)
-        found["exact_match"] = float(np.mean(list(right.values())))
+        found["exact_match"] = float(pd.Series(y == z).groupby(list(groups)).all().mean())
     return found
 
 
@@ -103,12 +101,12 @@ def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dic
         raise ConfigError(
             f"measure.task.evaluate={metric} needs {error.name}, which is not installed: pip install 'quicksilver[tasks]'."
         ) from error
-    name, _, configuration = metric.partition("/")
-    given: tuple[str, str | None] = (metric, None) if Path(metric).suffix == ".py" else (name, configuration or None)
-    if given[1] is None and metric.endswith(".py") and not Path(metric).is_file():
+    script = metric.endswith(".py")
+    if script and not Path(metric).is_file():
         raise ConfigError(f"measure.task.evaluate={metric}: there is no such file.")
+    name, _, configuration = (metric, "", "") if script else metric.partition("/")
     try:
-        module = evaluate.load(given[0], config_name=given[1], module_type="metric", keep_in_memory=True)
+        module = evaluate.load(name, config_name=configuration or None, module_type="metric", keep_in_memory=True)
     except Exception as error:  # whatever a script, a hub or the lack of one raises
         raise ConfigError(
             f"measure.task.evaluate={metric} cannot be loaded ({_first_line(error)}). Without a network give the path of a metric script, or "
@@ -116,8 +114,7 @@ def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dic
         ) from error
 
     def evaluated(gold: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:
-        whole = all(float(one).is_integer() for one in (*gold, *predicted))
-        kind: Any = int if whole else float
+        kind: Any = int if all(float(one).is_integer() for one in (*gold, *predicted)) else float
         try:
             found = module.compute(references=[kind(one) for one in gold], predictions=[kind(one) for one in predicted])
         except Exception as error:  # the script's own

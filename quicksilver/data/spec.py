@@ -10,21 +10,9 @@ from omegaconf import MISSING
 # OmegaConf 2.3 reads `Optional[int]` everywhere a config may come from; `int | None` it does not.
 # ruff: noqa: UP045
 
-READERS = (
-    "pydoc",
-    "python-source",
-    "text",
-    "lines",
-    "documents",
-    "treebank",
-    "treebank-upos",
-    "tagged",
-    "far-copy",
-    "far-recall",
-    "task",
-)
 ANNOTATED = {"treebank": "penn", "treebank-upos": "upos", "tagged": "penn"}  # reader -> tag set
 MADE_HERE = ("pydoc", "python-source", "far-copy", "far-recall")  # readers of texts that need no file
+READERS = (*MADE_HERE, "text", "lines", "documents", *ANNOTATED, "task")
 FarContext = Literal["copy", "recall"]
 FORMS = ("raw", "tokenised")
 Part = Literal["test", "calibration"]
@@ -118,10 +106,10 @@ class DatasetConfig:
     """Which text, cut into which windows.
 
     Args:
-        reader: `pydoc` (pydoc_data.topics), `python-source` (packages of the standard library), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl
-            with `text`), `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language),
-            `far-copy`, `far-recall` (texts of their own, made by seed; data/far_context.py),
-            `tagged` (`lines`, tagged by `tagger`), `task` (labelled examples: their prompts and right answers are the text).
+        reader: `pydoc` (pydoc_data.topics), `python-source` (packages of the standard library), `far-copy`, `far-recall` (made by seed;
+            data/made_here.py), `text` (one file), `lines` (WikiText: lines with their ends), `documents` (jsonl with `text`),
+            `treebank` (CoNLL-U, or GUM's folder, by its Penn tags), `treebank-upos` (by universal tags: any language), `tagged` (`lines`,
+            tagged by `tagger`), `task` (labelled examples: their prompts and right answers are the text).
         form: `raw` or `tokenised` text, for the record: their perplexities do not compare.
         files, hub: where it is; files win where they exist.
         documents, calibration_documents: how many documents are scored, and how many after them calibrate (`documents` reader).

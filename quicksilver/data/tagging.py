@@ -12,11 +12,12 @@ from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from quicksilver.data.annotation import Annotation, check_tags, table
+from quicksilver.data.sources import below
 from quicksilver.data.spec import TaggerConfig
 from quicksilver.data.treebank import Sentence, sentences
 from quicksilver.files import write_atomically
@@ -35,15 +36,6 @@ _PASSES = 3  # over the training sentences
 Tagged = list[tuple[str, bool]]  # Penn tag, and whether it is an auxiliary, by word
 
 
-class Tagger(Protocol):
-    """Tags sentences of words. `name` says which it is."""
-
-    @property
-    def name(self) -> str: ...
-
-    def tag(self, sentences: Sequence[Sequence[str]]) -> Iterator[Tagged]: ...
-
-
 def tag_text(text: str, config: TaggerConfig, root: Path | None, cache: Path | None) -> tuple[Annotation, str]:
     """Annotation of a text whose words are parted by white space (WikiText), and the sentence that says whose tags these are.
 
@@ -58,10 +50,13 @@ def tag_text(text: str, config: TaggerConfig, root: Path | None, cache: Path | N
     if not words:
         raise ConfigError("the text has no word to be tagged.")
     forms = [text[start:end] for start, end in words]
-    sentence = _sentence_of(text, words)
+    sentence, number = [], 0  # one ends with its mark, or with its line
+    for form, (_, end), (following, _) in zip(forms, words, [*words[1:], (len(text), 0)], strict=True):
+        sentence.append(number)
+        number += form in _ENDS or "\n" in text[end:following]
     tags, said = _kept(text, forms, sentence, config, root, cache)
     plain = [tag.removesuffix(_AUXILIARY) for tag in tags]
-    check_tags("penn", plain, [f"word {number + 1} ({form}), {said}" for number, form in enumerate(forms)])
+    check_tags("penn", plain, [f"word {number} ({form}), {said}" for number, form in enumerate(forms, 1)])
     upos = np.array(["AUX" if tag.endswith(_AUXILIARY) else "" for tag in tags])
     starts, ends = np.array(words).T
     names = np.array([f"sentence {number + 1}" for number in range(sentence[-1] + 1)])
@@ -70,33 +65,14 @@ def tag_text(text: str, config: TaggerConfig, root: Path | None, cache: Path | N
     ), said  # fmt: skip
 
 
-def _sentence_of(text: str, words: Sequence[tuple[int, int]]) -> list[int]:
-    """Number of each word's sentence: one ends with its mark, or with its line."""
-    found, number = [], 0
-    for place, (start, end) in enumerate(words):
-        found.append(number)
-        following = words[place + 1][0] if place + 1 < len(words) else len(text)
-        number += text[start:end] in _ENDS or "\n" in text[end:following]
-    return found
-
-
 def _kept(
     text: str, forms: list[str], sentence: list[int], config: TaggerConfig, root: Path | None, cache: Path | None
 ) -> tuple[list[str], str]:
     """Tags, kept in `cache` by text, tagger and treebanks; and what is said of them."""
     chosen = _chosen(config.name)
-    banks = [_treebank(path, root) for path in (config.train, config.test)]
-    key = hashlib.sha256(
-        json.dumps(
-            [
-                asdict(config),
-                chosen,
-                _MARKS,
-                hashlib.sha256(text.encode()).hexdigest(),
-                *(hashlib.sha256(b).hexdigest() for b in banks),
-            ]
-        ).encode()
-    ).hexdigest()
+    banks = [_treebank(below(root, name)) for name in (config.train, config.test)]
+    digests = [hashlib.sha256(content).hexdigest() for content in (text.encode(), *banks)]
+    key = hashlib.sha256(json.dumps([asdict(config), chosen, _MARKS, *digests]).encode()).hexdigest()
     path = None if cache is None else cache / f"tags-{key[:20]}.json"
     if path is not None and path.is_file():
         content = read_json(path)
@@ -110,17 +86,12 @@ def _kept(
         grouped[number].append(_MARKS[form][0] if form in _MARKS else form)
     said_of = (tag + _AUXILIARY * auxiliary for one in tagger.tag(grouped) for tag, auxiliary in one)
     tags = [_MARKS[form][1] if form in _MARKS else tag for form, tag in zip(forms, said_of, strict=True)]
-    right, words = _right(tagger, test)
-    said = f"tagged by {tagger.name}: {100 * right / words:.1f}% of the {words:,} words of {Path(config.test).name} are right"
+    found = tagger.tag([one.forms for one in test])
+    right = [gold == tag for one, said in zip(test, found, strict=True) for gold, (tag, _) in zip(one.tags, said, strict=True)]
+    said = f"tagged by {tagger.name}: {100 * sum(right) / len(right):.1f}% of the {len(right):,} words of {Path(config.test).name} are right"
     if path is not None:
         write_atomically(path, json.dumps({"tags": tags, "said": said}).encode())
     return tags, said
-
-
-def _right(tagger: Tagger, test: Sequence[Sentence]) -> tuple[int, int]:
-    found = tagger.tag([one.forms for one in test])
-    pairs = [(gold, tag) for one, said in zip(test, found, strict=True) for gold, (tag, _) in zip(one.tags, said, strict=True)]
-    return sum(gold == tag for gold, tag in pairs), len(pairs)
 
 
 def _chosen(name: str) -> str:
@@ -137,9 +108,7 @@ def _chosen(name: str) -> str:
     return name
 
 
-def _treebank(name: str, root: Path | None) -> bytes:
-    path = Path(name).expanduser()
-    path = path if path.is_absolute() or root is None else root / path
+def _treebank(path: Path) -> bytes:
     try:
         return read_bytes(path)
     except OSError as error:

@@ -111,7 +111,20 @@ def encode(
     Raises:
         ConfigError: the text is shorter than one window; annotation that does not align with it.
     """
-    encoded = _encoded(text, tokenizer, offsets=annotation is not None)
+    try:
+        # verbose=False: transformers warns that the text is longer than the model's context. It is cut here.
+        encoded = tokenizer(
+            text,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=annotation is not None,
+            verbose=False,
+        )
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, so words cannot be aligned with it: load the "
+            "fast tokenizer."
+        ) from error
     ids = encoded["input_ids"]
     every = windows_of(ids, window_tokens)
     rows = torch.arange(len(every))
@@ -126,20 +139,6 @@ def encode(
         places = rows.numpy()[:, None] * window_tokens + np.arange(window_tokens)
         annotated = align(annotation, np.array(ids), np.array(encoded["offset_mapping"]), places)
     return Windows(taken, len(every), len(ids), token_bytes, why, annotated)
-
-
-def _encoded(text: str, tokenizer: Any, *, offsets: bool) -> Any:
-    # verbose=False: transformers warns that the text is longer than the model's context. It is cut by the caller.
-    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    if not offsets:
-        return tokenizer(text, **options)
-    try:
-        return tokenizer(text, return_offsets_mapping=True, **options)
-    except NotImplementedError as error:
-        raise ConfigError(
-            f"{type(tokenizer).__name__} does not say which characters a token stands for, so words cannot be aligned with it: load the "
-            "fast tokenizer."
-        ) from error
 
 
 def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int, limit: int | None = None) -> torch.Tensor:

@@ -53,49 +53,25 @@ def _attention_formula(operator: Any) -> Callable[..., int]:
     return flops
 
 
-def _matrix_vector(matrix: torch.Size, vector: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * matrix[0] * matrix[1]
-
-
-def _dot(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * a[0]
-
-
-def _added_matrix_vector(
-    bias: torch.Size, matrix: torch.Size, vector: torch.Size, *args: Any, out_shape: Any = None, **kw: Any
-) -> int:
-    return 2 * matrix[0] * matrix[1]
-
-
-def _matrix_matrix(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]
-
-
-def _by_channel(a: torch.Size, weight: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * a[0] * a[1] * weight[0]
-
-
-def _packed(a: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # Weights packed for a library have no shape that can be asked for: their channels are those of the result.
-    return 2 * a[0] * a[1] * out_shape[-1]
-
-
+_PACKED = (
+    (torch.ops.onednn, "qlinear_pointwise"),
+    (torch.ops.quantized, "linear_dynamic"),
+    (torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32"),
+)
+# Of shapes. torch itself counts products of two matrices of floats only. A product of integers is as many operations as one of floats.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **{operator: _attention_formula(operator) for operator in _FUSED_ATTENTION},
-    aten._int_mm: _matrix_matrix,  # a product of integers is as many operations as one of floats
-    aten._weight_int8pack_mm: _by_channel,
+    aten.mv: lambda matrix, *_, **__: 2 * matrix[0] * matrix[1],
+    aten.addmv: lambda bias, matrix, *_, **__: 2 * matrix[0] * matrix[1],
+    aten.dot: lambda a, *_, **__: 2 * a[0],
+    aten._int_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
+    aten._weight_int8pack_mm: lambda a, weight, *_, **__: 2 * a[0] * a[1] * weight[0],
+    # Weights packed for a library have no shape that can be asked for: their channels are those of the result.
     **{
-        getattr(space, name): _packed
-        for space, name in (
-            (torch.ops.onednn, "qlinear_pointwise"),
-            (torch.ops.quantized, "linear_dynamic"),
-            (torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32"),
-        )
+        getattr(space, name): lambda a, *_, out_shape, **__: 2 * a[0] * a[1] * out_shape[-1]
+        for space, name in _PACKED
         if hasattr(space, name)  # a torch without oneDNN (macOS) may lack one
     },
-    aten.mv: _matrix_vector,  # torch counts matrix-matrix products only
-    aten.addmv: _added_matrix_vector,
-    aten.dot: _dot,
 }
 
 

@@ -6,16 +6,19 @@ softmax), so that texts part only where the predictions do. The texts stay in ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import pandas as pd
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Positive, at_least, check_positive
 
 if TYPE_CHECKING:
-    import pandas as pd
     import torch
 
     from quicksilver.measure.bench import Bench
@@ -111,66 +114,57 @@ class Generation(Measurement):
             )
 
     def run(self, bench: Bench) -> GenerationResult | None:
-        import pandas as pd
         import torch
 
         if not bench.modules:
             return None
         prompts = bench.windows.ids[: self.prompts, : self.prompt_tokens]  # (P, N)
-        _check_context(bench.model, prompts.shape[1] + self.new_tokens)
+        positions = getattr(bench.model.config, "max_position_embeddings", None)
+        tokens = prompts.shape[1] + self.new_tokens
+        if positions is not None and tokens > positions:
+            raise ConfigError(
+                f"measure.generation: prompt_tokens and new_tokens are {tokens} together, more than the model's {positions} positions."
+            )
         with torch.no_grad():
             ours, run_flops = self._written(bench, prompts, dense=False)
             theirs, dense_flops = self._written(bench, prompts, dense=True)
-            frame = pd.DataFrame(self._rows(bench, prompts, ours, theirs))
+            with bench.apply(modules=()):
+                frame = pd.DataFrame(
+                    _row(bench, way, number, prompts[number], *pair)
+                    for way in ours
+                    for number, pair in enumerate(zip(ours[way], theirs[way], strict=True))
+                )
         bench.files[TEXTS] = lambda path: frame.to_parquet(path, index=False)
         ways = {way: _mean(rows, bench) for way, rows in frame.groupby("way", sort=False)}
         return GenerationResult(
             len(prompts), prompts.shape[1], self.new_tokens, ways[GREEDY], ways.get(SAMPLED), run_flops, dense_flops
         )
 
-    def _ways(self) -> tuple[str, ...]:
-        return (GREEDY, SAMPLED) if self.sampled else (GREEDY,)
-
     def _written(self, bench: Bench, prompts: torch.Tensor, *, dense: bool) -> tuple[dict[str, list[list[int]]], int]:
         """Continuations of every prompt by way of decoding, and the operations executed for the greedy ones."""
-        found: dict[str, list[list[int]]] = {way: [] for way in self._ways()}
-        flops, done = 0, 0
-        for way in found:
+        found: dict[str, list[list[int]]] = {way: [] for way in (GREEDY, SAMPLED)[: 1 + self.sampled]}
+        ends = getattr(bench.model.generation_config, "eos_token_id", None)
+        ends = [] if ends is None else ends if isinstance(ends, list | tuple) else [ends]
+        flops = 0
+        for way, texts in found.items():
             for start in range(0, len(prompts), self.batch_size):
                 batch = prompts[start : start + self.batch_size].to(bench.model.device)
-                noise = None
-                if way == SAMPLED:
-                    noise = [gumbel_noise(bench.seed, start + row) for row in range(len(batch))]
+                noise = [gumbel_noise(bench.seed, start + row) for row in range(len(batch))] if way == SAMPLED else None
                 with bench.apply(modules=() if dense else None) as run:
-                    found[way] += continued(bench.model, batch, self.new_tokens, noise, self.temperature, _ends(bench))
+                    texts += continued(bench.model, batch, self.new_tokens, noise, self.temperature, ends)
                     flops += run.flops.executed if way == GREEDY else 0
-                done += len(batch)
-                bench.progress((done / (len(prompts) * len(found)) + dense) / 2.5)
+                done = sum(map(len, found.values())) / (len(prompts) * len(found))
+                bench.progress((done + dense) / 2.5)
         return found, flops
 
-    def _rows(
-        self, bench: Bench, prompts: torch.Tensor, ours: Mapping[str, list[list[int]]], theirs: Mapping[str, list[list[int]]]
-    ) -> list[dict[str, Any]]:
-        rows = []
-        with bench.apply(modules=()):
-            for way in ours:
-                for number, (one, dense) in enumerate(zip(ours[way], theirs[way], strict=True)):
-                    prompt = prompts[number]
-                    rows.append(
-                        {
-                            "prompt": number,
-                            "way": way,
-                            "prompt_text": bench.tokenizer.decode(prompt),
-                            "text": bench.tokenizer.decode(one),
-                            "dense_text": bench.tokenizer.decode(dense),
-                            "tokens": one,
-                            "dense_tokens": dense,
-                            **compared(one, dense),
-                            "nats": _nats_a_token(bench.model, prompt, one),
-                            "dense_nats": _nats_a_token(bench.model, prompt, dense),
-                        }
-                    )
-        return rows
+
+def _row(bench: Bench, way: str, number: int, prompt: torch.Tensor, ours: list[int], dense: list[int]) -> dict[str, Any]:
+    decode = bench.tokenizer.decode
+    return {
+        "prompt": number, "way": way, "prompt_text": decode(prompt), "text": decode(ours), "dense_text": decode(dense), "tokens": ours,
+        "dense_tokens": dense, **compared(ours, dense), "nats": _nats_a_token(bench.model, prompt, ours),
+        "dense_nats": _nats_a_token(bench.model, prompt, dense),
+    }  # fmt: skip
 
 
 def continued(
@@ -221,11 +215,11 @@ def gumbel_noise(seed: int, prompt: int) -> torch.Generator:
 def compared(one: Sequence[int], dense: Sequence[int]) -> dict[str, float]:
     """How far two continuations of one prompt are from each other, and how much each repeats itself; fields as in `Written`."""
     longer = max(len(one), len(dense), 1)
-    same = next((i for i, (a, b) in enumerate(zip(one, dense, strict=False)) if a != b), min(len(one), len(dense)))
+    equal = [a == b for a, b in zip(one, dense, strict=False)]
     return {
-        "same_tokens": same,
+        "same_tokens": [*equal, False].index(False),
         "identical": list(one) == list(dense),
-        "agreement": sum(a == b for a, b in zip(one, dense, strict=False)) / longer if one or dense else 1.0,
+        "agreement": sum(equal) / longer if one or dense else 1.0,
         "edit_distance": edit_distance(one, dense) / longer,
         "repeated": 1 - distinct(one, REPEATED_NGRAM),
         "dense_repeated": 1 - distinct(dense, REPEATED_NGRAM),
@@ -269,35 +263,16 @@ def _mean(rows: pd.DataFrame, bench: Bench) -> Written:
 
 def _mauve(rows: pd.DataFrame, bench: Bench) -> float | None:
     """MAUVE (Pillutla et al. 2021) of the run's texts against the dense model's, by the dense model's last states."""
-    from importlib.util import find_spec
+    import torch
 
     if len(rows) < MAUVE_LEAST or find_spec("mauve") is None:
         return None
     import mauve
-    import numpy as np
 
-    features = [np.stack([_features(bench, text) for text in rows[name]]) for name in ("tokens", "dense_tokens")]
+    def feature(tokens: Sequence[int]) -> np.ndarray:  # (D,) float32
+        ids = torch.tensor([list(tokens) or [0]], device=bench.model.device)
+        with torch.no_grad():
+            return bench.model.base_model(ids, use_cache=False).last_hidden_state[0, -1].float().cpu().numpy()
+
+    features = [np.stack([feature(text) for text in rows[name]]) for name in ("tokens", "dense_tokens")]
     return float(mauve.compute_mauve(p_features=features[0], q_features=features[1], seed=bench.seed, verbose=False).mauve)
-
-
-def _features(bench: Bench, tokens: Sequence[int]) -> Any:
-    """(D,) float32: the dense model's last state after a text."""
-    import torch
-
-    ids = torch.tensor([list(tokens) or [0]], device=bench.model.device)
-    with torch.no_grad():
-        return bench.model.base_model(ids, use_cache=False).last_hidden_state[0, -1].float().cpu().numpy()
-
-
-def _ends(bench: Bench) -> list[int]:
-    """Tokens that end a text."""
-    ends = getattr(bench.model.generation_config, "eos_token_id", None)
-    return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
-
-
-def _check_context(model: Any, tokens: int) -> None:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
-        raise ConfigError(
-            f"measure.generation: prompt_tokens and new_tokens are {tokens} together, more than the model's {positions} positions."
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,8 +229,10 @@ def _signals(
     nothing = torch.full_like(states[:1, :, 0], torch.nan)
     mean, directions = basis
     nll = F.cross_entropy(seen.logits[:-1].float(), ids[1:], reduction="none")
+    steps: Any = SimpleNamespace(before=states[:-1], after=states[1:])  # the signal that modules use, of all layers at once
+    drift = {kind: Drift(kind).score(steps, steps, steps.after[..., 0] == 0) for kind in ("relative", "l2")}
     return {
-        **{f"drift_{kind}": torch.cat([nothing, _drift(states, kind)]) for kind in ("relative", "l2")},
+        **{f"drift_{kind}": torch.cat([nothing, moved]) for kind, moved in drift.items()},
         "entropy_nats": _entropy_nats(arch, states),
         "attention_received": seen.attention,
         "state_norm": states.norm(dim=-1),
@@ -238,25 +241,12 @@ def _signals(
     }
 
 
-def _drift(states: torch.Tensor, kind: Any) -> torch.Tensor:
-    """The signal that modules use, of states (L+1, N, D): (L, N)."""
-    view: Any = _Steps(states[:-1], states[1:])
-    return Drift(kind).score(view, view, view.after[..., 0] == 0)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    before: torch.Tensor
-    after: torch.Tensor
-
-
 def _entropy_nats(arch: Architecture, states: torch.Tensor) -> torch.Tensor:
     """Entropy of the logit lens, (L+1, N, D) -> (L+1, N)."""
     pieces = []
-    dtype = arch.model.dtype
     with torch.no_grad():
         for piece in states.flatten(0, 1).split(_ROWS_AT_A_TIME):
-            log_p = arch.logits(piece.to(dtype)).float().log_softmax(-1)
+            log_p = arch.logits(piece.to(arch.model.dtype)).float().log_softmax(-1)
             pieces.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(pieces).view(states.shape[:2])
 

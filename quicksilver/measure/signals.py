@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
@@ -73,10 +72,12 @@ class Signals(Measurement):
             raise ConfigError("sentences has no text to look into: give sentences=['A sentence.'] or windows=1.")
 
     def run(self, bench: Bench) -> SignalsResult:
+        from safetensors.torch import save_file
+
         from quicksilver.measure.inside import look_inside
 
-        texts = self._texts(bench)
-        found, looked = [], []
+        texts, found = self._texts(bench), []
+        arrays: dict[str, torch.Tensor] = {}
         for number, (name, ids) in enumerate(texts):
             bench.progress(number / len(texts))
             inside = look_inside(
@@ -84,9 +85,8 @@ class Signals(Measurement):
                 decision_layers=bench.decision_layers,
             )  # fmt: skip
             found.append(LookedInto(name, token_texts(bench.tokenizer, ids.tolist()), ids.tolist(), list(inside.explained)))
-            looked.append(inside)
-        arrays = {f"{i}.{name}": array for i, one in enumerate(looked) for name, array in one.arrays.items()}
-        bench.files[SIGNALS] = lambda path: _save(arrays, path)
+            arrays |= {f"{number}.{name}": array for name, array in inside.arrays.items()}
+        bench.files[SIGNALS] = lambda path: save_file(arrays, str(path))
         return SignalsResult(found)
 
     def _texts(self, bench: Bench) -> list[tuple[str, torch.Tensor]]:
@@ -97,31 +97,26 @@ class Signals(Measurement):
             raise ConfigError(
                 f"measure.signals.windows={self.windows}: the run has {len(bench.windows.ids)} windows (dataset.windows)."
             )
-        encoded = [bench.tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.sentences]
-        for text, ids in zip(self.sentences, encoded, strict=True):
+        found = []
+        for i, text in enumerate(self.sentences):
+            ids = torch.tensor(bench.tokenizer(text, add_special_tokens=False)["input_ids"])
             if len(ids) < 2:
                 raise ConfigError(
                     f"measure.signals.sentences: {text!r} has {len(ids)} token for this model; at least 2 are needed."
                 )
+            found.append((f"sentence {i}", ids))
         end = bench.protocol.prompt_tokens if bench.protocol.name == "continuation" else None
-        named = [(f"sentence {i}", torch.tensor(ids)) for i, ids in enumerate(encoded)]
-        return named + [(f"window {i}", bench.windows.ids[i, :end]) for i in range(self.windows)]
-
-
-def _save(arrays: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(arrays, str(path))
+        return found + [(f"window {i}", bench.windows.ids[i, :end]) for i in range(self.windows)]
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """What each token adds to the text. Alone, a token of a SentencePiece vocabulary loses the space before it."""
 
-    def read(some: list[int]) -> str:
-        return tokenizer.decode(some, clean_up_tokenization_spaces=False)
+    def read(*some: int) -> str:
+        return str(tokenizer.decode(list(some), clean_up_tokenization_spaces=False))
 
-    texts = [read(ids[:1])]
+    texts = [read(*ids[:1])]
     for before, number in itertools.pairwise(ids):
-        alone, both = read([before]), read([before, number])
-        texts.append(both[len(alone) :] if both.startswith(alone) else read([number]))  # or they share a character's bytes
+        alone, both = read(before), read(before, number)
+        texts.append(both[len(alone) :] if both.startswith(alone) else read(number))  # or they share a character's bytes
     return texts

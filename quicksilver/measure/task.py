@@ -6,8 +6,10 @@ equal length go together, so nothing is padding and no operation is spent on it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.measure.measurement import Measurement, Result
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.run import Run
 
 EXAMPLES = "examples.parquet"
+LEDGERS = ("executed", "nominal", "paper", "signal")
 
 
 @dataclass(frozen=True)
@@ -108,40 +111,33 @@ class Task(Measurement):
         evaluated = None if self.evaluate is None else load_metric(self.evaluate)  # before the work, not after it
         task, examples = bench.examples.task, bench.examples.examples
         classes = label_classes(bench.model, task)
-        encoded = encode(examples, bench.tokenizer, _context(bench))
+        longest = getattr(bench.model.config, "max_position_embeddings", None) or bench.protocol.window_tokens
+        encoded = encode(examples, bench.tokenizer, min(int(longest), bench.protocol.window_tokens))
         rows: list[dict[str, Any]] = []
         with torch.no_grad(), bench.apply() as run:
             for batch in batches(encoded, self.batch_size):
                 rows += _answered(bench.model, run, batch, classes)
                 bench.progress(len(rows) / len(encoded))
         frame = pd.DataFrame(rows).sort_values("example", ignore_index=True)
-        likelihoods = torch.tensor(frame["log_likelihoods"].tolist()) if _even(examples) else None
         if REGRESSION in task.metrics:
-            assert likelihoods is not None  # label words: as many for each
+            likelihoods = torch.tensor(frame["log_likelihoods"].tolist())  # label words: as many for each
             frame["prediction"] = (likelihoods.softmax(-1) * torch.arange(likelihoods.shape[1])).sum(-1).tolist()
         frame.insert(1, "row", [one.row for one in examples])
         frame.insert(2, "group", [one.group for one in examples])
         frame.insert(3, "gold", [float(one.gold) for one in examples])
         bench.files[EXAMPLES] = lambda path: frame.to_parquet(path, index=False)
-        scores = scored(task.metrics, frame["gold"], frame["prediction"], list(frame["group"]))
+        groups = list(frame["group"])
+        scores = scored(task.metrics, frame["gold"], frame["prediction"], groups)
         name, score = next(iter(scores.items()))
         most = frame["gold"].mode().iloc[0]
-        majority = scored(task.metrics, frame["gold"], [most] * len(frame), list(frame["group"]))[name]
-        sums = {f"{ledger}_flops": int(frame[f"{ledger}_flops"].sum()) for ledger in ("executed", "nominal", "paper", "signal")}
+        majority = scored(task.metrics, frame["gold"], [most] * len(frame), groups)[name]
+        sums = {
+            column: int(frame[column].sum()) for column in ("truncated", "tokens", *(f"{ledger}_flops" for ledger in LEDGERS))
+        }
         return TaskResult(
-            name, score, scores, majority, len(frame), int(frame["truncated"].sum()), int(frame["tokens"].sum()),
-            deciding_depth=float(frame["deciding_depth"].mean()), **sums,
+            name, score, scores, majority, len(frame), deciding_depth=float(frame["deciding_depth"].mean()), **sums,
             evaluated=None if evaluated is None else evaluated(frame["gold"], frame["prediction"]),
         )  # fmt: skip
-
-
-def _context(bench: Bench) -> int:
-    longest = getattr(bench.model.config, "max_position_embeddings", None) or bench.protocol.window_tokens
-    return min(int(longest), bench.protocol.window_tokens)
-
-
-def _even(examples: Sequence[Example]) -> bool:
-    return len({len(one.choices) for one in examples}) == 1
 
 
 def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> list[Encoded]:
@@ -150,41 +146,37 @@ def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> 
     Raises:
         ConfigError: a choice without a token, two choices of the same tokens, a choice as long as the context.
     """
-    known: dict[str, tuple[int, ...]] = {}
 
+    @functools.cache
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     found = []
     prompts = tokenizer([one.prompt for one in examples], add_special_tokens=False, verbose=False)["input_ids"]
     for number, (one, prompt) in enumerate(zip(examples, prompts, strict=True)):
-        for text in one.choices:
-            if text not in known:
-                known[text] = ids(text)
-        choices = tuple(known[text] for text in one.choices)
+        choices = tuple(ids(text) for text in one.choices)
         if not all(choices) or len(set(choices)) < len(choices):
             raise ConfigError(
                 f"row {one.row}: for this model's tokenizer the choices {', '.join(map(repr, one.choices))} do not differ."
             )
-        room = context_tokens - max(map(len, choices)) + 1
+        longest = max(map(len, choices))
+        room = context_tokens - longest + 1
         if room < 2:
-            raise ConfigError(
-                f"row {one.row}: its choices have {max(map(len, choices))} tokens and the context {context_tokens}."
-            )
+            raise ConfigError(f"row {one.row}: its choices have {longest} tokens and the context {context_tokens}.")
         found.append(Encoded(number, tuple(prompt[-room:]), choices, len(prompt) > room))
     return found
 
 
 def batches(encoded: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
     """Examples whose prompts are equally long, at most `size`, the short ones first; one alone where a choice has several tokens."""
-    batch: list[Encoded] = []
-    for one in sorted(encoded, key=lambda one: (len(one.prompt), one.number)):
-        limit = size if one.is_one_word else 1
-        if batch and (len(batch) >= limit or len(batch[0].prompt) != len(one.prompt) or not batch[0].is_one_word):
-            yield batch
-            batch = []
-        batch.append(one)
-    if batch:
+    ordered = sorted(encoded, key=lambda one: (len(one.prompt), one.number))
+    for _, group in groupby(ordered, lambda one: len(one.prompt)):
+        batch: list[Encoded] = []
+        for one in group:
+            if batch and (len(batch) == size or not (batch[0].is_one_word and one.is_one_word)):
+                yield batch
+                batch = []
+            batch.append(one)
         yield batch
 
 
@@ -251,10 +243,9 @@ def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[
             }
         )
     flops = run.flops
-    ledgers = {"executed": flops.executed, "nominal": flops.nominal, "paper": flops.paper, "signal": flops.signals}
-    for row in rows:  # equally long prompts: every row's share of what ran is the same
-        row |= {f"{name}_flops": total / len(rows) for name, total in ledgers.items()}
-    return rows
+    totals = zip(LEDGERS, (flops.executed, flops.nominal, flops.paper, flops.signals), strict=True)
+    share = {f"{name}_flops": total / len(rows) for name, total in totals}  # of every row the same: prompts are equally long
+    return [row | share for row in rows]
 
 
 def _rest(model: Any, cache: Any, choice: Sequence[int]) -> float:

@@ -12,11 +12,14 @@ little less than the constant. The same with L_j = 1, layers that stretch nothin
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
-from quicksilver.measure.strata import Share
+from quicksilver.measure.strata import Share, wilson
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import InnerShare, Positive
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
     from quicksilver.runtime.architecture import Architecture
 
+Sides: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 INEQUALITIES = ("halting", "fusion", "fusion, end")
 CONSTANTS = ("measured", "one")
 
@@ -136,32 +140,22 @@ class Bounds(Measurement):
 
 def _held(windows: list[_Window], gains: torch.Tensor, layers: list[int]) -> list[Held]:
     """`layers`: from 0, the one after which a token halts or is fused."""
-
     found: list[Held] = []
     for layer in layers:
-        sides: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
-            "halting": [one.halting(layer) for one in windows],
-            "fusion": [one.fusion(layer) for one in windows],
-            "fusion, end": [one.fusion_to_the_end(layer) for one in windows],
-        }
-        for name, each in sides.items():
+        for name, sides in (("halting", _Window.halting), ("fusion", _Window.fusion), ("fusion, end", _Window.fusion_to_the_end)):
+            each = [sides(window, layer) for window in windows]
             # After layer ℓ come the layers from ℓ + 1; the fused pair enters the next one.
             factors = gains[layer + 1 : layer + 2] if name == "fusion" else gains[layer + 1 :]
-            for constants, factor in (("measured", float(factors.sum())), ("one", float(len(factors)))):
+            for constants, factor in zip(CONSTANTS, (float(factors.sum()), float(len(factors))), strict=True):
                 found.append(_one(name, constants, layer, each, factor))
     return found
 
 
-def _one(name: str, constants: str, layer: int, each: list[tuple[torch.Tensor, torch.Tensor]], factor: float) -> Held:
-    import numpy as np
-
-    from quicksilver.measure.strata import wilson
-
+def _one(name: str, constants: str, layer: int, each: list[Sides], factor: float) -> Held:
     error, unit = (np.concatenate([pair[side].double().cpu().numpy() for pair in each]) for side in (0, 1))
     window = np.repeat(np.arange(len(each)), [len(pair[0]) for pair in each])
     bound = factor * unit
-    ratio = bound / np.maximum(error, 1e-12)
-    low, middle, high = (float(end) for end in np.percentile(ratio, [5, 50, 95]))
+    low, middle, high = (float(end) for end in np.percentile(bound / np.maximum(error, 1e-12), [5, 50, 95]))
     # Rounding of float32 in both sides: a bound that is met exactly holds.
     return Held(name, constants, layer + 1, len(error), wilson(bound >= error * (1 - 1e-5), window), middle, low, high)
 
@@ -173,9 +167,9 @@ class _Window:
         import torch
 
         self.arch = arch
-        n = len(ids)
         # From the second token on: the first one sees nobody, and is an attention sink.
-        self.followed = torch.linspace(1, n - 1, followed, device=ids.device).round().long()
+        self.followed = torch.linspace(1, len(ids) - 1, followed, device=ids.device).round().long()
+        self._rows = torch.arange(followed, device=ids.device)
         self.calls: list[Callable[[torch.Tensor], torch.Tensor]] = []
         states: list[torch.Tensor] = []
 
@@ -185,34 +179,19 @@ class _Window:
             states.append(hidden.detach())
             self.calls.append(lambda other: layer(other, *more, **rest))
 
-        handles = [layer.register_forward_pre_hook(entering, with_kwargs=True) for layer in arch.layers]
-        try:
-            with torch.no_grad():
-                model(ids[None], use_cache=False, logits_to_keep=1)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with torch.no_grad(), ExitStack() as hooks:
+            for layer in arch.layers:
+                hooks.callback(layer.register_forward_pre_hook(entering, with_kwargs=True).remove)
+            model(ids[None], use_cache=False, logits_to_keep=1)
         with torch.no_grad():
             states.append(self.calls[-1](states[-1]))
         self.states = [state[0].float() for state in states]  # (N, D), before the first layer and after each
 
     def layer(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """States of the followed tokens after `layer`, each changed alone: own (R, D), entering it -> (R, D)."""
-        return self._through(layer, own)[self._rows, self.followed]
-
-    def _through(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        before = self.states[layer].expand(len(self.followed), -1, -1)  # (R, N, D): row r is the text with its token r changed
-        changed = torch.zeros(before.shape[:2], dtype=torch.bool, device=before.device)
-        changed[self._rows, self.followed] = True
-        return self.calls[layer](torch.where(changed[..., None], own[:, None], before))
-
-    @property
-    def _rows(self) -> torch.Tensor:
-        import torch
-
-        return torch.arange(len(self.followed), device=self.followed.device)
+        # (R, N, D): row r is the text with its followed token r changed
+        texts = self.states[layer].expand(len(own), -1, -1).index_put((self._rows, self.followed), own)
+        return self.calls[layer](texts)[self._rows, self.followed]
 
     def gain(self, layer: int, iterations: int) -> torch.Tensor:
         """The largest singular value of a token's own Jacobian, and the largest of those: a scalar."""
@@ -220,8 +199,7 @@ class _Window:
 
         at = self.states[layer][self.followed]
         step = 1e-2 * at.norm(dim=-1, keepdim=True)
-        generator = torch.Generator().manual_seed(layer)
-        direction = torch.randn(at.shape, generator=generator).to(at)
+        direction = torch.randn(at.shape, generator=torch.Generator().manual_seed(layer)).to(at)
         stretched = at.new_zeros(len(at))
         with torch.enable_grad():
             point = at.clone().requires_grad_()
@@ -237,27 +215,21 @@ class _Window:
 
     # -- two sides of an inequality: what is bounded, and what the constants are multiplied with; (cases,) each ---------------------
 
-    def halting(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def halting(self, layer: int) -> Sides:
         """Of every token but the first, halted after `layer`."""
         after, before, last = self.states[layer + 1][1:], self.states[layer][1:], self.states[-1][1:]
         return (last - after).norm(dim=-1), (after - before).norm(dim=-1)
 
-    def fusion(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fusion(self, layer: int) -> Sides:
         """Of every followed token and the one before it, fused after `layer`, in the layer that follows."""
-        import torch
-
         own, mean, apart = self._pair(layer)
-        with torch.no_grad():
-            return (self.layer(layer + 1, own) - self.layer(layer + 1, mean)).norm(dim=-1), apart / 2
+        return (self.layer(layer + 1, own) - self.layer(layer + 1, mean)).detach().norm(dim=-1), apart / 2
 
-    def fusion_to_the_end(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fusion_to_the_end(self, layer: int) -> Sides:
         """The same, in the last layer's states; what is not fused is as it is in the dense model."""
-        import torch
-
         _, carried, apart = self._pair(layer)
-        with torch.no_grad():
-            for later in range(layer + 1, self.arch.n_layers):
-                carried = self.layer(later, carried)
+        for later in range(layer + 1, self.arch.n_layers):
+            carried = self.layer(later, carried).detach()
         return (self.states[-1][self.followed] - carried).norm(dim=-1), apart
 
     def _pair(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

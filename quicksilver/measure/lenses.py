@@ -11,20 +11,21 @@ And does that entropy say how much a state loses when it is rounded to b bits, â
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
+
+from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.measure.measurement import Measurement, Result
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import at_least
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
     import torch
 
     from quicksilver.measure.bench import Bench
-    from quicksilver.runtime.architecture import Architecture
 
 LOGIT_LENS, TUNED = "logit lens", "tuned lens"
 ROUNDED = (2, 4, 8)
@@ -112,14 +113,11 @@ class Lenses(Measurement):
     reads = ("tuned_lens",)  # modules.lens.TUNED_LENS, whose import would bring torch
 
     def run(self, bench: Bench) -> LensesResult:
-        import numpy as np
         import torch
 
-        from quicksilver.measure.latency import shared_weight_copy
         from quicksilver.modules.lens import lens_for
         from quicksilver.modules.quantization import AdaptiveQuantization
         from quicksilver.runtime.architecture import architecture_of
-        from quicksilver.runtime.errors import ConfigError
         from quicksilver.runtime.quantized.codes import quantize_dequantize
 
         model = shared_weight_copy(bench.model)
@@ -131,48 +129,42 @@ class Lenses(Measurement):
             why = str(error)
         texts = bench.windows.ids[: self.windows].to(model.device)
         names = [LOGIT_LENS] if lens is None else [LOGIT_LENS, TUNED]
-        found = np.zeros((len(texts), len(names), arch.n_layers - 1, 2, texts.shape[1] - 1))  # loss and entropy, nats
-        final = np.zeros((len(texts), 2, texts.shape[1] - 1))
-        errors = np.zeros((len(texts), arch.n_layers - 1, len(ROUNDED), texts.shape[1] - 1))
+        layers, tokens = arch.n_layers - 1, texts.shape[1] - 1
+        found = np.zeros((len(names), layers, 2, len(texts), tokens))  # loss and entropy, nats
+        final = np.zeros((2, len(texts), tokens))
+        errors = np.zeros((layers, len(ROUNDED), len(texts), tokens))
         with torch.no_grad():
             for number, ids in enumerate(texts):
                 bench.progress(number / len(texts))
                 output = model(ids[None], use_cache=False, output_hidden_states=True)
-                final[number] = _read(output.logits[0, :-1], ids[1:])
+                final[:, number] = _read(output.logits[0, :-1], ids[1:])
                 for layer, hidden in enumerate(output.hidden_states[1:-1]):
-                    found[number, 0, layer] = _read(arch.logits(hidden[0, :-1]), ids[1:])
-                    states = hidden[0, :-1].float()  # (N, D)
-                    for place, bits in enumerate(ROUNDED if self.rounding else ()):
-                        lost = states - quantize_dequantize(states, bits, AdaptiveQuantization.group_size)
-                        errors[number, layer, place] = lost.norm(dim=-1).cpu().double().numpy()
+                    states = hidden[0, :-1]  # (N, D)
+                    found[0, layer, :, number] = _read(arch.logits(states), ids[1:])
                     if lens is not None:
-                        found[number, 1, layer] = _read(arch.output_head(lens.head_input(arch, layer, hidden[0, :-1])), ids[1:])
-        readings = []
-        for place, name in enumerate(names):
-            for layer in range(arch.n_layers - 1):
-                loss, entropies = found[:, place, layer, 0], found[:, place, layer, 1]
-                middle, low, high = correlation(entropies, final[:, 1])
-                readings.append(Reading(name, layer + 1, float(loss.mean()), float(entropies.mean()), middle, low, high))
-        nats, entropy = (float(one) for one in final.mean(axis=(0, 2)))
-        entropies = found[:, 0, :, 1]  # (windows, layers, N)
-        layers = range(arch.n_layers - 1) if self.rounding else ()
-        roundings = [one for layer in layers for one in _roundings(layer, entropies[:, layer], errors[:, layer])]
-        return LensesResult(math.log(_vocabulary(arch)), nats, entropy, len(texts), final[:, 0].size, readings, roundings, why)
+                        found[1, layer, :, number] = _read(arch.output_head(lens.head_input(arch, layer, states)), ids[1:])
+                    for place, bits in enumerate(ROUNDED if self.rounding else ()):
+                        lost = states.float() - quantize_dequantize(states.float(), bits, AdaptiveQuantization.group_size)
+                        errors[layer, place, number] = lost.norm(dim=-1).cpu().double().numpy()
+        readings = [
+            Reading(name, layer + 1, float(loss.mean()), float(entropy.mean()), *correlation(entropy, final[1]))
+            for name, by_layer in zip(names, found, strict=True)
+            for layer, (loss, entropy) in enumerate(by_layer)
+        ]
+        rounded = range(layers) if self.rounding else ()
+        roundings = [one for layer in rounded for one in _roundings(layer, found[0, layer, 1], errors[layer])]
+        nats, entropy = (float(one) for one in final.mean(axis=(1, 2)))
+        uniform = math.log(int(arch.model.config.get_text_config().vocab_size))
+        return LensesResult(uniform, nats, entropy, len(texts), final[0].size, readings, roundings, why)
 
 
 def _roundings(layer: int, entropies: np.ndarray, errors: np.ndarray) -> Iterator[Rounding]:
-    """entropies (windows, N), errors (windows, widths, N)."""
-    import numpy as np
-
-    of = dict(zip(ROUNDED, errors.swapaxes(0, 1), strict=True))
+    """entropies (windows, N), errors (widths, windows, N)."""
+    of = dict(zip(ROUNDED, errors, strict=True))
     low, high = np.quantile(entropies, (0.3, 0.7))
     of[BY_ENTROPY] = np.where(entropies < low, of[2], np.where(entropies < high, of[4], of[8]))
     for bits, lost in of.items():
         yield Rounding(layer + 1, bits, float(lost.mean()), *correlation(entropies, lost))
-
-
-def _vocabulary(arch: Architecture) -> int:
-    return int(arch.model.config.get_text_config().vocab_size)
 
 
 def _read(logits: torch.Tensor, following: torch.Tensor) -> np.ndarray:
@@ -187,7 +179,6 @@ def _read(logits: torch.Tensor, following: torch.Tensor) -> np.ndarray:
 def correlation(here: np.ndarray, end: np.ndarray) -> tuple[float, float, float]:
     """Pearson's r of two arrays (windows, tokens) over all their entries, with the ends of its 95% interval: windows are drawn, as their tokens
     are alike. A constant has no correlation: 0."""
-    import numpy as np
     from scipy.stats import bootstrap
 
     sums = np.stack([np.ones_like(here), here, end, here * here, end * end, here * end]).sum(-1)  # (6, windows)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from quicksilver.measure.quality import QualityResult
 
 Execution = Literal["compact", "masked", "decide"]
+Ledger = Literal["executed", "nominal", "paper", "prompt_executed", "prompt_nominal", "prompt_paper"]
 ProtocolName = Literal["all", "continuation"]
 
 

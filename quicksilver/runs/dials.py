@@ -1,8 +1,8 @@
 """Budgets: "save 30% of the FLOPs" or "cost at most 1% of perplexity" becomes one value of one dial, found on the calibrating text.
 
-`fit` turns the dial by bisection, once for each setting of the dial's grid, and takes the setting of least KL to the dense model: what a
-method may choose is chosen by one rule for every method. Every step is a record, so that a stopped search goes on where it was. `freeze` writes what was found as
-a module yaml: percentiles keep the calibration they were found with, on whatever text they are used later.
+`fit` bisects the dial, once for each setting of its grid, and takes the setting of least KL to the dense model: one rule for every method.
+Every step is a record, so that a stopped search goes on where it was. `freeze` writes what was found as a module yaml: percentiles keep the
+calibration they were found with, on whatever text they are used later.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.files import write_atomically
+from quicksilver.records.description import Ledger
 from quicksilver.records.record import Record
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store
@@ -30,9 +31,9 @@ from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import Progress, calibrated_modules, ensure
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Options, Percent
 from quicksilver.runtime.reading import read_bytes
 
-LEDGERS = ("executed", "nominal", "paper")
 SEARCH = ("dataset.part=calibration", "measure=sweep")  # below the overrides of the user and of the dial
 
 
@@ -72,11 +73,6 @@ class Dial:
         return f"p{value:.4g}" if self.percentile else f"{value:.4g}"
 
 
-def dials() -> list[str]:
-    """Names in conf/budget."""
-    return choices("budget")
-
-
 def load_dial(name: str) -> Dial:
     """The dial of conf/budget/NAME.yaml, or of a yaml of the user's own.
 
@@ -85,7 +81,7 @@ def load_dial(name: str) -> Dial:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else config_dir() / "budget" / f"{name}.yaml"
     if not path.is_file():
-        raise ConfigError(f"There is no dial {name}. There are: {', '.join(dials())}; or give a yaml file of your own.")
+        raise ConfigError(f"There is no dial {name}. There are: {', '.join(choices('budget'))}; or give a yaml file of your own.")
     try:
         check_yaml(path)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Dial(path.stem)), OmegaConf.load(path)))
@@ -100,28 +96,19 @@ def load_dial(name: str) -> Dial:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Options):
     """What is asked for.
 
     Attributes:
         kind: `save`: at least `pct` percent of the FLOPs of `ledger`. `cost`: at most `pct` percent of perplexity added.
         ledger: executed, nominal or paper, with `prompt_` before it for the prompt's alone.
         sure: of `cost`: the upper end of the 95% interval counts, not the middle.
-
-    Raises:
-        ConfigError: a percentage or ledger that is none.
     """
 
     kind: Literal["save", "cost"]
-    pct: float
-    ledger: str = "executed"
+    pct: Percent
+    ledger: Ledger = "executed"
     sure: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.pct < 100:
-            raise ConfigError(f"A budget of {self.pct:g}% is none: give more than 0 and less than 100.")
-        if self.ledger.removeprefix("prompt_") not in LEDGERS:
-            raise ConfigError(f"There is no ledger {self.ledger}: {', '.join(LEDGERS)}, and each with prompt_ before it.")
 
     def __str__(self) -> str:
         if self.kind == "save":
@@ -214,17 +201,14 @@ def fit(
         ConfigError: the budget cannot be met between the dial's ends; what they gave is named.
         QuickSilverError: a run failed.
     """
-    found, refused = [], None
+    found, refused = list[Fit](), list[ConfigError]()
     for one in dial.settings():
         try:
             found.append(_bisected(budget, one, overrides, halvings, context or RunContext(), progress))
         except ConfigError as error:
-            refused = error
-            if not dial.grid:
-                raise
+            refused.append(error)
     if not found:
-        assert refused is not None
-        raise refused
+        raise refused[-1]
     found.sort(key=lambda one: one.kl_nats)
     return dataclasses.replace(found[0], steps=tuple(step for one in found for step in one.steps), settings=tuple(found))
 
@@ -240,10 +224,12 @@ def _bisected(
     """`fit` at one setting."""
     steps: list[Step] = []
 
+    def composed(value: float) -> RunConfig:
+        return compose([*SEARCH, *overrides, *dial.at(value)])
+
     def at(value: float) -> Step:
-        config = compose([*SEARCH, *overrides, *dial.at(value)])
-        (record,) = ensure([config], progress=progress, context=context)
-        dense = Store(config.results_dir).dense_of(record)
+        (record,) = ensure([composed(value)], progress=progress, context=context)
+        dense = Store(composed(value).results_dir).dense_of(record)
         steps.append(Step(value, budget.reached(record, dense), record, dense))
         return steps[-1]
 
@@ -256,18 +242,15 @@ def _bisected(
             f"{dial.name} cannot {budget}: with {dial.keys[0]}={dial.text(inside)} it {verb} {chosen.reached:.1f}% on the calibrating text. "
             "Ask less, take another dial, or widen its ends."
         )
-    further = at(outside)
-    if budget.met(further.reached):
-        chosen = further
-    else:
-        for _ in range(halvings):
-            middle = at(float(f"{(inside + outside) / 2:.4g}"))
-            if budget.met(middle.reached):
-                inside, chosen = middle.value, middle
-            else:
-                outside = middle.value
-    config = compose([*SEARCH, *overrides, *dial.at(chosen.value)])
-    return Fit(budget, dial, chosen, config, tuple(steps))
+    if budget.met((further := at(outside)).reached):
+        chosen, halvings = further, 0
+    for _ in range(halvings):
+        middle = at(float(f"{(inside + outside) / 2:.4g}"))
+        if budget.met(middle.reached):
+            inside, chosen = middle.value, middle
+        else:
+            outside = middle.value
+    return Fit(budget, dial, chosen, composed(chosen.value), tuple(steps))
 
 
 def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None) -> Path:
@@ -278,12 +261,10 @@ def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None)
     Returns:
         The yaml; its stem is the name.
     """
-    context = context or RunContext()
-    folder, name = Path(folder), f"{found.dial.name}_{found.budget.slug}"
     from quicksilver.modules.thresholds import Calibrated, Calibration
 
-    store = Store(found.config.results_dir)
-    modules, _ = calibrated_modules(found.config, context, store)
+    folder, name, store = Path(folder), f"{found.dial.name}_{found.budget.slug}", Store(found.config.results_dir)
+    modules, _ = calibrated_modules(found.config, context or RunContext(), store)
     entries = {key: dict(entry) for key, entry in sorted(found.config.modules.items())}
     path = folder / "modules" / f"{name}.yaml"
     with store.writing():
@@ -292,9 +273,8 @@ def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None)
             if found.dial.percentile and isinstance(module, Calibrated) and isinstance(module.calibration, Calibration):
                 entry["calibration"] = str(folder / f"{name}.calibration.json")
                 module.calibration.save(entry["calibration"])
-        unit = "saves" if found.budget.kind == "save" else "costs"
         said = (
-            f"# @package modules\n# To {found.budget}: {found.dial.keys[0]}={found.dial.text(found.chosen.value)} {unit} "
+            f"# @package modules\n# To {found.budget}: {found.dial.keys[0]}={found.dial.text(found.chosen.value)} {found.budget.kind}s "
             f"{found.chosen.reached:.2f}% on the calibrating\n# part of {found.config.dataset.name} with {found.config.model.name}, record "
             f"{found.chosen.record.fingerprint}.\n"
         )
@@ -310,9 +290,11 @@ def frozen_overrides(found: Fit, yaml: Path) -> tuple[str, ...]:
     overrides = found.dial.at(found.chosen.value)
     if not found.dial.percentile:
         return overrides
-    written = OmegaConf.load(yaml)
-    kept = [f"modules.{key!s}.calibration={entry.calibration}" for key, entry in written.items() if entry.get("calibration")]
-    return (*overrides, *kept)
+    written = OmegaConf.load(yaml).items()
+    return (
+        *overrides,
+        *(f"modules.{key!s}.calibration={entry.calibration}" for key, entry in written if entry.get("calibration")),
+    )
 
 
 def note(found: Fit, path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from quicksilver.runtime.options import InnerShare, Positive
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
+    from rich.text import Text
 
 SCHEDULED_PCT = (40, 50)  # of the work: for these the embedded models have schedules
 SVG_COLUMNS = 100
@@ -51,6 +54,9 @@ class Demo(Command):
         Raises:
             ConfigError: no embedded model of that name, a share that cannot be saved, a text that is too short or too long.
         """
+        from rich._export_format import CONSOLE_SVG_FORMAT
+        from rich.console import Console
+
         from quicksilver.runs.choices import choices
 
         embedded = [name for name in choices("model") if name.startswith("reference-")]
@@ -59,11 +65,49 @@ class Demo(Command):
         if sys.stderr.isatty():
             print("Loading …", end="\r", file=sys.stderr, flush=True)
         colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        show = _shown(self)
-        print("\n".join(show(min(shutil.get_terminal_size((100, 24)).columns, 120), colours)))
+        page = self._page()
+        wide = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        console = Console(width=wide, force_terminal=colours, color_system="256" if colours else None, highlight=False)
+        console.print(*page(colours), sep="\n", markup=False, emoji=False)
         if self.svg is not None:
-            write_atomically(Path(self.svg), _picture(show(SVG_COLUMNS, True)).encode())
+            console = Console(
+                record=True, width=SVG_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="256", highlight=False
+            )
+            console.print(*page(True), sep="\n", markup=False, emoji=False)
+            plain = re.sub(
+                r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
+            )  # a picture that asks no other place for a font
+            picture = console.export_svg(title="quicksilver demo", code_format=plain, unique_id="demo")
+            write_atomically(Path(self.svg), picture.encode())
         return 0
+
+    def _page(self) -> Callable[[bool], list[Any]]:
+        """Both ways, once; what it returns has them as lines, paragraphs and a table of rich's, with or without colours."""
+        from quicksilver.models.loading import load, locate
+        from quicksilver.models.spec import ModelConfig
+
+        config = ModelConfig(name=self.model, path=f"embedded:{self.model}")
+        loaded = load(config, locate(config))
+        model, tokenizer = loaded.model, loaded.tokenizer
+        ids = tokenizer(" ".join((self.text or _paragraphs()).split()), return_tensors="pt")["input_ids"]
+        most = model.config.max_position_embeddings - self.new_tokens
+        if not 32 <= ids.shape[1] <= most:
+            raise ConfigError(f"text has {ids.shape[1]} tokens: give 32 to {most}.")
+        prompt = 3 * ids.shape[1] // 4
+        module, what = _module(model, self.save, prompt)
+        dense, adaptive = (_through(model, tokenizer, ids, prompt, modules, self.new_tokens) for modules in ([], [module]))
+        layers, tokens = model.config.num_hidden_layers, _readable(tokenizer, ids[0, :-1].tolist())
+        early = sum(depth < layers for depth in adaptive.depths)
+        head = (
+            f"{layers} layers; a prompt of {prompt} tokens, {early} of which leave early; {ids.shape[1] - prompt} tokens scored."
+        )
+        last = "One text is an anecdote: `quicksilver reproduce table 11` measures it, with intervals and nulls."
+
+        def page(colours: bool) -> list[Any]:
+            painted = _painted(tokens, adaptive.depths, layers, colours)
+            return [f"{self.model}: {head}", what, "", *painted, "", _side_by_side(dense, adaptive), "", last]
+
+        return page
 
 
 @dataclass(frozen=True)
@@ -84,56 +128,6 @@ class Pass:
     kv_bytes: int
     depths: list[int]
     written: str
-
-
-def _picture(lines: Sequence[str]) -> str:
-    """A terminal's window as SVG, which asks no other place for a font."""
-    import io
-    import re
-
-    from rich._export_format import CONSOLE_SVG_FORMAT
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(record=True, width=SVG_COLUMNS, file=io.StringIO())
-    for line in lines:
-        console.print(Text.from_ansi(line), soft_wrap=True)
-    plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title="quicksilver demo", code_format=plain, unique_id="demo")
-
-
-def _shown(options: Demo) -> Callable[[int, bool], list[str]]:
-    """Both ways, once; what it returns prints them at a width, with or without colours."""
-    from quicksilver.models.loading import load, locate
-    from quicksilver.models.spec import ModelConfig
-
-    config = ModelConfig(name=options.model, path=f"embedded:{options.model}")
-    loaded = load(config, locate(config))
-    model, tokenizer = loaded.model, loaded.tokenizer
-    ids = tokenizer(" ".join((options.text or _paragraphs()).split()), return_tensors="pt")["input_ids"]
-    most = model.config.max_position_embeddings - options.new_tokens
-    if not 32 <= ids.shape[1] <= most:
-        raise ConfigError(f"text has {ids.shape[1]} tokens: give 32 to {most}.")
-    prompt = 3 * ids.shape[1] // 4
-    module, what = _module(model, options.save, prompt)
-    dense, adaptive = (_through(model, tokenizer, ids, prompt, modules, options.new_tokens) for modules in ([], [module]))
-    layers = model.config.num_hidden_layers
-    tokens = _readable(tokenizer, ids[0, :-1].tolist())
-    halted = sum(depth < layers for depth in adaptive.depths)
-
-    def page(columns: int, colours: bool) -> list[str]:
-        return [
-            f"{options.model}: {layers} layers; a prompt of {prompt} tokens, {halted} of which leave early; {ids.shape[1] - prompt} tokens scored.",
-            what,
-            "",
-            *_painted(tokens, adaptive.depths, layers, columns, colours),
-            "",
-            _legend(adaptive.depths, layers, colours),
-            "",
-            *_side_by_side(dense, adaptive, columns),
-        ]
-
-    return page
 
 
 def _module(model: Any, save: float, prompt: int) -> tuple[Any, str]:
@@ -201,53 +195,41 @@ def _through(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: int, modules
     )
 
 
-def _painted(tokens: Sequence[str], depths: Sequence[int], layers: int, columns: int, colours: bool) -> list[str]:
-    """The paragraph, wrapped between words: coloured by depth, or with the depth behind every token that did not reach the end."""
-    words: list[list[tuple[str, int]]] = []
-    for token, depth in zip(tokens, depths, strict=True):
-        if token.startswith(" ") or not words:
-            words.append([])
-        words[-1].append((token if colours or depth == layers else f"{token}[{depth}]", depth))
-    lines, width = [""], 0
-    for word in words:
-        if width + sum(len(text) for text, _ in word) > columns and width:
-            lines.append("")
-            word[0], width = (word[0][0].lstrip(), word[0][1]), 0
-        width += sum(len(text) for text, _ in word)
-        lines[-1] += "".join(_coloured(text, depth, layers) if colours else text for text, depth in word)
-    return lines
+def _painted(tokens: Sequence[str], depths: Sequence[int], layers: int, colours: bool) -> list[Text | str]:
+    """The paragraph and its legend: coloured by depth, or with the depth behind every token that did not reach the end."""
+    from rich.text import Text
 
+    def coloured(text: str, depth: int) -> tuple[str, str]:
+        # Full depth has the terminal's own colour.
+        return text, "" if depth == layers else f"color({RAMP[min(len(RAMP) - 1, len(RAMP) * depth // layers)]})"
 
-def _coloured(text: str, depth: int, layers: int) -> str:
-    if depth == layers:
-        return text  # full depth: the terminal's own colour
-    return f"\033[38;5;{RAMP[min(len(RAMP) - 1, len(RAMP) * depth // layers)]}m{text}\033[0m"
-
-
-def _legend(depths: Sequence[int], layers: int, colours: bool) -> str:
     if not colours:
-        return f"[n]: the token went through n of {layers} layers; without a mark, through all."
-    reached = sorted({depth for depth in depths if depth < layers})
-    return "Layers gone through: " + " ".join([*(_coloured(f"{depth}", depth, layers) for depth in reached), f"{layers} (all)"])
+        marked = [token if depth == layers else f"{token}[{depth}]" for token, depth in zip(tokens, depths, strict=True)]
+        return [Text("".join(marked)), "", f"[n]: the token went through n of {layers} layers; without a mark, through all."]
+    legend = Text("Layers gone through: ")
+    for depth in sorted({depth for depth in depths if depth < layers}):
+        legend.append(*coloured(str(depth), depth)).append(" ")
+    return [Text.assemble(*map(coloured, tokens, depths)), "", legend.append(f"{layers} (all)")]
 
 
-def _side_by_side(dense: Pass, adaptive: Pass, columns: int) -> list[str]:
-    def saved(name: str, unit: float, suffix: str) -> tuple[str, str]:
-        before, after = getattr(dense, name), getattr(adaptive, name)
-        return f"{before / unit:.3g} {suffix}", f"{after / unit:.3g} {suffix} ({100 * (1 - after / before):.1f}% saved)"
+def _side_by_side(dense: Pass, adaptive: Pass) -> Table:
+    from rich.table import Table
 
-    rows = [
+    def row(name: str, key: str, unit: float, suffix: str) -> tuple[str, str, str]:
+        before, after = getattr(dense, key), getattr(adaptive, key)
+        saved = f"{after / unit:.3g} {suffix} ({100 * (1 - after / before):.1f}% saved)"
+        return f"{name:<16}", f"{before / unit:.3g} {suffix}", saved
+
+    table = Table.grid("", "", "", padding=(0, 2, 0, 0), expand=True)
+    for cells in (
         ("", "dense", "adaptive"),
-        ("prompt's FLOPs", *saved("prompt_flops", 1e9, "G")),
-        ("all FLOPs", *saved("flops", 1e9, "G")),
-        ("KV cache", *saved("kv_bytes", 1e6, "MB")),
+        row("prompt's FLOPs", "prompt_flops", 1e9, "G"),
+        row("all FLOPs", "flops", 1e9, "G"),
+        row("KV cache", "kv_bytes", 1e6, "MB"),
         ("perplexity", f"{dense.ppl:.2f}", f"{adaptive.ppl:.2f} ({100 * (adaptive.ppl / dense.ppl - 1):+.1f}%)"),
-    ]
-    wide = max(20, (columns - 20) // 2)
-    lines = [f"{name:<16}{left:<{wide}}  {right}" for name, left, right in rows]
-    left, right = (textwrap.wrap(one.written, wide) or [""] for one in (dense, adaptive))
-    for number in range(max(len(left), len(right))):
-        name = "goes on with" if number == 0 else ""
-        before, after = (side[number] if number < len(side) else "" for side in (left, right))
-        lines.append(f"{name:<16}{before:<{wide}}  {after}".rstrip())
-    return [*lines, "", "One text is an anecdote: `quicksilver reproduce table 11` measures it, with intervals and nulls."]
+        ("goes on with", dense.written, adaptive.written),
+    ):
+        table.add_row(*cells)
+    for column, ratio in zip(table.columns, (None, 1, 1), strict=True):
+        column.ratio = ratio
+    return table

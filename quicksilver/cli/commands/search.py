@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from quicksilver.cli.arguments import Command, key
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import progress_bar, width
+from quicksilver.records.description import Ledger
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
 
@@ -54,7 +55,7 @@ class Budget(Command):
         "PCT", "at most so many percent of perplexity; several: cost=[1,2]", factory=list
     )
     sure: bool = key("true", "with cost: the upper end of the 95% interval counts", False)
-    of: str = key("executed", "whose FLOPs save counts: executed, nominal, paper, or prompt_executed …", "executed")
+    of: Ledger = key("executed", "whose FLOPs save counts: executed, nominal, paper, or prompt_executed …", "executed")
     dial: str = key("NAME", "a file of conf/budget, or a yaml like those; default: halting_attention", "halting_attention")
     transfer: list[str] = key("[NAME,…]", "datasets on which the frozen dial is used too", factory=list)
     halvings: Positive = key("6", "steps of the search, at each setting", 6)

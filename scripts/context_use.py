@@ -32,10 +32,8 @@ def _windows(ids: list[int], length: int, count: int) -> torch.Tensor:
 @torch.no_grad()
 def _nats(model: Any, rows: torch.Tensor) -> float:
     """Mean nats of the last 64 tokens of rows (B, N)."""
-    losses = [
-        F.cross_entropy(model(row[None], use_cache=False).logits[0, -SCORED_TOKENS - 1 : -1].float(), row[-SCORED_TOKENS:])
-        for row in rows
-    ]
+    logits = (model(row[None], use_cache=False).logits[0, -SCORED_TOKENS - 1 : -1].float() for row in rows)
+    losses = [F.cross_entropy(one, row[-SCORED_TOKENS:]) for one, row in zip(logits, rows, strict=True)]
     return torch.stack(losses).mean().item()
 
 
@@ -107,15 +105,11 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
         tokenizer = load_tokenizer(args.folder)
     else:
-        raise SystemExit(
-            f"{args.folder} has neither meta.json nor config.json: give a checkpoint (…/latest) or an exported model."
-        )
+        raise SystemExit(f"{args.folder} has no meta.json or config.json: give a checkpoint (…/latest) or an exported model.")
     found = context_use(model.eval(), tokenizer, args.data_root, args.windows)
     length = min(512, model.config.max_position_embeddings)  # as the cards have it
-    for name, text in (
-        ("python_docs", python_docs("test")),
-        ("wikitext_valid", (args.data_root / "wikitext-103/wiki.valid.tokens").read_text()),
-    ):
+    wikitext = (args.data_root / "wikitext-103/wiki.valid.tokens").read_text()
+    for name, text in {"python_docs": python_docs("test"), "wikitext_valid": wikitext}.items():
         found[f"{name}_bits_per_byte"] = bits_per_byte(model, tokenizer, text, length, 24, "cpu")
     print(json.dumps(found, indent=1))
 

@@ -156,8 +156,7 @@ def loss_of(
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state  # (B, N, D)
         logits = head(hidden[torch.arange(len(batch)), last])  # (B, V)
-    words = torch.tensor(batch[0].words)
-    gold = torch.tensor([int(e.gold) for e in batch])
+    words, gold = torch.tensor(batch[0].words), torch.tensor([e.gold for e in batch])
     target = F.one_hot(gold, len(words)).float()  # (B, W)
     if batch[0].targets is not None:
         target = torch.tensor(np.array([e.targets[-1] for e in batch]), dtype=torch.float32)  # type: ignore[index]
@@ -172,8 +171,7 @@ def loss_of(
         for row, e in zip(wanted, batch, strict=True):
             if e.targets is not None:
                 row[: e.sentence_end] = torch.from_numpy(e.targets[list(e.words_read)])
-        each = F.cross_entropy(among[at], wanted[at], reduction="none")
-        loss = loss + prefix_loss * each.mean()
+        loss = loss + prefix_loss * F.cross_entropy(among[at], wanted[at], reduction="none").mean()
     return loss, right
 
 
@@ -192,11 +190,9 @@ def drawn(batch: list[Encoded], share: float, seed: int, step: int) -> torch.Ten
 @torch.no_grad()
 def accuracy(model: Any, data: list[Encoded]) -> float:
     model.eval()
-    right = 0
     ordered = sorted(data, key=lambda e: len(e.ids))
-    for start in range(0, len(ordered), 32):
-        batch = ordered[start : start + 32]
-        right += round(loss_of(model, batch, 0.0)[1] * len(batch))
+    groups = [ordered[start : start + 32] for start in range(0, len(ordered), 32)]
+    right = sum(round(loss_of(model, batch, 0.0)[1] * len(batch)) for batch in groups)
     model.train()
     return right / len(data)
 
@@ -255,10 +251,8 @@ def taught(data: list[Encoded], sentences: list[str], recipe: Recipe) -> list[En
             raise SystemExit(f"--distil takes tasks of two labels, and one of one sentence has {len(data[0].words)}.")
         answers = out_of_fold(sentences, [e.gold for e in data], recipe.seed)
         gold = np.eye(2)
-        data = [
-            dataclasses.replace(e, targets=(1 - recipe.distil) * gold[e.gold] + recipe.distil * q)
-            for e, q in zip(data, answers, strict=True)
-        ]
+        targets = [(1 - recipe.distil) * gold[e.gold] + recipe.distil * answer for e, answer in zip(data, answers, strict=True)]
+        data = [dataclasses.replace(e, targets=mixed) for e, mixed in zip(data, targets, strict=True)]
     if recipe.whole_sentences:
         data = [dataclasses.replace(e, whole=bool(is_whole)) for e, is_whole in zip(data, owners(sentences)[1], strict=True)]
     return data
@@ -429,19 +423,20 @@ LICENCES = {
 
 def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> str:
     """README.md of the finished model."""
-    right = history[-1]["held_accuracy"]
-    tasks = [
+    right, falls = history[-1]["held_accuracy"], recipe.falls
+    tasks = "\n".join(
         f"| {name} | {n:,} | {recipe.epochs[name]:g} | {right[name]:.1%} | {LICENCES.get(name, 'its own')} |"
         for name, n in rows.items()
-    ]
-    size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
-    falls = (
-        "; ".join(f"from step {first} straight to 0 at step {last}" for first, last in recipe.falls) or "straight to 0 at the end"
     )
-    options = f"--falls {' '.join(f'{first}-{last}' for first, last in recipe.falls)} " if recipe.falls else ""
-    options += "".join(f"{option} " for option in changed(recipe))
+    size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
+    falling = "; ".join(f"from step {first} straight to 0 at step {last}" for first, last in falls) or "straight to 0 at the end"
+    options = [f"--falls {' '.join(f'{first}-{last}' for first, last in falls)}"] if falls else []
+    epochs = " ".join(f"{name}={value:g}" for name, value in recipe.epochs.items())
+    command = " ".join(
+        ["python scripts/finetune.py", recipe.base, "--tasks", epochs, *options, *changed(recipe), "--work W --out O"]
+    )
     what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
-    early = ", which is less than the plan's epochs where the learning rate was let fall early" if recipe.falls else ""
+    early = ", which is less than the plan's epochs where the learning rate was let fall early" if falls else ""
     kept = ": SST-2's are phrases of the sentences that it was trained on, so that the validation sentences are harder"
     if recipe.held == "sentences":
         kept = "; of tasks of one sentence they are whole sentences, and nothing that is in them alone was trained on"
@@ -450,22 +445,29 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
         kept += (
             ". But the base model was trained on these tasks before, and on most of these rows: the accuracy on them is too high"
         )
-    command = f"python scripts/finetune.py {recipe.base} --tasks {' '.join(f'{k}={v:g}' for k, v in recipe.epochs.items())} {options}--work W --out O"
-    lines = [
-        f"# {out.name}", "",
-        f"{recipe.base}, {what} fine-tuned on label words of {', '.join(rows)}, stored in bfloat16 ({size_mb:.1f} MB): the answer is the "
-        "likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.", "",
-        "| task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |", "|---|--:|--:|--:|---|", *tasks, "",
-        f"The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split{kept}. Scores on the validation sets are in Table 4. What stays near its most "
-        "frequent answer was not learned by a model of this size.", "",
-        "![learning curve](learning_curve.png)", "",
-        f"Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of "
-        f"{recipe.warmup_steps} steps, then falling; {falls}; {history[-1]['step']} steps in all{early}. Cross-entropy of the label word, and {recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks "
-        f"(in training only). bfloat16 autocast, seed {recipe.seed}, one thread of a CPU.", "",
-        f"Again: `{command}` (needs the rows below `--data-root`).", "",
-        f"The base model, its data and its limits: ../{recipe.base}/README.md.", "",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    return f"""# {out.name}
+
+{recipe.base}, {what} fine-tuned on label words of {", ".join(rows)}, stored in bfloat16 ({size_mb:.1f} MB): the answer is the \
+likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.
+
+| task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |
+|---|--:|--:|--:|---|
+{tasks}
+
+The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split{kept}. Scores on the validation sets are in Table 4. What stays \
+near its most frequent answer was not learned by a model of this size.
+
+![learning curve](learning_curve.png)
+
+Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of \
+{recipe.warmup_steps} steps, then falling; {falling}; {history[-1]["step"]} steps in all{early}. Cross-entropy of the label word, and \
+{recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks (in training only). bfloat16 autocast, \
+seed {recipe.seed}, one thread of a CPU.
+
+Again: `{command}` (needs the rows below `--data-root`).
+
+The base model, its data and its limits: ../{recipe.base}/README.md.
+"""
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ PRESSES = {
     "SnapKV": "SnapKVPress", "Expected Attention": "ExpectedAttentionPress", "TOVA": "TOVAPress", "KeyDiff": "KeyDiffPress",
     "StreamingLLM": "StreamingLLMPress", "H2O (observed attention)": "ObservedAttentionPress",
 }  # fmt: skip
+MEASURED = ("nll_nats", "kl_nats", "top1_agreement")  # by window
 EAGER = ("ObservedAttentionPress", "TOVAPress", "SnapKVPress")  # they read attention weights
 
 
@@ -61,7 +62,7 @@ def press_all(folder: Path) -> None:
 @torch.no_grad()
 def scored(model: Any, windows: torch.Tensor, prompt: int, press: Any) -> dict[str, list[float]]:
     """By window (W, N): nats of the scored tokens, and KL and top-1 agreement to dense a scored token."""
-    found: dict[str, list[float]] = {"nll_nats": [], "kl_nats": [], "top1_agreement": []}
+    found: dict[str, list[float]] = {name: [] for name in MEASURED}
     for ids in windows.split(1):
         dense, logits = (_logits(model, ids, prompt, one) for one in (None, press))
         nll = F.cross_entropy(logits, ids[0, prompt:], reduction="sum").item()
@@ -118,10 +119,8 @@ def compared(model: str, dataset: str, kept: list[float], limit: int, python: Pa
     from quicksilver.runs.config import compose
     from quicksilver.runs.context import RunContext
 
-    config, context = (
-        compose([f"model={model}", f"dataset={dataset}", f"dataset.windows={limit}", "protocol=continuation"]),
-        RunContext(),
-    )
+    config = compose([f"model={model}", f"dataset={dataset}", f"dataset.windows={limit}", "protocol=continuation"])
+    context = RunContext()
     loaded, windows = context.model(config), context.windows(config, "test")
     protocol = Protocol("continuation", config.protocol.window_tokens, config.protocol.prompt_tokens)
     with tempfile.TemporaryDirectory() as place:
@@ -135,7 +134,7 @@ def compared(model: str, dataset: str, kept: list[float], limit: int, python: Pa
     for share in kept:
         for name, modules in of_this_package(protocol.prompt_tokens, share):
             frame = score(loaded.model, windows.ids, protocol, modules=modules, dense=DenseLogits(loaded.model, protocol)).windows
-            rows[f"{name} {share:g}"] = {column: frame[column].tolist() for column in ("nll_nats", "kl_nats", "top1_agreement")}
+            rows[f"{name} {share:g}"] = {column: frame[column].tolist() for column in MEASURED}
     apart = max(abs(a - b) for a, b in zip(rows["dense"]["nll_nats"], dense.windows["nll_nats"], strict=True))
     return {
         "model": model, "dataset": dataset, "weights_digest": context.files(config)[1], "token_digest": windows.token_digest,
@@ -176,19 +175,13 @@ def main(words: list[str] | None = None) -> int:
     wrong = [share for share in asked.kept if not 0 < share < 1]
     if wrong:
         parser.error(f"--kept {wrong[0]:g}: give shares above 0 and below 1, such as 0.2.")
+    from benchmarking import table
+
     from quicksilver.files import write_atomically
 
     found = compared(asked.model, asked.dataset, asked.kept, asked.windows, environment(asked.environment))
-    print(f"{'method':<28}{'code':>6}{'kept':>7}{'perplexity':>26}{'KL':>9}{'top-1':>8}")
-    for one in found["methods"]:
-        interval = f"{one['ppl_pct']:+.2f}% [{one['ppl_pct_low']:+.2f}, {one['ppl_pct_high']:+.2f}]"
-        code = "own" if one["own_code"] else "here"
-        print(
-            f"{one['method']:<28}{code:>6}{one['kept_share']:>7.2f}{interval:>26}{one['kl_nats']:>9.4f}{one['top1_agreement']:>8.3f}"
-        )
-    print(
-        f"Dense windows differ by at most {found['dense_largest_difference_nats']:.1e} nats a token between the two environments."
-    )
+    apart = f"{found['dense_largest_difference_nats']:.1e} nats a token"
+    print(table(found["methods"]), f"Dense windows differ by at most {apart} between the two environments.", sep="\n")
     write_atomically(asked.output, (json.dumps(found, indent=1) + "\n").encode())
     print(f"Written: {asked.output}")
     return 0

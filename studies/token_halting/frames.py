@@ -18,10 +18,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -37,7 +36,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.phases import observed
 from quicksilver.runtime.run import apply
 
-from .model import N_FEATURES, N_MEASURED, N_OUTPUTS, N_WAVES, Batch, PillarDetector, Shape, decode, detector, features
+from .model import N_FEATURES, N_MEASURED, N_OUTPUTS, N_WAVES, PillarDetector, Shape, decode, detector, features
 from .runs import (
     LEARNED,
     PARTS,
@@ -177,8 +176,7 @@ def write(frames: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
 # -- how right is the pseudo-gradient? (docs/learned-halting.md) -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Effects:
+class Effects(NamedTuple):
     """What decisions g ∈ {0, 1} of one forward do to the loss, all other decisions as they are.
 
     Attributes:
@@ -233,25 +231,18 @@ def effects(
     return Effects(kept, on - off, estimated)
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """How near an estimate is to the true effects: correlation, share of equal signs, mean error over mean size, and the number of decisions."""
+def accuracy(true: np.ndarray, estimated: np.ndarray) -> dict[str, float]:
+    """How near an estimate is to the true effects: correlation, share of equal signs, mean error over mean size, and the number of decisions.
 
-    correlation: float
-    same_sign: float
-    relative_error: float
-    decisions: int
-
-
-def accuracy(true: np.ndarray, estimated: np.ndarray) -> Accuracy:
-    """Signs are compared where the true effect is not negligible (above a hundredth of the largest)."""
+    Signs are compared where the true effect is not negligible (above a hundredth of the largest).
+    """
     matters = np.abs(true) > 0.01 * np.abs(true).max()
-    return Accuracy(
-        float(np.corrcoef(true, estimated)[0, 1]),
-        float((np.sign(true) == np.sign(estimated))[matters].mean()),
-        float(np.abs(true - estimated).mean() / np.abs(true).mean()),
-        len(true),
-    )
+    return {
+        "correlation": float(np.corrcoef(true, estimated)[0, 1]),
+        "same_sign": float((np.sign(true) == np.sign(estimated))[matters].mean()),
+        "relative_error": float(np.abs(true - estimated).mean() / np.abs(true).mean()),
+        "decisions": len(true),
+    }
 
 
 def gradients(seed: SeedRuns, scenes: int = 3, tokens: int = 24) -> pd.DataFrame:
@@ -266,23 +257,17 @@ def gradients(seed: SeedRuns, scenes: int = 3, tokens: int = 24) -> pd.DataFrame
             batch = data.take(slice(number, number + 1))
             decisions = torch.from_numpy((rng.random((1, n)) > 0.3).astype(np.float32))
             inside = np.flatnonzero(batch.in_box[0].numpy())
-            chosen = [
-                *rng.choice(inside, min(tokens // 2, len(inside)), replace=False),
-                *rng.choice(n, tokens // 2, replace=False),
-            ]
-            loss = partial(_loss, model, batch)
-            parts.append(effects(model, loss, layer, decisions, list(map(int, chosen))))
+            asked = ((inside, min(tokens // 2, len(inside))), (n, tokens // 2))
+            chosen = [int(token) for among, count in asked for token in rng.choice(among, count, replace=False)]
+            loss = lambda batch=batch: detection_loss(model(batch.features), batch)
+            parts.append(effects(model, loss, layer, decisions, chosen))
         kept, true = (np.concatenate([getattr(part, name) for part in parts]) for name in ("kept", "true"))
         for name in parts[0].estimated:
             estimated = np.concatenate([part.estimated[name] for part in parts])
             for which, mask in (("kept", kept), ("halted", ~kept)):
-                one = accuracy(true[mask], estimated[mask])
-                rows.append({"after_layer": layer, "taken": which, "estimate": name, **vars(one)})
+                place = {"after_layer": layer, "taken": which, "estimate": name}
+                rows.append(place | accuracy(true[mask], estimated[mask]))
     return pd.DataFrame(rows)
-
-
-def _loss(model: PillarDetector, batch: Batch) -> torch.Tensor:
-    return detection_loss(model(batch.features), batch)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------------------
@@ -352,34 +337,28 @@ def timing(seed: SeedRuns, more: Sequence[str] = (), repeats: int = 15, scenes: 
     """Wall clock of one scene a pass, in turns with the dense control; one sample is a round of `scenes`. Two rows, one a clock, for each detector,
     policy and dial: every threshold of the gates that halts some tokens and leaves some, and random halting at the rates of box weights."""
     runs: dict[Key, tuple[PillarDetector, ScenePolicy | None]] = {}
-
-    def add(name: str) -> None:
-        trained = seed.train(name)
-        if trained.gates is None:
-            runs[name, "dense", 0.0] = trained.model, None
+    taught, wide = ("taught",) if "taught" in more else (), ("wide_control", "wide_gentle") if "wide" in more else ()
+    for name in ("control", "longer", *LEARNED, "random", *taught, *wide):
+        one = seed.train(name)
+        if name == "random":
+            runs[name, "random", 0.5] = one.model, ruled("random", seed.rates)
+        elif one.gates is None:
+            runs[name, "dense", 0.0] = one.model, None
         else:
-            runs.update({(name, "learned", threshold): (trained.model, gated(trained, threshold)) for threshold in TIMED})
-
-    for name in ("control", "longer", *LEARNED):
-        add(name)
-    runs["random", "random", 0.5] = seed.train("random").model, ruled("random", seed.rates)
-    for name in (*(("taught",) if "taught" in more else ()), *(("wide_control", "wide_gentle") if "wide" in more else ())):
-        add(name)
+            runs |= {(name, "learned", threshold): (one.model, gated(one, threshold)) for threshold in TIMED}
     rows = []
     with ExitStack() as stack:
         made, grid = seed.plan.validation_scenes(scenes), seed.plan.maker.grid
         ready = {key: stack.enter_context(Timed(*run, made, grid)) for key, run in runs.items()}
+        names = {key: " ".join(map(str, key)) for key in ready}
+        dense = next(iter(ready))
         for clock in ("encoder", "whole"):
-            times = alternate({" ".join(map(str, key)): getattr(one, clock) for key, one in ready.items()}, 2, repeats)
+            times = alternate({names[key]: getattr(one, clock) for key, one in ready.items()}, 2, repeats)
             flops = {key: one.flops(clock) for key, one in ready.items()}
-            dense, *_ = ready
-            for key in ready:
-                name = " ".join(map(str, key))
-                rows.append(
-                    dict(zip(("detector", "policy", "dial"), key, strict=True))
-                    | {"clock": clock, "latency_ms": times[name].median / scenes}
-                    | _against(times, name, " ".join(map(str, dense)), flops[key] / flops[dense])
-                )
+            for key, name in names.items():
+                place = dict(zip(("detector", "policy", "dial"), key, strict=True)) | {"clock": clock}
+                share = _against(times, name, names[dense], flops[key] / flops[dense])
+                rows.append(place | {"latency_ms": times[name].median / scenes} | share)
     return pd.DataFrame(rows)
 
 
@@ -446,9 +425,8 @@ def parts(seed: SeedRuns, name: str = "gentle", repeats: int = 15, scenes: int =
         for part, values in taken.items():
             n, width = np.array(tokens.get(part, [np.nan])), model.config.hidden_size
             flops = (16 * width**2 * n + 4 * width * n**2).mean()
-            rows.append(
-                {"run": said, "part": part, "latency_ms": 1e3 * float(np.mean(values)), "tokens": n.mean(), "flops": flops}
-            )
+            latency_ms = 1e3 * float(np.mean(values))
+            rows.append({"run": said, "part": part, "latency_ms": latency_ms, "tokens": n.mean(), "flops": flops})
     return pd.DataFrame(rows)
 
 
@@ -551,7 +529,5 @@ def cost(runs: SeedRuns, steps: int = 12, scenes: int = 4) -> pd.DataFrame:
     draws = 40
     ap_difference([dense], [dense], draws=2)  # what is paid once
     timed("intervals", DRAWS * len(compared(found)), draws, lambda: ap_difference([dense], [dense], draws=draws))
-    frame = pd.DataFrame(rows)
-    return frame.assign(
-        seconds=frame["count"] * frame["seconds_each"], load_average=os.getloadavg()[0], threads=torch.get_num_threads()
-    )
+    frame = pd.DataFrame(rows).assign(seconds=lambda rows: rows["count"] * rows["seconds_each"])
+    return frame.assign(load_average=os.getloadavg()[0], threads=torch.get_num_threads())

@@ -285,20 +285,19 @@ class EncoderArchitecture(Architecture):
             raise UnsupportedModelError(f"{type(model).__name__} has no encoder of the token-halting study as its base model.")
         super().__init__(model)
         if self.attention_implementation != "sdpa":
-            raise UnsupportedModelError(
-                f"attn_implementation={self.attention_implementation!r}: a torch_encoder has 'sdpa' alone; leave it out of the config."
-            )
+            given = f"attn_implementation={self.attention_implementation!r}"
+            raise UnsupportedModelError(f"{given}: a torch_encoder has 'sdpa' alone; leave it out of the config.")
         # The fused projection of nn.MultiheadAttention is a bare parameter, which no nn.Linear holds.
         self.linear_params_per_layer += self._layer(0).self_attn.in_proj_weight.numel()
 
     def mlp(self, layer: int) -> NoReturn:
         raise UnsupportedModelError(
-            "A torch encoder layer has no module that is its feed-forward part: linear1 and linear2 lie in the layer."
+            "A torch encoder layer has no module for its feed-forward part: linear1 and linear2 lie in it."
         )
 
     def residual_readers(self, layer: int) -> NoReturn:
         raise UnsupportedModelError(
-            "The residual stream of torch_encoder cannot be rotated: its norms take the mean off. Leave channel_sparsity out."
+            "torch_encoder's norms take the mean off, so it cannot be rotated: leave channel_sparsity out."
         )
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,12 +350,12 @@ class Shape:
 
     def config(self) -> EncoderConfig:
         """The feed-forward part is twice as wide."""
-        return EncoderConfig(
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=2 * self.width,
-        )
+        sizes: dict[str, Any] = {
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": 2 * self.width,
+        }
+        return EncoderConfig(hidden_size=self.width, **sizes)
 
 
 def detector(shape: Shape, seed: int) -> PillarDetector:

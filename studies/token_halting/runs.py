@@ -21,6 +21,7 @@ import torch
 from quicksilver.fitting.gates import HaltingGates
 from quicksilver.modules import StagedHalting, StaticDepth
 from quicksilver.modules.learned_halting import LearnedHalting
+from quicksilver.records.stats import Interval
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
@@ -67,14 +68,10 @@ class Part:
     def recipe(self, plan: Plan, seed: int) -> Recipe:
         if self.start is None:
             return Recipe(plan.steps, seed=seed)
-        by_gates: dict[str, Any] = {
-            "tokens": plan.tokens,
-            "box_weight": self.box_weight,
-            "imitates": float(self.teacher is not None),
-        }
-        return Recipe(
-            plan.tuning_steps, learning_rate=1.5e-3, seed=seed + 100, base_rate=self.base_rate, **(by_gates if self.gates else {})
-        )
+        shared: dict[str, Any] = {"learning_rate": 1.5e-3, "seed": seed + 100, "base_rate": self.base_rate}
+        if self.gates:
+            shared |= {"tokens": plan.tokens, "box_weight": self.box_weight, "imitates": float(self.teacher is not None)}
+        return Recipe(plan.tuning_steps, **shared)
 
 
 ALL_PARTS = {
@@ -147,20 +144,16 @@ class Plan:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1.")
         least = 1 / self.shape.layers
         if not least < self.tokens < 1:
-            raise ConfigError(
-                f"tokens={self.tokens:g} cannot be met: the first of {self.shape.layers} layers has all tokens, so give a share between "
-                f"{least:.3g} and 1."
-            )
+            first = f"the first of {self.shape.layers} layers has all tokens"
+            raise ConfigError(f"tokens={self.tokens:g} cannot be met: {first}, so give a share between {least:.3g} and 1.")
 
     @cached_property
     def _frames(self) -> list[Scene]:
         assert self.folder is not None
         found = read_scenes(self.folder, self.maker.grid, self.scenes + self.validation)
         if len(found) < self.scenes + self.validation:
-            raise ConfigError(
-                f"{self.folder} has {len(found)} frames, and {self.scenes} for training with {self.validation} for measuring were asked for: ask for fewer "
-                "(--scenes, --validation)."
-            )
+            asked = f"{self.scenes} for training with {self.validation} for measuring were asked for"
+            raise ConfigError(f"{self.folder} has {len(found)} frames, and {asked}: ask for fewer (--scenes, --validation).")
         return found
 
     def _scenes(self, n: int, *, validation: bool) -> list[Scene]:
@@ -214,9 +207,8 @@ class SeedRuns:
             if found.step == recipe.steps:
                 return found
             if not self.may_train:
-                raise ConfigError(
-                    f"{path} was trained for {found.step} of {recipe.steps} steps: finish it first, python scripts/train_halting.py detection."
-                )
+                done = f"{path} was trained for {found.step} of {recipe.steps} steps"
+                raise ConfigError(f"{done}: finish it first, python scripts/train_halting.py detection.")
         start = None if part.start is None else self.train(prefix + part.start)
         model = detector(shape, self.seed) if start is None else copy.deepcopy(start.model)
         gates = None
@@ -296,9 +288,8 @@ def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None
     assert trained.gates is not None
     gates = trained.gates.trained(architecture_of(trained.model))
     gates = replace(gates, layers=gates.layers[:layers], weight=gates.weight[:layers], bias=gates.bias[:layers])
-    return lambda scene: [
-        LearnedHalting(gates=gates, threshold=threshold, resume_layers=resume_layers, protect_first=0, protect_last=None)
-    ]
+    how: dict[str, Any] = {"gates": gates, "threshold": threshold, "resume_layers": resume_layers}
+    return lambda scene: [LearnedHalting(**how, protect_first=0, protect_last=None)]
 
 
 def ruled(name: str, shares: list[float]) -> ScenePolicy:
@@ -420,15 +411,6 @@ def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: ScenePolicy
     return Evaluation(matched, *map(np.array, (tokens, flops, active, kept, depth)))
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A value with a 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 def ap_difference(
     ours: Sequence[Evaluation], theirs: Sequence[Evaluation], *, recycled: bool = True, strict: bool = True, draws: int = 400
 ) -> Interval:
@@ -450,10 +432,9 @@ def ap_difference(
         pair = ([one.ap(recycled=recycled, strict=strict, scenes=scenes) for one in each] for each in (ours, theirs))
         return float(np.mean([a - b for a, b in zip(*pair, strict=True)]))
 
-    found = stats.bootstrap(
-        (np.arange(n),), difference, n_resamples=draws, vectorized=False, method="percentile", rng=np.random.default_rng(0)
-    )
-    return Interval(difference(None), *(float(end) for end in found.confidence_interval))
+    how: dict[str, Any] = {"n_resamples": draws, "vectorized": False, "method": "percentile", "rng": np.random.default_rng(0)}
+    found = stats.bootstrap((np.arange(n),), difference, **how)
+    return Interval(difference(None), *map(float, found.confidence_interval))
 
 
 # -- several processes -----------------------------------------------------------------------------------------------------------

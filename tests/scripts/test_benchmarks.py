@@ -18,35 +18,9 @@ import torch
 from quicksilver.cli.commands import dev
 
 torch.set_num_threads(1)
-GPU = [
-    "--device=cpu",
-    "--shapes=tiny",
-    "--sequence=12",
-    "--context=6",
-    "--new-tokens=2",
-    "--vocabulary=61",
-    "--dtype=float32",
-    "--repeats=3",
-]
+GPU = "--device=cpu --shapes=tiny --sequence=12 --context=6 --new-tokens=2 --vocabulary=61 --dtype=float32 --repeats=3"
 TINY = "--batch=2 --sequence=12 --layers=3 --decay-layers=4 --width=16 --heads=2 --vocabulary=31 --new-tokens=3 --repeats=3 --shapes=tiny"
-SCALING = [
-    "scaling",
-    "--shape",
-    "tiny",
-    "--sequence",
-    "8",
-    "16",
-    "32",
-    "--layers",
-    "2",
-    "3",
-    "--fixed-layers",
-    "2",
-    "--fixed-sequence",
-    "8",
-    "--repeats",
-    "3",
-]
+SCALING = "scaling --shape tiny --sequence 8 16 32 --layers 2 3 --fixed-layers 2 --fixed-sequence 8 --repeats 3"
 
 
 def findings(output: Path, words: str) -> list[dict[str, Any]]:
@@ -56,7 +30,7 @@ def findings(output: Path, words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_every_section_is_measured_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_section_is_measured_and_saved(tmp_path, capsys):
     output = tmp_path / "deeper" / "benchmark.json"
     found, printed = findings(output, f"runtime {TINY} --dtypes float32"), capsys.readouterr().out
     assert {f["section"] for f in found} == set(benchmark.SECTIONS)
@@ -77,12 +51,12 @@ def test_every_section_is_measured_and_saved(tmp_path: Path, capsys: pytest.Capt
     assert all(details["alpha"] == pytest.approx(0.63) for details in decay)  # the curve of 36 layers, over 4
 
 
-def test_sections_and_types_can_be_chosen(tmp_path: Path) -> None:
+def test_sections_and_types_can_be_chosen(tmp_path):
     found = findings(tmp_path / "benchmark.json", f"runtime {TINY} --only none --dtypes bfloat16")
     assert {(f["section"], f["dtype"]) for f in found} == {("none", "bfloat16")}
 
 
-def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_path: Path) -> None:
+def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_path):
     sizes = "--batch 2 --sequence 12 --context 6 --kernel-rows 64 --layers 2 --decode-layers 2 --width 16 --heads 2 --repeats 3"
     found = findings(tmp_path / "int8.json", f"quantization {sizes} --clock cpu")
     assert {f["section"] for f in found} == set(benchmark.QUANTIZED)
@@ -92,7 +66,7 @@ def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_p
 
 
 @pytest.mark.slow
-def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path, capsys):
     words = "break_even --shapes tiny tiny-llama --batch 1 2 --sequence 12 --rates 0.5 --cell-seconds 60"
     assert benchmark.main([*words.split(), "--output", str(tmp_path)]) == 0
     frame = pd.read_csv(tmp_path / "break_even.csv")
@@ -104,7 +78,7 @@ def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path: Path, capsys: pyt
     assert "tiny-llama" in capsys.readouterr().out
 
 
-def test_cells_that_take_too_long_are_left_out_and_said(tmp_path: Path) -> None:
+def test_cells_that_take_too_long_are_left_out_and_said(tmp_path):
     words = "break_even --shapes tiny --sequence 12 --cell-seconds 0"
     with pytest.raises(benchmark.ConfigError, match="--cell-seconds 0"):
         benchmark.main([*words.split(), "--output", str(tmp_path)])
@@ -126,13 +100,13 @@ def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
         ([(25, 2.0, "within noise"), (50, 9.0, "pays")], "at most 50%"),
     ],
 )
-def test_where_halting_starts_to_pay_noise_does_not_count(steps: list[tuple[int, float, str]], rate: str) -> None:
+def test_where_halting_starts_to_pay_noise_does_not_count(steps, rate):
     assert [one["rate"] for one in benchmark.break_even_rates(cells(*steps))] == [rate]
 
 
 @pytest.mark.slow
-def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main([*SCALING, "--output", str(tmp_path)]) == 0
+def test_time_against_length_and_depth_with_its_power_law(tmp_path, capsys):
+    assert benchmark.main([*SCALING.split(), "--output", str(tmp_path)]) == 0
     frame = pd.read_csv(tmp_path / "scaling.csv")
     assert len(frame) == (3 + 2) * 3
     assert (frame.loc[frame["way"] == "dense", "flops_of_dense"] == 1).all()
@@ -141,13 +115,13 @@ def test_time_against_length_and_depth_with_its_power_law(tmp_path: Path, capsys
     assert "too few points" in capsys.readouterr().out  # two depths
 
 
-def test_a_power_law_is_found_and_two_points_are_none() -> None:
+def test_a_power_law_is_found_and_two_points_are_none():
     found = benchmark.power_law([1, 2, 4, 8], [3, 12, 48, 192])
     assert (found["exponent"], found["r_squared"]) == (pytest.approx(2), pytest.approx(1))
     assert benchmark.power_law([1, 2], [1, 2])["exponent"] == "too few points"
 
 
-def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(benchmark_gpu.QuickSilverError, match="no CUDA device"):
         benchmark_gpu.main([])
@@ -156,11 +130,11 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def gpu(output: Path, words: str) -> list[dict[str, Any]]:
     """The rows that benchmark_gpu.py writes on the CPU with these words."""
-    assert benchmark_gpu.main([*GPU, *words.split(), "--output", str(output)]) == 0
+    assert benchmark_gpu.main([*GPU.split(), *words.split(), "--output", str(output)]) == 0
     return json.loads(output.read_text())["findings"]
 
 
-def test_the_gpu_benchmark_checks_the_invariants_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gpu_benchmark_checks_the_invariants_first(tmp_path, capsys):
     rows = gpu(tmp_path / "deeper" / "gpu.json", "--batch 1 2 --warmup 0 --only invariants prefill decode")
     assert [row["section"] for row in rows] == ["invariants"] * 5 + ["prefill"] * 8 + ["decode"] * 6
     assert all(row["reached"] for row in rows[:5])
@@ -172,7 +146,7 @@ def test_the_gpu_benchmark_checks_the_invariants_first(tmp_path: Path, capsys: p
     assert "compact = masked" in capsys.readouterr().out
 
 
-def test_a_broken_invariant_stops_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_invariant_stops_everything(tmp_path, monkeypatch):
     real = benchmark_gpu.invariants
     monkeypatch.setattr(
         benchmark_gpu, "invariants", lambda *a: [row | {"reached": "masked" not in row["what"]} for row in real(*a)]
@@ -186,7 +160,7 @@ def refuses(*_: Any, **__: Any) -> None:
     raise RuntimeError("not here")
 
 
-def test_what_cannot_be_compiled_or_captured_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_or_captured_is_a_finding(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", refuses)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows = gpu(tmp_path / "gpu.json", "--batch 1 --warmup 0 --only faster")
@@ -196,9 +170,7 @@ def test_what_cannot_be_compiled_or_captured_is_a_finding(tmp_path: Path, monkey
     assert [row["what"] for row in rows if "failed" not in row] == ["dense", "half halted, eager"]
 
 
-def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)  # the compiler takes a minute: the slow test has it
     kept = benchmark_gpu.shared.RESULTS / "benchmark_gpu.json"
     before = kept.exists()
@@ -214,7 +186,7 @@ def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(
 
 
 @pytest.mark.slow
-def test_the_whole_dry_run_in_a_process_that_has_neither_hydra_nor_pandas() -> None:
+def test_the_whole_dry_run_in_a_process_that_has_neither_hydra_nor_pandas():
     blocked = "import sys; sys.modules.update(dict.fromkeys(['hydra', 'omegaconf', 'pandas', 'wandb', 'rich', 'matplotlib'])); "
     run = f"import runpy; sys.argv = ['benchmark_gpu.py', '--dry-run']; runpy.run_path({benchmark_gpu.__file__!r}, run_name='__main__')"
     made = subprocess.run([sys.executable, "-c", blocked + run], capture_output=True, text=True, timeout=1800)
@@ -223,12 +195,12 @@ def test_the_whole_dry_run_in_a_process_that_has_neither_hydra_nor_pandas() -> N
 
 
 @pytest.mark.slow
-def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path, monkeypatch):
     asked: list[list[str]] = []
 
     def tiny(words: list[str], output: Path) -> int:
         asked.append(words)
-        return benchmark.main([*SCALING, "--output", str(output)]) if words[0] == "scaling" else 3
+        return benchmark.main([*SCALING.split(), "--output", str(output)]) if words[0] == "scaling" else 3
 
     monkeypatch.setattr(benchmark, "run_part", tiny)
     assert benchmark.main(["--output", str(tmp_path), "--scaling", "--batch 2"]) == 1
@@ -243,7 +215,7 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path: Path, monk
     assert "the 15 minutes were over" in (tmp_path / "README.md").read_text()
 
 
-def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_a_process_of_its_own(tmp_path, monkeypatch):
     commands: list[list[str]] = []
     done = subprocess.CompletedProcess([], 3)
     monkeypatch.setattr(benchmark.subprocess, "run", lambda command, cwd: commands.append(command) or done)
@@ -256,7 +228,7 @@ def test_a_part_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
         assert benchmark.shared.parsed(name, "", benchmark.BENCHMARKS[name][2], words, tmp_path).output == tmp_path
 
 
-def test_committed_results_are_on_the_page() -> None:
+def test_committed_results_are_on_the_page():
     page = benchmark.markdown(benchmark.shared.RESULTS, {}, {})
     assert all(f"## {title}" in page for beginning, title in benchmark.TITLES.items() if beginning != "benchmark_gpu")
     assert "| none | float32 | slower than the plain model |" in page
@@ -274,7 +246,7 @@ def test_committed_results_are_on_the_page() -> None:
         (["all", "--minutes", "-1"], "minutes: -1: give a number of at least 0"),
     ],
 )
-def test_a_bad_option_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_option_is_one_line(words, said, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(words)
     error = capsys.readouterr().err
@@ -283,14 +255,14 @@ def test_a_bad_option_is_one_line(words: list[str], said: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("words", [["minutes=nan"], ["minutes=-1"], ["minutes=inf"], ["only=[]"], ["only=[nothing]"]])
-def test_a_bad_key_of_the_command_is_refused(words: list[str]) -> None:
+def test_a_bad_key_of_the_command_is_refused(words):
     with pytest.raises(benchmark.ConfigError, match=words[0].split("=")[0]):
         dev.Benchmark.parsed(words, "quicksilver dev benchmark").main()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
-def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path, capsys):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
     from harness_world import make_model
 
@@ -305,7 +277,7 @@ def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path: Path, capsys
 
 
 @pytest.mark.slow  # importing lm-eval takes seconds
-def test_answers_that_differ_are_seen() -> None:
+def test_answers_that_differ_are_seen():
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
     assert benchmark.apart("letters", [(-1.0, True), (-2.5, False)], [(-1.0, True), (-2.0, False)]) == 0.5
     assert benchmark.apart("letters", [(-1.0, True)], [(-1.0, False)]) == math.inf

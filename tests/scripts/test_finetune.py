@@ -60,7 +60,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_a_killed_run_goes_on_where_it_was(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
     made = recipe(place)
     whole = weights(train(place, tmp_path / "whole", made))
     real, asked = finetune.loss_of, []
@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_where_it_was(place: Path, tmp_path: Path, monkeypa
     assert history[-1]["held_accuracy"]["sst2"] > 0.9  # one word decides
 
 
-def test_what_is_not_heard_is_of_the_sentence_alone() -> None:
+def test_what_is_not_heard_is_of_the_sentence_alone():
     batch = [finetune.Encoded(list(range(n)), [1, 2], 0, sentence_end=n - 2) for n in (6, 9)]
     heard = finetune.drawn(batch, 0.999999, 0, 0)
     assert heard.tolist() == [[1.0] + [0.0] * 3 + [1.0] * 5, [1.0] + [0.0] * 6 + [1.0] * 2]
@@ -91,7 +91,7 @@ def test_what_is_not_heard_is_of_the_sentence_alone() -> None:
     assert not torch.equal(finetune.drawn(batch, 0.5, 3, 4), finetune.drawn(batch, 0.5, 3, 5))
 
 
-def test_whole_sentences_are_kept_out_and_the_n_gram_model_takes_its_share(place: Path, tmp_path: Path) -> None:
+def test_whole_sentences_are_kept_out_and_the_n_gram_model_takes_its_share(place, tmp_path):
     pytest.importorskip("sklearn")
     (rows := tmp_path / "data" / "glue" / "SST-2").mkdir(parents=True)
     lines = [f"plot{i} is {'fine' if i % 2 else 'poor'}\t{i % 2}" for i in range(60)]
@@ -113,7 +113,7 @@ def test_whole_sentences_are_kept_out_and_the_n_gram_model_takes_its_share(place
         assert any(not torch.equal(tensor, found[key]) for key, tensor in other.items()), name
 
 
-def test_each_token_knows_how_many_words_are_read(place: Path) -> None:
+def test_each_token_knows_how_many_words_are_read(place):
     tokenizer = AutoTokenizer.from_pretrained(place / "base")
     task = TaskConfig(template="{sentence} It was", labels={" bad": ["0"], " good": ["1"]})
     (one,) = finetune.encoded(tokenizer, task, [Example("a fine film It was", (), 1, 0)], 192)
@@ -121,9 +121,7 @@ def test_each_token_knows_how_many_words_are_read(place: Path) -> None:
     assert one.sentence_end == 3
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(place, tmp_path, monkeypatch):
     train(place, tmp_path, recipe(place), minutes=0)
     before, real = weights(tmp_path / "latest"), finetune.loss_of
 
@@ -137,7 +135,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "latest").items())
 
 
-def test_another_recipe_is_refused(place: Path, tmp_path: Path) -> None:
+def test_another_recipe_is_refused(place, tmp_path):
     train(place, tmp_path, recipe(place), minutes=0)
     with pytest.raises(SystemExit, match="made by another configuration"):
         train(place, tmp_path, recipe(place, lr=1e-3), minutes=0)
@@ -145,7 +143,7 @@ def test_another_recipe_is_refused(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for what it has renamed
-def test_low_rank_updates_are_low_rank_and_merged(place: Path, tmp_path: Path) -> None:
+def test_low_rank_updates_are_low_rank_and_merged(place, tmp_path):
     pytest.importorskip("peft", reason="peft is not installed: pip install 'quicksilver[peft]'")
     out = train(place, tmp_path, recipe(place, lora=2, lr=2e-2))
     base, found = weights(place / "base"), weights(out)
@@ -165,7 +163,7 @@ def test_low_rank_updates_are_low_rank_and_merged(place: Path, tmp_path: Path) -
     assert "low-rank updates of rank 2" in (out / "README.md").read_text()
 
 
-def test_the_schedule_warms_up_and_falls() -> None:
+def test_the_schedule_warms_up_and_falls():
     made = finetune.Recipe("base", {"sst2": 1.0}, warmup_steps=10, falls=((50, 60),))
     scales = [made.lr_scale(step, 100) for step in range(100)]
     assert scales[0] == pytest.approx(0.1)
@@ -176,7 +174,7 @@ def test_the_schedule_warms_up_and_falls() -> None:
 
 
 @pytest.mark.parametrize(("words", "says"), [(["sst3=1"], "sst3"), (["sst2=much"], "TASK=EPOCHS"), (["sst2"], "TASK=EPOCHS")])
-def test_a_mistake_is_one_line(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
+def test_a_mistake_is_one_line(place, tmp_path, monkeypatch, words, says):
     command = ["finetune.py", str(place / "base"), "--tasks", *words, "--work", str(tmp_path), "--data-root", str(place / "data")]
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit, match=says) as caught:
@@ -190,7 +188,7 @@ SENTENCES = [f"film {i} is fine and never dull ." if i % 2 else f"film {i} is du
 PARTS = ["is fine", "never dull", *(f"film {i} is" for i in range(30)), "film", "  film 3   is "]
 
 
-def test_a_text_belongs_to_the_sentences_that_contain_it_word_for_word() -> None:
+def test_a_text_belongs_to_the_sentences_that_contain_it_word_for_word():
     owned, whole = finetune.owners([*SENTENCES, *PARTS, "il"])
     numbers = [own[0] for own in owned[:30]]
     assert sorted([*numbers, owned[-1][0]]) == list(range(31))
@@ -199,7 +197,7 @@ def test_a_text_belongs_to_the_sentences_that_contain_it_word_for_word() -> None
     assert whole.tolist() == [True] * 30 + [False] * len(PARTS) + [True]  # a part of a word is no part of a sentence
 
 
-def test_nothing_that_is_a_kept_sentence_s_alone_is_trained_on() -> None:
+def test_nothing_that_is_a_kept_sentence_s_alone_is_trained_on():
     texts = [*SENTENCES, *PARTS]
     scored, trained = finetune.kept_out(texts, 5, seed=0)
     kept = [texts[i] for i in np.flatnonzero(scored)]
@@ -211,7 +209,7 @@ def test_nothing_that_is_a_kept_sentence_s_alone_is_trained_on() -> None:
         assert is_trained == any(sentence not in kept for sentence in inside)
 
 
-def test_the_n_gram_model_never_saw_the_sentence_it_answers_about() -> None:
+def test_the_n_gram_model_never_saw_the_sentence_it_answers_about():
     pytest.importorskip("sklearn")
     gold = [int("is fine" in sentence) for sentence in SENTENCES]
     answers = finetune.out_of_fold(SENTENCES, gold, seed=0)
@@ -225,7 +223,7 @@ def test_the_n_gram_model_never_saw_the_sentence_it_answers_about() -> None:
     assert any(not np.array_equal(a, b) for a, b in zip(moved[1:], answers[1:], strict=True))
 
 
-def test_after_a_word_it_says_what_the_library_says() -> None:
+def test_after_a_word_it_says_what_the_library_says():
     pytest.importorskip("sklearn")
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression

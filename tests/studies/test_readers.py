@@ -70,28 +70,15 @@ def nuscenes(folder: Path) -> Path:
          "translation": [cos * x - sin * y + shift[0], sin * x + cos * y + shift[1], 0.7]}
         for i, (x, y, length, width, yaw) in enumerate((CAR, FAR, EMPTY))
     ]  # fmt: skip
-    sweep = {
-        "token": "d",
-        "sample_token": "s",
-        "calibrated_sensor_token": "c",
-        "ego_pose_token": "e",
-        "filename": "samples/sweep.bin",
-    }
+    sweep = {"sample_token": "s", "calibrated_sensor_token": "c", "ego_pose_token": "e", "filename": "samples/sweep.bin"}
+    sweeps = [{"token": "d", "timestamp": 1, "is_key_frame": True}, {"token": "between", "timestamp": 2, "is_key_frame": False}]
     content = {
-        "sample": [{"token": "s"}],
-        "sample_data": [
-            sweep | {"timestamp": 1, "is_key_frame": True},
-            sweep | {"token": "between", "timestamp": 2, "is_key_frame": False},
-        ],
-        "calibrated_sensor": [
-            {"token": "c", "sensor_token": "lidar", "rotation": quaternion(0.0), "translation": above.tolist()}
-        ],
+        "sample": [{"token": "s"}], "sample_data": [sweep | one for one in sweeps],
+        "calibrated_sensor": [{"token": "c", "sensor_token": "lidar", "rotation": quaternion(0.0), "translation": above.tolist()}],
         "ego_pose": [{"token": "e", "rotation": quaternion(turn), "translation": shift.tolist()}],
-        "sample_annotation": notes,
-        "instance": [{"token": "i", "category_token": "k"}],
-        "category": [{"token": "k", "name": "vehicle.car"}],
-        "sensor": [{"token": "lidar", "channel": "LIDAR_TOP"}],
-    }
+        "sample_annotation": notes, "instance": [{"token": "i", "category_token": "k"}],
+        "category": [{"token": "k", "name": "vehicle.car"}], "sensor": [{"token": "lidar", "channel": "LIDAR_TOP"}],
+    }  # fmt: skip
     for name, rows in content.items():
         (tables / f"{name}.json").write_text(json.dumps(rows))
     return folder
@@ -119,23 +106,24 @@ def test_a_plan_takes_its_scenes_from_a_folder(tmp_path):
         _ = Plan(folder=tmp_path / "data").training_data
 
 
+def text(content):
+    return lambda path: path.write_text(content)
+
+
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("file", "spoil", "said"),
     [
-        (lambda root: (root / "label_2" / "000001.txt").unlink(), "label_2/000001.txt cannot be read .*not whole"),
-        (lambda root: (root / "calib" / "000000.txt").write_text("P0: 1\n"), "is no KITTI calibration: R0_rect"),
-        (lambda root: (root / "velodyne" / "000000.bin").write_bytes(b"12345"), "has 5 bytes, which are no rows of 4 float32"),
-        (lambda root: (root / "label_2" / "000000.txt").write_text("Car 0 0\n"), "line 1: 3 fields where a KITTI label has 15"),
-        (
-            lambda root: np.full((9, 4), np.nan, "<f4").tofile(root / "velodyne" / "000000.bin"),
-            "KITTI frame 000000 has coordinates that are not finite",
-        ),
-        (lambda root: np.full((9, 4), 500.0, "<f4").tofile(root / "velodyne" / "000000.bin"), "KITTI frame 000000 is empty"),
+        ("label_2/000001.txt", Path.unlink, "label_2/000001.txt cannot be read .*not whole"),
+        ("label_2/000000.txt", text("Car 0 0\n"), "line 1: 3 fields where a KITTI label has 15"),
+        ("calib/000000.txt", text("P0: 1\n"), "is no KITTI calibration: R0_rect"),
+        ("velodyne/000000.bin", text("12345"), "has 5 bytes, which are no rows of 4 float32"),
+        ("velodyne/000000.bin", np.full((9, 4), np.nan, "<f4").tofile, "KITTI frame 000000 has coordinates that are not finite"),
+        ("velodyne/000000.bin", np.full((9, 4), 500.0, "<f4").tofile, "KITTI frame 000000 is empty"),
     ],
 )
-def test_a_kitti_folder_that_is_not_whole_is_named(spoil, said, tmp_path):
+def test_a_kitti_folder_that_is_not_whole_is_named(file, spoil, said, tmp_path):
     folder = kitti(tmp_path / "data")
-    spoil(folder / "training")
+    spoil(folder / "training" / file)
     with pytest.raises(ConfigError, match=said):
         read_scenes(folder, GRID)
 

@@ -11,9 +11,8 @@ import shutil
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,6 +37,7 @@ from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import (
     ENDS,
+    Cell,
     Column,
     Lines,
     amount,
@@ -92,32 +92,19 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
     Raises:
         ConfigError: the two records do not hold the same windows, or too few for an interval.
     """
-    row: dict[str, Any] = {
-        **{"record": record.fingerprint, "dense_record": dense.fingerprint, "lookahead": bool(record.lookahead)},
-        **{
-            "execution": record.execution,
-            "simulated": record.simulated,
-            "tokens": record.quality.tokens,
-            "windows": record.data.windows,
-        },
-        **{"ppl": record.quality.ppl, "bits_per_byte": record.quality.bits_per_byte, "dense_ppl": dense.quality.ppl},
-    }
+    quality = record.quality
+    row: dict[str, Any] = dict(record=record.fingerprint, dense_record=dense.fingerprint, lookahead=bool(record.lookahead))
+    row |= dict(execution=record.execution, simulated=record.simulated, tokens=quality.tokens, windows=record.data.windows)
+    row |= dict(ppl=quality.ppl, bits_per_byte=quality.bits_per_byte, dense_ppl=dense.quality.ppl)
     audit, null, latency, emissions = (record.found(name, result) for name, result in _MEASUREMENTS.items())
     if audit is not None:
         row |= {key: getattr(audit, key.removeprefix("audit_")) for key in AUDIT}
     if record.fingerprint != dense.fingerprint:
-        row |= interval("delta_ppl", paired_records(record, dense)) | divergence(record) | spread(record, dense)
-        if null is not None:
-            row |= {"null_kl_nats": null.kl_nats, "null_ppl": null.ppl, "null_kind": null.kind}
-            row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
-            row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
-            row["versus_null_p"] = sign_flip_p(record.windows["nll_nats"] - record.windows["null_nll_nats"])
-            if null.seed_ppl is not None:
-                row |= {"null_seeds": len(null.seed_ppl), "null_ppl_low": min(null.seed_ppl), "null_ppl_high": max(null.seed_ppl)}
+        row |= _quality(record, dense, null)
     for ledger in LEDGERS:
         row |= {f"{ledger}_flops": record.flops(ledger), f"{ledger}_flops_saved_pct": record.flops_saved_pct(ledger)}
     if record.dense is not None and record.dense.kv_bytes:
-        row["kv_bytes_saved_pct"] = 100 * (1 - record.quality.kv_bytes_resident / record.dense.kv_bytes)
+        row["kv_bytes_saved_pct"] = 100 * (1 - quality.kv_bytes_resident / record.dense.kv_bytes)
     # Masked execution computes everything, then undoes it; simulated widths are computed in float (docs/design.md §4). Neither has a time.
     has_time = record.execution == "compact" and not record.simulated
     for phase in ("", "prompt_") if has_time else ():
@@ -143,23 +130,27 @@ def check_against_dense(record: Record, dense: Record) -> None:
             check_pairs(record, record, baseline_column="null_nll_nats")
 
 
-def divergence(record: Record) -> dict[str, float]:
-    """`kl_nats` a scored token with its 95% bootstrap interval over windows, and `top1_agreement`; nothing where it was not measured."""
-    if record.quality.kl_nats is None or "kl_nats" not in record.windows:
-        return {}
-    found = bootstrap(mean, record.windows["kl_nats"])
-    row = {"kl_nats": record.quality.kl_nats, "kl_nats_low": found.low, "kl_nats_high": found.high}
-    return row if record.quality.top1_agreement is None else row | {"top1_agreement": record.quality.top1_agreement}
-
-
-def spread(record: Record, dense: Record) -> dict[str, float]:
-    """How the added loss lies over windows: `delta_nats` a token, `delta_nats_median` of the windows, and `worst5_share_pct`, what the five
-    windows that lose most have of the sum; absent where the run loses nothing."""
+def _quality(record: Record, dense: Record, null: NullResult | None) -> dict[str, Any]:
+    """Perplexity and KL to dense and to the null, and how the added loss lies over windows: `delta_nats` a token, `delta_nats_median` of the
+    windows, and `worst5_share_pct`, what the five windows that lose most have of the sum; absent where the run loses nothing."""
     nats, tokens, dense_nats, dense_tokens = pairs_of(record, dense)
     added = np.sort(nats - dense_nats)
-    row = {"delta_nats": float(added.sum() / tokens.sum())}
+    row: dict[str, Any] = interval("delta_ppl", paired_records(record, dense)) | {"delta_nats": float(added.sum() / tokens.sum())}
     row["delta_nats_median"] = float(np.median(nats / tokens - dense_nats / dense_tokens))
-    return row | {"worst5_share_pct": 100 * float(added[-5:].sum() / added.sum())} if added.sum() > 0 else row
+    if added.sum() > 0:
+        row["worst5_share_pct"] = 100 * float(added[-5:].sum() / added.sum())
+    if record.quality.kl_nats is not None and "kl_nats" in record.windows:
+        kl = bootstrap(mean, record.windows["kl_nats"])
+        row |= dict(kl_nats=record.quality.kl_nats, kl_nats_low=kl.low, kl_nats_high=kl.high)
+        row["top1_agreement"] = record.quality.top1_agreement
+    if null is not None:
+        row |= dict(null_kl_nats=null.kl_nats, null_ppl=null.ppl, null_kind=null.kind)
+        row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
+        row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
+        row["versus_null_p"] = sign_flip_p(record.windows["nll_nats"] - record.windows["null_nll_nats"])
+        if (seeds := null.seed_ppl) is not None:
+            row |= dict(null_seeds=len(seeds), null_ppl_low=min(seeds), null_ppl_high=max(seeds))
+    return row
 
 
 def interval(name: str, paired: PairedInterval) -> dict[str, float]:
@@ -186,9 +177,8 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= {f"reported_{quantity}": value for quantity, value in reported()[outcome.row.reported].values.items()}
         if outcome.record is not None and outcome.dense is not None:
             model, data = outcome.record.model, outcome.record.data
-            row |= {"model": without_folders(model.name), "weights_digest": model.weights_digest[:SHORT], "dtype": model.dtype}
-            row |= {"data": data.name, "token_digest": data.token_digest[:SHORT]}
-            row |= against_dense(outcome.record, outcome.dense)
+            row |= dict(model=without_folders(model.name), weights_digest=model.weights_digest[:SHORT], dtype=model.dtype)
+            row |= dict(data=data.name, token_digest=data.token_digest[:SHORT]) | against_dense(outcome.record, outcome.dense)
         rows.append(row)
     for panel in dict.fromkeys(row["panel"] for row in rows):
         members = [row for row in rows if row["panel"] == panel]
@@ -218,26 +208,25 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
     ledgers = [("exec", "executed", 0), ("nominal", "nominal", 4), ("paper", "paper", 3)]
     if prompt:
         ledgers.append(("prompt", "prompt_executed", 2))
-    flops = [Column("FLOPs saved %", header, _flops(ledger), expendable=rank) for header, ledger, rank in ledgers]
+    paper, measured, quality = "paper reports", "measured", "perplexity against dense"
     return (
         Column("", "technique", _technique, align="left"),
-        Column("paper reports", "speed", _reported("speedup_pct", 0), expendable=7),
-        Column("paper reports", "FLOPs", _reported("flops_saved_pct", 0), expendable=7),
-        Column("paper reports", "Δppl", _reported("delta_ppl", 2), expendable=7),
-        Column("measured", "speedup", _speedup()),
-        *([Column("measured", "of the prompt", _speedup("prompt_"), expendable=3)] if prompt else []),
-        Column("measured", "CO₂e", _emissions, expendable=8),
-        *flops,
-        Column("perplexity against dense", "Δppl", _delta_ppl),
-        Column("perplexity against dense", "KL × 100", kl_cell, expendable=4),
-        Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
-        Column("perplexity against dense", "vs random", versus_null_cell, expendable=1),
+        Column(paper, "speed", _signed("reported_speedup_pct", 0), expendable=7),
+        Column(paper, "FLOPs", _signed("reported_flops_saved_pct", 0), expendable=7),
+        Column(paper, "Δppl", _signed("reported_delta_ppl", 2), expendable=7),
+        Column(measured, "speedup", _speedup()),
+        *([Column(measured, "of the prompt", _speedup("prompt_"), expendable=3)] if prompt else []),
+        Column(measured, "CO₂e", _or_dense("gco2_per_token", _micrograms, _signed("co2_saved_pct")), expendable=8),
+        *(
+            Column("FLOPs saved %", header, _or_dense(f"{key}_flops", amount, _signed(f"{key}_flops_saved_pct")), expendable=rank)
+            for header, key, rank in ledgers
+        ),
+        Column(quality, "Δppl", _or_dense("ppl", "ppl {:.2f}".format, lambda row: interval_cell(row, "delta_ppl"))),
+        Column(quality, "KL × 100", kl_cell, expendable=4),
+        Column(quality, "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
+        Column(quality, "vs random", versus_null_cell, expendable=1),
         Column("", "audit", audit_cell, expendable=6),
     )
-
-
-def _is_dense(row: Mapping[str, Any]) -> bool:
-    return row["status"] == MEASURED and row["record"] == row["dense_record"]
 
 
 def _technique(row: Mapping[str, Any]) -> Lines:
@@ -246,37 +235,31 @@ def _technique(row: Mapping[str, Any]) -> Lines:
     return (row["technique"], *textwrap.wrap(row["status"], 20))
 
 
-def _reported(quantity: str, decimals: int) -> Callable[[Mapping[str, Any]], Lines]:
-    return lambda row: (signed(number(row, f"reported_{quantity}"), decimals),)
+def _signed(key: str, decimals: int = 1) -> Cell:
+    return lambda row: (signed(number(row, key), decimals),)
 
 
-def _absolute_in_dense_row(
-    key: str, show: Callable[[float], str], others: Callable[[Mapping[str, Any]], Lines]
-) -> Callable[[Mapping[str, Any]], Lines]:
+def _micrograms(grams: float) -> str:
+    return f"{1e6 * grams:.2g} µg"
+
+
+def _speedup(phase: str = "") -> Cell:
+    def others(row: Mapping[str, Any]) -> Lines:
+        return ("simulated",) if row["simulated"] is True else speedup_cell(row, f"{phase}speedup_pct")
+
+    return _or_dense(f"{phase}latency_ms", "{:.0f} ms".format, others)
+
+
+def _or_dense(key: str, show: Callable[[float], str], others: Cell) -> Cell:
     """A cell of `others`; the dense row, with which all are compared, has the absolute number under `key` instead."""
 
     def cell(row: Mapping[str, Any]) -> Lines:
-        value = number(row, key) if _is_dense(row) else None
+        is_dense = row["status"] == MEASURED and row["record"] == row["dense_record"]
+        value = number(row, key) if is_dense else None
         return others(row) if value is None else (show(value),)
 
     return cell
 
-
-def _flops(ledger: str) -> Callable[[Mapping[str, Any]], Lines]:
-    return _absolute_in_dense_row(f"{ledger}_flops", amount, lambda row: (signed(number(row, f"{ledger}_flops_saved_pct")),))
-
-
-def _speedup(phase: str = "") -> Callable[[Mapping[str, Any]], Lines]:
-    def others(row: Mapping[str, Any]) -> Lines:
-        return ("simulated",) if row["simulated"] is True else speedup_cell(row, f"{phase}speedup_pct")
-
-    return _absolute_in_dense_row(f"{phase}latency_ms", "{:.0f} ms".format, others)
-
-
-_emissions = _absolute_in_dense_row(
-    "gco2_per_token", lambda grams: f"{1e6 * grams:.2g} µg", lambda row: (signed(number(row, "co2_saved_pct")),)
-)
-_delta_ppl = _absolute_in_dense_row("ppl", "ppl {:.2f}".format, lambda row: interval_cell(row, "delta_ppl"))
 
 COLUMNS = [
     *("panel", "section", "key", "technique", "status"),
@@ -343,13 +326,13 @@ def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
     timed = {row["record"]: row for row in rows if number(row, FLOOR) is not None and number(row, POOLED) is not None}
     if not timed:
         return ()
-    pooled, prompt = (
-        [row[key] for row in timed.values() if number(row, key) is not None] for key in (POOLED, f"prompt_{POOLED}")
+    pooled = next(row[POOLED] for row in timed.values())
+    prompt = next(
+        (f", {row[key]:.1f}% of a prompt's" for row in timed.values() if number(row, key := f"prompt_{POOLED}") is not None), ""
     )
     worst = max(number(row, key) or 0.0 for row in timed.values() for key in (FLOOR, f"prompt_{FLOOR}"))
-    of_prompt = f", {prompt[0]:.1f}% of a prompt's" if prompt else ""
     return (
-        f"Noise floor of the clock (A/A): {pooled[0]:.1f}% of {of}{of_prompt}, pooled over the dense model's "
+        f"Noise floor of the clock (A/A): {pooled:.1f}% of {of}{prompt}, pooled over the dense model's "
         f"differences from itself in {len(timed)} run{'s' if len(timed) > 1 else ''}. Noisier runs use their own noise floor (at most "
         f"{worst:.1f}%).",
     )
@@ -363,8 +346,7 @@ _SAME = ("model", "weights_digest", "dtype", "data", "token_digest", "windows", 
 _OF_THE_MACHINE = ("_ms", "_j", "speedup", "latency", "seconds", "gco2", "noise_floor", "load_average", "memory_bytes", "record")
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(NamedTuple):
     """The frame of a committed table and where it was read."""
 
     frame: pd.DataFrame
@@ -373,16 +355,14 @@ class Committed:
 
 def committed(csv: Path) -> Committed | None:
     """The version of `csv` in git's HEAD, or, outside a git tree, the file as it stands. None: there is neither."""
-    if not csv.parent.is_dir():
-        return None
-    if shutil.which("git") and _git(csv.parent, "rev-parse", "--is-inside-work-tree").returncode == 0:
-        shown = _git(csv.parent, "show", f"HEAD:./{csv.name}")
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=csv.parent, capture_output=True, text=True, encoding="utf-8")
+
+    if csv.parent.is_dir() and shutil.which("git") and git("rev-parse", "--is-inside-work-tree").returncode == 0:
+        shown = git("show", f"HEAD:./{csv.name}")
         return Committed(pd.read_csv(io.StringIO(shown.stdout)), f"{csv} at HEAD") if shown.returncode == 0 else None
     return Committed(pd.read_csv(csv), f"{csv} as it stood") if csv.is_file() else None
-
-
-def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, encoding="utf-8")
 
 
 def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
@@ -391,15 +371,15 @@ def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
         return f"There is no committed {name} to compare with."
     # As text and back, because that is how the committed one was kept.
     here, there = pd.read_csv(io.StringIO(csv(made))), reference.frame
-    against, different = f"Against {reference.origin}: ", "not comparable, other rows or columns"
+    against = f"Against {reference.origin}: "
     if list(here.columns) != list(there.columns):
-        return f"{against}{different}."
+        return f"{against}not comparable, other rows or columns."
     if {"panel", "key", "status", *_SAME} <= set(here.columns):  # one run a row: those that were measured in both
         here, there = (frame[frame["status"] == MEASURED].set_index(["panel", "key"]) for frame in (here, there))
         both = here.index.intersection(there.index)
         here, there = here.loc[both], there.loc[both]
     if len(here) != len(there):
-        return f"{against}{different} ({len(here)} rows here, {len(there)} there)."
+        return f"{against}not comparable, other rows or columns ({len(here)} rows here, {len(there)} there)."
     if here.empty:
         return f"{against}no row was measured in both."
     apart: dict[str, float] = {}
@@ -412,6 +392,5 @@ def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
             row = other[0]
             return f"{against}not comparable, {column} is {ours.iloc[row]} here and {theirs.iloc[row]} there (row {here.index[row]})."
     worst = max(apart, key=lambda column: apart[column], default=None)
-    if worst is None or not apart[worst] > 0:
-        return f"{against}{len(here)} rows compared, no difference."
-    return f"{against}{len(here)} rows compared, at most {apart[worst]:.2g} apart ({worst})."
+    found = f"at most {apart[worst]:.2g} apart ({worst})" if worst is not None and apart[worst] > 0 else "no difference"
+    return f"{against}{len(here)} rows compared, {found}."

@@ -7,9 +7,8 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quicksilver.files import write_files
 from quicksilver.records.store import KEPT
@@ -26,14 +25,12 @@ if TYPE_CHECKING:
     from quicksilver.runs.context import RunContext
 
 UNUSABLE = "its record cannot be used"  # what is wrong with it is said beside the table
-# Where something is or goes does not change what is measured: no other name for the table.
 FOUND = "Found: "  # begins a line of a table's legend that README shows above the table's rows
-_NEUTRAL = ("results_dir", "records", "data.root", "tracker")
+_NEUTRAL = ("results_dir", "records", "data.root", "tracker")  # where something is or goes: no other name for the table
 LOCAL_SUFFIX = "-mine"  # behind the name of what has records of this machine: what the repository has is not overwritten
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """A table or figure that was written; `distance` says in a sentence how far it is from the committed one."""
 
     product: Table | Figure
@@ -47,6 +44,7 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: overrides that no artefact takes.
     """
+    from quicksilver.records.stats import MIN_WINDOWS
     from quicksilver.runs.config import compose
 
     for override in overrides:
@@ -57,8 +55,6 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
                 f"To vary them: quicksilver run {shlex.quote(override)} …"
             )
     base = compose(list(overrides))
-    from quicksilver.records.stats import MIN_WINDOWS
-
     if base.dataset.windows is not None and base.dataset.windows < MIN_WINDOWS:
         raise ConfigError(f"dataset.windows={base.dataset.windows}: intervals need at least {MIN_WINDOWS} windows.")
     return base
@@ -176,9 +172,8 @@ def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
 DEFAULT = "reference-gpt2 · python-docs"
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A selection of model and text of which the repository has the tables and figures too: their files lie beside those of the default one.
+class Variant(NamedTuple):
+    """A selection of model and text of which the repository has the tables and figures too, beside those of the default one.
 
     Attributes:
         name: behind the name of a table or figure.
@@ -249,26 +244,27 @@ def variants_page(
     """
     rows = [["", DEFAULT, *(variant.title for variant in there)], [":--"] * (2 + len(there))]
     for artefact in next(iter(there.values())):
+        title = f"{artefact.kind} {artefact.number}: {artefact.title}".replace("|", "\\|")
         suffix = "md" if artefact.kind == "table" else "png"
-        names = (
-            artefact.name,
-            *(f"{artefact.name}-{one.name}" if not missing[artefact] else "" for one, missing in there.items()),
-        )
-        links = (f"[{artefact.kind}]({artefact.kind}s/{name}.{suffix})" if name else "" for name in names)
-        rows.append([f"{artefact.kind} {artefact.number}: {artefact.title}", *links])
+        names = [artefact.name, *(f"{artefact.name}-{one.name}" * (missing[artefact] is None) for one, missing in there.items())]
+        rows.append([title, *(f"[{artefact.kind}]({artefact.kind}s/{name}.{suffix})" if name else "" for name in names)])
     parts = [
         "# Tables and figures of other models and texts",
         f"Each table and figure is there for {DEFAULT}, and for the other selections where applicable. Each has its numbers, notes and records. "
         "Pictures and JSON are beside it. The command that repeats it writes CSV and LaTeX.",
-        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
+        "\n".join("| " + " | ".join(row) + " |" for row in rows),
     ]
     for variant, missing in there.items():
         reasons: dict[str, list[str]] = {}
         for artefact, why in missing.items():
-            reasons.setdefault(why or "", []).append(f"{artefact.kind} {artefact.number}")
-        made = [commands[variant][one] for one, why in missing.items() if why is None]
-        lines = (f"- {', '.join(those)}: {why}" for why, those in reasons.items() if why)
-        parts += [f"## Not there for {variant.title}", "\n".join(lines), *(f"Made by `{one}`, and so on." for one in made[:1])]
+            if why:
+                reasons.setdefault(why, []).append(f"{artefact.kind} {artefact.number}")
+        parts += [
+            f"## Not there for {variant.title}",
+            "\n".join(f"- {', '.join(those)}: {why}" for why, those in reasons.items()),
+        ]
+        made = next((commands[variant][one] for one, why in missing.items() if why is None), None)
+        parts += [f"Made by `{made}`, and so on."] if made else []
     return "\n\n".join(parts) + "\n"
 
 

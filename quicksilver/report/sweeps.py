@@ -77,13 +77,9 @@ class Sweep:
         """The jobs of the sweep in Hydra's order, then what stands beside it."""
         from quicksilver.runs.sweep import sweep_jobs
 
-        rows = []
-        for experiment, *overrides in sweep_jobs(self.experiment):
-            technique = " ".join(map(_short, overrides))
-            rows.append(Row(self.experiment, "", technique, technique, (experiment, *overrides)))
-        for technique, more in self.beside.items():
-            rows.append(Row(self.experiment, "Beside the sweep", technique, technique, (f"experiment={self.experiment}", *more)))
-        return rows
+        jobs = [(" ".join(map(_short, more)), "", (experiment, *more)) for experiment, *more in sweep_jobs(self.experiment)]
+        beside = ((key, "Beside the sweep", (f"experiment={self.experiment}", *more)) for key, more in self.beside.items())
+        return [Row(self.experiment, section, key, key, overrides) for key, section, overrides in (*jobs, *beside)]
 
     def axes(self) -> tuple[str, ...]:
         """Keys of which the jobs have more than one value."""
@@ -110,21 +106,17 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
             one.record.flops_saved_pct(f"prompt_{ledger}") if one.record is not None else None for one in outcomes
         ]
     if any(sweep.base for sweep in sweeps):
-        against = [_against_base(one, outcomes, sweeps) for one in outcomes]
+        against: list[dict[str, float]] = []
+        for one in outcomes:
+            ours, base = one.record, base_record(outcomes, next(each for each in sweeps if each.experiment == one.row.panel))
+            other = ours and base and ours.fingerprint != base.fingerprint
+            against.append(interval("base_delta_ppl", paired_records(ours, base)) if ours and base and other else {})
         rows = rows.join(pd.DataFrame(against, index=rows.index, columns=comparison.with_interval("base_delta_ppl"), dtype=float))
     rows["front"] = False
     for sweep in sweeps:
         mine = rows["panel"] == sweep.experiment
         rows.loc[mine, "front"] = front(rows.loc[mine, sweep.shown[0]], rows.loc[mine, "delta_ppl"])
     return rows
-
-
-def _against_base(outcome: Outcome, outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> dict[str, float]:
-    """`base_delta_ppl…`: perplexity minus that of the sweep's base, with its interval; nothing where there is none."""
-    record, base = outcome.record, base_record(outcomes, next(one for one in sweeps if one.experiment == outcome.row.panel))
-    if record is None or base is None or record.fingerprint == base.fingerprint:
-        return {}
-    return interval("base_delta_ppl", paired_records(record, base))
 
 
 def base_record(outcomes: Sequence[Outcome], sweep: Sweep) -> Record | None:
@@ -136,10 +128,9 @@ def front(gain: pd.Series, loss: pd.Series) -> pd.Series:
     """Which rows no other one beats: at least as much gain for at most the loss, one of them strictly. Rows without numbers are not."""
     points = pd.DataFrame({"gain": gain, "loss": loss}).dropna().astype(float)
     best = pd.Series(False, index=gain.index)
-    for index, point in points.iterrows():
-        as_good = (points["gain"] >= point["gain"]) & (points["loss"] <= point["loss"])
-        better = as_good & ((points["gain"] > point["gain"]) | (points["loss"] < point["loss"]))
-        best[index] = not better.any()
+    for index, (most, least) in zip(points.index, points.to_numpy(), strict=True):
+        as_good = points[(points["gain"] >= most) & (points["loss"] <= least)]
+        best[index] = not ((as_good["gain"] > most) | (as_good["loss"] < least)).any()
     return best
 
 
@@ -305,61 +296,35 @@ BUDGET_LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class BudgetReport:
-    """One budget, with the records of the frozen dial.
+def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]], name: str) -> Table:
+    """A panel a budget: what `comparison.frame` has of every record of the frozen dial, and what was asked and reached.
 
-    Attributes:
-        later: what it was used on after the search, and the record and its dense one: `test`, or the name of another text.
+    Args:
+        fits: each with the records, and their dense ones, of what it was used on after the search: `test`, or the name of another text.
     """
-
-    found: Fit
-    later: Mapping[str, tuple[Record, Record]]
-
-    @property
-    def panel(self) -> str:
-        return f"{self.found.dial.name} {self.found.budget.slug}"
-
-    def outcomes(self) -> list[Outcome]:
-        """A row for the calibrating text and one for each later text."""
-        fit = self.found
-        there = {"calibrating": (fit.chosen.record, fit.chosen.dense), **self.later}
-        overrides = fit.dial.at(fit.chosen.value)
-        return [Outcome(Row(self.panel, "", key, key, overrides), *records) for key, records in there.items()]
-
-    def asked(self, record: Record, dense: Record) -> dict[str, Any]:
-        """The columns of a row that say what was asked and reached."""
-        dial, budget = self.found.dial, self.found.budget
-        reached = budget.reached(record, dense)
-        kept = "yes" if budget.met(reached) else "no"
-        if budget.kind == "cost":
-            paired = paired_records(record, dense)
-            if paired.relative_pct_low <= budget.pct < paired.relative_pct_high:
-                kept = "no" if budget.sure else "inconclusive"
-        said = {"budget": str(budget), "dial": f"{_short(dial.keys[0])}={dial.text(self.found.chosen.value)}"}
-        return said | {"asked_pct": budget.pct, "reached_pct": reached, "kept": kept}
-
-    def printed(self) -> Panel:
-        """The panel of a table."""
-        notes = (
-            f"{len(self.found.steps)} positions of the dial tried on the calibrating text.",
-            *provenance.notes(self.outcomes()),
-        )
-        return Panel(self.panel, f"To {self.found.budget}, by {self.found.dial.name}", BUDGET_COLUMNS, notes)
-
-
-def budget_table(reports: Sequence[BudgetReport], name: str) -> Table:
-    """A panel a budget: what `comparison.frame` has of every outcome, and what was asked and reached."""
-    there = [(report, outcome) for report in reports for outcome in report.outcomes()]
-    rows = comparison.frame([outcome for _, outcome in there])
-    asked = pd.DataFrame([one.asked(out.record, out.dense) for one, out in there if out.record and out.dense])
-    for place, column in enumerate(asked, start=4):
-        rows.insert(place, column, asked[column])
-    rows["prompt_nominal_flops_saved_pct"] = [out.record and out.record.flops_saved_pct("prompt_nominal") for _, out in there]
-    legend = (*BUDGET_LEGEND, *comparison.marks(rows))
-    return Table(
-        name, "Budgets: set on the calibrating text, used on others", rows, tuple(one.printed() for one in reports), legend
-    )
+    outcomes, asked, panels = [], [], []
+    for fit, later in fits:
+        dial, budget = fit.dial, fit.budget
+        key, setting = f"{dial.name} {budget.slug}", f"{_short(dial.keys[0])}={dial.text(fit.chosen.value)}"
+        members = []
+        for text, (record, dense) in {"calibrating": (fit.chosen.record, fit.chosen.dense), **later}.items():
+            members.append(Outcome(Row(key, "", text, text, dial.at(fit.chosen.value)), record, dense))
+            reached = budget.reached(record, dense)
+            kept = "yes" if budget.met(reached) else "no"
+            if budget.kind == "cost":
+                paired = paired_records(record, dense)
+                if paired.relative_pct_low <= budget.pct < paired.relative_pct_high:
+                    kept = "no" if budget.sure else "inconclusive"
+            asked.append(dict(budget=str(budget), dial=setting, asked_pct=budget.pct, reached_pct=reached, kept=kept))
+        tried = f"{len(fit.steps)} positions of the dial tried on the calibrating text."
+        panels.append(Panel(key, f"To {budget}, by {dial.name}", BUDGET_COLUMNS, (tried, *provenance.notes(members))))
+        outcomes += members
+    rows = comparison.frame(outcomes)
+    for place, (column, found) in enumerate(pd.DataFrame(asked).items(), start=4):
+        rows.insert(place, str(column), found)
+    rows["prompt_nominal_flops_saved_pct"] = [one.record and one.record.flops_saved_pct("prompt_nominal") for one in outcomes]
+    title = "Budgets: set on the calibrating text, used on others"
+    return Table(name, title, rows, tuple(panels), (*BUDGET_LEGEND, *comparison.marks(rows)))
 
 
 BUDGET_COLUMNS = (

@@ -73,7 +73,7 @@ class Budget(Command):
             print(listed("budget"))
             print("Say what to hold: quicksilver budget save=0.3, or cost=1 (make budget ARGS='save=0.3').")
             return 0
-        from quicksilver.report.sweeps import BudgetReport, budget_table
+        from quicksilver.report.sweeps import budget_table
         from quicksilver.runs import dials
         from quicksilver.runs.config import compose
         from quicksilver.runs.context import RunContext
@@ -82,7 +82,8 @@ class Budget(Command):
         wanted = [dials.Budget("save", percent(share), self.of) for share in self.save]
         wanted += [dials.Budget("cost", pct, sure=self.sure) for pct in self.cost]
         default, asked = compose([]), compose(self.overrides)
-        results, reports, refused = Path(asked.results_dir), list[BudgetReport](), list[str]()
+        results, refused = Path(asked.results_dir), list[str]()
+        reports: list[tuple[FittedDial, dict[str, tuple[Record, Record]]]] = []
         for budget in wanted:
             try:
                 with progress_bar() as progress:
@@ -95,12 +96,12 @@ class Budget(Command):
             yaml = dials.freeze(found, results / "budget", context=context)
             if self.output:
                 dials.note(found, Path(self.output))
-            reports.append(BudgetReport(found, self._later(found, yaml, context)))
+            reports.append((found, self._later(found, yaml, context)))
             protocol = f"protocol={found.config.protocol.name}"
             print(f"To {budget}: {dial.keys[0]}={dial.text(found.chosen.value)}, written to {yaml}. To use it:")
             print(f"  quicksilver run --config-dir {results / 'budget'} modules=[{yaml.stem}] {protocol}\n")
         if reports:
-            config = reports[0].found.config
+            config = reports[0][0].config
             other = (config.model.name, config.dataset.name) != (default.model.name, default.dataset.name)
             of = [config.model.name, config.dataset.name] if other else []
             made = budget_table(reports, "-".join(["budget", dial.name, *of]))

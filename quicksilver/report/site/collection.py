@@ -7,10 +7,10 @@ rest is there all the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.records.record import Record
@@ -23,16 +23,14 @@ from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _DATA_LIMIT_BYTES = 30_000  # a larger frame stays where it was written
-_CLAIMS = "claims.json"
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Something that should be there and is not, and what to do."""
 
     where: str
     what: str
-    remedy: str
+    remedy: str = ""
 
 
 @dataclass
@@ -57,11 +55,16 @@ class Piece:
     of: str = ""
     variant: str = ""
 
+    def has(self, name: str) -> bool:
+        """Whether its folder has this file; what a link leads to was not written here."""
+        path = self.folder / name
+        return path.is_file() and not path.is_symlink()
+
     @property
     def data(self) -> Path | None:
-        """Its frame as CSV, where there is one: no link, and not empty."""
+        """Its frame as CSV, where there is one that is not empty."""
         path = self.folder / f"{self.name}.csv"
-        return path if self.written and path.is_file() and not path.is_symlink() and path.stat().st_size > 1 else None
+        return path if self.written and self.has(path.name) and path.stat().st_size > 1 else None
 
     @property
     def carried_data(self) -> str | None:
@@ -70,9 +73,8 @@ class Piece:
 
     @property
     def pictures(self) -> list[str]:
-        """Names of its pictures that are there; what a link leads to was not written here."""
-        named = self.written.pictures if self.written is not None else ()
-        return [name for name in named if (path := self.folder / name).is_file() and not path.is_symlink()]
+        """Names of its pictures that are there."""
+        return [name for name in self.written.pictures if self.has(name)] if self.written is not None else []
 
     @property
     def panels(self) -> dict[str, list[str]]:
@@ -85,6 +87,7 @@ class NamedRecord:
     """A record that a piece names, or the reason why it cannot be shown.
 
     Attributes:
+        row: what `against_dense` says of it.
         trace, samples: its pages of tokens and of generated texts.
         settings: of its configuration, what is not the same in every run.
         varied: keys of those in which runs with the same label differ.
@@ -128,6 +131,7 @@ class Collection:
             raise ConfigError(f"{root} is not there: a report is made of what `make reproduce` writes into it.")
         self.root = root
         self.problems: list[Problem] = []
+        self._ledger = Piece("claims", "table", root, "the claims", "make claims")
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
         self.claims = self._claims()
         written = any(piece.written for piece in self.pieces) or self.claims is not None
@@ -144,16 +148,16 @@ class Collection:
 
     # --- tables, figures, the ledger ----------------------------------------------------------------------------------------------
 
-    def _pieces(self) -> Iterable[Piece]:
+    def _pieces(self) -> Iterator[Piece]:
         known = {artefact.name: artefact for artefact in artefacts()}
-        for name, artefact in known.items():
-            yield self._piece(name, artefact, artefact.kind)
-        written = {*self.root.glob("tables/*.json"), *self.root.glob("figures/*.json")}
-        for path in sorted(path for path in written if path.stem not in known and not path.name.startswith(".")):
+        yield from (self._piece(name, artefact, artefact.kind) for name, artefact in known.items())
+        for path in sorted((*self.root.glob("tables/*.json"), *self.root.glob("figures/*.json"))):
+            if path.stem in known or path.name.startswith("."):
+                continue
             try:
                 name = plain_name(path.stem, "the name of a table or figure")
             except ConfigError as error:
-                self.problems.append(Problem(f"{path.parent.name}/{path.name}", str(error), ""))
+                self.problems.append(Problem(f"{path.parent.name}/{path.name}", str(error)))
                 continue
             owner = next((one for one in known.values() if name.startswith(f"{one.name}-")), None)
             yield self._piece(name, owner, path.parent.name.removesuffix("s"))
@@ -163,15 +167,14 @@ class Collection:
         if artefact is not None:
             title = artefact.title[:1].upper() + artefact.title[1:]
             piece.title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}" if artefact.is_numbered else title
-            piece.order, piece.command = (*artefact.order, name), make_command(artefact, ())
-            if (variant := of_name(name, artefact.name)) is not None:
-                piece.of, piece.variant = artefact.name, variant.title
-                piece.command = make_command(artefact, variant.overrides)
+            variant = of_name(name, artefact.name)
+            piece.of, piece.variant = (artefact.name, variant.title) if variant is not None else ("", "")
+            piece.command = make_command(artefact, variant.overrides if variant is not None else ())
+            piece.order = (*artefact.order, name)
         path = piece.folder / f"{name}.json"
-        if not path.is_file():
-            self.note([piece], name, f"it was not made yet: there is no {kind}s/{path.name}.")
-            return piece
         try:
+            if not path.is_file():
+                raise ConfigError(f"it was not made yet: there is no {kind}s/{path.name}.")
             piece.written = read(path)
         except ConfigError as error:
             self.note([piece], name, str(error))
@@ -193,7 +196,7 @@ class Collection:
 
     def _claims(self) -> list[dict[str, Value]] | None:
         """The rows of the ledger, empty text where there is no value; None: there is no ledger, or it is damaged."""
-        path = self.root / _CLAIMS
+        path = self.root / "claims.json"
         try:
             if not path.is_file():
                 raise ConfigError(f"the ledger was not made yet: there is no {path.name}.")
@@ -204,7 +207,7 @@ class Collection:
                 for name in filter(None, (row.get(column) for row in found)):
                     check(name, f"the {column} of a claim")
         except ConfigError as error:
-            self.problems.append(Problem("claims", self._without_root(str(error)), "To make it: make claims"))
+            self.note([self._ledger], "claims", str(error))
             return None
         return found
 
@@ -212,14 +215,11 @@ class Collection:
 
     def _runs(self, also: Sequence[str]) -> dict[str, NamedRecord]:
         """Every named record, and the dense record of each, by fingerprint."""
-        named: dict[str, list[Piece]] = {}
-        ledger = Piece("claims", "table", self.root, "the claims", "make claims")
+        named: dict[str, list[Piece]] = {fingerprint: [] for fingerprint in also}
         judged = sorted({str(row["record"]) for row in self.claims or () if row.get("record")})
-        for piece, fingerprints in (*((one, one.written.records) for one in self.pieces if one.written), (ledger, judged)):
-            for fingerprint in dict.fromkeys(fingerprints):
-                named.setdefault(fingerprint, []).append(piece)
-        for fingerprint in also:
-            named.setdefault(fingerprint, [])
+        for piece, names in (*((one, one.written.records) for one in self.pieces if one.written), (self._ledger, judged)):
+            for name in dict.fromkeys(names):
+                named.setdefault(name, []).append(piece)
         runs = {fingerprint: self._run(fingerprint, pieces) for fingerprint, pieces in sorted(named.items())}
         for run in list(runs.values()):
             needed = run.record.dense_fingerprint if run.record is not None else None
@@ -228,12 +228,11 @@ class Collection:
         for run in runs.values():
             run.dense = runs[run.record.dense_fingerprint or run.fingerprint].record if run.record is not None else None
         for run in runs.values():
-            if run.record is not None and run.dense is not None:
-                try:
-                    run.row = against_dense(run.record, run.dense)
-                except Exception as error:  # whatever a damaged record does: it is left out, and the others stay
-                    self.trouble(run, error)
-                    run.record = run.record if isinstance(error, QuickSilverError) else None
+            try:
+                run.row = against_dense(run.record, run.dense) if run.record is not None and run.dense is not None else {}
+            except Exception as error:  # whatever a damaged record does: it is left out, and the others stay
+                self.trouble(run, error)
+                run.record = run.record if isinstance(error, QuickSilverError) else None
         self._tell_apart(list(runs.values()))
         return dict(sorted(runs.items(), key=lambda item: (item[1].record is None, item[1].label, item[1].differing, item[0])))
 
@@ -276,15 +275,11 @@ class Collection:
 
     def note(self, pieces: Sequence[Piece], where: str, what: str) -> Problem:
         """Note what is missing, here and on the pages of `pieces`; the first one's command makes it."""
-        problem = Problem(
-            where, self._without_root(what), f"To make it: {pieces[0].command}" if pieces and pieces[0].command else ""
-        )
+        remedy = f"To make it: {pieces[0].command}" if pieces and pieces[0].command else ""
+        problem = Problem(where, what.replace(f"{self.root}/", ""), remedy)  # where the results lie must not show on the pages
         for problems in (self.problems, *(piece.problems for piece in pieces)):
             problems.append(problem)
         return problem
-
-    def _without_root(self, what: str) -> str:
-        return what.replace(f"{self.root}/", "")  # where the results lie must not show on the pages
 
 
 def flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +33,8 @@ from quicksilver.report.table import PrintedPanel, amount, signed, without_folde
 T = TypeVar("T")
 
 _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs.js")
+# Page to template; the first page last, because pages note what is missing.
+_PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {name: name for name in ("explorer", "runs", "claims", "index")}
 _FEWEST_LEFT = 2  # the name of the row and one more are not a table
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
 _DESCRIBED = (
@@ -66,44 +68,33 @@ class Site:
 
     def contents(self) -> dict[str, bytes]:
         """Every file of the site by its path in it."""
-        runs = list(self.there.runs.values())
+        runs, pieces = list(self.there.runs.values()), self.there.pieces
         contents = {f"assets/{name}": files(__package__).joinpath("templates", name).read_bytes() for name in _ASSETS}
         contents["assets/bokeh.js"] = bokeh_script()
         for run in runs:
             contents |= self._run_pages(run)
         for script, words in self._words.items():
             contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()
-        for place, piece in enumerate(self.there.pieces):
-            contents |= self._piece_pages(piece, place)
-        shown = without_folders(sweeps(self._panels()))
-        pages = {
-            name: self._page(f"{name}.html", sweeps=shown)
-            for name in ("explorer", "tokens_index", "samples_index", "runs", "claims")
-        }
-        pages = {{"tokens_index": "tokens", "samples_index": "texts"}.get(name, name): page for name, page in pages.items()}
-        pages["index"] = self._page("index.html", about=_about([run.record for run in runs if run.record is not None]))
-        return contents | {f"{name}.html": page for name, page in pages.items()}
+        for before, piece, after in zip([None, *pieces], pieces, [*pieces[1:], None], strict=False):
+            contents |= self._piece_pages(piece, before=before, after=after)
+        panels = [
+            (f"{piece.title.partition(':')[0]}, {panel}", [self.there.runs[name] for name in names if name in self.there.runs])
+            for piece in pieces
+            for panel, names in piece.panels.items()
+        ]
+        pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in panels)
+        about = _about([run.record for run in runs if run.record is not None])
+        shown = {"sweeps": without_folders(sweeps(pairs)), "about": about}
+        return contents | {f"{page}.html": self._page(f"{template}.html", **shown) for page, template in _PAGES.items()}
 
-    def _panels(self) -> Iterable[tuple[str, list[tuple[Record, Record]]]]:
-        """The panels of every frame with the records in them that are there."""
-        for piece in self.there.pieces:
-            for panel, names in piece.panels.items():
-                runs = [self.there.runs[name] for name in names if name in self.there.runs]
-                pairs = [(run.record, run.dense) for run in runs if run.record is not None and run.dense is not None]
-                yield f"{piece.title.partition(':')[0]}, {panel}", pairs
-
-    def _piece_pages(self, piece: Piece, place: int) -> dict[str, bytes]:
+    def _piece_pages(self, piece: Piece, **around: Piece | None) -> dict[str, bytes]:
         pictures, written = piece.pictures, piece.written
         if written is not None and len(pictures) < len(written.pictures):
             self.there.note([piece], piece.name, f"a picture of it is not in {piece.kind}s.")
-        names = filter(None, (*pictures, piece.carried_data))
-        contents = {f"files/{name}": (piece.folder / name).read_bytes() for name in names}
-        around = (None, *self.there.pieces, None)
-        page = self._page(
-            "piece.html", piece=piece, pictures=pictures, runs=[run for run in self.there.runs.values() if piece in run.pieces],
-            linked=self._linked, selections=self.there.selections(piece), before=around[place], after=around[place + 2],
-        )  # fmt: skip
-        return contents | {f"{piece.name}.html": page}
+        contents = {f"files/{name}": (piece.folder / name).read_bytes() for name in (*pictures, piece.carried_data) if name}
+        runs = [run for run in self.there.runs.values() if piece in run.pieces]
+        shown: dict[str, Any] = {"linked": self._linked, "selections": self.there.selections(piece), **around}
+        return contents | {f"{piece.name}.html": self._page("piece.html", piece=piece, pictures=pictures, runs=runs, **shown)}
 
     def _run_pages(self, run: NamedRecord) -> dict[str, bytes]:
         contents = {}
@@ -132,11 +123,11 @@ class Site:
     def _share(self, digest: str, views: Sequence[dict[str, Any]]) -> str:
         """Take the words of windows out of `views` into one script for all runs on the same tokens; returns its path."""
         script = f"assets/words-{digest[:12]}.js"
-        shared = self._words.setdefault(script, {})
         for view in views:
             if "window" in view and view["texts"] is not None:
-                shared[view["window"]] = view["texts"]
+                self._words.setdefault(script, {})[view["window"]] = view["texts"]
                 view["texts"] = "shared"
+        self._words.setdefault(script, {})
         return script
 
     def _linked(self, html: str, base: str = "") -> Markup:
@@ -159,12 +150,10 @@ class Site:
         environment = jinja2.Environment(
             trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined, loader=loader
         )
-        environment.filters |= {
-            **{"signed": signed, "json": _json, "digits": _digits, "value": _value, "prose": prose, "lines": cell_lines},
-            "slug": lambda text: re.sub(r"\W+", "-", text.lower()).strip("-"),
-            "grouped": lambda problems: without_folders(grouped(problems)),
-            **{"of_paper": of_paper, "counted": counted},
-        }
+        environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
+        environment.filters |= dict(of_paper=of_paper, counted=counted)
+        environment.filters["slug"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
+        environment.filters["grouped"] = lambda problems: without_folders(grouped(problems))
         return environment
 
 

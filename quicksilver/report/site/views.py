@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher
 from importlib.resources import files
@@ -41,29 +42,35 @@ SIGNALS = (
 def token_views(record: Record) -> list[dict[str, Any]]:
     """Texts of a record worth looking at: those that it looked into, then the window that the run harmed most and the one in the middle.
 
-    Each has `name`, `window` (its number; absent where a text was looked into), `texts` (tokens; None with `no_texts` saying why), `states` and `bits` (a string of L characters a token, coded as
-    `coded` does; `bits` None where none was set), `fusions` ([token, carrier, layer, weight or None]), `merges` ([layer, slot, carrier]), `evictions`
-    ([layer, slots]), `scored` (first scored token), `prompt` (whether what comes before is a prompt), `signals` (name to unit and
-    values by token and layer) and `nats` (by token, run and dense). Layers count from 1. A window
-    of annotated text has `words`, as `_words` says; other texts have None.
+    Each has `name`, `window` (its number; absent where a text was looked into), `texts` (tokens; None with `no_texts` saying why), `states` and
+    `bits` (a string of L characters a token, coded as `coded` does; `bits` None where none was set), `fusions` ([token, carrier, layer, weight or
+    None]), `merges` ([layer, slot, carrier]), `evictions` ([layer, slots]), `scored` (first scored token), `prompt` (whether what comes before is
+    a prompt), `signals` (name to unit and values by token and layer), `nats` (by token, run and dense) and `words` (see `_words`). Layers count
+    from 1.
 
     Raises:
         ConfigError: trace or signals are damaged.
     """
-    texts = [_from_signals(record, number) for number in _looked_into(record)]
+    inside = [place for place in record.texts_with_signals if not record.texts[place].name.startswith("window")]
+    windows = [place for place in record.texts_with_signals if place not in inside]
+    # Signals of further windows would only be more of the same.
+    texts = [_from_signals(record, place) for place in sorted((*inside, *windows[:1]))]
     if record.trace_path is None or record.dense_fingerprint is None:
         return texts
     trace = Trace.load(record.trace_path)
     prompt = record.protocol.name == "continuation"
-    for window, why in _chosen(record).items():
-        view = _from_trace(trace, window)
+    frame = record.windows
+    harm = (frame["nll_nats"] - frame["dense_nll_nats"]).set_axis(frame["window"]).sort_values(kind="stable")
+    places = {len(harm) - 1: "harmed most", len(harm) // 2: "in the middle"}
+    chosen = {int(harm.index[at]): f"{why}: {signed(float(harm.iloc[at]))} nats" for at, why in places.items()}
+    for window, why in chosen.items():
         try:
             words: dict[str, Any] = {"texts": window_tokens(record, window)}
         except (QuickSilverError, OSError) as error:
             words = {"texts": None, "no_texts": str(error)}
-        scored = record.protocol.prompt_tokens if prompt else 1
-        named = {"name": f"window {window}, {why}", "window": window, "prompt": prompt, "scored": scored}
-        texts.append({**named, "signals": {}, "nats": None, "words": _words(record, window), **words, **view})
+        view = {"name": f"window {window}, {why}", "window": window, "prompt": prompt, "signals": {}, "nats": None}
+        view |= {"scored": record.protocol.prompt_tokens if prompt else 1, "words": _words(record, window)}
+        texts.append(view | words | _from_trace(trace, window))
     return texts
 
 
@@ -74,38 +81,18 @@ def _words(record: Record, window: int) -> dict[str, Any] | None:
     `joints` ([label, number of words] of the smallest constituent that holds it and the next word, [“”, 0] of none).
     """
     path = record.path / WORDS
-    if not path.is_file():
-        return None
-    frame = pd.read_parquet(path)
-    frame = frame[frame["window"] == window].sort_values("slot")
+    frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame({"window": []})
+    frame = frame[frame["window"] == window]
     if frame.empty:
         return None
+    frame = frame.sort_values("slot")
     count = int(frame["slot"].max()) + 1
     number, first = np.unique(frame["word"], return_index=True)
     classes, word = np.full(count, "", dtype=object), np.full(count, -1)
-    slots = frame["slot"].to_numpy()
-    classes[slots], word[slots] = frame["class"].to_numpy(), np.searchsorted(number, frame["word"])
+    classes[frame["slot"]], word[frame["slot"]] = frame["class"], np.searchsorted(number, frame["word"])
     own = frame.iloc[first]
     joints = [[str(label), int(words)] for label, words in zip(own["joint_label"], own["joint_words"], strict=True)]
     return {"classes": coded(classes.tolist()), "word": word.tolist(), "sentence": own["sentence"].tolist(), "joints": joints}
-
-
-def _looked_into(record: Record) -> Iterator[int]:
-    """The sentences that the run looked into, and the first window: signals of further ones would only be more of the same."""
-    window_seen = False
-    for place in record.texts_with_signals:
-        is_window = record.texts[place].name.startswith("window")
-        if not (is_window and window_seen):
-            yield place
-        window_seen |= is_window
-
-
-def _chosen(record: Record) -> dict[int, str]:
-    """The window that the run harmed most and the one in the middle, by the difference of nats to dense inference."""
-    frame = record.windows
-    harm = (frame["nll_nats"] - frame["dense_nll_nats"]).set_axis(frame["window"]).sort_values(kind="stable")
-    places = {len(harm) // 2: "in the middle", len(harm) - 1: "harmed most"}
-    return {int(harm.index[at]): f"{why}: {signed(float(harm.iloc[at]))} nats" for at, why in reversed(places.items())}
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------------------
@@ -113,7 +100,15 @@ def _chosen(record: Record) -> dict[int, str]:
 
 def _from_trace(trace: Trace, window: int) -> dict[str, Any]:
     """States, bits, fusions and merges of one window; its tokens are counted over the passes that processed it."""
-    passes = [one.row(row) for one, row in _passes_of(trace, window)]
+    first = batch = 0
+    passes: list[PassTrace] = []
+    for one in trace.passes:
+        if one.first_column == 0:  # a pass with nothing cached begins the next batch of windows
+            first, batch = first + batch, one.valid.shape[0]
+        if first <= window < first + batch:
+            passes.append(one.row(window - first))
+    if not passes:
+        raise ConfigError(f"the trace has no window {window}: it has {first + batch} windows.")
     active, entry, fused, bits = (
         torch.cat([torch.stack([ask(one, layer)[0] for layer in range(trace.n_layers)]) for one in passes], dim=1).numpy()
         for ask in (PassTrace.active, PassTrace.kv_present, lambda one, layer: one.fused_layer < layer, PassTrace.bits)
@@ -121,24 +116,22 @@ def _from_trace(trace: Trace, window: int) -> dict[str, Any]:
     return {
         "states": _letters(active, entry, fused),
         "bits": _digits(bits),
-        "fusions": [entry for one in passes for entry in _fusions(one)],
-        "merges": [entry for one in passes for entry in _merges(one)],
+        "fusions": [
+            [one.first_column + token, one.first_column + carrier, fusion.layer + 1, round(float(fusion.weight[0, token]), 3)]
+            for one in passes
+            for fusion in one.fusions
+            for token, carrier in enumerate(fusion.into[0].tolist())
+            if token != carrier
+        ],
+        "merges": [
+            [merge.layer + 1, slot, to]
+            for one in passes
+            for merge in one.merges
+            for slot, to in enumerate(merge.into[0].tolist())
+            if slot != to
+        ],
         "evictions": [[gone.layer + 1, gone.gone[0].nonzero()[:, 0].tolist()] for one in passes for gone in one.evictions],
     }
-
-
-def _passes_of(trace: Trace, window: int) -> list[tuple[PassTrace, int]]:
-    """The passes that processed a window and its row in them: a pass with nothing cached begins the next batch of windows."""
-    first = batch = 0
-    found: list[tuple[PassTrace, int]] = []
-    for one in trace.passes:
-        if one.first_column == 0:
-            first, batch = first + batch, one.valid.shape[0]
-        if first <= window < first + batch:
-            found.append((one, window - first))
-    if not found:
-        raise ConfigError(f"the trace has no window {window}: it has {first + batch} windows.")
-    return found
 
 
 def coded(strings: list[str]) -> dict[str, list[Any]]:
@@ -161,19 +154,6 @@ def _digits(bits: np.ndarray) -> dict[str, list[Any]] | None:
     if (bits == 16).all():
         return None
     return coded(["".join(str(width % 16) for width in column) for column in bits.T.tolist()])
-
-
-def _fusions(one: PassTrace) -> Iterator[list[Any]]:
-    for fusion in one.fusions:
-        for token, carrier in enumerate(fusion.into[0].tolist()):
-            if token != carrier:
-                weight = round(float(fusion.weight[0, token]), 3)
-                yield [one.first_column + token, one.first_column + carrier, fusion.layer + 1, weight]
-
-
-def _merges(one: PassTrace) -> Iterator[list[int]]:
-    for merge in one.merges:
-        yield from ([merge.layer + 1, slot, to] for slot, to in enumerate(merge.into[0].tolist()) if slot != to)
 
 
 # --- signals --------------------------------------------------------------------------------------------------------------------
@@ -233,21 +213,19 @@ def generated_texts(record: Record) -> dict[str, list[dict[str, Any]]]:
     """
     if TEXTS not in record.files:
         return {}
+    found: dict[str, list[dict[str, Any]]] = {GREEDY: [], SAMPLED: []}
     try:
         frame = pd.read_parquet(record.path / TEXTS)
-        return {way: [_sample(row) for _, row in frame[frame["way"] == way].head(SHOWN).iterrows()] for way in (GREEDY, SAMPLED)}
+        for way, samples in found.items():
+            for row in frame[frame["way"] == way].head(SHOWN).to_dict("records"):
+                words = _WORD.findall(row["prompt_text"])
+                run, dense = marked(row["text"], row["dense_text"])
+                samples.append({name: row[name] for name in ("prompt", "same_tokens", "agreement", "nats", "dense_nats")})
+                samples[-1] |= {"text": "".join(words[-_END_OF_PROMPT:]).lstrip(), "cut": len(words) > _END_OF_PROMPT}
+                samples[-1] |= {"run": run, "dense": dense}
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{TEXTS} of {record.path} cannot be read: {error}.") from error
-
-
-def _sample(row: pd.Series) -> dict[str, Any]:
-    words = _WORD.findall(row["prompt_text"])
-    run, dense = marked(row["text"], row["dense_text"])
-    return {
-        **{name: int(row[name]) for name in ("prompt", "same_tokens")},
-        **{name: float(row[name]) for name in ("agreement", "nats", "dense_nats")},
-        **{"text": "".join(words[-_END_OF_PROMPT:]).lstrip(), "cut": len(words) > _END_OF_PROMPT, "run": run, "dense": dense},
-    }
+    return found
 
 
 def marked(one: str, two: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
@@ -290,7 +268,16 @@ def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> lis
         groups: dict[tuple[str, ...], list[tuple[Record, Record]]] = {}
         for record, dense in sorted(pairs, key=lambda pair: pair[0].fingerprint):
             if record.dense_fingerprint is not None:
-                groups.setdefault(_group(record), []).append((record, dense))
+                modules = {name: entry["_target_"] for name, entry in record.config["modules"].items()}
+                said = (json.dumps(one, sort_keys=True) for one in (modules, {**encoded(record.protocol), "batch_size": None}))
+                same = (
+                    record.execution,
+                    record.model.name,
+                    record.model.weights_digest,
+                    record.model.dtype,
+                    record.data.token_digest,
+                )
+                groups.setdefault((*said, *same), []).append((record, dense))
         for members in groups.values():
             names = frozenset(record.fingerprint for record, _ in members)
             sweep = _sweep(title, members) if names not in seen else None
@@ -305,13 +292,6 @@ def _interest(sweep: Mapping[str, Any]) -> tuple[bool, int]:
     scale = any(option["ordered"] and len(option["values"]) >= _SCALE for option in sweep["options"])
     outcomes = {(record["executed_flops_saved_pct"], record["delta_ppl_pct"][0]) for record in sweep["records"]}
     return not (scale and len(outcomes) >= _SCALE), -len(sweep["records"])
-
-
-def _group(record: Record) -> tuple[str, ...]:
-    modules = json.dumps({name: entry["_target_"] for name, entry in record.config["modules"].items()}, sort_keys=True)
-    protocol = {**encoded(record.protocol), "batch_size": None}
-    same = (record.model.name, record.model.weights_digest, record.model.dtype, record.data.token_digest)
-    return (modules, json.dumps(protocol, sort_keys=True), record.execution, *same)
 
 
 def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, Any] | None:
@@ -342,9 +322,8 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
 
 def settings(record: Record) -> dict[str, str]:
     """The options of a record's modules, `halting.tau_drift`, in words."""
-    modules: Mapping[str, Mapping[str, Any]] = record.config["modules"]
-    options = {module: {name: value for name, value in entry.items() if name != "_target_"} for module, entry in modules.items()}
-    return {f"{module}.{name}": _named(value) for module, entry in options.items() for name, value in entry.items()}
+    options = ((module, name, value) for module, entry in record.config["modules"].items() for name, value in entry.items())
+    return {f"{module}.{name}": _named(value) for module, name, value in options if name != "_target_"}
 
 
 def _named(value: Any) -> str:
@@ -363,23 +342,22 @@ def _named(value: Any) -> str:
 
 def _options(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """What differs between `rows`: each option with its sorted values and the place of every row among them."""
-    names = sorted({name for row in rows for name in row})
+    rows = [defaultdict(lambda: _NONE, row) for row in rows]
     together: dict[tuple[int, ...], list[str]] = {}
-    for name in names:
-        values = [row.get(name, _NONE) for row in rows]
+    for name in sorted({name for row in rows for name in row}):
+        values = [row[name] for row in rows]
         seen = list(dict.fromkeys(values))
         if len(seen) > 1:
             together.setdefault(tuple(map(seen.index, values)), []).append(name)
     options = []
     for members in together.values():
         # The member that reads as numbers gives the order; the others follow it.
-        name = min(members, key=lambda one: (sum(_order(row.get(one, _NONE))[0] for row in rows), members.index(one)))
-        values = sorted({row.get(name, _NONE) for row in rows}, key=_order)
-        first = [next(row for row in rows if row.get(name, _NONE) == value) for value in values]
-        also = [{"name": other, "values": [row.get(other, _NONE) for row in first]} for other in members if other != name]
-        places = [values.index(row.get(name, _NONE)) for row in rows]
-        ordered = all(_order(value)[0] == 0 for value in values)
-        options.append({"name": name, "also": also, "values": values, "places": places, "ordered": ordered})
+        name = min(members, key=lambda one: sum(_order(row[one])[0] for row in rows))
+        values = sorted({row[name] for row in rows}, key=_order)
+        first = [next(row for row in rows if row[name] == value) for value in values]
+        also = [{"name": other, "values": [row[other] for row in first]} for other in members if other != name]
+        option = {"name": name, "also": also, "values": values, "places": [values.index(row[name]) for row in rows]}
+        options.append(option | {"ordered": all(_order(value)[0] == 0 for value in values)})
     return sorted(options, key=lambda option: (-len(option["values"]), option["name"]))
 
 

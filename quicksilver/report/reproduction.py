@@ -314,6 +314,34 @@ def fill_readme(readme: Path, results: Path) -> str:
         return begin + said + end
 
     marked = re.compile(r"(<!-- (\w+)(\.rows)?:begin -->\n).*?(<!-- \2(?:\.rows)?:end -->)", re.DOTALL)
-    content = marked.sub(filled, readme.read_text(encoding="utf-8"))
+    content = with_cells(marked.sub(filled, readme.read_text(encoding="utf-8")), results)
     write_files(readme.parent, {readme.name: content.encode()})
-    return f"{readme}: {', '.join(names) or 'no markers found'}"
+    return f"{readme}: {', '.join(names) or 'its numbers'}"
+
+
+def with_cells(text: str, results: Path) -> str:
+    """`text` with each number before `<!-- TABLE column=value,… COLUMN -->` as that cell of `results/tables/TABLE.csv` has it, with as many
+    decimals, and signed if it was.
+
+    Raises:
+        ConfigError: no such table, or not one such cell.
+    """
+
+    import pandas as pd
+
+    def cell(match: re.Match[str]) -> str:
+        shown, source, name, where, column = match.groups()
+        path = results / "tables" / f"{name}.csv"
+        if not path.is_file():
+            raise ConfigError(f"{path} is not there: make it first, make reproduce.")
+        frame = pd.read_csv(path, dtype={"key": str})
+        for one in where.split(","):
+            key, _, value = one.partition("=")
+            frame = frame[frame[key].astype(str) == value]
+        if len(frame) != 1:
+            raise ConfigError(f"{where} names {len(frame)} rows of {path}: name one.")
+        decimals = len(shown.partition(".")[2].rstrip("%"))
+        value = f"{frame[column].iloc[0]:{'+' * (shown[0] in '+-')}.{decimals}f}"
+        return f"{value}{'%' * shown.endswith('%')}{source}"
+
+    return re.sub(r"([+-]?\d+(?:\.\d+)?%?)(<!-- (\w+) (\S+=\S+) (\w+) -->)", cell, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import fakes
 import pandas as pd
@@ -20,12 +21,13 @@ from quicksilver.records import archive
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.comparison import Committed, committed, distance
-from quicksilver.report.reproduction import FOUND, UNUSABLE, fill_readme
+from quicksilver.report.reproduction import FOUND, UNUSABLE, fill_readme, with_cells
 from quicksilver.report.table import Heading, PrintedPanel, PrintedRow, Section, Written
 from quicksilver.runs import jobs as answers
 from quicksilver.runs.jobs import FAILED, REFUSED
 from quicksilver.runtime.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 ASKED_ABOUT = {
     "isolated.halting",
     "isolated.kv_skipping",
@@ -470,3 +472,16 @@ def test_a_damaged_record_costs_its_row_and_no_other(harness, capsys):
     assert after.loc[kept, "ppl"].equals(before.loc[kept, "ppl"])
     assert "windows.parquet is not the file that was recorded" in said.err
     assert "Move that folder away" in said.err
+
+
+def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
+    page = (ROOT / "results" / "findings.md").read_text(encoding="utf-8")
+    assert page.count("<!-- ") > 30
+    assert with_cells(page, ROOT / "results") == page
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "table11.csv").write_text("panel,key,ppl\nall,40,12.345\nall,50,-3\n")
+    at = "<!-- table11 panel=all,key={} ppl -->"
+    assert with_cells(f"+1.00%{at.format(40)} 9.9{at.format(50)} 7", tmp_path) == f"+12.35%{at.format(40)} -3.0{at.format(50)} 7"
+    for wrong, says in ((at.format(60), "names 0 rows"), (at.format(40).replace("11", "12"), "table12.csv is not there")):
+        with pytest.raises(ConfigError, match=says):
+            with_cells(f"1{wrong}", tmp_path)

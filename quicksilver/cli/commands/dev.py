@@ -134,7 +134,8 @@ class Readme(ResultsFolder):
         """
         from quicksilver.report.reproduction import fill_readme
 
-        print(fill_readme(REPOSITORY / "README.md", Path(self.results_dir)))
+        for page in ("README.md", "results/findings.md"):
+            print(fill_readme(REPOSITORY / page, Path(self.results_dir)))
         return 0
 
 

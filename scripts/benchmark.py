@@ -59,10 +59,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.measure.latency import Alternation
 from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
-from quicksilver.modules.fastest_linear import FastestLinear
-from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, model_digest
+from quicksilver.modules.fitted import MODELS_FOLDER, BoundTranslator, ModelShape, Translator, model_digest
+from quicksilver.modules.kernels import FastestLinear
 from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_with_schedules
-from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of

@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # a clone is enough: nothing has t
 import benchmarking as shared  # noqa: E402
 from benchmarking import REALIZED, TIME, Asked, Call, Option, Row, Shape, Way, findings, in_turns, model_of, random_ids  # noqa: E402
 
-from quicksilver.baselines.int8_dynamic import Int8Dynamic  # noqa: E402
+from quicksilver.baselines.number_formats import Int8Dynamic  # noqa: E402
 from quicksilver.modules import ExponentialDecay, Halting, RandomHalting, StaticDepth  # noqa: E402
 from quicksilver.runtime import QuickSilverError, RuntimeModule, apply, architecture_of  # noqa: E402
 

@@ -101,9 +101,8 @@ def environment(folder: Path) -> Path:
 
 def of_this_package(prompt: int, kept: float) -> Iterator[tuple[str, list[Any]]]:
     """Methods here that keep as many entries of a prompt's K/V in each layer."""
-    from quicksilver.baselines.heavy_hitter import HeavyHitter
-    from quicksilver.baselines.prompt_truncation import PromptTruncation
-    from quicksilver.baselines.sink_attention import SinkAttention
+    from quicksilver.baselines.eviction import HeavyHitter, SinkAttention
+    from quicksilver.baselines.prompts import PromptTruncation
 
     count = round(kept * prompt)
     yield "StreamingLLM, here", [SinkAttention(window=count - 4, sinks=4)]

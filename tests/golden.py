@@ -26,8 +26,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from quicksilver import numerics
-from quicksilver.baselines import int8_dynamic
-from quicksilver.baselines.bfloat16 import BFloat16
+from quicksilver.baselines import number_formats
+from quicksilver.baselines.number_formats import BFloat16
 from quicksilver.data.windows import encode
 from quicksilver.measure.audit import Audit
 from quicksilver.measure.bench import Bench, run_measurements
@@ -165,7 +165,7 @@ def exact_arithmetic() -> Iterator[None]:
         torch.set_default_dtype(torch.float64)
         stack.enter_context(mock.patch.object(kernels, "multiply", product))
         stack.enter_context(mock.patch.dict(kernels.KERNELS, int_mm=Exact()))
-        stack.enter_context(mock.patch.object(int8_dynamic, "DYNAMIC_INT8", (Exact(),)))
+        stack.enter_context(mock.patch.object(number_formats, "DYNAMIC_INT8", (Exact(),)))
         stack.enter_context(mock.patch.object(BFloat16, "applied", widened))
         stack.enter_context(_InFloat64())
         yield

@@ -17,8 +17,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from quicksilver.modules.fitted import ModelShape
-from quicksilver.modules.translators import BoundTranslator, Translator
+from quicksilver.modules.fitted import BoundTranslator, ModelShape, Translator
 from quicksilver.runtime import (
     MISSING_KV,
     Architecture,

@@ -13,13 +13,12 @@ import tiny
 import torch
 from torch import distributed
 
-from quicksilver.baselines.heavy_hitter import HeavyHitter
+from quicksilver.baselines.eviction import HeavyHitter
 from quicksilver.baselines.token_merging import TokenMerging
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.models.parallel import load_parallel
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, StagedHalting, TokenFusion
-from quicksilver.modules.fitted import ModelShape, model_digest
-from quicksilver.modules.translators import Translator
+from quicksilver.modules.fitted import ModelShape, Translator, model_digest
 from quicksilver.runtime import apply, architecture_of
 from quicksilver.runtime.errors import ConfigError
 

@@ -24,26 +24,20 @@ class TokenMerging(TokenPolicy):
 
     Source: "Token Merging: Your ViT But Faster" (Bolya et al., arXiv 2210.09461). The tokens are split into alternating sets A and
     B; each of A draws one edge to the most similar of B (cosine of keys, heads averaged); the r best edges are kept and their
-    tokens merged, weighted by size; several of A may go into one of B. Attention is proportional to size (`proportional`), and
-    what was merged is handed back to all its parts at the end (the runtime's unmerge).
+    tokens merged, weighted by size; several of A may go into one of B. What was merged is handed back to all its parts at the end.
 
     What differs: ToMe merges between attention and MLP of an encoder that sees everything; here between layers of a decoder, and
-    the merged token lives in the slot of its *last* part, so that no query before that sees any of it: nothing flows backward
-    inside a prompt, but queries between the parts lose the earlier ones. Which pairs merge depends on both, so it acts in prompts
-    only; `lookahead` merges everywhere, ToMe as it is, where a token's own prediction knows what follows it, and marks every
-    number. Keys carry their rotary position where the model has one.
+    the merged token lives in the slot of its *last* part: nothing flows backward inside a prompt, but queries between the parts lose the
+    earlier ones. Which pairs merge depends on both, so it acts in prompts only; `lookahead` merges everywhere, where a token's own prediction
+    knows what follows it, and marks every number. Keys carry their rotary position where the model has one.
 
     Args:
         r: share of a row's real tokens merged away after each layer (ToMe's r over its 197 tokens); 0: none, the dense model.
         metric: what is compared: `keys` of the layer, or the `states` leaving it.
         start: fraction of the layers gone through before the first merge; 0: after the first layer.
         proportional: log size is added to the attention scores. Needs a mask, so that the causal kernel is no longer used.
-        protect_first, protect_last: tokens that are never merged, as ToMe spares its class token: the attention sink, and the last
-            of a prompt, whose logits predict what follows.
+        protect_first, protect_last: tokens that are never merged, as ToMe spares its class token.
         lookahead: as above.
-
-    Raises:
-        ConfigError: an option out of range.
     """
 
     r: Annotated[float, between(0.0, 0.5)] = 0.05
@@ -98,19 +92,15 @@ def match(metric: torch.Tensor, free: torch.Tensor, k: torch.Tensor) -> torch.Te
     nth = free.long().cumsum(1) - 1  # alternating among the free ones, wherever others stand
     a, b = free & (nth % 2 == 0), free & (nth % 2 == 1)
     width = max(1, (free.shape[1] + 1) // 2)
-    at_a, at_b = (_to_the_left(members, width) for members in (a, b))  # (B, W) columns of the members, others behind them
+    # (B, W) columns of the members, others behind them
+    at_a, at_b = ((~members).to(torch.uint8).argsort(dim=1, stable=True)[:, :width] for members in (a, b))
     unit = F.normalize(metric, dim=-1)
     sides = [unit.gather(1, at[..., None].expand(-1, -1, unit.shape[-1])) for at in (at_a, at_b)]
     likeness = sides[0] @ sides[1].transpose(1, 2)  # (B, W, W)
     likeness = likeness.masked_fill(~b.gather(1, at_b)[:, None, :], -math.inf)
     best, partner = likeness.max(-1)  # one edge for each of A
     drawn = lowest(-best, a.gather(1, at_a) & best.isfinite(), k)
-    target = at_b.gather(1, partner)
-    into = columns.scatter(1, at_a, torch.where(drawn, target, at_a))
+    into = columns.scatter(1, at_a, torch.where(drawn, at_b.gather(1, partner), at_a))
     # A group is one of B and those that went into it; it lives in the last of them.
     last = columns.scatter_reduce(1, into, columns, "amax")
     return last.gather(1, into)
-
-
-def _to_the_left(members: torch.Tensor, width: int) -> torch.Tensor:
-    return (~members).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]

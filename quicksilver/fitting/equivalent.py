@@ -17,7 +17,7 @@ Only the abstract and the introduction of the paper are at hand: the formulas ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -83,7 +83,6 @@ def equivalent_forward(
     mask = KeepMask()
     predicting = dict(translators or {})
     stopped: list[tuple[torch.Tensor, PredictedKV]] = []  # g, and what is predicted
-    previous: list[Any] = []
 
     def wrap(index: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -101,37 +100,34 @@ def equivalent_forward(
             if mask.current is not None:
                 m = mask.current.detach() if derivative == "attention" else mask.current
                 after = hidden + m[..., None] * (after - hidden)
-            if index < arch.n_layers - 1:
-                everything = torch.ones(after.shape[:2], dtype=after.dtype, device=after.device)
-                g = gate(index, after, everything if mask.current is None else mask.current)
-                if g is not None:
-                    mask.current = g if mask.current is None else mask.current * g
-                    if index in predicting:
-                        stopped.append((g, predicting[index].translate(after)))
-                    elif stopped:
-                        raise ConfigError(
-                            f"The gate after layer {index} drops tokens behind one that predicts their K/V: drop first, then predict."
-                        )
-                    else:
-                        mask.seen = mask.current
+            if index == arch.n_layers - 1:
+                return after
+            everything = torch.ones(after.shape[:2], dtype=after.dtype, device=after.device)
+            g = gate(index, after, everything if mask.current is None else mask.current)
+            if g is None:
+                return after
+            mask.current = g if mask.current is None else mask.current * g
+            if index in predicting:
+                stopped.append((g, predicting[index].translate(after)))
+            elif stopped:
+                raise ConfigError(f"The gate after layer {index} drops tokens behind one that predicts K/V: drop first.")
+            else:
+                mask.seen = mask.current
             return after
 
         return forward
 
-    token = _MASK.set(mask)
-    try:
+    with ExitStack() as stack:
+        stack.callback(_MASK.reset, _MASK.set(mask))
         for index, layer in enumerate(arch.layers):
-            previous.append(layer.__dict__.get("forward"))
-            layer.forward = wrap(index, layer.forward)
-        with attention_function(model, _NAME):
-            yield mask
-    finally:
-        for layer, kept in zip(arch.layers, previous, strict=False):
-            if kept is None:
-                layer.__dict__.pop("forward", None)
+            before = layer.__dict__.get("forward")
+            if before is None:
+                stack.callback(layer.__dict__.pop, "forward", None)
             else:
-                layer.forward = kept
-        _MASK.reset(token)
+                stack.callback(setattr, layer, "forward", before)
+            layer.forward = wrap(index, layer.forward)
+        stack.enter_context(attention_function(model, _NAME))
+        yield mask
 
 
 def _attend(
@@ -145,9 +141,8 @@ def _attend(
     """Σ_j m_j e^{s_ij} v_j / Σ_k m_k e^{s_ik}, (B, M, H, head_dim), by the fused kernel: log m_j is added to scores, and the derivative by m,
     which is there where m = 0, too, comes from `_slope`."""
     mask = _MASK.get()
-    for g, (keys, values) in reversed(
-        mask.predicted if mask is not None else []
-    ):  # the first gate that halts a token says what is seen
+    # The first gate that halts a token says what is seen.
+    for g, (keys, values) in reversed(mask.predicted if mask is not None else []):
         own = g[:, None, :, None]
         key, value = own * key + (1 - own) * keys, own * value + (1 - own) * values
     if mask is None or mask.in_attention is None:
@@ -180,8 +175,8 @@ def _slope(m: torch.Tensor, attended: torch.Tensor, inputs: tuple[Any, ...], opt
     """What has the derivative of attention by m and no other: with plain weights a_ij, that is a_ij (v_j − out_i) / Σ_k a_ik m_k.
 
     One call of the fused kernel: Σ a_ij m_j v_j, and Σ a_ij m_j as one more column of values. A query whose attention is nearly all on halted
-    tokens would see one of them come back with any slope, hundreds of thousands and more, layer upon layer; the change itself is no more than
-    v_j − out_i. So the share of attention that is left is taken as `_LEAST` where it is less.
+    tokens would have slopes of hundreds of thousands, layer upon layer, for a change of no more than v_j − out_i. So the share of attention
+    that is left is taken as `_LEAST` where it is less.
     """
     module, query, key, value, attention_mask = inputs
     width = value.shape[-1]

@@ -1,6 +1,7 @@
 """Fit linear maps to a frozen model: one dense pass over calibration text leaves sums behind, and one solve makes each map of them.
 
-XᵀX and XᵀY do not grow with the text. Products of one batch are taken in the model's float32 and added in float64.
+XᵀX and XᵀY do not grow with the text. Products of one batch are taken in the model's float32 and added in float64. The text is windows of
+calibrating parts, without what evaluation texts have too, split in two halves: maps are fitted on one and schedules chosen on the other.
 """
 
 from __future__ import annotations
@@ -8,25 +9,95 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+import torch.nn.functional as F
 
+from quicksilver.data.overlap import without_overlap
+from quicksilver.data.text import Text
+from quicksilver.data.windows import encode
 from quicksilver.files import write_atomically
-from quicksilver.fitting.text import FitText
+from quicksilver.fitting.training import TrainingFile
 from quicksilver.measure.memory import peak_memory
-from quicksilver.modules.fitted import ModelShape, model_digest
-from quicksilver.modules.lens import Lens
-from quicksilver.modules.translators import Translator
+from quicksilver.modules.fitted import Lens, ModelShape, Translator, model_digest
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.reading import parse_json
+
+# -- text --------------------------------------------------------------------------------------------------------------------------
+
+
+Half = Literal["fit", "choose"]
+HALVES: tuple[str, ...] = ("fit", "choose")  # even windows, odd windows
+
+
+@dataclass(frozen=True)
+class FitText:
+    """Windows of several texts.
+
+    Attributes:
+        ids: (W, N) long.
+        provenance: by text: its source and digest, windows taken, paragraphs left out and for which evaluation text.
+    """
+
+    ids: torch.Tensor
+    provenance: dict[str, Any]
+
+    @classmethod
+    def of(cls, windows: torch.Tensor) -> FitText:
+        """Windows (W, N) that a run calibrates on."""
+        return cls(windows, {"windows": len(windows), "digest": cls(windows, {}).digest})
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the ids."""
+        return hashlib.sha256(self.ids.cpu().contiguous().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def fit_text(
+    texts: Mapping[str, Text],
+    evaluation: Mapping[str, str],
+    tokenizer: Any,
+    *,
+    half: Half,
+    windows: int | None,
+    window_tokens: int = 512,
+) -> FitText:
+    """Windows of one half of `texts`, by name, at most `windows` in all: texts give equal numbers as far as they have them.
+
+    Args:
+        evaluation: texts that must share no 13 consecutive words with what is fitted on, by name.
+
+    Raises:
+        ConfigError: nothing is left of a text, or it is shorter than two windows.
+    """
+    parts: dict[str, torch.Tensor] = {}
+    said: dict[str, Any] = {}
+    for name, text in texts.items():
+        kept = without_overlap(text.text, evaluation)
+        if not kept.text.strip():
+            raise ConfigError(
+                f"Nothing of {name} is left: all paragraphs share 13 words with an evaluation text. Give other text."
+            )
+        every = encode(kept.text, tokenizer, window_tokens).ids
+        parts[name] = every[HALVES.index(half) :: 2]
+        if not len(parts[name]):
+            raise ConfigError(f"{name} has {len(every)} windows of {window_tokens} tokens: give at least two, one for each half.")
+        said[name] = {
+            "source": text.source, "digest": text.digest, "paragraphs": kept.paragraphs, "left_out": kept.removed, "left_out_by": kept.removed_by,
+        }  # fmt: skip
+    left = sum(map(len, parts.values())) if windows is None else windows
+    for rank, name in enumerate(sorted(parts, key=lambda name: len(parts[name]))):  # the shortest first
+        count = min(len(parts[name]), left // (len(parts) - rank))
+        left -= count
+        parts[name] = parts[name][torch.linspace(0, len(parts[name]) - 1, count).long()]
+        said[name]["windows"] = count
+    return FitText(torch.cat(list(parts.values())), {"half": half, "window_tokens": window_tokens, "texts": said})
+
 
 # -- sums --------------------------------------------------------------------------------------------------------------------------
 
@@ -36,159 +107,59 @@ RIDGE = 3e-3  # of the mean of the diagonal of XᵀX
 CONTROLS = ("shuffled", "mean")
 
 
-def check_enough(tokens: int, coefficients: int) -> None:
-    """Raises ConfigError where so many tokens do not determine so many coefficients."""
-    least = TOKENS_PER_COEFFICIENT * coefficients
-    if tokens < least:
-        raise ConfigError(
-            f"{tokens} tokens are too few to fit {coefficients} coefficients a column: give at least {least} tokens (ten for each), by more "
-            "windows or more text."
-        )
-
-
-def ridge_solution(xx: torch.Tensor, xy: torch.Tensor, ridge: float) -> torch.Tensor:
-    """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal: (..., R, R), (..., R, C) -> (..., R, C), float64."""
-    penalty = ridge * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(xx.shape[-1], dtype=torch.float64)
-    return torch.cholesky_solve(xy, torch.linalg.cholesky(xx + penalty))
-
-
-@dataclass
 class Sums:
-    """What is kept of the text for one source layer: moments of X = [1, LN₀(h_ℓ)] and of Y = K (unrotated) and V of all later layers.
+    """Moments of X = [1, x] (R = 1 + D columns) and of Y (C columns) over a text.
 
     Attributes:
-        xx: (1 + D, 1 + D) float64. xy: (1 + D, (L−1−ℓ)·2·d_kv) float64.
+        xx: (R, R) float64. xy: (R, C) float64.
     """
 
-    xx: torch.Tensor
-    xy: torch.Tensor
+    def __init__(self, width: int, columns: int) -> None:
+        self.xx = torch.zeros(1 + width, 1 + width, dtype=torch.float64)
+        self.xy = torch.zeros(1 + width, columns, dtype=torch.float64)
 
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        """Of inputs x (T, D); returns X (T, 1 + D)."""
+        x = F.pad(x, (1, 0), value=1.0)
+        self.xx += (x.T @ x).cpu().double()
+        return x
 
-class NormalEquations:
-    """The sums of several source layers, filled by one pass over the text.
+    def add_targets(self, x: torch.Tensor, y: torch.Tensor, first: int = 0) -> None:
+        """Of X (T, 1 + D) and Y (T, c), the columns of `xy` from `first` on."""
+        self.xy[:, first : first + y.shape[1]] += (x.T @ y).cpu().double()
 
-    Args:
-        architecture: of the model, which runs as it is: on its own device, in its own dtype.
-        source_layers: candidates for ℓ.
-        control: `shuffled`: Y of a token is paired with X of another one of the batch, drawn by `seed`. What is predicted then knows the
-            means alone, and noise.
+    def solution(self, tokens: int, ridge: float, states: str) -> torch.Tensor:
+        """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal: (R, C) float64.
 
-    Raises:
-        ConfigError: a source layer that the model lacks or after which there is none.
-    """
-
-    def __init__(
-        self, architecture: Architecture, source_layers: Sequence[int], control: str | None = None, seed: int = 0
-    ) -> None:
-        last = architecture.n_layers - 2
-        wrong = [layer for layer in source_layers if not 0 <= layer <= last]
-        if wrong or not source_layers:
-            raise ConfigError(
-                f"source layers {list(source_layers)}: give layers from 0 to {last}; after them there is one to predict for."
-            )
-        self.arch = architecture
-        self.shape = ModelShape.of(architecture)
-        self.per_layer = 2 * architecture.n_kv_heads * architecture.head_dim
-        rows = 1 + architecture.width
-        self.sums = {
-            layer: Sums(
-                torch.zeros(rows, rows, dtype=torch.float64),
-                torch.zeros(rows, (architecture.n_layers - 1 - layer) * self.per_layer, dtype=torch.float64),
-            )
-            for layer in sorted(set(source_layers))
-        }
-        self.control = control
-        self.seed = seed
-        self.tokens = 0
-        self.windows = 0
-
-    @torch.no_grad()
-    def add(self, ids: torch.Tensor) -> None:
-        """One dense pass over ids (B, N); memory: X of each source layer for this batch."""
-        inputs: dict[int, torch.Tensor] = {}
-        generator = torch.Generator().manual_seed(self.seed + self.windows)
-        shuffled = torch.randperm(ids.numel(), generator=generator) if self.control == "shuffled" else None
-        handles = [
-            layer.register_forward_pre_hook(
-                lambda module, args, kwargs, index=index: self._meet(
-                    index, kwargs.get("hidden_states", args[0] if args else None), inputs, shuffled
-                ),
-                with_kwargs=True,
-            )
-            for index, layer in enumerate(self.arch.layers)
-        ]
-        try:
-            self.arch.base(input_ids=ids.to(self.arch.model.device), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.tokens += ids.numel()
-        self.windows += len(ids)
-
-    def _meet(self, layer: int, hidden: torch.Tensor, inputs: dict[int, torch.Tensor], shuffled: torch.Tensor | None) -> None:
-        if inputs:
-            keys, values = self.arch.project_kv_unrotated(layer, hidden)
-            targets = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in (keys, values)], dim=-1).float()
-            if shuffled is not None:
-                targets = targets[shuffled.to(targets.device)]
-            for source, states in inputs.items():
-                start = (layer - source - 1) * self.per_layer
-                self.sums[source].xy[:, start : start + self.per_layer] += (states.T @ targets).cpu().double()
-        if layer in self.sums:
-            normed = self.arch.normalised_input(layer, hidden).flatten(0, 1)
-            states = torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1)  # (B·N, 1 + D)
-            self.sums[layer].xx += (states.T @ states).cpu().double()
-            inputs[layer] = states
-
-    def solve(self, source_layer: int, weights_digest: str, provenance: dict[str, Any], ridge: float = RIDGE) -> Translator:
-        """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal.
-
-        `control="mean"`: the constant alone, so that every token gets the mean K and V.
+        Args:
+            tokens: of the text. states: what X is of, for messages.
 
         Raises:
-            ConfigError: too little text to determine the coefficients, or sums that are not finite.
+            ConfigError: fewer than ten tokens a coefficient, sums that are not finite.
         """
-        sums, rows = self.sums[source_layer], 1 + self.arch.width
-        check_enough(self.tokens, rows)
-        if not bool(torch.isfinite(sums.xx).all() and torch.isfinite(sums.xy).all()):
-            raise ConfigError(f"The states entering layer {source_layer} are not all finite: fit with model.dtype=float32.")
-        values = torch.linalg.eigvalsh(sums.xx)
-        rank = int((values > 1e-7 * values[-1]).sum())
-        if rank < self.arch.width // 2:
+        rows = len(self.xx)
+        if tokens < (least := TOKENS_PER_COEFFICIENT * rows):
             raise ConfigError(
-                f"The text spans {rank} of {rows} directions of the states entering layer {source_layer}: it repeats itself. Give other text."
+                f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {least} tokens (ten for each), by more "
+                "windows or more text."
             )
-        if self.control == "mean":
-            weight = torch.zeros_like(sums.xy)
-            weight[0] = sums.xy[0] / sums.xx[0, 0]
-        else:
-            weight = ridge_solution(sums.xx, sums.xy, ridge)
-        shape = self.shape
-        weight = weight.view(rows, -1, 2, shape.n_kv_heads, shape.head_dim).float()
-        said = provenance | {"ridge": ridge, "tokens": self.tokens, "control": self.control}
-        return Translator(source_layer, weight, shape, weights_digest, said)
+        if not bool(torch.isfinite(self.xx).all() and torch.isfinite(self.xy).all()):
+            raise ConfigError(f"The states {states} are not all finite: fit with model.dtype=float32.")
+        penalty = ridge * self.xx.diagonal().mean() * torch.eye(rows, dtype=torch.float64)
+        return torch.cholesky_solve(self.xy, torch.linalg.cholesky(self.xx + penalty))
 
-    # -- going on where it was stopped -------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path, key: str) -> None:
-        """Write the sums atomically; `key` says what they are sums of."""
-        tensors = {f"{name}.{layer}": getattr(sums, name) for layer, sums in self.sums.items() for name in ("xx", "xy")}
-        content = save(tensors, {"key": key, "progress": json.dumps([self.windows, self.tokens])})
-        write_atomically(path, content)
+@contextmanager
+def entering(architecture: Architecture, meet: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """For the length of the context `meet` is told the states (B, N, D) entering each layer, and, as layer L, the final norm."""
+    with ExitStack() as stack:
+        for index, layer in enumerate([*architecture.layers, architecture.final_norm]):
 
-    def resume(self, path: Path, key: str) -> bool:
-        """Take up the sums that `save` left for the same `key`; False where there are none, or they are of something else or torn."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("key") != key:
-                    return False
-                self.windows, self.tokens = parse_json(metadata["progress"])
-                for layer, sums in self.sums.items():
-                    sums.xx, sums.xy = file.get_tensor(f"xx.{layer}"), file.get_tensor(f"xy.{layer}")
-        except (OSError, SafetensorError):
-            return False
-        return True
+            def hook(_: object, args: tuple, kwargs: dict[str, Any], index: int = index) -> None:
+                meet(index, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 # -- translators -------------------------------------------------------------------------------------------------------------------
@@ -198,6 +169,7 @@ SAVED_EVERY_S = 20.0
 Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
 
+@torch.no_grad()
 def fit_translators(
     architecture: Architecture,
     text: FitText,
@@ -209,40 +181,92 @@ def fit_translators(
     checkpoint: Path | None = None,
     progress: Progress = iter,
 ) -> dict[int, Translator]:
-    """One translator for each source layer.
+    """One translator for each source layer: from LN₀ of the state entering it to K (unrotated) and V of all later layers.
 
     Args:
         ridge: λ as a multiple of the mean of the diagonal of XᵀX.
-        control: `shuffled` or `mean`: what a translator must beat (`NormalEquations`).
+        control: what a translator must beat. `shuffled`: K/V of another token of the batch. `mean`: the mean K and V for every token.
         checkpoint: the sums are kept there now and then, and taken up again by the same command; removed when it is done.
         progress: wraps the batches that are left (`tqdm.tqdm`).
 
     Raises:
         ConfigError: a source layer that the model lacks, an unknown control, a ridge that is no positive number, too little text.
     """
+    arch, last = architecture, architecture.n_layers - 2
     if control is not None and control not in CONTROLS:
         raise ConfigError(f"control={control!r} is not one of {', '.join(CONTROLS)}.")
     if not 0 < ridge < float("inf"):
-        raise ConfigError(
-            f"ridge={ridge!r} must be a number above 0: without a penalty the constant and the state are not told apart."
-        )
-    digest = model_digest(architecture.model)
-    sums = NormalEquations(architecture, source_layers, control)
-    asked = [digest, text.digest, sorted(sums.sums), control, batch_size]
-    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-    if checkpoint is not None:
-        sums.resume(checkpoint, key)
-    saved_s = time.monotonic()
-    for batch in progress(text.ids[sums.windows :].split(batch_size)):
-        sums.add(batch)
-        if checkpoint is not None and time.monotonic() - saved_s > SAVED_EVERY_S:
-            sums.save(checkpoint, key)
+        raise ConfigError(f"ridge={ridge!r} must be a number above 0, such as 0.003.")
+    if not source_layers or not all(0 <= layer <= last for layer in source_layers):
+        raise ConfigError(f"source layers {list(source_layers)}: give layers from 0 to {last}, which have one after them.")
+    digest = model_digest(arch.model)
+    columns = 2 * arch.n_kv_heads * arch.head_dim
+    sums = {layer: Sums(arch.width, (arch.n_layers - 1 - layer) * columns) for layer in sorted(set(source_layers))}
+    file = TrainingFile(checkpoint, {"fit": [digest, text.digest, sorted(sums), control, batch_size]})
+    done, saved_s = _resumed(file, sums), time.monotonic()
+    for batch in progress(text.ids[done:].split(batch_size)):
+        _add(arch, batch, sums, shuffled_by=done if control == "shuffled" else None)
+        done += len(batch)
+        if time.monotonic() - saved_s > SAVED_EVERY_S:
+            file.save(windows=done, sums={layer: [one.xx, one.xy] for layer, one in sums.items()})
             saved_s = time.monotonic()
-    said: dict[str, Any] = {"text": text.provenance, "text_digest": text.digest}
-    found = {layer: sums.solve(layer, digest, said, ridge) for layer in sums.sums}
+    tokens = text.ids.numel()
+    said: dict[str, Any] = {
+        "text": text.provenance,
+        "text_digest": text.digest,
+        "ridge": ridge,
+        "tokens": tokens,
+        "control": control,
+    }
+    shape, found = ModelShape.of(arch), {}
+    for layer, one in sums.items():
+        weight = one.solution(tokens, ridge, f"entering layer {layer}")
+        values = torch.linalg.eigvalsh(one.xx)
+        if (rank := int((values > 1e-7 * values[-1]).sum())) < arch.width // 2:
+            raise ConfigError(
+                f"The text spans {rank} of {1 + arch.width} directions of the states entering layer {layer}: it repeats itself. Give other text."
+            )
+        if control == "mean":
+            weight = torch.zeros_like(weight)
+            weight[0] = one.xy[0] / one.xx[0, 0]
+        weight = weight.view(1 + arch.width, -1, 2, shape.n_kv_heads, shape.head_dim).float()
+        found[layer] = Translator(layer, weight, shape, digest, said)
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     return found
+
+
+def _add(arch: Architecture, batch: torch.Tensor, sums: Mapping[int, Sums], shuffled_by: int | None) -> None:
+    """A dense pass over windows (B, N). shuffled_by: a seed; targets are those of other tokens then."""
+    columns, inputs = 2 * arch.n_kv_heads * arch.head_dim, dict[int, torch.Tensor]()  # X of each source layer
+    generator = None if shuffled_by is None else torch.Generator().manual_seed(shuffled_by)
+    order = None if generator is None else torch.randperm(batch.numel(), generator=generator)
+
+    def meet(layer: int, hidden: torch.Tensor) -> None:
+        if inputs and layer < arch.n_layers:
+            keys, values = arch.project_kv_unrotated(layer, hidden)
+            targets = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in (keys, values)], dim=-1).float()
+            targets = targets if order is None else targets[order.to(targets.device)]
+            for source, states in inputs.items():
+                sums[source].add_targets(states, targets, (layer - source - 1) * columns)
+        if layer in sums:
+            inputs[layer] = sums[layer].add(arch.normalised_input(layer, hidden).flatten(0, 1))
+
+    with entering(arch, meet):
+        arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
+
+
+def _resumed(file: TrainingFile, sums: Mapping[int, Sums]) -> int:
+    """Take up the sums of the same fit; returns the windows that they are of, 0 where there are none, or they are of something else or torn."""
+    try:
+        found = file.load()
+    except ConfigError:
+        return 0
+    if found is None:
+        return 0
+    for layer, (xx, xy) in found["sums"].items():
+        sums[layer].xx, sums[layer].xy = xx, xy
+    return int(found["windows"])
 
 
 # -- lenses ------------------------------------------------------------------------------------------------------------------------
@@ -261,36 +285,26 @@ def fit_lens(
     Raises:
         ConfigError: too little text, or states that are not finite.
     """
-    arch, rows = architecture, 1 + architecture.width
-    check_enough(text.ids.numel(), rows)
-    xx = torch.zeros(arch.n_layers - 1, rows, rows, dtype=torch.float64)
-    xy = torch.zeros(arch.n_layers - 1, rows, arch.width, dtype=torch.float64)
+    arch, tokens = architecture, text.ids.numel()
+    sums = [Sums(arch.width, arch.width) for _ in range(arch.n_layers - 1)]
     states: list[torch.Tensor] = []
 
-    def meet(layer: int, module: Any, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        normed = arch.normalised_input(layer, hidden).flatten(0, 1)
-        states.append(torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1))  # (B·N, 1 + D)
+    def meet(layer: int, hidden: torch.Tensor) -> None:
+        if 0 < layer < arch.n_layers:  # what enters a layer has left the one before
+            states.append(sums[layer - 1].add(arch.normalised_input(layer - 1, hidden).flatten(0, 1)))
 
     def end(module: Any, args: Any, output: torch.Tensor) -> None:
-        target = output.flatten(0, 1).float()
-        for layer, state in enumerate(states):
-            xx[layer] += (state.T @ state).cpu().double()
-            xy[layer] += (state.T @ target).cpu().double()
+        for one, state in zip(sums, states, strict=True):
+            one.add_targets(state, output.flatten(0, 1).float())
         states.clear()
 
-    handles = [layer.register_forward_hook(partial(meet, index)) for index, layer in enumerate(arch.layers[: arch.n_layers - 1])]
-    handles.append(arch.final_norm.register_forward_hook(end))
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(entering(arch, meet))
+        stack.callback(arch.final_norm.register_forward_hook(end).remove)
         for batch in progress(text.ids.split(batch_size)):
             arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not bool(torch.isfinite(xy).all() and torch.isfinite(xx).all()):
-        raise ConfigError("The model's states are not all finite: fit with model.dtype=float32.")
-    weight = ridge_solution(xx, xy, ridge).float()
-    said = {**text.provenance, "digest": text.digest, "ridge": ridge, "tokens": text.ids.numel()}
+    weight = torch.stack([one.solution(tokens, ridge, "of the model") for one in sums]).float()
+    said = {**text.provenance, "digest": text.digest, "ridge": ridge, "tokens": tokens}
     return Lens(weight, model_digest(arch.model), said)
 
 
@@ -322,6 +336,7 @@ class FitCost:
     machine: str
 
     def line(self) -> str:
+        """For the console."""
         distilled = f", {self.distill_steps} steps of distillation each" if self.distill_steps else ""
         return (
             f"{self.model}: {len(self.layers)} maps on {self.tokens:,} tokens{distilled}: {self.seconds:.1f} s "

@@ -2,35 +2,29 @@
 
 Gates alone are trained, by Adam, through the equivalent forward: prompt and continuation in one pass, in which tokens of the prompt halt and
 tokens after it do not. The loss is KL(dense ‖ halted) of the continuation plus λ Σ p / N over the prompt's tokens and all gates. Two things
-follow the share of the prompt's executed FLOPs that shall be saved: λ, slowly, and one number on the biases of the gates that drop, at every step.
-λ alone overshot: gates answer it ten steps late. At the end that number is chosen once more, on text of the other half, for each of three: the
+follow the share of the prompt's executed FLOPs that shall be saved: λ, slowly, and one number on the biases of the gates that drop, at every step
+(λ alone overshot: gates answer it ten steps late). At the end that number is chosen once more, on text of the other half, for each of three: the
 gates at the start, at the end, and their mean over the second half of the steps. The one with least KL on that text is kept.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import nn
 
-from quicksilver.files import write_atomically
 from quicksilver.fitting.equivalent import equivalent_forward
-from quicksilver.fitting.schedules import continuation_log_probs, kl_nats
-from quicksilver.modules.fitted import model_digest
-from quicksilver.modules.learned_halting import PLACE_FEATURES, LearnedHalting, TrainedGates, place_features
-from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
+from quicksilver.fitting.schedules import KLToDense, drawn_order, kl_nats, work_saved_pct
+from quicksilver.fitting.training import Steps, TrainingFile, descend, warm_cosine
+from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, model_digest, translator_for
+from quicksilver.modules.learned_halting import PLACE_FEATURES, LearnedHalting, TrainedGates, gate_logits
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.runtime.ledger import LayerWork, head_flops
-from quicksilver.runtime.reading import parse_json
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.run import apply
 
 # -- gates -------------------------------------------------------------------------------------------------------------------------
@@ -71,12 +65,9 @@ class HaltingGates(nn.Module):
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """w · LN(h) + v · place + b: hidden (..., N, D) -> (..., N) float32; LN without gain or bias, which w and b would swallow."""
         index = self.layers.index(layer)
-        normed = nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
-        found = normed @ self.weight[index].float() + self.bias[index].float()
-        if self.place is None or self.prompt_tokens is None:
-            return found
-        place = torch.arange(hidden.shape[-2], device=hidden.device) / self.prompt_tokens
-        return found + place_features(place) @ self.place[index].float()
+        place = torch.arange(hidden.shape[-2], device=hidden.device) / (self.prompt_tokens or 1)
+        of_place = None if self.place is None else self.place[index]
+        return gate_logits(hidden, self.weight[index], self.bias[index], place, of_place)
 
     def gate(self, layer: int, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
         """g (B, N) after `layer`, for `equivalent_forward`; None where no decision is taken."""
@@ -117,8 +108,6 @@ def straight_through(p: torch.Tensor) -> torch.Tensor:
 # -- their training ----------------------------------------------------------------------------------------------------------------
 
 
-Steps = Callable[[range], Iterable[int]]
-KEPT_EVERY = 10  # steps
 FEW_FASTER = 5.0  # than the rate of w, whose D numbers act together
 ALL_PREDICTED = -1.0  # b of a gate that predicts, before training: p = 0.27
 Parts = dict[str, torch.Tensor]  # of gates, by name
@@ -162,7 +151,7 @@ class GateRecipe:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
             raise ConfigError(
-                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: all must be positive."
+                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: give positive ones."
             )
         if not 0 < self.saves_pct < 100:
             raise ConfigError(f"saves_pct={self.saves_pct} must lie between 0 and 100.")
@@ -172,6 +161,20 @@ class GateRecipe:
                 f"predicts={list(self.predicts)} of layers={list(self.layers)}: tokens are dropped first and predicted later, so give the "
                 f"last of the layers, such as {list(self.layers[-1:])}."
             )
+
+    @property
+    def drops(self) -> torch.Tensor:
+        """Which gates drop: (K,) bool."""
+        return torch.tensor([layer not in self.predicts for layer in self.layers])
+
+    @property
+    def steered(self) -> torch.Tensor:
+        """The gates whose biases meet the budget: those that drop, or all where none does: (K,) float32, 1 or 0."""
+        return (self.drops | ~self.drops.any()).float()
+
+    def halting(self, gates: TrainedGates) -> LearnedHalting:
+        """The module that halts by such gates."""
+        return LearnedHalting(gates=gates, protect_first=self.protect_first, protect_last=self.protect_last)
 
 
 @dataclass
@@ -208,13 +211,10 @@ class ChosenGates:
 
 def most_saved_pct(architecture: Architecture, recipe: GateRecipe) -> float:
     """Percent of the prompt's executed FLOPs that is saved where all tokens that may halt do so at the first gate."""
-    n, protected = recipe.prompt_tokens, recipe.protect_first + recipe.protect_last
-    mask = [torch.ones(1, n)] * (recipe.layers[0] + 1)
-    left = torch.zeros(1, n)
-    left[:, :protected] = 1.0
-    mask += [left] * (architecture.n_layers - len(mask))
-    first_predicts = recipe.layers[0] in recipe.predicts
-    return saved_pct(architecture, mask, {recipe.layers[0]: 1 - left} if first_predicts else {})
+    first, left = recipe.layers[0], torch.zeros(1, recipe.prompt_tokens)
+    left[:, : recipe.protect_first + recipe.protect_last] = 1.0
+    mask = [torch.ones_like(left)] * (first + 1) + [left] * (architecture.n_layers - first - 1)
+    return saved_pct(architecture, mask, {first: 1 - left} if first in recipe.predicts else {})
 
 
 def saved_pct(architecture: Architecture, kept: Sequence[torch.Tensor], predicted: Mapping[int, torch.Tensor]) -> float:
@@ -225,7 +225,7 @@ def saved_pct(architecture: Architecture, kept: Sequence[torch.Tensor], predicte
         predicted: by the layer of a gate that predicts: (B, P), 1 where a token halts there.
     """
     rows, n = kept[0].shape
-    head, total, ours = head_flops(architecture, 1).executed, 0, 0
+    work = []
     for row in range(rows):
         stopped = 0
         for layer, m in enumerate(kept):
@@ -233,10 +233,8 @@ def saved_pct(architecture: Architecture, kept: Sequence[torch.Tensor], predicte
             newly = int(predicted[layer - 1][row].sum()) if layer - 1 in predicted else 0
             stopped += newly
             later = 2 * architecture.kv_params_per_layer * newly * (architecture.n_layers - 1 - layer)
-            ours += LayerWork(1, active, active + stopped if stopped else None, newly, later).flops(architecture)
-            total += LayerWork(1, n, None).flops(architecture)
-        ours, total = ours + head, total + head
-    return 100 * (1 - ours / total)
+            work.append(LayerWork(1, active, active + stopped if stopped else None, newly, later))
+    return work_saved_pct(architecture, work, n, rows)
 
 
 def train_gates(
@@ -249,14 +247,11 @@ def train_gates(
         checkpoint: where the state is kept every few steps and found again after a kill.
 
     Raises:
-        ConfigError: windows no longer than the prompt, a budget that cannot be met, no translator for a gate that predicts, a checkpoint
-            of something else.
+        ConfigError: windows no longer than the prompt, a budget that cannot be met, no translator, a checkpoint of something else.
         QuickSilverError: a loss that is not finite; the last good state stays.
     """
     if ids.ndim != 2 or ids.shape[1] <= recipe.prompt_tokens + 1 or not len(ids):
-        raise ConfigError(
-            f"Windows of shape {tuple(ids.shape)}: give at least one, longer than {recipe.prompt_tokens + 1} tokens."
-        )
+        raise ConfigError(f"Windows of shape {tuple(ids.shape)}: give some, longer than {recipe.prompt_tokens + 1} tokens.")
     gates = HaltingGates(architecture.width, recipe.layers, prompt_tokens=recipe.prompt_tokens)
     gates.trained(architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
     if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
@@ -267,29 +262,30 @@ def train_gates(
     predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
     trainer = _Trainer(architecture, ids, recipe, gates, predicting)
     sizes = [len(ids), int(ids.sum())]
-    state = TrainingFile(checkpoint, {"recipe": asdict(recipe), "width": architecture.width, "windows": sizes})
-    first = trainer.resume(state.load())
+    file = TrainingFile(checkpoint, {"recipe": asdict(recipe), "width": architecture.width, "windows": sizes})
+    first = trainer.resume(file.load())
     if not first:
         # From near the budget: what is learned is whom to halt, not how many.
-        start, _ = _nearest(architecture, trainer.now(), ids[:2], recipe, 9)
+        start, _ = _nearest(architecture, trainer.made(gates.state_dict()), ids[:2], recipe, 9)
         gates.bias.data.copy_(start.bias)
         trainer.begin()
     was = {name: p.requires_grad for name, p in architecture.model.named_parameters()}
     architecture.model.requires_grad_(False)
     try:
-        for step in progress(range(first, recipe.steps)):
-            trainer.step(step, checkpoint)
-            if (step + 1) % KEPT_EVERY == 0 or step == recipe.steps - 1:
-                state.save(step=step + 1, **trainer.state())
+        descend(
+            range(first, recipe.steps), trainer.loss_of, [trainer.optimiser],
+            lambda step: recipe.learning_rate * warm_cosine(step, recipe.steps, 10),
+            after=trainer.follow, file=file, state=trainer.state, progress=progress,
+        )  # fmt: skip
     finally:
         for name, p in architecture.model.named_parameters():
             p.requires_grad_(was[name])
-    candidates = {"start": trainer.made(trainer.start), "averaged": trainer.made(trainer.averaged), "end": trainer.now()}
-    return TrainedGatesRun(gates, candidates, trainer.curve)
+    last = {"start": trainer.start, "averaged": trainer.averaged, "end": gates.state_dict()}
+    return TrainedGatesRun(gates, {name: trainer.made(parts) for name, parts in last.items()}, trainer.curve)
 
 
 class _Trainer:
-    """One step after the other."""
+    """The loss of a step, and what follows it."""
 
     def __init__(
         self,
@@ -303,25 +299,21 @@ class _Trainer:
         self.strength = recipe.strength
         self.curve: list[dict[str, float]] = []
         generator = torch.Generator().manual_seed(recipe.seed)
-        passes = -(-recipe.steps * recipe.batch_size // len(ids))
-        self.order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in range(passes)])
-        drops = torch.tensor([layer not in recipe.predicts for layer in recipe.layers])
-        self.steered = _steered(recipe)
+        self.order = drawn_order(len(ids), recipe.steps * recipe.batch_size, generator)
         assert gates.place is not None
         with torch.no_grad():
             # Never alike for all tokens of a gate that drops: these would halt together.
             if recipe.start_from == "oldest":
-                gates.place[drops, 0] = recipe.start * 3**0.5  # the slope is spread evenly over −1 to 1
+                gates.place[recipe.drops, 0] = recipe.start * 3**0.5  # the slope is spread evenly over −1 to 1
             else:
                 drawn = torch.randn(gates.weight.shape, generator=generator) * recipe.start / architecture.width**0.5
-                gates.weight[drops] = drawn[drops]
-            gates.bias[~drops] = ALL_PREDICTED
+                gates.weight[recipe.drops] = drawn[recipe.drops]
+            gates.bias[~recipe.drops] = ALL_PREDICTED
         self.start: Parts = {}
         self.averaged: Parts = {}
         few: dict[str, Any] = {"params": [gates.bias, gates.place], "scale": FEW_FASTER}
-        self.optimiser = torch.optim.Adam([{"params": [gates.weight], "scale": 1.0}, few], betas=(0.9, 0.98))
-        n = ids.shape[1]
-        self.may_halt = torch.zeros(1, n)
+        self.optimiser = torch.optim.Adam([{"params": [gates.weight]}, few], betas=(0.9, 0.98))
+        self.may_halt = torch.zeros(1, ids.shape[1])
         self.may_halt[:, recipe.protect_first : recipe.prompt_tokens - recipe.protect_last] = 1.0
         self._dense: dict[int, torch.Tensor] = {}
 
@@ -352,48 +344,41 @@ class _Trainer:
         of.load_state_dict(parts)
         return of.trained(self.arch, predicts=tuple(self.recipe.predicts))
 
-    def now(self) -> TrainedGates:
-        return self.made(self.gates.state_dict())
-
-    def step(self, number: int, checkpoint: Path | None) -> None:
-        recipe = self.recipe
-        chosen = self.order[number * recipe.batch_size : (number + 1) * recipe.batch_size]
-        rate = recipe.learning_rate * min(1.0, (number + 1) / 10) * 0.5 * (1 + math.cos(math.pi * number / recipe.steps))
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate * group["scale"]
+    def loss_of(self, step: int) -> torch.Tensor:
+        recipe, prompt = self.recipe, slice(0, self.recipe.prompt_tokens)
+        chosen = self.order[step * recipe.batch_size : (step + 1) * recipe.batch_size]
         dense, batch = self._dense_log_probs(chosen), self.ids[chosen]
-        decisions: dict[int, torch.Tensor] = {}
+        stopped: dict[int, torch.Tensor] = {}
 
         def gate(layer: int, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
             g = self.gates.gate(layer, hidden, kept)
             if g is not None:
                 g = torch.where(self.may_halt.bool(), g, torch.ones_like(g))
-                decisions[layer] = (kept * (1 - g)).detach()
+                stopped[layer] = (kept * (1 - g)).detach()[:, prompt]
             return g
 
         with torch.enable_grad(), equivalent_forward(self.arch.model, gate, translators=self.predicting) as mask:
             kl = kl_nats(dense, self._log_probs(batch)).mean()
             loss = kl + self.strength * self.gates.sparsity(self.may_halt.expand(len(batch), -1))
-        if not bool(torch.isfinite(loss)):
-            raise QuickSilverError(
-                f"The loss of step {number} is not finite: give a smaller learning rate than {recipe.learning_rate:g}. "
-                + ("" if checkpoint is None or not checkpoint.is_file() else f"The last good state is {checkpoint}.")
-            )
-        prompt = slice(0, recipe.prompt_tokens)
         kept = [torch.ones(len(batch), recipe.prompt_tokens) if m is None else m.detach()[:, prompt] for m in mask.kept]
-        saved = saved_pct(self.arch, kept, {layer: decisions[layer][:, prompt] for layer in recipe.predicts})
-        self.optimiser.zero_grad()
-        loss.backward()
-        self.optimiser.step()
-        self.strength = max(0.0, self.strength + recipe.reaction * (recipe.saves_pct - saved) / recipe.saves_pct)
-        self.gates.bias.data += self.steered * recipe.shift * (saved - recipe.saves_pct) / 100
-        second_half = recipe.steps - recipe.steps // 2
-        if number >= recipe.steps // 2:
+        saved = saved_pct(self.arch, kept, {layer: stopped[layer] for layer in recipe.predicts})
+        may_halt = self.may_halt[:, prompt]
+        left = {
+            f"left_after_{layer}": float((kept[layer + 1] * may_halt).sum() / (may_halt.sum() * len(batch)))
+            for layer in recipe.layers
+        }
+        self._entry = {"step": step, "kl_nats": float(kl.detach()), "saved_pct": saved, **left}
+        return loss
+
+    def follow(self, step: int) -> None:
+        """After a step: λ and the biases follow the budget, and the mean of the second half grows."""
+        recipe, missed = self.recipe, self._entry["saved_pct"] - self.recipe.saves_pct
+        self.strength = max(0.0, self.strength - recipe.reaction * missed / recipe.saves_pct)
+        self.gates.bias.data += recipe.steered * recipe.shift * missed / 100
+        if step >= recipe.steps // 2:
             for name, part in self.gates.state_dict().items():
-                self.averaged[name] += part / second_half
-        left = {f"left_after_{layer}": float((m * self.may_halt[:, prompt]).sum() / (self.may_halt.sum() * len(m)))
-                for layer, m in zip(recipe.layers, (kept[layer + 1] for layer in recipe.layers), strict=True)}  # fmt: skip
-        self.curve.append({"step": number, "kl_nats": float(kl.detach()), "saved_pct": saved, "strength": self.strength, **left})
+                self.averaged[name] += part / (recipe.steps - recipe.steps // 2)
+        self.curve.append(self._entry | {"strength": self.strength})
 
     def _log_probs(self, batch: torch.Tensor) -> torch.Tensor:
         """Of the continuation: (B, N) -> (B, N − P, V)."""
@@ -405,102 +390,24 @@ class _Trainer:
         missing = [int(i) for i in chosen if int(i) not in self._dense]
         if missing:
             with torch.no_grad():
-                for i, said in zip(missing, self._log_probs(self.ids[missing]).half(), strict=True):
-                    self._dense[i] = said
+                self._dense |= dict(zip(missing, self._log_probs(self.ids[missing]).half(), strict=True))
         return torch.stack([self._dense[int(i)] for i in chosen]).float()
 
 
-class TrainingFile:
-    """The state of a training on disk, in one safetensors file; what is no tensor is JSON in its header.
-
-    Args:
-        path: None: nothing is kept.
-        of: what the training is of, as JSON has it.
-    """
-
-    def __init__(self, path: Path | None, of: Mapping[str, Any]) -> None:
-        self.path = path
-        self.of: dict[str, Any] = json.loads(json.dumps(of))  # as it comes back from the file
-
-    def save(self, **state: Any) -> None:
-        """Replace what is there by the state: nested mappings and lists of tensors and of what JSON has."""
-        if self.path is not None:
-            tensors: dict[str, torch.Tensor] = {}
-            content = _without_tensors({**self.of, **state}, "", tensors)
-            write_atomically(self.path, save(tensors, {"content": json.dumps(content)}))
-
-    def load(self) -> dict[str, Any] | None:
-        """The state, tuples as lists; None: there is none yet.
-
-        Raises:
-            ConfigError: a file of another training, or one that cannot be read.
-        """
-        if self.path is None or not self.path.is_file():
-            return None
-        found = read_training(self.path)
-        for name, own in self.of.items():
-            if found.get(name) != own:
-                raise ConfigError(
-                    f"{self.path} is the checkpoint of another training: its {name} is {found.get(name)}, and this one's {own}. "
-                    "Remove it, or give another place."
-                )
-        return found
-
-
-def read_training(path: Path) -> dict[str, Any]:
-    """What a `TrainingFile` holds: what it is of, and the state.
-
-    Raises:
-        ConfigError: it is not there or cannot be read.
-    """
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            content = parse_json((file.metadata() or {})["content"])
-            return dict(_with_tensors(content, {name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118  (not a dict)
-    except FileNotFoundError:
-        raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): remove it and train again, python scripts/train_halting.py."
-        ) from error
-
-
-def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The value as JSON has it; its tensors are put into `tensors`, by their place. Keys of a mapping may be integers, as an optimiser's are."""
-    if isinstance(value, torch.Tensor):
-        tensors[place] = value.detach().clone().contiguous()
-        return {"tensor": place}
-    if isinstance(value, Mapping):
-        return {"items": [[key, _without_tensors(one, f"{place}/{key}", tensors)] for key, one in value.items()]}
-    if isinstance(value, list | tuple):
-        return [_without_tensors(one, f"{place}/{i}", tensors) for i, one in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `_without_tensors`; tuples come back as lists."""
-    if isinstance(value, dict):
-        if "tensor" in value:
-            return tensors[value["tensor"]]
-        return {key: _with_tensors(one, tensors) for key, one in value["items"]}
-    return [_with_tensors(one, tensors) for one in value] if isinstance(value, list) else value
+# -- at the budget, on other text ----------------------------------------------------------------------------------------------------
 
 
 def at_budget(
     architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
 ) -> tuple[TrainedGates, float]:
-    """The gates with one number added to the biases of those that drop, so that prompts of `ids` (W, N) save `recipe.saves_pct`, and what they
-    save.
+    """Gates with one number added to the biases of those that drop, so that prompts of `ids` (W, N) meet the budget; and what they save.
 
     Raises:
         ConfigError: no such number between −6 and 6 comes within 2% of the budget.
     """
     best = _nearest(architecture, gates, ids, recipe, tries)
     if abs(best[1] - recipe.saves_pct) > 2:
-        raise ConfigError(
-            f"These gates save {best[1]:.1f}% at the nearest, not {recipe.saves_pct:g}%: train for more steps, or for another budget."
-        )
+        raise ConfigError(f"These gates save {best[1]:.1f}% at the nearest, not {recipe.saves_pct:g}%: train for more steps.")
     return best
 
 
@@ -514,64 +421,61 @@ def choose(
     """
     found: dict[str, tuple[TrainedGates, float, float]] = {}
     refused: list[ConfigError] = []
+    judge = KLToDense(architecture, ids, recipe.prompt_tokens, 1, torch.float32)
     for name, gates in candidates.items():
         try:
             made, saved = at_budget(architecture, gates, ids[::3], recipe, tries=tries)
         except ConfigError as error:
             refused.append(error)
             continue
-        found[name] = made, saved, float(kl_of(architecture, made, ids, recipe).mean())
+        found[name] = made, saved, float(judge.of(recipe.halting(made)).mean())
     if not found:
         raise refused[-1]
     best = min(found, key=lambda name: found[name][2])
     gates, saved, kl = found[best]
-    steered = int(_steered(recipe).argmax())
-    shift = float((gates.bias - candidates[best].bias)[steered])
+    shift = float((gates.bias - candidates[best].bias)[int(recipe.steered.argmax())])
     return ChosenGates(best, gates, saved, kl, shift, {name: one[2] for name, one in found.items()})
-
-
-def _steered(recipe: GateRecipe) -> torch.Tensor:
-    """The gates whose biases meet the budget: those that drop, or all where none does: (K,) float32, 1 or 0."""
-    drops = torch.tensor([float(layer not in recipe.predicts) for layer in recipe.layers])
-    return drops if bool(drops.any()) else torch.ones_like(drops)
-
-
-@torch.no_grad()
-def kl_of(architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe) -> torch.Tensor:
-    """KL(dense ‖ halted) in nats of each token after the prompts of ids (W, N), as the runtime halts: (W,)."""
-    halting = LearnedHalting(gates=gates, protect_first=recipe.protect_first, protect_last=recipe.protect_last)
-    found = []
-    for row in ids.split(1):
-        dense = continuation_log_probs(architecture.model, row, recipe.prompt_tokens)
-        with apply(architecture.model, [halting]):
-            found.append(kl_nats(dense, continuation_log_probs(architecture.model, row, recipe.prompt_tokens)))
-    return torch.cat(found)
 
 
 @torch.no_grad()
 def _nearest(
     architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, tries: int
 ) -> tuple[TrainedGates, float]:
-    dense = _executed(architecture, [], ids, recipe)
+    def executed(modules: list[LearnedHalting]) -> int:
+        with apply(architecture.model, modules) as run:
+            for row in ids[:, : recipe.prompt_tokens].to(architecture.model.device):
+                architecture.model(row[None], use_cache=True, logits_to_keep=1)
+            return run.flops.executed
+
+    dense = executed([])
     low, high = -6.0, 6.0  # added to logits: the more, the fewer halt
-    best: tuple[TrainedGates, float] | None = None
+    found: list[tuple[TrainedGates, float]] = []
     for _ in range(tries):
         middle = (low + high) / 2
-        tried = replace(gates, bias=gates.bias + middle * _steered(recipe))
-        halting = LearnedHalting(gates=tried, protect_first=recipe.protect_first, protect_last=recipe.protect_last)
-        saved = 100 * (1 - _executed(architecture, [halting], ids, recipe) / dense)
-        if best is None or abs(saved - recipe.saves_pct) < abs(best[1] - recipe.saves_pct):
-            best = tried, saved
-        low, high = (low, middle) if saved < recipe.saves_pct else (middle, high)
-    assert best is not None
-    return best
+        tried = replace(gates, bias=gates.bias + middle * recipe.steered)
+        found.append((tried, 100 * (1 - executed([recipe.halting(tried)]) / dense)))
+        low, high = (low, middle) if found[-1][1] < recipe.saves_pct else (middle, high)
+    return min(found, key=lambda one: abs(one[1] - recipe.saves_pct))
 
 
-def _executed(architecture: Architecture, modules: list[LearnedHalting], ids: torch.Tensor, recipe: GateRecipe) -> int:
-    with apply(architecture.model, modules) as run:
-        for row in ids[:, : recipe.prompt_tokens].to(architecture.model.device):
-            architecture.model(row[None], use_cache=True, logits_to_keep=1)
-        return run.flops.executed
+_CARD = """\
+# Gates of learned halting for {model}
+
+Which tokens of a prompt may stop after which layer (docs/learned-halting.md). Trained on the frozen model by
+`python scripts/train_halting.py language`, on one half of the calibrating parts of the texts. KL: to the dense model, nats a token of the 64 after a
+prompt of 448, on windows of the other half, with the number on the biases of gates that drop that makes the prompt save what was asked.
+At the start: the rule that training began with, the oldest tokens first, at the same budget on the same windows.
+
+| file | gates after layers | predicted from | texts | windows | steps × batch | seed | saved % | KL | KL at the start | kept |
+|---|---|---|---|--:|--:|--:|--:|--:|--:|---|
+{rows}
+
+To make them again:
+
+```
+{commands}
+```
+"""
 
 
 def card(folder: Path, model: str) -> str:
@@ -580,41 +484,24 @@ def card(folder: Path, model: str) -> str:
     Raises:
         ConfigError: a file that holds no gates, or gates that this module did not train.
     """
-    lines = [
-        f"# Gates of learned halting for {model}",
-        "",
-        "Which tokens of a prompt may stop after which layer (docs/learned-halting.md). Trained on the frozen model by",
-        "`python scripts/train_halting.py language`, on one half of the calibrating parts of the texts. KL: to the dense model, nats a token of the 64 after a",
-        "prompt of 448, on windows of the other half, with the number on the biases of gates that drop that makes the prompt save what was asked.",
-        "At the start: the rule that training began with, the oldest tokens first, at the same budget on the same windows.",
-        "",
-        "| file | gates after layers | predicted from | texts | windows | steps × batch | seed | saved % | KL | KL at the start | kept |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    commands = []
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name.startswith("."):
-            continue
+    rows, commands = [], []
+    for path in sorted(folder.glob("[!.]*.safetensors")):
         gates = TrainedGates.load(path)
+        layers, predicts = (" ".join(map(str, one)) for one in (gates.layers, gates.predicts))
         try:
             said = gates.provenance
-            recipe, datasets = said["recipe"], said["datasets"]
+            recipe, texts = said["recipe"], said["datasets"]
             windows = sum(one["windows"] for one in said["text"]["texts"].values())
-            saved, kl, start, kept = (
-                said[name]
-                for name in ("saved_pct_on_the_other_half", "kl_nats_on_the_other_half", "kl_nats_at_the_start", "kept")
+            rows.append(
+                f"| {path.name} | {layers.replace(' ', ', ')} | {predicts.replace(' ', ', ') or 'none: dropped'} | {', '.join(texts)} "
+                f"| {windows} | {recipe['steps']} × {recipe['batch_size']} | {recipe['seed']} | {said['saved_pct_on_the_other_half']:.1f} "
+                f"| {said['kl_nats_on_the_other_half']:.4f} | {said['kl_nats_at_the_start']:.4f} | {said['kept']} |"
             )
         except (KeyError, TypeError):
             raise ConfigError(f"{path} does not say how its gates were trained: {TrainedGates.remedy}.") from None
-        lines.append(
-            f"| {path.name} | {', '.join(map(str, gates.layers))} | {', '.join(map(str, gates.predicts)) or 'none: dropped'} | {', '.join(datasets)} "
-            f"| {windows} | {recipe['steps']} × {recipe['batch_size']} | {recipe['seed']} "
-            f"| {saved:.1f} | {kl:.4f} | {start:.4f} | {kept} |"
-        )
-        predict = f" --predict {' '.join(map(str, gates.predicts))}" if gates.predicts else ""
         commands.append(
-            f"python scripts/train_halting.py language --model {model} --name {path.stem} --gates {' '.join(map(str, gates.layers))}{predict} "
-            f"--text {' '.join(datasets)} --windows {windows} --saves {recipe['saves_pct']:g} --steps {recipe['steps']} --batch-size {recipe['batch_size']} "
+            f"python scripts/train_halting.py language --model {model} --name {path.stem} --gates {layers}{predicts and f' --predict {predicts}'} "
+            f"--text {' '.join(texts)} --windows {windows} --saves {recipe['saves_pct']:g} --steps {recipe['steps']} --batch-size {recipe['batch_size']} "
             f"--learning-rate {recipe['learning_rate']:g} --start-from {recipe['start_from']} --seed {recipe['seed']}"
         )
-    return "\n".join([*lines, "", "To make them again:", "", "```", *commands, "```", ""])
+    return _CARD.format(model=model, rows="\n".join(rows), commands="\n".join(commands))

@@ -6,22 +6,22 @@ reach the share; of these, least KL to dense on the choosing half. No perplexity
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from quicksilver.fitting.training import Steps, descend, warm_cosine
+from quicksilver.modules.fitted import BoundTranslator, Translator
 from quicksilver.modules.staged_halting import Schedule
-from quicksilver.modules.translators import BoundTranslator, Translator
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import LayerWork, head_flops
+from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
-# -- what a model says after a prompt ----------------------------------------------------------------------------------------------
+# -- what a model says after a prompt, and what that costs ---------------------------------------------------------------------------
 
 
 def continuation_log_probs(model: Any, ids: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
@@ -35,6 +35,58 @@ def continuation_log_probs(model: Any, ids: torch.Tensor, prompt_tokens: int) ->
 def kl_nats(dense: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """KL(dense ‖ other) a token, mean over the positions of each row: two of (B, S, V) log-probabilities -> (B,)."""
     return (dense.exp() * (dense - other)).sum(-1).mean(1)
+
+
+def work_saved_pct(architecture: Architecture, work: Iterable[LayerWork], n_tokens: int, rows: int = 1) -> float:
+    """Percent of the executed FLOPs of `rows` prompts that is saved where their layers do `work`, output head included."""
+    head = rows * head_flops(architecture, 1).executed
+    dense = rows * architecture.n_layers * LayerWork(1, n_tokens, None).flops(architecture)
+    return 100 * (1 - (sum(one.flops(architecture) for one in work) + head) / (dense + head))
+
+
+def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int) -> float:
+    """Percent of a prompt's executed FLOPs that a schedule saves, its projections, predictions and the output head included."""
+    n_layers, source = architecture.n_layers, schedule.predict_before
+    protected = schedule.protect_first + schedule.protect_last
+    dropped = min(int(prompt_tokens * schedule.drop_share + 0.5), prompt_tokens - protected)
+    stopped = prompt_tokens - dropped - protected
+    predicting = 2 * architecture.kv_params_per_layer * stopped * (n_layers - 1 - source)
+    work = [LayerWork(1, prompt_tokens, None)] * schedule.drop_before
+    work += [LayerWork(1, prompt_tokens - dropped, None)] * (source - schedule.drop_before)
+    work += [LayerWork(1, protected, protected + stopped, stopped, predicting)]
+    work += [LayerWork(1, protected, protected + stopped)] * (n_layers - 1 - source)
+    return work_saved_pct(architecture, work, prompt_tokens)
+
+
+class KLToDense:
+    """How far from the dense model modules leave the answers to the prompts of the same windows.
+
+    Args:
+        ids: (W, N) long, windows of the choosing half.
+        dtype: in which the dense answers are kept.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        ids: torch.Tensor,
+        prompt_tokens: int = 448,
+        batch_size: int = 8,
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
+        self.arch, self.prompt_tokens = architecture, prompt_tokens
+        self.batches = ids.split(batch_size)
+        with torch.no_grad():
+            self.dense = [continuation_log_probs(architecture.model, batch, prompt_tokens).to(dtype) for batch in self.batches]
+
+    def of(self, module: RuntimeModule) -> torch.Tensor:
+        """Of each window, nats a token: (W,)."""
+        found = []
+        with torch.no_grad(), apply(self.arch.model, [module]) as run:
+            for batch, dense in zip(self.batches, self.dense, strict=True):
+                found.append(kl_nats(dense.float(), continuation_log_probs(self.arch.model, batch, self.prompt_tokens)))
+                run.reset()
+        return torch.cat(found).cpu()
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------------------
@@ -59,36 +111,6 @@ class Candidate:
     kl_error: float
 
 
-def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int) -> float:
-    """Percent of a prompt's executed FLOPs that a schedule saves, its projections, predictions and the output head included."""
-    dense = [LayerWork(1, prompt_tokens, None) for _ in range(architecture.n_layers)]
-    total = sum(work.flops(architecture) for work in dense) + head_flops(architecture, 1).executed
-    ours = (
-        sum(work.flops(architecture) for work in _work(architecture, schedule, prompt_tokens))
-        + head_flops(architecture, 1).executed
-    )
-    return 100 * (1 - ours / total)
-
-
-def _work(architecture: Architecture, schedule: Schedule, prompt_tokens: int) -> list[LayerWork]:
-    n_layers, source = architecture.n_layers, schedule.predict_before
-    protected = schedule.protect_first + schedule.protect_last
-    dropped = min(int(prompt_tokens * schedule.drop_share + 0.5), prompt_tokens - protected)
-    stopped = prompt_tokens - dropped - protected
-    work = []
-    for layer in range(n_layers):
-        if layer < schedule.drop_before:
-            work.append(LayerWork(1, prompt_tokens, None))
-        elif layer < source:
-            work.append(LayerWork(1, prompt_tokens - dropped, None))
-        else:
-            at_source = layer == source
-            predicted = stopped * (n_layers - 1 - source) if at_source else 0
-            translation_flops = 2 * architecture.kv_params_per_layer * predicted
-            work.append(LayerWork(1, protected, protected + stopped, stopped if at_source else 0, translation_flops))
-    return work
-
-
 def smallest_schedule(
     architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int
 ) -> Schedule | None:
@@ -103,31 +125,8 @@ def smallest_schedule(
     return None
 
 
-class ScheduleEvaluator:
-    """Measures schedules by KL to dense on the same windows.
-
-    Args:
-        ids: (W, N) long, windows of the choosing half.
-    """
-
-    def __init__(self, architecture: Architecture, ids: torch.Tensor, prompt_tokens: int = 448, batch_size: int = 8) -> None:
-        self.arch, self.prompt_tokens = architecture, prompt_tokens
-        self.batches = ids.split(batch_size)
-        with torch.no_grad():
-            self.dense = [continuation_log_probs(architecture.model, batch, prompt_tokens).half() for batch in self.batches]
-
-    def kl_nats(self, schedule: Schedule, translator: Translator) -> torch.Tensor:
-        """Of each window, nats a token: (W,)."""
-        found = []
-        halting = schedule.halting(translator=translator.bound(self.arch))
-        with torch.no_grad(), apply(self.arch.model, [halting]):
-            for batch, dense in zip(self.batches, self.dense, strict=True):
-                found.append(kl_nats(dense.float(), continuation_log_probs(self.arch.model, batch, self.prompt_tokens)))
-        return torch.cat(found).cpu()
-
-
 def search(
-    evaluator: ScheduleEvaluator,
+    judge: KLToDense,
     translators: Sequence[Translator],
     save: float,
     protect_last: Sequence[int] = PROTECT_LAST,
@@ -142,28 +141,24 @@ def search(
         ConfigError: no candidate saves so much.
     """
     found = []
-    for translator in translators:
-        for last in protect_last:
-            schedule = smallest_schedule(evaluator.arch, translator.source_layer, last, save, evaluator.prompt_tokens)
-            if schedule is None:
-                continue
-            kl = evaluator.kl_nats(schedule, translator)
-            saved = saved_pct(evaluator.arch, schedule, evaluator.prompt_tokens)
-            found.append(Candidate(schedule, saved, float(kl.mean()), float(kl.std() / len(kl) ** 0.5)))
-            if progress is not None:
-                progress(found[-1])
+    for translator, last in ((translator, last) for translator in translators for last in protect_last):
+        schedule = smallest_schedule(judge.arch, translator.source_layer, last, save, judge.prompt_tokens)
+        if schedule is None:
+            continue
+        kl = judge.of(schedule.halting(translator=translator.bound(judge.arch)))
+        saved = saved_pct(judge.arch, schedule, judge.prompt_tokens)
+        found.append(Candidate(schedule, saved, float(kl.mean()), float(kl.std() / len(kl) ** 0.5)))
+        if progress is not None:
+            progress(found[-1])
     if not found:
         layers = ", ".join(str(translator.source_layer) for translator in translators)
         raise ConfigError(
-            f"No schedule with a translator from layer {layers} saves {save:g} of a prompt: ask less, or fit from an earlier layer."
+            f"No schedule with a translator from layer {layers} saves {save:g}: ask less, or fit from an earlier layer."
         )
     return sorted(found, key=lambda candidate: candidate.kl_nats)
 
 
 # -- training a translator for them ------------------------------------------------------------------------------------------------
-
-
-Steps = Callable[[range], Iterable[int]]
 
 
 def distill(
@@ -184,7 +179,6 @@ def distill(
     Args:
         ids: (W, N) long, the windows of the fit; a step takes `batch_size` of them, in an order drawn by `seed`.
         schedules: what is trained for, in turn; all predict before the translator's source layer.
-        progress: wraps the numbers of the steps.
 
     Raises:
         ConfigError: no steps, windows no longer than the prompt, a schedule that predicts from another layer.
@@ -192,46 +186,32 @@ def distill(
     """
     if steps < 1 or ids.shape[1] <= prompt_tokens + 1:
         raise ConfigError(
-            f"steps={steps}, windows of {ids.shape[1]} tokens: give at least one step and windows longer than {prompt_tokens + 1}."
+            f"steps={steps}, windows of {ids.shape[1]} tokens: give a step or more and windows longer than {prompt_tokens + 1}."
         )
     wrong = [str(schedule) for schedule in schedules if schedule.predict_before != translator.source_layer]
     if wrong or not schedules:
-        raise ConfigError(
-            f"schedules {', '.join(wrong) or 'none'}: give some that predict before layer {translator.source_layer}."
-        )
+        raise ConfigError(f"schedules {', '.join(wrong) or 'none'}: give some for layer {translator.source_layer}.")
     model = architecture.model
     weight = translator.weight.to(model.device).clone().requires_grad_()
-    trained = _with_weight(translator, weight)
-    optimiser = torch.optim.Adam([weight], lr=learning_rate, betas=(0.9, 0.99))
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in range(-(-steps * batch_size // len(ids)))])
-    bound = BoundTranslator(trained, architecture)
-    for step in progress(range(steps)):
+    bound = BoundTranslator(replace(translator, weight=weight), architecture)
+    order = drawn_order(len(ids), steps * batch_size, torch.Generator().manual_seed(seed))
+
+    def loss_of(step: int) -> torch.Tensor:
         batch = ids[order[step * batch_size : (step + 1) * batch_size]]
-        for group in optimiser.param_groups:
-            # Ten steps up, then half a cosine down: without the way down the last steps are as noisy as the first.
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
         with torch.no_grad():
             dense = continuation_log_probs(model, batch, prompt_tokens)
         halting = schedules[step % len(schedules)].halting(translator=bound)
         with torch.enable_grad(), apply(model, [halting]):
-            loss = kl_nats(dense, continuation_log_probs(model, batch, prompt_tokens)).mean()
-        if not bool(torch.isfinite(loss)):
-            raise QuickSilverError(f"The loss of step {step} is not finite: give a smaller learning rate than {learning_rate:g}.")
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    said = translator.provenance | {
-        "distilled": {
-            "steps": steps,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-            "seed": seed,
-            "schedules": [str(s) for s in schedules],
-        }
-    }
-    return dataclasses.replace(translator, weight=weight.detach().cpu(), provenance=said)
+            return kl_nats(dense, continuation_log_probs(model, batch, prompt_tokens)).mean()
+
+    optimiser = torch.optim.Adam([weight], lr=learning_rate, betas=(0.9, 0.99))
+    descend(range(steps), loss_of, [optimiser], lambda step: learning_rate * warm_cosine(step, steps, 10), progress=progress)
+    said = {
+        "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed, "schedules": [str(s) for s in schedules],
+    }  # fmt: skip
+    return replace(translator, weight=weight.detach().cpu(), provenance=translator.provenance | {"distilled": said})
 
 
-def _with_weight(translator: Translator, weight: torch.Tensor) -> Translator:
-    return dataclasses.replace(translator, weight=weight)
+def drawn_order(n: int, wanted: int, generator: torch.Generator) -> torch.Tensor:
+    """At least `wanted` numbers below n: all of them in an order that is drawn, as often as it takes."""
+    return torch.cat([torch.randperm(n, generator=generator) for _ in range(-(-wanted // n))])

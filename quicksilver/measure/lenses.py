@@ -1,7 +1,7 @@
 """What a lens reads in the dense model's middle layers: does the entropy there say anything about the prediction at the end?
 
     logit lens    softmax(head(norm(h_t^ℓ)))                              the paper's, of a model that was not trained for it
-    tuned lens    softmax(head([1, LN₀(h_t^ℓ)] · W_ℓ))                    maps fitted on calibration text (modules/lens.py)
+    tuned lens    softmax(head([1, LN₀(h_t^ℓ)] · W_ℓ))                    maps fitted on calibration text (modules/fitted.py)
 
 A lens whose loss of the next token is above ln V knows less than uniform, and its entropy is of noise.
 
@@ -110,12 +110,12 @@ class Lenses(Measurement):
 
     share = 0.3
     of_dense = "alone"
-    reads = ("tuned_lens",)  # modules.lens.TUNED_LENS, whose import would bring torch
+    reads = ("tuned_lens",)  # modules.fitted.TUNED_LENS, whose import would bring torch
 
     def run(self, bench: Bench) -> LensesResult:
         import torch
 
-        from quicksilver.modules.lens import lens_for
+        from quicksilver.modules.fitted import lens_for
         from quicksilver.modules.quantization import AdaptiveQuantization
         from quicksilver.runtime.architecture import architecture_of
         from quicksilver.runtime.quantized.codes import quantize_dequantize

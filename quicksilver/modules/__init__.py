@@ -11,6 +11,7 @@ from quicksilver.modules.controls import (
     perfect_exit,
     shuffled,
 )
+from quicksilver.modules.fitted import Translator
 from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
@@ -19,7 +20,6 @@ from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.modules.signals import Signal, make_signal
 from quicksilver.modules.staged_halting import PresetHalting, Schedule, Stage, StagedHalting
 from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted
-from quicksilver.modules.translators import Translator
 from quicksilver.runtime.quantized.codes import mix_of
 
 __all__ = [

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GRID = tuple(range(1, 100))
-HALTED_BY: tuple[Signal, ...] = (
-    Drift("relative"),
-    Entropy("logit_lens"),
-)  # what halts where the attention of halted tokens is measured
+# What halts where the attention of halted tokens is measured.
+HALTED_BY: tuple[Signal, ...] = (Drift("relative"), Entropy("logit_lens"))
 SIGNALS: tuple[Signal, ...] = (*HALTED_BY, Drift("l2"), Drift("cosine"))
 Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
@@ -104,9 +102,7 @@ def calibrate(
         ConfigError: no windows; attention without the relative drift and the logit-lens entropy.
     """
     if windows.dim() != 2 or windows.numel() == 0:
-        raise ConfigError(
-            f"Calibration needs windows of shape (W, N) with at least one token, not {tuple(windows.shape)}: give more text."
-        )
+        raise ConfigError(f"Calibration needs windows of shape (W, N), not {tuple(windows.shape)}: give more text.")
     of_all = Measuring([s for s in signals if not s.needs_attention])
     n_layers = _forward(model, windows, [of_all], batch_size, progress)
     provenance = _provenance(model, windows) | {"torch": torch.__version__, "source": source or {}}
@@ -128,8 +124,7 @@ def calibrated(
     grid: Sequence[float] = GRID,
     **options: Any,
 ) -> Calibration:
-    """The calibration of this model, these windows and signals: the one in `folder` if it was made before, else made and kept
-    there.
+    """The calibration of this model, windows and signals: the one in `folder` if it was made before, else made and kept there.
 
     Args:
         options: further ones of `calibrate`; they do not change what is measured.
@@ -180,38 +175,28 @@ def calibrate_modules(
     if not asking:
         return Calibration(architecture_of(model).n_layers, GRID, {}, _provenance(model, windows)) if fitting else None
     asked = {s.key: s for m in asking for s in m.calibration_signals()}
-    calibration = _each_once(list(asked.values()), folder, made_before, model, windows, **options)
-    for module in asking:
-        module.calibration = calibration
-    return calibration
-
-
-def _each_once(
-    signals: Sequence[Signal],
-    folder: Path | str,
-    made_before: Path | None,
-    model: PreTrainedModel,
-    windows: torch.Tensor,
-    **options: Any,
-) -> Calibration:
-    """One calibration of all `signals`: those that have a file are read, the others are measured together."""
-    paths = {signal.key: calibration_path(folder, model, windows, [signal]) for signal in signals}
-    there = {} if made_before is None else {key: made_before / path.name for key, path in paths.items() if not path.exists()}
-    paths |= {key: path for key, path in there.items() if path.exists()}
-    missing = [signal for signal in signals if not paths[signal.key].exists()]
-    measured: dict[str, Calibration] = {}
+    paths = {key: calibration_path(folder, model, windows, [signal]) for key, signal in asked.items()}
+    found = {
+        key: Calibration.load(path)
+        for key, kept in paths.items()
+        for path in [kept, *([] if made_before is None else [made_before / kept.name])][::-1]
+        if path.exists()
+    }
+    missing = [signal for key, signal in asked.items() if key not in found]
     if missing:
         # Attention is measured on the tokens that drift and entropy halt (C.3).
         needed = [*HALTED_BY, *missing] if any(signal.needs_attention for signal in missing) else missing
         made = calibrate(model, windows, signals=list({signal.key: signal for signal in needed}.values()), **options)
         for signal in missing:
             key = halted_key(signal.key) if signal.needs_attention else signal.key
-            one = Calibration(made.n_layers, made.grid, {key: made.percentiles[key]}, made.provenance)
-            one.save(paths[signal.key])
-            measured[signal.key] = one
-    parts = [measured.get(signal.key) or Calibration.load(paths[signal.key]) for signal in signals]
+            found[signal.key] = Calibration(made.n_layers, made.grid, {key: made.percentiles[key]}, made.provenance)
+            found[signal.key].save(paths[signal.key])
+    parts = [found[key] for key in asked]
     percentiles = {key: rows for part in parts for key, rows in part.percentiles.items()}
-    return Calibration(parts[0].n_layers, parts[0].grid, percentiles, parts[0].provenance)
+    calibration = Calibration(parts[0].n_layers, parts[0].grid, percentiles, parts[0].provenance)
+    for module in asking:
+        module.calibration = calibration
+    return calibration
 
 
 def _provenance(model: PreTrainedModel, windows: torch.Tensor) -> dict[str, Any]:

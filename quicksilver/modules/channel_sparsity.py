@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.modules.fitted import model_digest
+from quicksilver.modules.fitted import check_weights, model_digest
 from quicksilver.modules.thresholds import Fitted
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
@@ -31,8 +31,7 @@ class ChannelSparsity(Transform, Fitted):
     Source: "Training-Free Activation Sparsity in Large Language Models" (TEAL, Liu et al., arXiv 2408.14690). A channel's size is
     |x_i| · ‖w_i‖, w_i its row of the weights, as in WINA (arXiv 2505.19427): what its product may add to the output. The rotation of
     the residual stream is that of SliceGPT (Ashkboos et al., arXiv 2401.15024): norms are folded into the maps behind them, and
-    the principal components of the normalised states become the channels, most of which are small. The model computes the same
-    function until channels are set to zero.
+    the principal components of the normalised states become the channels, most of which are small.
 
     What differs: TEAL finds the sparsity of each map by a greedy search; here every map loses the same share `error` of its
     output's energy on calibration text, as far as channels are independent. Inputs of the maps that write to the residual stream
@@ -46,7 +45,7 @@ class ChannelSparsity(Transform, Fitted):
         rotate: fold the rotation into the weights. False: channels as they are.
 
     Raises:
-        ConfigError: an option out of range; by `apply`, a module that was not fitted, or that was fitted to other weights.
+        ConfigError: by `apply`, a module that was not fitted, or that was fitted to other weights.
     """
 
     error: Share = 0.0006
@@ -81,14 +80,13 @@ class ChannelSparsity(Transform, Fitted):
             for batch in windows.split(batch_size):
                 model(batch.to(model.device), use_cache=False)
 
-        self._rotation = RotatedModel.principal_components(architecture, run) if self.rotate else None
-        with self._weights(architecture):
+        self._rotation = principal_components(architecture, run) if self.rotate else None
+        with ExitStack() as stack:
+            stack.enter_context(self._basis(architecture))
             energies = [_Energies(weight_of(linear)) for linear in linear_maps(architecture)]
-            with ExitStack() as stack:
-                for linear, energy in zip(linear_maps(architecture), energies, strict=True):
-                    handle = linear.register_forward_pre_hook(lambda _, args, energy=energy: energy.add(args[0]))
-                    stack.callback(handle.remove)
-                run()
+            for linear, energy in zip(linear_maps(architecture), energies, strict=True):
+                stack.callback(linear.register_forward_pre_hook(energy.add).remove)
+            run()
         self._thresholds = [energy.thresholds(self.error) for energy in energies]
         self._digest = model_digest(model)
 
@@ -96,23 +94,15 @@ class ChannelSparsity(Transform, Fitted):
     def applied(self, architecture: Architecture) -> Iterator[None]:
         if self._digest is None:
             raise ConfigError("channel_sparsity has no thresholds: call fit(model, windows) with calibration text first.")
-        if self._digest != (found := model_digest(architecture.model)):
-            raise ConfigError(
-                f"channel_sparsity was fitted to other weights (digest {self._digest[:12]}…, this model's is {found[:12]}…): fit it again."
-            )
-        with self._weights(architecture), ExitStack() as stack:
+        check_weights("channel_sparsity", self._digest, architecture, "fit it again")
+        with ExitStack() as stack:
+            stack.enter_context(self._basis(architecture))
             for linear, threshold in zip(linear_maps(architecture), self._thresholds, strict=True):
-                handle = linear.register_forward_pre_hook(self._zeroing(linear, threshold))
-                stack.callback(handle.remove)
+                stack.callback(linear.register_forward_pre_hook(self._zeroing(linear, threshold)).remove)
             yield
 
-    @contextmanager
-    def _weights(self, architecture: Architecture) -> Iterator[None]:
-        if self._rotation is None:
-            yield
-        else:
-            with RotatedModel(architecture, self._rotation).applied():
-                yield
+    def _basis(self, architecture: Architecture) -> Any:
+        return nullcontext() if self._rotation is None else rotated(architecture, self._rotation)
 
     def _zeroing(self, linear: nn.Module, threshold: torch.Tensor) -> Any:
         weight = weight_of(linear)
@@ -139,9 +129,9 @@ class _Energies:
         bins = (_HIGHEST - _LOWEST) * _BINS_PER_OCTAVE
         self.by_bin = torch.zeros(bins, dtype=torch.float64, device=weight.device)
 
-    def add(self, states: torch.Tensor) -> None:
-        """states: (..., K), an input of the map."""
-        size = states.float().abs().reshape(-1, states.shape[-1]) * self.norms
+    def add(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """A hook before the map, whose input is (..., K)."""
+        size = args[0].float().abs().reshape(-1, args[0].shape[-1]) * self.norms
         bins = ((size.log2() - _LOWEST) * _BINS_PER_OCTAVE).clamp(0, len(self.by_bin) - 1).long()  # log2(0) falls into the first
         self.by_bin.scatter_add_(0, bins.flatten(), size.double().square().flatten())
 
@@ -163,19 +153,37 @@ def linear_maps(architecture: Architecture) -> list[nn.Module]:
 
 
 def weight_of(linear: nn.Module) -> torch.Tensor:
-    """The weight as (K inputs, M outputs).
-
-    Raises:
-        UnsupportedModelError: weights that are offloaded.
-    """
-    weight: torch.Tensor = linear.weight.detach()  # type: ignore[operator]
+    """The weight as (K inputs, M outputs); raises UnsupportedModelError where it is offloaded."""
+    weight = _parameter(linear, "weight")
     if weight.is_meta:
         raise UnsupportedModelError("The weights of a linear layer are offloaded and cannot be rotated: load the model whole.")
     return weight if isinstance(linear, Conv1D) else weight.T
 
 
-class RotatedModel:
-    """A model whose residual stream has another basis.
+def principal_components(architecture: Architecture, run: Callable[[], None]) -> torch.Tensor:
+    """The rotation to the principal components of the normalised states that maps read, (D, D) float64, greatest variance first.
+
+    Args:
+        run: passes the model over calibration text.
+    """
+    width, device = architecture.width, weight_of(architecture.output_head).device
+    covariance = torch.zeros(width, width, dtype=torch.float64, device=device)
+
+    def add(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        centred = args[0] - args[0].mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else args[0]
+        states = _divided(norm, centred).double().reshape(-1, width)
+        covariance.add_(states.T @ states)
+
+    with ExitStack() as stack:
+        for norm, _ in _norms(architecture):
+            stack.callback(norm.register_forward_pre_hook(add).remove)
+        run()
+    return torch.linalg.eigh(covariance)[1].flip(1)
+
+
+@contextmanager
+def rotated(architecture: Architecture, rotation: torch.Tensor) -> Iterator[None]:
+    """The model with another basis of its residual stream; afterwards it is as it was.
 
     A norm is a projection or none (the mean that a LayerNorm takes off), a division by the length, a gain and a bias. Projection,
     gain and bias are linear and go into the maps before and behind it; what is left does not depend on the basis. States x become
@@ -185,86 +193,42 @@ class RotatedModel:
     Args:
         rotation: Q, (D, D) float64, orthogonal.
     """
+    norms = _norms(architecture)
+    # A LayerNorm takes the mean off; here the maps that write do, so that the stream has none.
+    centred = any(isinstance(norm, nn.LayerNorm) for norm, _ in norms)
 
-    def __init__(self, architecture: Architecture, rotation: torch.Tensor) -> None:
-        self.architecture, self.rotation = architecture, rotation
+    def written(x: torch.Tensor) -> torch.Tensor:
+        """What is written to the stream, (..., D), in the other basis."""
+        return (x - x.mean(-1, keepdim=True) if centred else x) @ rotation
 
-    @staticmethod
-    def principal_components(architecture: Architecture, run: Callable[[], None]) -> torch.Tensor:
-        """The rotation to the principal components of the normalised states that maps read, (D, D) float64, greatest variance first.
-
-        Args:
-            run: passes the model over calibration text.
-        """
-        width, device = architecture.width, weight_of(architecture.output_head).device
-        covariance = torch.zeros(width, width, dtype=torch.float64, device=device)
-
-        def add(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            states = _without_gain(norm, args[0]).double().reshape(-1, width)
-            covariance.add_(states.T @ states)
-
-        handles = [norm.register_forward_pre_hook(add) for norm, _ in _norms(architecture)]
-        try:
-            run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        return torch.linalg.eigh(covariance)[1].flip(1)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """The model in the other basis; afterwards it is as it was."""
-        before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-        renormed: list[nn.Module] = []
+    with ExitStack() as stack:
 
         def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
-            before.append((module, name, module._parameters.get(name)))
+            stack.callback(module._parameters.__setitem__, name, module._parameters.get(name))
             dtype = _parameter(module, "weight").dtype
             module._parameters[name] = nn.Parameter(value.to(dtype).contiguous(), requires_grad=False)
-
-        try:
-            self._rotate(put)
-            for norm, _ in _norms(self.architecture):
-                norm.forward = MethodType(_without_gain_and_mean, norm)
-                renormed.append(norm)
-            yield
-        finally:
-            for norm in renormed:
-                del norm.forward
-            for module, name, parameter in reversed(before):
-                module._parameters[name] = parameter
-
-    def _rotate(self, put: Callable[[nn.Module, str, torch.Tensor], None]) -> None:
-        """Put the rotation, and what norms do beside dividing, into the maps that read and write the stream."""
-        arch, rotation = self.architecture, self.rotation
 
         def put_linear(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
             if bias is not None:
                 put(linear, "bias", bias)
             put(linear, "weight", weight if isinstance(linear, Conv1D) else weight.T)
 
-        # A LayerNorm takes the mean off; here the maps that write do, so that the stream has none.
-        centred = any(isinstance(norm, nn.LayerNorm) for norm, _ in _norms(arch))
-        for norm, readers in _norms(arch):
+        for norm, readers in norms:
             gain = _parameter(norm, "weight").double()
             for linear in readers:
                 weight, bias = weight_of(linear).double(), _bias(linear)
-                if norm._parameters.get("bias") is not None:
-                    shift = _parameter(norm, "bias").double() @ weight
-                    bias = shift if bias is None else bias + shift
+                if (shift := _bias(norm)) is not None:
+                    bias = shift @ weight if bias is None else bias + shift @ weight
                 put_linear(linear, rotation.T @ (gain[:, None] * weight), bias)
-        for layer in range(arch.n_layers):
-            for linear in arch.residual_writers(layer):
-                weight, bias = weight_of(linear).double(), _bias(linear)
-                if centred:
-                    weight = weight - weight.mean(1, keepdim=True)
-                    bias = None if bias is None else bias - bias.mean()
-                put_linear(linear, weight @ rotation, None if bias is None else bias @ rotation)
-        for embedding in arch.embeddings:
-            table = _parameter(embedding, "weight").double()
-            if centred:
-                table = table - table.mean(1, keepdim=True)
-            put(embedding, "weight", table @ rotation)
+        for linear in (one for layer in range(architecture.n_layers) for one in architecture.residual_writers(layer)):
+            bias = _bias(linear)
+            put_linear(linear, written(weight_of(linear).double()), None if bias is None else written(bias))
+        for embedding in architecture.embeddings:
+            put(embedding, "weight", written(_parameter(embedding, "weight").double()))
+        for norm, _ in norms:
+            norm.forward = MethodType(_divided, norm)
+            stack.callback(norm.__dict__.pop, "forward")
+        yield
 
 
 def _norms(architecture: Architecture) -> list[tuple[nn.Module, list[nn.Module]]]:
@@ -279,21 +243,12 @@ def _parameter(module: nn.Module, name: str) -> torch.Tensor:
     return parameter.detach()
 
 
-def _bias(linear: nn.Module) -> torch.Tensor | None:
-    return None if linear._parameters.get("bias") is None else _parameter(linear, "bias").double()
+def _bias(module: nn.Module) -> torch.Tensor | None:
+    return None if module._parameters.get("bias") is None else _parameter(module, "bias").double()
 
 
-def _epsilon(norm: nn.Module) -> float:
-    return float(norm.eps if isinstance(norm, nn.LayerNorm) else norm.variance_epsilon)  # type: ignore[arg-type]
-
-
-def _without_gain(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """What the norm gives before its gain and bias: (..., D)."""
-    if isinstance(norm, nn.LayerNorm):
-        states = states - states.mean(-1, keepdim=True)
-    return _without_gain_and_mean(norm, states)
-
-
-def _without_gain_and_mean(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
+def _divided(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """What a norm without mean, gain and bias gives: (..., D)."""
+    epsilon = float(norm.eps if isinstance(norm, nn.LayerNorm) else norm.variance_epsilon)  # type: ignore[arg-type]
     wide = states.float() if states.dtype != torch.float64 else states
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _epsilon(norm))).to(states.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(states.dtype)

@@ -40,7 +40,7 @@ def by_id(name: str, view: LayerView, ids: Sequence[int]) -> torch.Tensor:
         return torch.zeros_like(view.slots, dtype=torch.bool)
     if view.input_ids is None:
         raise ConfigError(
-            f"{name}={list(ids)} selects by token id, but the model was given embeddings: call it with input_ids, or use a mask."
+            f"{name}={list(ids)} selects by token id, but the model was given embeddings: give input_ids, or use a mask."
         )
     return torch.isin(view.input_ids, torch.tensor(list(ids), device=view.input_ids.device))
 
@@ -58,7 +58,7 @@ def by_slot(name: str, view: LayerView, mask: torch.Tensor | None) -> torch.Tens
         mask = mask.expand(rows, -1)
     if mask.shape[0] != rows:
         raise ConfigError(
-            f"{name} has {mask.shape[0]} rows and the batch {rows}: give (S,) for every row alike, or one row per sequence."
+            f"{name} has {mask.shape[0]} rows and the batch {rows}: give (S,) for all rows, or one row per sequence."
         )
     # One more column, never marked, stands for all slots beyond the mask.
     padded = torch.cat([mask.to(view.slots.device), mask.new_zeros(rows, 1).to(view.slots.device)], dim=1)
@@ -69,9 +69,7 @@ def check_mask(name: str, mask: object) -> None:
     """Raises ConfigError unless `mask` is None or a bool tensor of one or two dimensions."""
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() in (1, 2)):
         found = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
-        raise ConfigError(
-            f"{name} must be a bool tensor by slot, (S,) or (B, S), not {found}: write mask.bool() for one of numbers."
-        )
+        raise ConfigError(f"{name} must be a bool tensor by slot, (S,) or (B, S), not {found}: write mask.bool().")
 
 
 TokenMask = Annotated[torch.Tensor | None, check_mask]

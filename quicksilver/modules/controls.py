@@ -1,8 +1,5 @@
-"""Nulls and oracles: what a mechanism must be compared with (docs/design.md §4).
-
-Many nulls are `Halting` with another signal: tokens at random or by position at an exact rate are `Halting(rule="capacity",
-signal="random")` and `signal="position"`. The nulls here need more than that.
-"""
+"""Nulls and oracles: what a mechanism must be compared with (docs/design.md §4). Tokens at random or by position at an exact rate are
+`Halting(rule="capacity", signal="random")` and `signal="position"`; the nulls here need more than that."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import torch
 
 from quicksilver.modules.checks import check_known_ids
 from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
-from quicksilver.modules.signals import Random, lowest, make_signal
+from quicksilver.modules.signals import Random, lowest
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, RuntimeModule, SpanPolicy, TokenPolicy
@@ -56,7 +53,7 @@ class StaticDepth(HaltingPolicy):
 class RandomHalting(HaltingPolicy):
     """Each token halts after each layer of the window with probability `rate`, whatever its state.
 
-    The draw is a hash of (seed, layer, slot, token id): the same alone, in a batch, in prefill and in decoding.
+    The draw is that of the signal `Random`.
     """
 
     rate: Share = 0.1
@@ -76,11 +73,8 @@ class ExponentialDecay(HaltingPolicy):
     """Random tokens halt so that N·exp(−alpha·ℓ) are active in layer ℓ, counted from 0 (App. J: alpha from 0.05 to 0.1).
 
     Args:
-        alpha: per layer.
         even: every row keeps exactly that many (non-causal). False: each token halts with probability 1 − exp(−alpha) after each
             layer, so that rows are uneven (causal).
-        seed: of the draw.
-        window: from which depth on, and up to which.
     """
 
     alpha: Annotated[float, between(0.0)] = 0.07
@@ -112,6 +106,9 @@ class ExponentialDecay(HaltingPolicy):
         return eligible & (draw < 1 - math.exp(-self.alpha))
 
 
+_WORD_IDS = ("function_ids", "letter_ids", "begin_ids", "end_ids")
+
+
 @dataclass(kw_only=True)
 class WordClassHalting(HaltingPolicy):
     """All tokens of a prompt's function words stop after one layer, or all of its content words.
@@ -128,7 +125,7 @@ class WordClassHalting(HaltingPolicy):
         begin_ids, end_ids: tokens that begin with a letter, and that end with one: where one follows the other, a word goes on.
 
     Raises:
-        ConfigError: an option out of range; in a run, a model that was given embeddings.
+        ConfigError: in a run, a model that was given embeddings.
     """
 
     halted: Literal["function", "content"] = "function"
@@ -147,15 +144,15 @@ class WordClassHalting(HaltingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
+        for name in _WORD_IDS:
             if not self._sets(name):
                 setattr(self, name, check_token_ids(name, getattr(self, name)))
         self.window = (self.depth, self.depth)
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)
-        self._tables = {}
-        for name in ("function_ids", "letter_ids", "begin_ids", "end_ids"):
+        self._tables: list[torch.Tensor] = []
+        for name in _WORD_IDS:
             if sets := self._sets(name):
                 raise ConfigError(
                     f"{name} names the set {sets[0]}, which only a tokenizer knows: give ids, such as token_set({sets[0]!r}, tokenizer) of "
@@ -163,9 +160,9 @@ class WordClassHalting(HaltingPolicy):
                 )
             ids = list(getattr(self, name))
             check_known_ids(name, ids, architecture.vocab_size)
-            table = torch.zeros(architecture.vocab_size, dtype=torch.bool)
-            table[ids] = True
-            self._tables[name] = table
+            self._tables.append(
+                torch.zeros(architecture.vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(ids).long(), True)
+            )
 
     def _sets(self, name: str) -> list[str]:
         """Sets of words that an option names in place of ids; `quicksilver run` puts the ids of the model's tokenizer there."""
@@ -176,18 +173,15 @@ class WordClassHalting(HaltingPolicy):
         mask = eligible & (function if self.halted == "function" else content).gather(1, view.index)
         if not self.at_random:
             return mask
-        scores = make_signal({"name": "random", "seed": self.seed})(view, tokens, eligible)
-        return lowest(scores, eligible, mask.sum(1, keepdim=True))
+        return lowest(Random(self.seed)(view, tokens, eligible), eligible, mask.sum(1, keepdim=True))
 
     def classes(self, view: LayerView) -> tuple[torch.Tensor, torch.Tensor]:
         """Which tokens of the pass are function words and which belong to content words: (B, N) bool each."""
         ids = view.pass_ids
         if ids is None:
-            raise ConfigError(
-                "WordClassHalting knows words by token ids, but the model was given embeddings: call it with input_ids."
-            )
+            raise ConfigError("WordClassHalting knows words by token ids, but the model was given embeddings: give input_ids.")
         real = ids >= 0
-        function, letter, begins, ends = (table.to(ids.device)[ids.clamp(min=0)] & real for table in self._tables.values())
+        function, letter, begins, ends = (table.to(ids.device)[ids.clamp(min=0)] & real for table in self._tables)
         goes_on = torch.zeros_like(real)
         goes_on[:, 1:] = begins[:, 1:] & ends[:, :-1]  # this token continues the word before it
         whole = ~goes_on
@@ -227,11 +221,11 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        decided = {layer for p in self.trace.passes for layer in torch.cat([p.halt_layer[p.valid], p.kv_layer[p.valid]]).tolist()}
-        events = {f.layer for p in self.trace.passes for f in p.fusions} | {
-            q.layer for p in self.trace.passes for q in p.precisions
-        }
+        passes = self.trace.passes
+        decided = {layer for p in passes for layer in torch.cat([p.halt_layer[p.valid], p.kv_layer[p.valid]]).tolist()}
+        events = {event.layer for p in passes for event in p.fusions} | {event.layer for p in passes for event in p.precisions}
         self._layers = decided - {self.trace.n_layers - 1} | events
+        self._policies = [module for module in self.like if isinstance(module, TokenPolicy)]
         self._loaded: int | None = None
 
     @property
@@ -241,12 +235,11 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
 
     @property
     def translators(self) -> Mapping[int, KVTranslator]:
-        each = (module.translators for module in self.like if isinstance(module, TokenPolicy))
-        return {layer: translator for of_module in each for layer, translator in of_module.items()}
+        return {layer: translator for policy in self._policies for layer, translator in policy.translators.items()}
 
     @property
     def proportional_attention(self) -> bool:
-        return any(module.proportional_attention for module in self.like if isinstance(module, TokenPolicy))
+        return any(policy.proportional_attention for policy in self._policies)
 
     @property
     def merges_cache(self) -> bool:
@@ -262,8 +255,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
 
     @property
     def precision(self) -> PrecisionExecutor | None:
-        executors = (module.precision for module in self.like if isinstance(module, TokenPolicy))
-        return next((executor for executor in executors if executor is not None), None)
+        return next((policy.precision for policy in self._policies if policy.precision is not None), None)
 
     def bind(self, architecture: Architecture) -> None:
         if self.trace.n_layers != architecture.n_layers:
@@ -277,9 +269,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
             int(layer) for p in self.trace.passes for layer in p.halt_layer[_halted(p) & (p.halted_kv == _PREDICT)].unique()
         }
         if predicted - set(self.translators):
-            raise ConfigError(
-                "The trace holds tokens whose K/V are predicted: give Replay(trace, like=modules) the module that did."
-            )
+            raise ConfigError("The trace holds predicted K/V: give Replay(trace, like=modules) the module that did it.")
         self._loaded = None
 
     def acts_at(self, layer: int) -> bool:
@@ -288,12 +278,10 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         if self._loaded != view.pass_index:
             self._load(view)
-        # Layers without skipping are left out: they need no mask then. KV skipping comes first, because a token that is fused or halted
-        # at the layer that takes its K/V away is active until then.
+        # Layers without skipping need no mask. KV skipping comes first: a token that is fused or halted at that layer is active until then.
         if view.layer in self._kv_layers:
             tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
-        # Fusion comes before halting, in whatever order the run had them: a token that halts here was not merged away here, but the
-        # target of a fusion may halt at the same layer.
+        # Fusion comes before halting: what halts here was not merged away here, but the target of a fusion may halt at the same layer.
         for fusion in (f for f in self._pass.fusions if f.layer == view.layer):
             columns = torch.arange(view.index.shape[1], device=view.index.device).expand_as(view.index)
             in_view = torch.zeros_like(fusion.into).scatter(1, view.index, columns)  # (B, N): column of the pass -> of the view
@@ -307,9 +295,8 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
                 continue  # nobody halts so here: `bind` has seen to it
             tokens.halt(here & (how == code), missing_kv=MISSING_KV[mode], resume_layers=resume_layers, translator=translator)
         for precision in (p for p in self._pass.precisions if p.layer == view.layer):
-            said = precision.bits.gather(1, view.index)
             for bits in set(precision.bits.unique().tolist()) - {0}:
-                tokens.set_bits(said == bits, bits)
+                tokens.set_bits(precision.bits.gather(1, view.index) == bits, bits)
 
     def merge_cache(self, view: CacheView) -> torch.Tensor | None:
         here = [merge.into for merge in self._find(view.pass_index).merges if merge.layer == view.layer]
@@ -370,8 +357,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
 
     In each pass and row the decisions (halting depth, what is kept of it, resumption, K/V, fusion, bits) are permuted, each
     token's together, among the real tokens that are not protected; protected ones keep their own. A token that is to be merged
-    away goes into the next one to its right that goes on, weighted by size; where none does, it goes on itself. Where a pass is
-    a single token nothing changes.
+    away goes into the next one to its right that goes on, weighted by size; where none does, it goes on itself.
 
     Args:
         seed: of the permutations.
@@ -395,9 +381,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
                 "with criterion='random'."
             )
         if p.evictions:
-            raise ConfigError(
-                "A trace in which K/V entries were evicted cannot be shuffled: compare with a module that evicts at random."
-            )
+            raise ConfigError("A trace with K/V entries evicted cannot be shuffled: compare with a module that evicts at random.")
         nth = p.valid.long().cumsum(1)  # 1 = the row's first token of this pass
         protected = p.first_column + nth <= protect_first
         if p.first_column == 0 and p.valid.shape[1] > 1:  # a prompt; elsewhere no token is known to be the last
@@ -411,13 +395,9 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         if p.fusions:
             taken = _last_goes_on(p, free, taken)
 
-        def permuted(x: torch.Tensor, taken: torch.Tensor = taken) -> torch.Tensor:
-            return x.gather(1, taken)
-
-        moved: dict[str, Any] = {
-            name: permuted(getattr(p, name)) for name in ("halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
-        }
-        precisions = tuple(Precision(event.layer, permuted(event.bits)) for event in p.precisions)
+        names = ("halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
+        moved: dict[str, Any] = {name: getattr(p, name).gather(1, taken) for name in names}
+        precisions = tuple(Precision(event.layer, event.bits.gather(1, taken)) for event in p.precisions)
         passes.append(_fused_again(dataclasses.replace(p, **moved, precisions=precisions)))
     return Trace(trace.n_layers, passes)
 
@@ -476,16 +456,14 @@ def perfect_exit(
     missing_kv: MissingKV = "project",
     pass_tokens: Sequence[int] | None = None,
 ) -> Trace:
-    """An oracle, as a trace for `Replay`: each token halts after the earliest layer whose prediction is the last layer's.
+    """An oracle, as a trace for `Replay`: each token halts after the earliest layer whose prediction, by the logit lens, is the last layer's.
 
-    One dense run; the prediction of a layer is the largest logit of its logit lens. It knows what it saves, so it bounds what a
-    signal can.
+    One dense run. It knows what it saves, so it bounds what a signal can.
 
     Args:
         input_ids: (B, N) long; attention_mask: (B, N), 0 for padding.
         missing_kv: what later layers see of a halted token.
-        pass_tokens: columns of each pass the trace is to be replayed in, such as (448, 64) for a prompt and its continuation;
-            None: one pass.
+        pass_tokens: columns of each pass the trace is to be replayed in, such as (448, 64); None: one pass.
 
     Raises:
         ConfigError: `pass_tokens` that do not add up to N.
@@ -494,7 +472,7 @@ def perfect_exit(
     pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)
     if sum(pass_tokens) != input_ids.shape[1]:
         raise ConfigError(
-            f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, and there are {input_ids.shape[1]} columns of input."
+            f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, and the input has {input_ids.shape[1]} columns."
         )
     lens = _LensPrediction()
     with apply(model, [lens]) as run:

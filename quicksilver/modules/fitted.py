@@ -1,7 +1,8 @@
-"""Files of what was fitted to one model: maps that predict K/V, lenses, gates, calibrations. Each is read, checked and refused here.
+"""What is fitted to one model and kept in a file: the base of all kinds, and the two that are linear maps.
 
-A file says what it is (a format), whose model it is of (a digest), how it was made (provenance), and holds tensors or numbers. A kind of file is a
-dataclass that derives from `FittedFile`: its fields of type `torch.Tensor` are the tensors, all others go into the header.
+`FittedFile` reads, checks and refuses: a format, the model's digest, provenance, and tensors or numbers. A kind is a dataclass that derives
+from it: fields of type `torch.Tensor` are the tensors, all others go into the header. Here: `Translator` (K/V of later layers) and `Lens`.
+Elsewhere: `thresholds.Calibration`, `learned_halting.TrainedGates`, `staged_halting.Schedules`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -22,6 +24,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import checks_of
 from quicksilver.runtime.placement import whole_parameters
 from quicksilver.runtime.reading import parse_json
+from quicksilver.runtime.translation import PredictedKV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 MODELS_FOLDER = Path(__file__).resolve().parents[1] / "models" / "reference"  # of the models that ship with the package
+EMBEDDED = "embedded"  # as a translator in a config: the one that ships with the model
+TUNED_LENS = "tuned_lens"  # as an entropy in a config, and the folder beside a model
 
 
 def model_digest(model: PreTrainedModel) -> str:
@@ -47,6 +52,14 @@ def model_digest(model: PreTrainedModel) -> str:
     for _, content in sorted(said.items()):
         digest.update(content)
     return digest.hexdigest()
+
+
+def check_weights(what: str, digest: str | None, architecture: Architecture, remedy: str) -> None:
+    """Raises ConfigError where `digest`, of the weights that something was fitted to, is not that of the model."""
+    if digest != (found := model_digest(architecture.model)):
+        raise ConfigError(
+            f"{what} was fitted to other weights (digest {str(digest)[:12]}…, this model's is {found[:12]}…): {remedy}."
+        )
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,8 @@ class FittedFile:
     """What was fitted to one model, and its file.
 
     Class attributes:
-        kind: what it is called in messages. format: of its files. folder: beside a model, with the files that ship with it.
-        remedy: what to do where there is none, or a wrong one.
+        kind: what it is called in messages. format: of its files. remedy: what to do where there is none, or a wrong one.
+        folder, suffix: of the files that ship beside a model.
 
     Attributes:
         weights_digest: `model_digest` of the model; empty: of any model of this shape.
@@ -80,6 +93,7 @@ class FittedFile:
     kind: ClassVar[str]
     format: ClassVar[str]
     folder: ClassVar[str] = ""
+    suffix: ClassVar[str] = ".safetensors"
     remedy: ClassVar[str]
     weights_digest: str
 
@@ -93,15 +107,15 @@ class FittedFile:
             tensor: torch.Tensor | None = getattr(self, name)
             if tensor is None:
                 continue
-            wrong = f"The {name} of a {self.kind} "
+            wrong = ""
             if not tensor.is_floating_point():
-                raise ConfigError(
-                    f"{wrong}is of {str(tensor.dtype).removeprefix('torch.')}, where floats are needed: {self.remedy}."
-                )
-            if tuple(tensor.shape) != shape:
-                raise ConfigError(f"{wrong}has shape {tuple(tensor.shape)} where {shape} is needed: {self.remedy}.")
-            if n := int((~torch.isfinite(tensor)).sum()):
-                raise ConfigError(f"{wrong}has {n} numbers that are not finite (NaN or infinite): {self.remedy}.")
+                wrong = f"is of {str(tensor.dtype).removeprefix('torch.')}, where floats are needed"
+            elif tuple(tensor.shape) != shape:
+                wrong = f"has shape {tuple(tensor.shape)} where {shape} is needed"
+            elif n := int((~torch.isfinite(tensor)).sum()):
+                wrong = f"has {n} numbers that are not finite (NaN or infinite)"
+            if wrong:
+                raise ConfigError(f"The {name} of a {self.kind} {wrong}: {self.remedy}.")
 
     def check(self, architecture: Architecture) -> None:
         """Raises ConfigError where it is of another model: the first fact that differs, both values, the remedy."""
@@ -109,15 +123,13 @@ class FittedFile:
             there = architecture.config.model_type if name == "model_type" else getattr(architecture, name)
             if own != there:
                 raise ConfigError(f"The {self.kind} is of a model with {name}={own} and this one has {there}: {self.remedy}.")
-        if self.weights_digest and self.weights_digest != (found := model_digest(architecture.model)):
-            raise ConfigError(
-                f"The {self.kind} was fitted to other weights (digest {self.weights_digest[:12]}…, this model's is {found[:12]}…): {self.remedy}."
-            )
+        if self.weights_digest:
+            check_weights(f"The {self.kind}", self.weights_digest, architecture, self.remedy)
 
     def save(self, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
         """Write atomically: a reader sees the whole file or none. Tensors in `dtype`; what is read again is float32."""
         content: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        tensors = {name: content.pop(name) for name in tensor_fields(type(self))}
+        tensors = {name: content.pop(name) for name in _tensor_fields(type(self))}
         facts = {name: asdict(value) if isinstance(value, ModelShape) else value for name, value in content.items()}
         write_atomically(path, self._written(facts, {n: t.to(dtype).contiguous() for n, t in tensors.items() if t is not None}))
 
@@ -129,43 +141,36 @@ class FittedFile:
         except FileNotFoundError:
             raise ConfigError(f"There is no {cls.kind} {path}: {cls.remedy}.") from None
         except (SafetensorError, OSError, ValueError) as error:
-            raise ConfigError(
-                f"{path} cannot be read as a {cls.kind} ({error}): it is cut short or damaged; {cls.remedy}."
-            ) from error
-        content = facts.pop("content", None) if isinstance(facts, dict) else None
-        if content not in (None, _content(tensors)):
-            raise ConfigError(f"{path} is damaged: its tensors are not those that were written; {cls.remedy}.")
-        said = facts.pop("format", None) if isinstance(facts, dict) else type(facts).__name__
-        if said != cls.format:
-            raise ConfigError(
-                f"{path} has format {said!r}, and this version reads a {cls.kind} of format {cls.format!r}: {cls.remedy}."
-            )
-        own: dict[str, Any] = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-        optional = {name for name in tensor_fields(cls) if own[name].default is not MISSING}
-        if set(facts) != set(own) - set(tensor_fields(cls)) or not set(tensor_fields(cls)) - optional <= set(tensors) <= set(
-            tensor_fields(cls)
-        ):
-            raise ConfigError(
-                f"{path} is no {cls.kind}: it has {', '.join(sorted({*facts, *tensors}))} and not {', '.join(sorted(own))}; {cls.remedy}."
-            )
+            raise ConfigError(f"{path} cannot be read as a {cls.kind} ({error}): it is damaged; {cls.remedy}.") from error
         try:
-            facts |= {
-                name: tuple(value)
-                for name, value in facts.items()
-                if isinstance(value, list) and str(own[name].type).startswith("tuple")
-            }
-            facts |= {name: ModelShape(**value) for name, value in facts.items() if str(own[name].type) == "ModelShape"}
-            for name, check in checks_of(cast(Hashable, cls)):
-                if name in facts:
-                    check(name, facts[name])
-            return cls(**facts, **{name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
+            return cls._checked(facts, tensors)
         except (ConfigError, TypeError, ValueError, AttributeError) as error:
             why = str(error).rstrip(".")
             raise ConfigError(f"{path} is no {cls.kind}: {why}{'' if cls.remedy in why else f'; {cls.remedy}'}.") from error
 
     @classmethod
+    def _checked(cls, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Self:
+        if facts.pop("content", None) not in (None, _content(tensors)):
+            raise ConfigError("it is damaged, its tensors are not those that were written")
+        if (said := facts.pop("format", None)) != cls.format:
+            raise ConfigError(f"it has format {said!r}, and this version reads a {cls.kind} of format {cls.format!r}")
+        own: dict[str, Any] = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+        optional = {name for name in _tensor_fields(cls) if own[name].default is not MISSING}
+        if not set(own) - optional <= {*facts, *tensors} <= set(own):
+            raise ConfigError(f"it has {', '.join(sorted({*facts, *tensors}))} and not {', '.join(sorted(own))}")
+        for name, value in facts.items():
+            if isinstance(value, list) and str(own[name].type).startswith("tuple"):
+                facts[name] = tuple(value)
+            elif str(own[name].type) == "ModelShape":
+                facts[name] = ModelShape(**value)
+        for name, check in checks_of(cast(Hashable, cls)):
+            if name in facts:
+                check(name, facts[name])
+        return cls(**facts, **{name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
+
+    @classmethod
     def _read(cls, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The header, its format included, and the tensors."""
+        """The header, its format included, and the tensors; raises OSError, ValueError, SafetensorError."""
         with safe_open(str(path), framework="pt") as file:
             facts = parse_json((file.metadata() or {}).get("quicksilver", "{}"))
             return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
@@ -177,15 +182,13 @@ class FittedFile:
     @classmethod
     def shipped(cls, name: str = "*") -> list[Path]:
         """The files of this kind beside the models that ship with the package."""
-        return sorted(MODELS_FOLDER.glob(f"*/{cls.folder}/{name}.safetensors"))
+        return sorted(MODELS_FOLDER.glob(f"*/{cls.folder}/{name}{cls.suffix}"))
 
     @classmethod
     def of_model(cls, architecture: Architecture) -> dict[str, Self]:
         """What ships with this model, by the name of its file."""
         digest = model_digest(architecture.model)
-        return {
-            path.stem: one for path, one in ((path, cls.load(path)) for path in cls.shipped()) if one.weights_digest == digest
-        }
+        return {path.stem: one for path in cls.shipped() if (one := cls.load(path)).weights_digest == digest}
 
     @classmethod
     def none_ships(cls, option: str, architecture: Architecture) -> ConfigError:
@@ -199,13 +202,197 @@ def _content(tensors: Mapping[str, torch.Tensor]) -> str:
     """sha256 over names, shapes and values of tensors, as they are stored."""
     whole = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        whole.update(
-            f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-            + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + values.tobytes())
     return whole.hexdigest()
 
 
-def tensor_fields(cls: type) -> list[str]:
-    """The fields of a dataclass that are tensors."""
+def _tensor_fields(cls: type) -> list[str]:
     return [field.name for field in fields(cls) if "torch.Tensor" in str(field.type)]
+
+
+# -- K and V of later layers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Translator(FittedFile):
+    """K and V of later layers from the state a token stopped with: a fitted linear map instead of the layers in between.
+
+    Layer ℓ makes K and V of every token as it always does. For a token that stops before ℓ, each later layer j gets
+
+        [k_j ; v_j] = [1, LN₀(h_ℓ)] · W_j
+
+    LN₀ the norm on the way into layer ℓ without its gain, k_j before its rotation, W_j from ridge regression on calibration text
+    (`quicksilver.fitting.fit`). SwiftKV (arXiv 2410.03960) projects the state itself and retrains the projections; here the weights stay frozen.
+
+    Attributes:
+        source_layer: ℓ, the layer that the tokens do not go through any more; K and V of ℓ+1 … L−1 are predicted.
+        weight: (1 + D, L−1−ℓ, 2, H_kv, head_dim) float32: constant first, then the normalised state; K, then V.
+        shape: of the model.
+        provenance: fit text and its digest, tokens, ridge, what was left out of the text, control (if it is one).
+
+    Raises:
+        ConfigError: a weight of another shape than the model's, or one that is not finite.
+    """
+
+    source_layer: int
+    weight: torch.Tensor
+    shape: ModelShape
+    weights_digest: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    kind = "translator"
+    format = "quicksilver-translator-1"
+    folder = "predicted_kv"  # with schedules beside them
+    remedy = "fit one for this model: quicksilver fit model=MODEL"
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        if not 0 <= self.source_layer < shape.n_layers - 1:
+            raise ConfigError(
+                f"A translator from layer {self.source_layer} has no later layer to predict for: the model has layers 0 to "
+                f"{shape.n_layers - 1}, so give a source layer from 0 to {shape.n_layers - 2}."
+            )
+        self.check_tensors({"weight": (1 + shape.width, self.n_predicted, 2, shape.n_kv_heads, shape.head_dim)})
+
+    def model_facts(self) -> dict[str, object]:
+        return asdict(self.shape)
+
+    @property
+    def n_predicted(self) -> int:
+        """Layers after the source layer."""
+        return self.shape.n_layers - 1 - self.source_layer
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over what it predicts with: part of a run's identity."""
+        whole = hashlib.sha256(f"{self.format} {self.source_layer} {self.shape} {self.weights_digest}".encode())
+        whole.update(self.weight.contiguous().numpy().tobytes())
+        return whole.hexdigest()
+
+    def bound(self, architecture: Architecture) -> BoundTranslator:
+        """As the runtime asks for it. Raises ConfigError where it is of another model (`check`)."""
+        self.check(architecture)
+        return BoundTranslator(self, architecture)
+
+
+@dataclass(frozen=True)
+class BoundTranslator:
+    """A translator and the model it is of: `quicksilver.runtime.translation.KVTranslator`."""
+
+    translator: Translator
+    architecture: Architecture
+
+    @property
+    def source_layer(self) -> int:
+        return self.translator.source_layer
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of one token, for all later layers: 4·D·d_kv each, what a K/V projection costs."""
+        shape = self.translator.shape
+        return 4 * shape.width * shape.n_kv_heads * shape.head_dim * self.translator.n_predicted
+
+    def translate(self, hidden: torch.Tensor) -> PredictedKV:
+        """K before its rotation, and V, of all later layers: hidden (B, M, D). One product for all."""
+        own = self.translator
+        normed = self.architecture.normalised_input(own.source_layer, hidden).to(hidden.dtype)
+        weight = own.weight[:, :, :, self.architecture.ranks.own(own.shape.n_kv_heads)].to(hidden)
+        flat = torch.addmm(weight[0].flatten(), normed.flatten(0, 1), weight[1:].flatten(1))
+        parts = flat.view(*hidden.shape[:2], *weight.shape[1:]).permute(2, 3, 0, 4, 1, 5)
+        return PredictedKV(own.source_layer + 1, parts[:, 0], parts[:, 1])
+
+
+def translator_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
+    """The files that decide what a module with these arguments predicts; none where it predicts nothing."""
+    if entry.get("missing_kv") != "predict":
+        return []
+    source = entry.get("translator", EMBEDDED)
+    if str(source) != EMBEDDED:
+        return [Path(source)]
+    own = sorted((model_folder / Translator.folder).glob("*")) or sorted(MODELS_FOLDER.glob(f"*/{Translator.folder}/*"))
+    return [path for path in own if path.is_file()]
+
+
+def translator_for(architecture: Architecture, source: str | Path | BoundTranslator, source_layer: int) -> BoundTranslator:
+    """The translator that a configuration names, for tokens that stop before `source_layer`, checked against the model.
+
+    Args:
+        source: `embedded`, one that ships with the model; the path of one; or one that is bound already.
+
+    Raises:
+        ConfigError: none ships with this model, or none from that layer; a file that is none, or one of another model or layer.
+    """
+    instead = f"{Translator.remedy} layers=[{source_layer}]."
+    if isinstance(source, BoundTranslator) or str(source) != EMBEDDED:
+        bound = source if isinstance(source, BoundTranslator) else Translator.load(source).bound(architecture)
+        if bound.source_layer != source_layer:
+            raise ConfigError(
+                f"The translator predicts for tokens that stop before layer {bound.source_layer}, and these stop before layer {source_layer}: "
+                f"stop them there, or {instead}"
+            )
+        return bound
+    own = {found.source_layer: found for found in Translator.of_model(architecture).values()}
+    if not own:
+        raise Translator.none_ships("translator='embedded'", architecture)
+    if source_layer not in own:
+        raise ConfigError(
+            f"translator='embedded': for this model one from layer {' and '.join(map(str, sorted(own)))} ships, none from layer "
+            f"{source_layer}: stop tokens there, or {instead}"
+        )
+    return own[source_layer].bound(architecture)
+
+
+# -- the head's input, from states in the middle -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lens(FittedFile):
+    """What the model would predict from a state in the middle, by a linear map for each layer (tuned lens, arXiv 2303.08112).
+
+    The logit lens reads a middle state as if it were the last one, which an untuned model's early states are not. Here the head is given
+    [1, LN₀(h_ℓ)] · W_ℓ: LN₀ a norm without gain, W_ℓ from ridge regression of the head's own input (the paper fits by KL with SGD).
+
+    Attributes:
+        weight: (L-1, 1 + D, D) float32, of the states after each layer but the last: constant first, then the normalised state.
+        provenance: text and its digest, tokens, ridge.
+
+    Raises:
+        ConfigError: a weight that is not of this shape or not finite.
+    """
+
+    weight: torch.Tensor
+    weights_digest: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    kind = "lens"
+    format = "quicksilver-lens-1"
+    folder = TUNED_LENS
+    remedy = "fit one: quicksilver fit lens=true model=MODEL, and put it into tuned_lens/ beside the model"
+
+    def __post_init__(self) -> None:
+        if self.weight.ndim != 3:
+            raise ConfigError(f"A lens has shape {tuple(self.weight.shape)} where (layers, 1 + D, D) is needed: {self.remedy}.")
+        layers, _, width = self.weight.shape
+        self.check_tensors({"weight": (layers, width + 1, width)})
+
+    def model_facts(self) -> dict[str, object]:
+        return {"n_layers": len(self.weight) + 1, "width": self.weight.shape[2]}
+
+    def head_input(self, architecture: Architecture, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output head is given for states after `layer`, hidden (K, D) -> (K, D); 2·D² operations each."""
+        weight = self.weight[layer].to(hidden.device)
+        return torch.addmm(weight[0], architecture.normalised_input(layer, hidden), weight[1:]).to(hidden.dtype)
+
+
+def lens_for(architecture: Architecture) -> Lens:
+    """The lens that ships with this model; raises ConfigError where none does."""
+    for lens in Lens.of_model(architecture).values():
+        return lens
+    raise Lens.none_ships("entropy=tuned_lens", architecture)
+
+
+def lens_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
+    """The files that decide what a module with these arguments reads by a lens; none where it asks for none, or the model has none."""
+    asked = TUNED_LENS in (entry.get("entropy"), entry.get("source"))
+    return sorted((model_folder / TUNED_LENS).glob("*.safetensors")) if asked else []

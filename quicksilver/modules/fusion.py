@@ -12,23 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
-from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw, without_observers
+from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import MergePolicy, TokenPolicy
-from quicksilver.runtime.options import (
-    Count,
-    Odd,
-    Options,
-    Positive,
-    Share,
-    TokenIds,
-    at_least,
-    between,
-    check_token_ids,
-    is_list,
-)
+from quicksilver.runtime.options import Count, Odd, Positive, Share, TokenIds, at_least, between, check_token_ids, is_list
 from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.reading import read_json
 from quicksilver.runtime.view import CacheView, LayerView
@@ -111,8 +100,7 @@ DISTANCES = ("l2", "relative", "cosine")
 class NeighbourDistance(Signal):
     """Distance of a token's state from that of its left neighbour, +inf where it has none (D.2).
 
-    `l2`: ‖h_t − h_u‖₂ in state units (the paper's); `relative`: over the mean of the two norms; `cosine`: 1 − cos(h_t, h_u), 0
-    to 2.
+    `l2`: ‖h_t − h_u‖₂ in state units (the paper's); `relative`: over the mean of the two norms; `cosine`: 1 − cos(h_t, h_u).
     """
 
     kind: Literal["l2", "relative", "cosine"] = "l2"
@@ -194,64 +182,6 @@ def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # -- which tokens are never fused --------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class Exemptions(Options):
-    """The options that name tokens which are never fused.
-
-    Args:
-        exempt_ids, exempt_mask: by id, or by slot: a bool tensor (S,) or (B, S).
-        anchors: sequences of token ids, such as those of "Question:"; every token of an occurrence is exempt (2.3).
-        token_counts: how often each token id occurs in some corpus, V numbers or a JSON file of them.
-        rare_below: tokens that occur less often than this are exempt (2.3 "rare entities").
-        protect_first: so are the first tokens of a sequence, the attention sinks (arXiv 2309.17453).
-        protect_last: and the last tokens of a prompt: the very last one's logits predict what follows.
-
-    Raises:
-        ConfigError: an option out of range; in a run, options by id on a model that was given embeddings, or `token_counts` of a
-            smaller vocabulary.
-    """
-
-    exempt_ids: TokenIds = ()
-    exempt_mask: TokenMask = None
-    anchors: Annotated[Sequence[Sequence[int]], check_anchors] = ()
-    token_counts: Sequence[int] | torch.Tensor | Path | str | None = None
-    rare_below: Count = 0
-    protect_first: Count = 4
-    protect_last: Count = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._counts = _counts(self.token_counts, self.rare_below)
-
-    def check_known(self, vocabulary: int) -> None:
-        """Raises ConfigError when an option names a token id beyond the vocabulary."""
-        check_known_ids("exempt_ids", self.exempt_ids, vocabulary)
-        for i, anchor in enumerate(self.anchors):
-            check_known_ids(f"anchors[{i}]", anchor, vocabulary)
-
-    def exempt(self, view: LayerView, architecture: Architecture) -> torch.Tensor:
-        """(B, M) bool: never fused."""
-        exempt = by_place(view, self.protect_first, self.protect_last)
-        exempt |= by_id("exempt_ids", view, self.exempt_ids) | by_slot("exempt_mask", view, self.exempt_mask)
-        if not self.anchors and self._counts is None:
-            return exempt
-        if view.input_ids is None or view.pass_ids is None:
-            raise ConfigError(
-                "anchors and token_counts select by token id, but the model was given embeddings: call it with input_ids, or "
-                "use exempt_mask."
-            )
-        if self.anchors:
-            exempt |= occurrences(view.pass_ids, self.anchors).gather(1, view.index)
-        if self._counts is not None:
-            if len(self._counts) < architecture.vocab_size:
-                raise ConfigError(
-                    f"token_counts has {len(self._counts)} numbers and the vocabulary {architecture.vocab_size} "
-                    "tokens: count with the model's own tokenizer, one number per id."
-                )
-            exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
-        return exempt
-
-
 def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """Tokens of `ids` (B, N) long that are part of one of the sequences: (B, N) bool."""
     found = torch.zeros_like(ids, dtype=torch.bool)
@@ -279,18 +209,17 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
             f"rare_below={rare_below} and token_counts={'null' if value is None else 'given'}: rare tokens need both, "
             "the counts and how many make a token rare."
         )
-    if value is None or isinstance(value, torch.Tensor):
-        counts = value
-    else:
-        if isinstance(value, (str, Path)):
-            try:
-                value = read_json(Path(value))
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list, one count per id."
-                ) from None
-        counts = torch.tensor(check_token_ids("token_counts", value))
-    if counts is not None and counts.dim() != 1:
+    if value is None:
+        return None
+    if isinstance(value, (str, Path)):
+        try:
+            value = read_json(Path(value))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list of counts, one an id."
+            ) from None
+    counts = value if isinstance(value, torch.Tensor) else torch.tensor(check_token_ids("token_counts", value))
+    if counts.dim() != 1:
         raise ConfigError(f"token_counts has shape {tuple(counts.shape)}: give one count per token id, (V,).")
     return counts
 
@@ -299,21 +228,24 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
 
 
 @dataclass(kw_only=True)
-class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
+class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     """Carry neighbours whose states are close on as one super-token, in the slot of the last of them (paper 2.3, App. D, I).
 
     Neighbours are consecutive tokens of the sequence. A halted token between two others separates them (D.6); a token that was
     merged away does not. `rule="threshold"`, the paper's: neighbours closer than `tau_fuse` fuse, several at once where each is
     close to the next. `rule="capacity"`: in every row exactly the k closest pairs fuse, k a share of the row's own real tokens
-    (fewer only where the exemptions and `max_group` leave fewer), so that shapes do not depend on the data. A later fusion layer
-    fuses super-tokens again.
+    (fewer only where the exemptions and `max_group` leave fewer). A later fusion layer fuses super-tokens again.
 
     What token t becomes depends on what follows it, so fusion acts in prompts only (docs/fusion-and-causality.md). A sliding window
     sees a super-token as long as it reaches its slot, that of its last part.
 
-    The null at the same budget is `criterion="random"`: random neighbours.
-
-    The options, by what they are about. Which tokens are exempt: `Exemptions`.
+    Which tokens are exempt:
+        exempt_ids, exempt_mask: by id, or by slot: a bool tensor (S,) or (B, S).
+        anchors: sequences of token ids, such as those of "Question:"; every token of an occurrence is exempt (2.3).
+        token_counts: how often each token id occurs in some corpus, V numbers or a JSON file of them.
+        rare_below: tokens that occur less often than this are exempt (2.3 "rare entities").
+        protect_first: so are the first tokens of a sequence, the attention sinks (arXiv 2309.17453).
+        protect_last: and the last tokens of a prompt: the very last one's logits predict what follows.
 
     Which pairs fuse:
         rule: as above; `capacity` needs no calibration and leaves `tau_fuse` unread.
@@ -321,8 +253,8 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
         fused_share: for `capacity`: share of a row's real tokens merged away, over all fusion layers together, in equal steps.
         criterion: what makes a pair close. `l2`, `relative`, `cosine`: `NeighbourDistance`. `attention`: how much the more
             attended of the two gets from the last `attention_queries` tokens; these are not fused themselves. Not the paper's:
-            at 30% it cost a quarter of what likeness cost (docs/fusion-and-causality.md). `random`: a hash of seed, layer, slot and
-            token id in [0, 1), so that under `threshold` each pair fuses with probability `tau_fuse`.
+            at 30% it cost a quarter of what likeness cost. `random`, the null: a hash of seed, layer, slot and token id in [0, 1), so that
+            under `threshold` each pair fuses with probability `tau_fuse`.
         seed: of `random`.
         max_group: original tokens a super-token may stand for; None: any number.
         calibration: a `Calibration` or the path of one; percentiles need it.
@@ -347,23 +279,27 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
         context_window: tokens a context is the mean of.
         tau_attention: 2.3: any two tokens, neighbours or not, fuse too when they are closer than `tau_fuse` and the cosine of the
             later one's query and the earlier one's key, all heads joined and positions left out, is above this; -1 to 1. Query
-            and key are those of this layer: the paper's mean over all L layers would run the layers above first. For `threshold`,
-            and in pairs only.
+            and key are those of this layer: the paper's mean over all L would run the layers above first. For `threshold`, in pairs only.
 
     While decoding:
         decode_every: after every so many tokens that follow the prompt, the new K/V entries are merged in the layers above
             `start`: the `fused_share` of neighbours whose keys are closest (by `l2` where the criterion is attention), into the
             mean by size. An entry has a slot and no token id, so of the exemptions only `protect_first` and `protect_last` (the
             newest tokens) hold there. 0: never.
-
-    Elsewhere:
         lookahead: fuse outside prompts too, the paper's variant, which leaks; every number it touches is marked.
 
     Raises:
-        ConfigError: an option out of range; by `bind`, options that leave no layer to fuse in; in a run, a `max_group` larger
-            than the prompt.
+        ConfigError: by `bind`, options that leave no layer to fuse in; in a run, a `max_group` larger than the prompt, options by id on a
+            model that was given embeddings, or `token_counts` of a smaller vocabulary.
     """
 
+    exempt_ids: TokenIds = ()
+    exempt_mask: TokenMask = None
+    anchors: Annotated[Sequence[Sequence[int]], check_anchors] = ()
+    token_counts: Sequence[int] | torch.Tensor | Path | str | None = None
+    rare_below: Count = 0
+    protect_first: Count = 4
+    protect_last: Count = 1
     rule: Literal["threshold", "capacity"] = "threshold"
     tau_fuse: Thresholds | None = "p15"
     fused_share: Share = 0.3
@@ -383,9 +319,11 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
     tau_attention: Annotated[float, between(-1.0, 1.0)] | None = None
     decode_every: Count = 0
     lookahead: bool = False
+    halts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._counts = _counts(self.token_counts, self.rare_below)
         self._check_rule()
         kind: Any = self.criterion if self.criterion in DISTANCES else "l2"
         self._distance, self._context = NeighbourDistance(kind), ContextDivergence(kind, self.context_window)
@@ -410,8 +348,6 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
                 f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group} tokens: "
                 f"give at most {1 - 1 / self.max_group:.3g}, or a larger max_group."
             )
-
-    halts: ClassVar[bool] = False
 
     @property
     def priority(self) -> int:  # type: ignore[override]
@@ -445,7 +381,11 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
         return [] if self.calibration is not None else [signal for signal, tau in asked if is_percentile(tau)]
 
     def bind(self, architecture: Architecture) -> None:
-        self.check_known(architecture.vocab_size)
+        for name, ids in {
+            "exempt_ids": self.exempt_ids,
+            **{f"anchors[{i}]": anchor for i, anchor in enumerate(self.anchors)},
+        }.items():
+            check_known_ids(name, ids, architecture.vocab_size)
         n_layers = architecture.n_layers
         first = layer_after(self.start, n_layers)
         self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)
@@ -455,12 +395,8 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
                 "Give a smaller fraction."
             )
         self._architecture = architecture
-
-        def resolve(name: str, tau: Thresholds | None, key: str) -> list[float] | None:
-            return None if tau is None else resolve_thresholds(name, tau, architecture, self.calibration, key)
-
-        self._tau_fuse = resolve("tau_fuse", self.tau_fuse, self._distance.key) if self.rule == "threshold" else None
-        self._tau_context = resolve("tau_context", self.tau_context, self._context.key)
+        self._tau_fuse = self.resolved("tau_fuse", architecture, self._distance.key) if self.rule == "threshold" else None
+        self._tau_context = self.resolved("tau_context", architecture, self._context.key)
 
     def acts_at(self, layer: int) -> bool:
         return layer in self.layers
@@ -472,7 +408,7 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
         if view.slots.shape[1] < 2:
             return
         self._check_group(view)
-        exempt = self.exempt(view, self._architecture)
+        exempt = self.exempt(view)
         neighbour = tokens.left_neighbour()
         received = view.attention_received(self.attention_queries) if self.wants_attention(view.layer) else None
         distance = self._distances(view, tokens, received, neighbour)
@@ -492,6 +428,28 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
         if bool((into != own_columns(into)).any()):
             tokens.fuse(into, self._weights(tokens, received))
 
+    def exempt(self, view: LayerView) -> torch.Tensor:
+        """(B, M) bool: never fused."""
+        exempt = by_place(view, self.protect_first, self.protect_last)
+        exempt |= by_id("exempt_ids", view, self.exempt_ids) | by_slot("exempt_mask", view, self.exempt_mask)
+        if not self.anchors and self._counts is None:
+            return exempt
+        if view.input_ids is None or view.pass_ids is None:
+            raise ConfigError(
+                "anchors and token_counts select by token id, but the model was given embeddings: call it with input_ids, or "
+                "use exempt_mask."
+            )
+        if self.anchors:
+            exempt |= occurrences(view.pass_ids, self.anchors).gather(1, view.index)
+        if self._counts is not None:
+            if len(self._counts) < self._architecture.vocab_size:
+                raise ConfigError(
+                    f"token_counts has {len(self._counts)} numbers and the vocabulary {self._architecture.vocab_size} "
+                    "tokens: count with the model's own tokenizer, one number per id."
+                )
+            exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
+        return exempt
+
     def _check_group(self, view: LayerView) -> None:
         if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
             raise ConfigError(
@@ -503,18 +461,13 @@ class TokenFusion(Exemptions, TokenPolicy, MergePolicy, Calibrated):
         self, view: LayerView, tokens: TokenState, received: torch.Tensor | None, neighbour: torch.Tensor
     ) -> torch.Tensor:
         """Of each token and its left neighbour: (B, M)."""
-        if self.criterion == "random":
-            return self._random(view, tokens)
         if self.criterion != "attention":
-            return self._distance(view, tokens)
+            return self._random(view, tokens) if self.criterion == "random" else self._distance(view, tokens)
         assert received is not None
         if self.attention_pool > 1:
             received = pooled(received, tokens.active, self.attention_pool)
         if self.attention_queries is not None:
-            # Fewer queries see the observing tokens, so their low sums say nothing.
-            taking_part = tokens.active | tokens.newly_halted
-            from_end = taking_part.flip(1).cumsum(1).flip(1)  # 1 = the row's last token
-            received = received.masked_fill(taking_part & (from_end <= self.attention_queries), math.inf)
+            received = without_observers(received, tokens, self.attention_queries)
         return torch.maximum(received, received.gather(1, neighbour))
 
     def _weights(self, tokens: TokenState, received: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
+from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
-from quicksilver.modules.translators import EMBEDDED, BoundTranslator, translator_for
+from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _ENOUGH = 8  # tokens, fewer of which may all halt by chance
 UNITS = {"nats": 1.0, "bits": math.log(2)}  # in nats
+SIGNAL = {"name": "attention", "last_queries": 64, "pool": 9}  # pooled: what stands beside something looked at is needed with it
+_TRIED = (0.3, 0.7)  # shares of the tokens; what they save lies on a line, but for the attention among the tokens that are left
+_MOST = 0.98
 
 
 class HaltsEverything(UserWarning):
@@ -44,8 +47,7 @@ class HaltingPolicy(TokenPolicy):
     that choice (2.1; the formula there contradicts its text, docs/conflicts.md #8).
 
     Args:
-        window: first and last point of the depth at which a token may halt, as fractions of the layers gone through (G.2: 6 to 24
-            of 30).
+        window: first and last point of the depth at which a token may halt, as fractions of it (G.2: 6 to 24 of 30).
         full_ids, full_mask: tokens that never halt, by id, or by slot: a bool tensor (S,) or (B, S).
         forced_ids, forced_mask: tokens that halt at the first layer of the window, by id or by slot.
         protect_first: the first tokens of a sequence never halt (attention sinks).
@@ -60,7 +62,7 @@ class HaltingPolicy(TokenPolicy):
         chooses_causally: whether `choose` reads tokens up to t only, about t.
 
     Raises:
-        ConfigError: an option out of range; by `bind`, options that leave no layer to halt at.
+        ConfigError: by `bind`, options that leave no layer to halt at.
     """
 
     window: Fractions = (0.2, 0.8)
@@ -173,8 +175,7 @@ class HaltingPolicy(TokenPolicy):
         return self.halted_of(view.layer, view.tokens_per_row, tokens.n_left)
 
     def halted_of(self, layer: int, n_tokens: int, n_left: int) -> int | None:
-        """How many `choose` halts after `layer` in a row of `n_tokens`, of which `n_left` have not halted; None: it depends on the
-        data."""
+        """How many `choose` halts in a row of `n_tokens`, of which `n_left` have not halted; None: it depends on the data."""
         share = self.halted_share_after(layer)
         if share is None:
             return None
@@ -193,11 +194,9 @@ class Halting(HaltingPolicy, Calibrated):
     Several layers with a choice of their own each: `StagedHalting`.
 
     Args:
-        preset: the paper's thresholds as printed, `paper-b2`, `paper-g2` or `paper-fig9` (`PRESETS`); replaces rule, thresholds,
-            unit, drift and window.
+        preset: the paper's thresholds as printed, `paper-b2`, `paper-g2` or `paper-fig9` (`PRESETS`); replaces what it names.
         rule: as above; `capacity` needs no calibration and leaves the thresholds unread.
-        tau_drift, tau_entropy: a number, one number per layer, or a percentile of `calibration` such as "p25" (B.2). None: not
-            tested.
+        tau_drift, tau_entropy: a number, one number per layer, or a percentile such as "p25" (B.2). None: not tested.
         unit: of `tau_entropy` where it is given as numbers (percentiles are in nats).
         drift: `relative`, `l2` or `cosine` (docs/conflicts.md #3).
         entropy: `logit_lens`, `tuned_lens`, `latent` or `histogram` (docs/conflicts.md #5).
@@ -210,8 +209,7 @@ class Halting(HaltingPolicy, Calibrated):
         resume_layers: 4: a tenth of the damage at the same saving (docs/design.md §4).
 
     Raises:
-        ConfigError: a threshold that is not a finite number of at least 0, of the wrong length, or a percentile without a
-            calibration.
+        ConfigError: a threshold below 0, not finite or of the wrong length, or a percentile without a calibration.
     """
 
     preset: str | None = None
@@ -236,7 +234,7 @@ class Halting(HaltingPolicy, Calibrated):
         super().__post_init__()
         if self.rule == "threshold" and self.tau_drift is None and self.tau_entropy is None:
             raise ConfigError(
-                "rule='threshold' needs tau_drift or tau_entropy: a number, one number per layer, or a percentile such as 'p25'."
+                "rule='threshold' needs tau_drift or tau_entropy: a number, one per layer, or a percentile such as 'p25'."
             )
         self._drift = Drift(self.drift)
         self._entropy: Signal = Entropy(self.entropy)
@@ -244,19 +242,48 @@ class Halting(HaltingPolicy, Calibrated):
 
     @classmethod
     def from_preset(cls, model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:
-        """Halting inside prompts that saves about `save` of their executed FLOPs, on any model; see `saving.halting_for_saving`.
+        """Halting inside prompts that saves about `save` of their executed FLOPs, its own signal included, on any model.
+
+        Which tokens leave depends on the text, how many does not: three passes over a prompt of arbitrary tokens find the share.
 
         Args:
             save: share of the FLOPs, between 0 and 1.
-            prompt_tokens: length of the prompts that are meant.
+            prompt_tokens: length of the prompts that are meant; the signal weighs more in short ones.
             options: further ones of `Halting`, but for rule, signal, schedule and share.
 
         Raises:
-            ConfigError: a share that cannot be saved.
+            ConfigError: a share that cannot be saved, prompts in which all tokens are protected.
+            UnsupportedModelError: no adapter for the model.
         """
-        from quicksilver.modules.halting import halting_for_saving
+        check_share("save", save)
+        check_count("prompt_tokens", prompt_tokens, 2)
+        architecture_of(model)
+        prompt_tokens = min(prompt_tokens, getattr(model.config, "max_position_embeddings", prompt_tokens))
+        ids = (torch.arange(prompt_tokens) % int(model.config.get_text_config().vocab_size)).unsqueeze(0).to(model.device)
+        given = {"window": (0.2, 0.8), "missing_kv": "drop", "resume_layers": 0, **options}
 
-        return halting_for_saving(model, save, prompt_tokens=prompt_tokens, **options)
+        def halting(share: float) -> Halting:
+            return cls(rule="capacity", signal=SIGNAL, schedule="one_shot", halted_share=share, **given)
+
+        @torch.inference_mode()
+        def executed(modules: list[Halting]) -> int:
+            with apply(model, modules) as run:
+                model(ids, use_cache=True, logits_to_keep=1)
+                return run.flops.executed
+
+        dense = executed([])
+        few, many = (1 - executed([halting(share)]) / dense for share in _TRIED)
+        if many <= few:
+            raise ConfigError(f"prompt_tokens={prompt_tokens}: the protected tokens are the whole prompt. Give longer ones.")
+        slope = (many - few) / (_TRIED[1] - _TRIED[0])
+        share = _TRIED[0] + (save - few) / slope
+        if share > _MOST:
+            most = few + slope * (_MOST - _TRIED[0])
+            raise ConfigError(
+                f"save={save:g}: halting saves at most {most:.2f} of this model's work in a prompt of {prompt_tokens} tokens. Ask less, or "
+                "open the window earlier: window=(0.1, 0.8)."
+            )
+        return halting(max(0.0, share))
 
     @property
     def chooses_causally(self) -> bool:  # type: ignore[override]
@@ -275,14 +302,10 @@ class Halting(HaltingPolicy, Calibrated):
                 self.schedule, self.first_layer, self.last_layer, architecture.n_layers, self.halted_share, self.alpha
             )
             return
-
-        def resolve(name: str, tau: Thresholds | None, key: str) -> list[float] | None:
-            return None if tau is None else resolve_thresholds(name, tau, architecture, self.calibration, key)
-
         given = [tau for tau in (self.tau_drift, self.tau_entropy) if tau is not None]
         self._unchecked = all(isinstance(tau, int | float) for tau in given)  # one number for all layers, of any model
-        self._tau_drift = resolve("tau_drift", self.tau_drift, self._drift.key)
-        self._tau_entropy_nats = resolve("tau_entropy", self.tau_entropy, self._entropy.key)
+        self._tau_drift = self.resolved("tau_drift", architecture, self._drift.key)
+        self._tau_entropy_nats = self.resolved("tau_entropy", architecture, self._entropy.key)
         if self._tau_entropy_nats is not None and not is_percentile(self.tau_entropy):
             self._tau_entropy_nats = [tau * UNITS[self.unit] for tau in self._tau_entropy_nats]
 
@@ -315,11 +338,8 @@ class Halting(HaltingPolicy, Calibrated):
             return
         self._unchecked = False
         if bool(halting[tokens.active].all()):
-            said = ", ".join(
-                f"{name}={tau}"
-                for name, tau in (("tau_drift", self.tau_drift), ("tau_entropy", self.tau_entropy))
-                if tau is not None
-            )
+            taus = {"tau_drift": self.tau_drift, "tau_entropy": self.tau_entropy}
+            said = ", ".join(f"{name}={tau}" for name, tau in taus.items() if tau is not None)
             warnings.warn(
                 f"Halting: all {active} tokens halt at once, after layer {self.first_layer}, the first that may halt: {said} is above "
                 "everything this model does there, and what it says then is noise. Take thresholds of this model: "
@@ -359,59 +379,3 @@ def halted_shares(schedule: str, first: int, last: int, n_layers: int, share: fl
         return share if schedule == "one_shot" else share * steps / (last - first + 1)
 
     return [after(layer) for layer in range(n_layers)]
-
-
-# -- a share of a prompt's work, on any model --------------------------------------------------------------------------------------
-
-
-SIGNAL = {"name": "attention", "last_queries": 64, "pool": 9}  # pooled: what stands beside something looked at is needed with it
-_TRIED = (0.3, 0.7)  # shares of the tokens; what they save lies on a line, but for the attention among the tokens that are left
-_MOST = 0.98
-
-
-def halting_for_saving(model: PreTrainedModel, save: float, *, prompt_tokens: int = 128, **options: Any) -> Halting:
-    """A `Halting` that saves about `save` of the executed FLOPs of a prompt, its own signal included.
-
-    Which tokens leave depends on the text, how many does not: three passes over a prompt of arbitrary tokens find the share.
-
-    Args:
-        save: share of the FLOPs, between 0 and 1.
-        prompt_tokens: length of the prompts that are meant; the signal weighs more in short ones.
-        options: further ones of `Halting`, but for rule, signal, schedule and share.
-
-    Raises:
-        ConfigError: a share that cannot be saved, prompts in which all tokens are protected.
-        UnsupportedModelError: no adapter for the model.
-    """
-    check_share("save", save)
-    check_count("prompt_tokens", prompt_tokens, 2)
-    architecture_of(model)
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    prompt_tokens = min(prompt_tokens, getattr(model.config, "max_position_embeddings", prompt_tokens))
-    ids = (torch.arange(prompt_tokens) % vocabulary).unsqueeze(0).to(model.device)
-    dense = _executed(model, ids, [])
-    few, many = (1 - _executed(model, ids, [_halting(share, options)]) / dense for share in _TRIED)
-    if many <= few:
-        raise ConfigError(f"prompt_tokens={prompt_tokens}: the protected tokens are the whole prompt. Give longer ones.")
-    slope = (many - few) / (_TRIED[1] - _TRIED[0])
-    share = _TRIED[0] + (save - few) / slope
-    if share > _MOST:
-        most = few + slope * (_MOST - _TRIED[0])
-        raise ConfigError(
-            f"save={save:g}: halting saves at most {most:.2f} of this model's work in a prompt of {prompt_tokens} tokens. Ask less, or open "
-            "the window earlier: window=(0.1, 0.8)."
-        )
-    return _halting(max(0.0, share), options)
-
-
-def _halting(share: float, options: dict[str, Any]) -> Halting:
-    given = {"window": (0.2, 0.8), "missing_kv": "drop", "resume_layers": 0, **options}
-    return Halting(rule="capacity", signal=SIGNAL, schedule="one_shot", halted_share=share, **given)
-
-
-@torch.inference_mode()
-def _executed(model: PreTrainedModel, ids: torch.Tensor, modules: list[Halting]) -> int:
-    """FLOPs of a prompt ids (1, N), its last logits included."""
-    with apply(model, modules) as run:
-        model(ids, use_cache=True, logits_to_keep=1)
-        return run.flops.executed

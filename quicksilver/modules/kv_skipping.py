@@ -9,15 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
-from quicksilver.modules.thresholds import (
-    Calibrated,
-    Calibration,
-    Thresholds,
-    check_thresholds,
-    halted_key,
-    is_percentile,
-    resolve_thresholds,
-)
+from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, check_thresholds, halted_key, is_percentile
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
@@ -37,14 +29,12 @@ class KVSkipping(TokenPolicy, Calibrated):
 
     Args:
         criterion: as above.
-        tau_kv: 0 to 1; a number, one number per layer, or a percentile of the attention that halted tokens get, such as "p95"
-            (C.3).
+        tau_kv: 0 to 1; a number, one per layer, or a percentile of the attention that halted tokens get, "p95" (C.3).
         skipped_share: instead of `tau_kv`, for `attention`: this share of each row's real tokens.
         last_queries: the observing queries are the last ones of the prompt, which is cheap; None: all of them (C.2).
         min_depth: fraction of the layers gone through before a token may be skipped (2.2 "halting delay"); a token that halts
             earlier keeps what `Halting.missing_kv` gives it.
-        keep_ids, keep_mask: tokens whose K/V always stay (2.2 "forced retention"), by id, or by slot: a bool tensor (S,) or (B,
-            S).
+        keep_ids, keep_mask: tokens whose K/V always stay (2.2), by id, or by slot: a bool tensor (S,) or (B, S).
         protect_first: so do those of the first tokens, the attention sinks (arXiv 2309.17453).
         protect_last: and of the last tokens of a prompt, which makes the module non-causal. The observing queries always stay.
         calibration: a `Calibration` or the path of one; percentiles need it.
@@ -100,9 +90,8 @@ class KVSkipping(TokenPolicy, Calibrated):
                 f"min_depth={self.min_depth!r} leaves no layer to skip K/V in: the model has {architecture.n_layers} layers. "
                 "Give a smaller fraction."
             )
-        if self.criterion != "halted" and self.tau_kv is not None:
-            key = halted_key(self._attention.key)
-            self._tau_kv = resolve_thresholds("tau_kv", self.tau_kv, architecture, self.calibration, key)
+        if self.criterion != "halted":
+            self._tau_kv = self.resolved("tau_kv", architecture, halted_key(self._attention.key))
 
     def acts_at(self, layer: int) -> bool:
         once = self.criterion == "attention" and self.skipped_share is not None
@@ -120,5 +109,6 @@ class KVSkipping(TokenPolicy, Calibrated):
             if self.criterion == "attention" and self.skipped_share is not None:
                 eligible = lowest(received, eligible & received.isfinite(), share_of(view.n_tokens, self.skipped_share))
             else:
+                assert self._tau_kv is not None
                 eligible = eligible & (received < self._tau_kv[view.layer])
         tokens.skip_kv(eligible)

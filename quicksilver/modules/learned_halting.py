@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,17 +9,14 @@ from typing import Any
 
 import torch
 
-from quicksilver.modules import translators
-from quicksilver.modules.fitted import FittedFile
+from quicksilver.modules.fitted import EMBEDDED, FittedFile, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.modules.translators import EMBEDDED, translator_for
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Count, check_number
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
 
-SUFFIX = ".safetensors"
 PLACE_FEATURES = 2
 
 
@@ -32,8 +28,7 @@ class TrainedGates(FittedFile):
         layers: after which a token may halt, 0-based, ascending.
         weight: (K, D) float32. bias: (K,) float32. place: (K, 2) float32, of `place_features`; None: they do not read it.
         n_layers: of the model. weights_digest: `model_digest` of the model; empty: of any with these layers and this width.
-        missing_kv: what later layers saw of halted tokens in training; predicts: the decision layers where their K/V were predicted
-            instead.
+        missing_kv: what later layers saw of halted tokens in training; predicts: layers where their K/V were predicted.
         provenance: how they were trained.
 
     Raises:
@@ -58,19 +53,14 @@ class TrainedGates(FittedFile):
     def __post_init__(self) -> None:
         n = len(self.layers)
         self.check_tensors({"weight": (n, *self.weight.shape[1:2]), "bias": (n,), "place": (n, PLACE_FEATURES)})
-        if (
-            not self.layers
-            or list(self.layers) != sorted(set(self.layers))
-            or not 0 <= self.layers[0] <= self.layers[-1] < self.n_layers - 1
-        ):
+        layers = list(self.layers)
+        if not layers or layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.n_layers - 1:
             raise ConfigError(
-                f"Gates after layers {list(self.layers)} of a model with {self.n_layers}: give layers in ascending order, from 0 to "
+                f"Gates after layers {layers} of a model with {self.n_layers}: give layers in ascending order, from 0 to "
                 f"{self.n_layers - 2}."
             )
         if unknown := sorted(set(self.predicts) - set(self.layers)):
-            raise ConfigError(
-                f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {list(self.layers)}."
-            )
+            raise ConfigError(f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {layers}.")
 
     def model_facts(self) -> dict[str, object]:
         return {"n_layers": self.n_layers, "width": self.weight.shape[1]}
@@ -78,20 +68,16 @@ class TrainedGates(FittedFile):
     def logits(self, layer: int, hidden: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
         """w · LN(h) + v · place + b: hidden (..., D), place (...) in the prompt, 0 to 1, None where no gate reads it -> (...) float32."""
         index, device = self.layers.index(layer), hidden.device
-        normed = torch.nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
-        found = normed @ self.weight[index].to(device) + self.bias[index].to(device)
-        if self.place is None:
-            return found
-        assert place is not None
-        return found + place_features(place) @ self.place[index].to(device)
+        of_place = None if self.place is None else self.place[index].to(device)
+        return gate_logits(hidden, self.weight[index].to(device), self.bias[index].to(device), place, of_place)
 
 
 @dataclass(kw_only=True)
 class LearnedHalting(HaltingPolicy):
     """A token halts after a decision layer where its gate p = σ(w · LN(h) + b) is below the threshold. Deterministic.
 
-    Causal, but for gates that read a token's place in the prompt, too, for which the prompt's end must be known. The gates are trained through `quicksilver.fitting.equivalent.equivalent_forward`; docs/learned-halting.md says how, and what of it the
-    paper says.
+    Causal, but for gates that read a token's place in the prompt, for which the prompt's end must be known. How gates are trained, and what of
+    it the paper says: docs/learned-halting.md.
 
     Args:
         gates: the name of gates that ship with the model, such as `predict`; the path of a file of gates; or gates.
@@ -134,11 +120,12 @@ class LearnedHalting(HaltingPolicy):
             self.missing_kv = found.missing_kv
         if len(self._thresholds) not in (1, len(found.layers)):
             raise ConfigError(
-                f"threshold has {len(self._thresholds)} numbers for gates after {len(found.layers)} layers: give one, or one for each."
+                f"threshold has {len(self._thresholds)} numbers for gates after {len(found.layers)} layers: give one, or as many."
             )
         predicts = found.predicts if self._seen is None else ()
         each = self._thresholds * (len(found.layers) if len(self._thresholds) == 1 else 1)
-        self._cut = {layer: _logit(p) for layer, p in zip(found.layers, each, strict=True)}
+        cuts = torch.tensor(each, dtype=torch.float64).logit().tolist()  # at 0 nobody halts, at 1 everybody
+        self._cut = dict(zip(found.layers, cuts, strict=True))
         super().bind(architecture)
         self._translators |= {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in predicts}
         # A predicted token goes on to a layer that is not predicted.
@@ -156,7 +143,7 @@ class LearnedHalting(HaltingPolicy):
         if self._gates is not None:
             return self._gates
         source = str(self.gates)
-        if not _is_name(source):
+        if _files(source) == [Path(source)]:
             return TrainedGates.load(source)
         own = TrainedGates.of_model(architecture)
         if not own:
@@ -183,23 +170,15 @@ class LearnedHalting(HaltingPolicy):
         return eligible & (logits < self._cut[view.layer])
 
 
-def _logit(p: float) -> float:
-    if p <= 0 or p >= 1:
-        return -math.inf if p <= 0 else math.inf
-    return math.log(p / (1 - p))
+def _files(source: str, model_folder: Path | None = None) -> list[Path]:
+    """The file that is meant; of a name, the model's own or all that ship under it."""
+    if "/" in source or source.endswith(TrainedGates.suffix):
+        return [Path(source)]
+    own = [] if model_folder is None else list((model_folder / TrainedGates.folder).glob(f"{source}{TrainedGates.suffix}"))
+    return own or TrainedGates.shipped(source)
 
 
-def _is_name(source: str) -> bool:
-    """Whether gates are meant that ship with a model, not a file."""
-    return "/" not in source and not source.endswith(SUFFIX)
-
-
-def _files(source: str) -> list[Path]:
-    """The file that is meant, or all that ship under a name."""
-    return TrainedGates.shipped(source) if _is_name(source) else [Path(source)]
-
-
-def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
+def gate_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     """The files that decide what a module with these arguments halts, and what later layers see of it; none where it has no gates.
 
     Raises:
@@ -208,11 +187,18 @@ def files_behind(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     source = entry.get("gates")
     if not isinstance(source, str | Path):
         return []
-    own = model_folder / TrainedGates.folder / f"{source}{SUFFIX}"
-    paths = [own] if _is_name(str(source)) and own.is_file() else _files(str(source))
+    paths = _files(str(source), model_folder)
     if entry.get("missing_kv") is None and any(TrainedGates.load(path).predicts for path in paths):
-        paths += translators.files_behind({"missing_kv": "predict"}, model_folder)
+        paths += translator_files({"missing_kv": "predict"}, model_folder)
     return paths
+
+
+def gate_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, place: torch.Tensor | None, of_place: torch.Tensor | None
+) -> torch.Tensor:
+    """w · LN(h) + v · place + b: hidden (..., D) -> (...) float32; LN without gain or bias, which w and b would swallow."""
+    found = torch.nn.functional.layer_norm(hidden.float(), hidden.shape[-1:]) @ weight.float() + bias.float()
+    return found if of_place is None or place is None else found + place_features(place) @ of_place.float()
 
 
 def place_features(place: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.signals import Entropy, Random, Signal
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import BETA, BETA_APP_J
@@ -29,8 +29,7 @@ BETAS = {"bits_over_16": BETA, "app_j": BETA_APP_J}
 
 @dataclass(kw_only=True)
 class AdaptiveQuantization(TokenPolicy, Calibrated):
-    """Hold each token at 8, 4 or 2 bits by its entropy H at half depth (paper 2.5): from there on the inputs of its linear layers
-    and its K/V.
+    """Hold each token at 8, 4 or 2 bits by its entropy H at half depth (paper 2.5): its linear inputs and its K/V.
 
     H < tau_low: the least of three `widths`; H > tau_high: the greatest; between them, bounds included: the middle one. Of two
     widths, tokens above tau_high get the greater where that is 8 or 16 bits ("no 2-bit" in Table 3); of 2 and 4 bits, tokens
@@ -68,8 +67,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         lookahead: act outside prompts too, although `minmax` looks ahead; every number it touches is marked.
 
     Raises:
-        ConfigError: widths other than 2, 4, 8, 16; thresholds that are not finite or out of order; options that exclude one
-            another.
+        ConfigError: widths other than 2, 4, 8, 16; thresholds out of order; options that exclude one another.
     """
 
     depth: Share = 0.5
@@ -105,18 +103,16 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             self.mix = _shares(self.mix, self.widths)
             if self.bits is not None:
                 raise ConfigError(f"bits={self.bits} and mix={list(self.mix)} are mutually exclusive: remove one.")
-        self._check_entropy()
         if self.protected_bits not in (8, 16):
             raise ConfigError(f"protected_bits={self.protected_bits!r} protects nothing: give 8 (R.2) or 16.")
+        self._entropy, self._random = Entropy(self.source), Random(self.seed)
+        self._check_thresholds()
         self._executor = self._make_executor()
-        self._random = Random(self.seed)
 
-    def _check_entropy(self) -> None:
-        self._entropy = Entropy(self.source)
-        normalised = self.normalisation != "none"
-        if normalised and self.unit != "nats":
+    def _check_thresholds(self) -> None:
+        if self.normalisation != "none" and self.unit != "nats":
             raise ConfigError(
-                f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares of it then."
+                f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares then."
             )
         for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
             if is_percentile(tau) and self.normalisation == "minmax":
@@ -129,11 +125,9 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def _make_executor(self) -> SimulatedExecutor:
         integers = self.execution == "int8"
-        weights = ("int8" if integers else "float") if self.weights is None else self.weights
+        weights = self.weights or ("int8" if integers else "float")
         if integers and weights == "float":
-            raise ConfigError(
-                "execution='int8' multiplies integers, and weights='float' are none: give weights='int8' or 'token', or simulate."
-            )
+            raise ConfigError("execution='int8' multiplies integers: give weights='int8' or 'token', or execution='simulate'.")
         if self.scope == "residual" and (integers or weights != "float"):
             raise ConfigError(
                 f"scope='residual' holds the hidden state alone, so execution={self.execution!r} with weights={weights!r} has "
@@ -176,16 +170,14 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             return
         self._divisor = UNITS[self.unit]  # nats to what the thresholds are in
         if self.normalisation == "log_vocab":
-            histogram, latent = self.source == "histogram", self.source == "latent"
-            self._divisor = math.log(
-                self._entropy.bins if histogram else architecture.width if latent else architecture.vocab_size
-            )
+            outcomes = {"histogram": self._entropy.bins, "latent": architecture.width}
+            self._divisor = math.log(outcomes.get(self.source, architecture.vocab_size))
 
-        def resolve(name: str, tau: Thresholds) -> list[float]:
-            values = resolve_thresholds(name, tau, architecture, self.calibration, self._entropy.key)
-            return [value / self._divisor for value in values] if is_percentile(tau) else values
+        def resolve(name: str) -> list[float]:
+            values = self.resolved(name, architecture, self._entropy.key) or []
+            return [value / self._divisor for value in values] if is_percentile(getattr(self, name)) else values
 
-        self._tau_low, self._tau_high = resolve("tau_low", self.tau_low), resolve("tau_high", self.tau_high)
+        self._tau_low, self._tau_high = resolve("tau_low"), resolve("tau_high")
         _in_order(self._tau_low, self._tau_high)
 
     def acts_at(self, layer: int) -> bool:
@@ -193,7 +185,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         assigned = self._assigned(view, tokens)
-        possible = {self.bits} if self.bits is not None else set(self.widths)
+        possible = set(self.widths) if self.bits is None else {self.bits}
         if self.protect_first or self.protected_ids or self.protected_mask is not None:
             protected = by_place(view, self.protect_first, 0) | by_id("protected_ids", view, self.protected_ids)
             protected |= by_slot("protected_mask", view, self.protected_mask)
@@ -218,10 +210,10 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             span = entropy.masked_fill(~tokens.active, -math.inf).amax() - low
             # One token alone has neither a least nor a greatest: it keeps most.
             entropy = torch.where(span > 0, (entropy - low) / span, 1.0)
-        above_low, above_high = entropy >= self._tau_low[view.layer], entropy > self._tau_high[view.layer]
+        above_low, above_high = (entropy >= self._tau_low[view.layer]).long(), (entropy > self._tau_high[view.layer]).long()
         if len(self.widths) == 3:
-            return widths[above_low.long() + above_high.long()]
-        return widths[(above_high if self.widths[-1] >= 8 else above_low).long().clamp(max=len(self.widths) - 1)]
+            return widths[above_low + above_high]
+        return widths[(above_high if self.widths[-1] >= 8 else above_low).clamp(max=len(self.widths) - 1)]
 
 
 def check_width(name: str, value: object) -> None:

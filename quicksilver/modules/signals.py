@@ -1,8 +1,4 @@
-"""Signals: one score per token of a view, low = halt first.
-
-A signal is one class here (or anywhere: a subclass of `Signal` with a `name` is found by that name). Scores are float32 of shape
-(B, M), computed from the states of one layer; what a score may look at is its `causal` flag.
-"""
+"""Signals: one score per token of a view, (B, M) float32, low = halt first. Any subclass of `Signal` is found by its `name`."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.lens import TUNED_LENS, Lens, lens_for
+from quicksilver.modules.fitted import TUNED_LENS, Lens, lens_for
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Count, Odd, Options, Positive, at_least, check_choice
 from quicksilver.runtime.pass_state import TokenState
@@ -61,8 +57,7 @@ class Signal(Options, ABC):
 class Drift(Signal):
     """How far a layer moved the state (paper 2.1; the kinds are docs/conflicts.md #3).
 
-    `relative`: ‖h^ℓ − h^{ℓ−1}‖₂ / ‖h^ℓ‖₂; `l2`: ‖h^ℓ − h^{ℓ−1}‖₂ in state units (the paper's); `cosine`: 1 − cos(h^{ℓ−1}, h^ℓ), 0
-    to 2.
+    `relative`: ‖h^ℓ − h^{ℓ−1}‖₂ / ‖h^ℓ‖₂; `l2`: ‖h^ℓ − h^{ℓ−1}‖₂ in state units (the paper's); `cosine`: 1 − cos(h^{ℓ−1}, h^ℓ).
     """
 
     kind: Literal["relative", "l2", "cosine"] = "relative"
@@ -82,10 +77,7 @@ class Drift(Signal):
 
 @dataclass(frozen=True)
 class UpdateNorm(Signal):
-    """Root mean square of the layer's update, ‖h^ℓ − h^{ℓ−1}‖₂ / √D.
-
-    Ranks tokens as the `l2` drift does; its value does not grow with the width, so a threshold can be carried between models.
-    """
+    """Root mean square of the layer's update, ‖h^ℓ − h^{ℓ−1}‖₂ / √D: the `l2` drift in units that do not grow with the width."""
 
     name: ClassVar[str] = "update_norm"
 
@@ -108,7 +100,7 @@ class Entropy(Signal):
     """Entropy in nats (docs/conflicts.md #4, #5).
 
     `logit_lens`: of softmax(head(final_norm(h^ℓ))), paper 2.1; computed only where it is asked for, because the head costs more
-    than three layers. `tuned_lens`: the same by maps fitted to the model (`modules/lens.py`). `latent`: of softmax over the D entries of h^ℓ (2.5). `histogram`: of the counts of the standardised
+    than three layers. `tuned_lens`: the same by maps fitted to the model (`modules/fitted.py`). `latent`: of softmax over the D entries of h^ℓ (2.5). `histogram`: of the counts of the standardised
     entries of h^ℓ in `bins` equal bins over ±4 standard deviations (FAQ); 0 to log(bins).
     """
 
@@ -125,9 +117,7 @@ class Entropy(Signal):
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
         if self.of == TUNED_LENS:
-            raise ConfigError(
-                f"entropy={TUNED_LENS} is for halting and quantization, which know their model; here take another one."
-            )
+            raise ConfigError(f"entropy={TUNED_LENS} is for halting and quantization, which know their model: take another here.")
         if self.of == "logit_lens":
             scores = torch.full(where.shape, math.inf, device=where.device)
             scores[where] = view.logit_entropy_nats(where)
@@ -136,9 +126,8 @@ class Entropy(Signal):
         if self.of == "latent":
             log_p = states.log_softmax(-1)
             return -(log_p.exp() * log_p).sum(-1)
-        standard = (states - states.mean(-1, keepdim=True)) / states.std(-1, keepdim=True).clamp_min(
-            torch.finfo(torch.float32).tiny
-        )
+        spread = states.std(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        standard = (states - states.mean(-1, keepdim=True)) / spread
         bin_of = ((standard.clamp(-4, 4) + 4) * (self.bins / 8)).long().clamp_max(self.bins - 1)
         counts = torch.zeros(*states.shape[:-1], self.bins, device=states.device)
         p = counts.scatter_add_(-1, bin_of, torch.ones_like(states)) / states.shape[-1]
@@ -153,13 +142,11 @@ class LensEntropy(Entropy):
     architecture: Architecture | None = None
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
-        lens, architecture = self.lens, self.architecture
-        assert lens is not None
-        assert architecture is not None  # `bound` gives both
-
         def head_input(hidden: torch.Tensor) -> torch.Tensor:
+            assert self.lens is not None
+            assert self.architecture is not None  # `bound` gives both
             view.add_signal_flops(2 * hidden.shape[0] * hidden.shape[1] ** 2)
-            return lens.head_input(architecture, view.layer, hidden)
+            return self.lens.head_input(self.architecture, view.layer, hidden)
 
         scores = torch.full(where.shape, math.inf, device=where.device)
         scores[where] = view.logit_entropy_nats(where, head_input)
@@ -168,13 +155,11 @@ class LensEntropy(Entropy):
 
 @dataclass(frozen=True)
 class AttentionReceived(Signal):
-    """Attention a token gets in this layer from the last `last_queries` tokens of its row (None: from all), heads and queries
-    reduced.
+    """Attention a token gets in this layer from the last `last_queries` tokens of its row (None: all).
 
     Looks at later tokens, so it is for prompts only. The last tokens themselves are the observation window (SnapKV, arXiv
-    2404.14469): fewer queries see them, their low sums say nothing, and they score +inf (so a prompt no longer than the window
-    ranks by age). Costs a small q·k product, in the ledger. With `pool`, an odd number, a token scores as the most attended of the
-    `pool` active tokens around it: what stands beside something looked at is kept with it (there, too).
+    2404.14469) and score +inf, so that a prompt no longer than the window ranks by age. Costs a small q·k product, in the ledger. With
+    `pool`, an odd number, a token scores as the most attended of the `pool` active tokens around it.
     """
 
     last_queries: Positive | None = 16
@@ -193,11 +178,14 @@ class AttentionReceived(Signal):
         received = view.attention_received(self.last_queries, self.reduce)
         if self.pool > 1:
             received = pooled(received, tokens.active | tokens.newly_halted, self.pool)
-        if self.last_queries is None:
-            return received
-        taking_part = tokens.active | tokens.newly_halted
-        from_end = taking_part.flip(1).cumsum(1).flip(1)  # 1 = the row's last token
-        return received.masked_fill(taking_part & (from_end <= self.last_queries), math.inf)
+        return received if self.last_queries is None else without_observers(received, tokens, self.last_queries)
+
+
+def without_observers(received: torch.Tensor, tokens: TokenState, queries: int) -> torch.Tensor:
+    """Attention (B, M) with +inf for the observing queries: fewer see them, so their low sums say nothing."""
+    taking_part = tokens.active | tokens.newly_halted
+    from_end = taking_part.flip(1).cumsum(1).flip(1)  # 1 = the row's last token
+    return received.masked_fill(taking_part & (from_end <= queries), math.inf)
 
 
 def pooled(scores: torch.Tensor, taking_part: torch.Tensor, size: int) -> torch.Tensor:
@@ -220,11 +208,9 @@ class Position(Signal):
 
 @dataclass(frozen=True)
 class Random(Signal):
-    """Uniform in [0, 1): a hash of (seed, layer, slot, token id), no state.
+    """Uniform in [0, 1): a hash of (seed, layer, slot, token id), no state: the same alone, in a batch, left-padded, in prefill and in decoding.
 
-    The same token of the same sequence draws the same number alone, in a batch, left-padded, in prefill and in decoding. The
-    token id is part of the hash because with the slot alone every sequence would lose the same positions, and averaging over
-    windows would not average over the draws; a model that is given embeddings has no ids and falls back to the slot.
+    With the slot alone every sequence would lose the same positions; a model that is given embeddings has no ids and falls back to it.
     """
 
     seed: Count = 0
@@ -261,8 +247,7 @@ def signal_names() -> dict[str, type[Signal]]:
     """Every signal there is, by name; what derives from a signal and gives itself no name of its own is not one."""
     found: dict[str, type[Signal]] = {}
     waiting = list(Signal.__subclasses__())
-    while waiting:
-        cls = waiting.pop(0)
+    for cls in waiting:  # grows meanwhile
         waiting += cls.__subclasses__()
         found.setdefault(cls.name, cls)
     return found

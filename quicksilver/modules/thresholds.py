@@ -37,8 +37,7 @@ class Calibration(FittedFile):
     Attributes:
         n_layers: layers of the model.
         grid: the percentiles kept, ascending.
-        percentiles: signal key -> for each layer the values at `grid`, or None where nothing was measured (no token halted
-            there).
+        percentiles: signal key -> for each layer the values at `grid`, or None where nothing was measured.
         provenance: model and data digests, dtype, windows, versions.
     """
 
@@ -52,8 +51,7 @@ class Calibration(FittedFile):
     remedy = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 
     def thresholds(self, key: str, percentile: float) -> list[float]:
-        """The percentile in each layer, length L, interpolated between grid points; 0 (nothing is below it) where nothing was
-        measured.
+        """The percentile in each layer, length L, interpolated between grid points; 0 where nothing was measured.
 
         Raises:
             ConfigError: a percentile outside the grid, or a signal that was not measured.
@@ -113,6 +111,11 @@ class Calibrated(ABC):
     def calibration_signals(self) -> list[Signal]:
         """The signals whose percentiles are thresholds and have not been measured; empty where `calibration` is given."""
 
+    def resolved(self, name: str, architecture: Architecture, key: str) -> list[float] | None:
+        """The option `name` as one threshold per layer (`resolve_thresholds`); None where it is None."""
+        tau = getattr(self, name)
+        return None if tau is None else resolve_thresholds(name, tau, architecture, self.calibration, key)
+
 
 def shipped_calibration(digest: str) -> Calibration | None:
     """What the package ships for the model of that `model_digest`; None: it is none of its reference models."""
@@ -156,7 +159,7 @@ def check_thresholds(name: str, value: float | Sequence[float] | str, low: float
             check_number(f"{name}[{layer}]", v, low, high)
     elif isinstance(value, str | bytes):
         raise ConfigError(
-            f"{name}={value!r} is not a number; give a number, a list with one number per layer, or a percentile such as 'p25'."
+            f"{name}={value!r} is not a number; give one, a list with one per layer, or a percentile such as 'p25'."
         )
     else:
         check_number(name, value, low, high)
@@ -183,15 +186,13 @@ def resolve_thresholds(
             return [float(value)] * n_layers
         if len(value) != n_layers:
             raise ConfigError(
-                f"{name} has {len(value)} values and the model {n_layers} layers: give one per layer, or a single number."
+                f"{name} has {len(value)} values and the model {n_layers} layers: give one per layer, or one number."
             )
         return [float(v) for v in value]
     if calibration is None:
         calibration = shipped_calibration(model_digest(architecture.model))
     if calibration is None:
-        raise ConfigError(
-            f"{name}={value!r} is a calibrated percentile and there is no calibration of this model: {Calibration.remedy}."
-        )
+        raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration: {Calibration.remedy}.")
     if not isinstance(calibration, Calibration):
         calibration = Calibration.load(calibration)
     try:

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -54,12 +55,19 @@ class Identity:
 
 
 def spelled_at_first(entry: Any) -> Any:
-    """The options of a module as the first records have them, whatever they are called now: a share to save was a percentage."""
-    if not isinstance(entry, Mapping) or "save" not in entry or not str(entry.get("_target_", "")).startswith(f"{_PACKAGE}."):
+    """The options of a module as the first records have them, whatever they are called now and wherever the class has moved: a share to save
+    was a percentage, and a class stood in a file of its name."""
+    if not isinstance(entry, Mapping) or not str(entry.get("_target_", "")).startswith(f"{_PACKAGE}."):
         return entry
-    save = entry["save"]
-    rest = {key: value for key, value in entry.items() if key != "save"}
-    return rest | {"saves_pct": round(100 * save, 6) if isinstance(save, int | float) else save}
+    found = dict(entry)
+    room, *file, name = str(found["_target_"]).removeprefix(f"{_PACKAGE}.").split(".")
+    if file:
+        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        found["_target_"] = f"{_PACKAGE}.{room}.{snake}.{name}"
+    if "save" in found:
+        save = found.pop("save")
+        found["saves_pct"] = round(100 * save, 6) if isinstance(save, int | float) else save
+    return found
 
 
 def canonical(value: Any) -> Any:

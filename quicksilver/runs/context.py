@@ -178,7 +178,9 @@ class RunContext:
 
     def _files_read(self, config: RunConfig) -> dict[str, str]:
         """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
-        from quicksilver.modules import learned_halting, lens, staged_halting
+        from quicksilver.modules.fitted import lens_files
+        from quicksilver.modules.learned_halting import gate_files
+        from quicksilver.modules.staged_halting import schedule_files
 
         digests, folder = {}, self.files(config)[0].folder
         for name, entry in config.modules.items():
@@ -186,8 +188,8 @@ class RunContext:
             if path is not None:
                 digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
                 _check_calibration(name, path)
-            read = {"predicted_kv": staged_halting, "tuned_lens": lens, "gates": learned_halting}
-            for kind, path in ((kind, path) for kind, of in read.items() for path in of.files_behind(entry, folder)):
+            read = {"predicted_kv": schedule_files, "tuned_lens": lens_files, "gates": gate_files}
+            for kind, path in ((kind, path) for kind, files in read.items() for path in files(entry, folder)):
                 digests[f"{kind}.{name}.{path.name}"] = _file_digest(name, str(path), kind)
         for name, measurement in build_measurements(config.measure).items():
             for beside in measurement.reads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
-from quicksilver.fitting.gates import HaltingGates, TrainingFile, read_training
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.fitting.gates import HaltingGates
+from quicksilver.fitting.training import Steps, TrainingFile, descend, read_training, warm_cosine
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
@@ -64,8 +65,7 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         """Learning rate at `step`."""
-        rise = min(1.0, (step + 1) / max(1, self.steps // 20))
-        return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        return self.learning_rate * warm_cosine(step, self.steps, max(1, self.steps // 20))
 
 
 def detection_loss(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -124,7 +124,7 @@ def train(
     teacher: PillarDetector | None = None,
     checkpoint: Path | None = None,
     every: int = 50,
-    progress: Callable[[range], Iterable[int]] = iter,
+    progress: Steps = iter,
 ) -> Trained:
     """`model` after `recipe`, trained in place.
 
@@ -150,46 +150,46 @@ def train(
     first, curve, processor_s = _resumed(kept.load(), parts, control)
     started = time.process_time() - processor_s
     weights = torch.where(data.in_box, recipe.box_weight, 1.0)
+    entry: dict[str, float] = {}
+
+    def loss_of(step: int) -> torch.Tensor:
+        chosen = _order(len(data), recipe, step)
+        batch = data.take(chosen)
+        entry.clear()
+        with _halting(model, gates, [] if policy is None else policy(step)) as mask:
+            outputs = model(batch.features)
+        loss = detection_loss(outputs, batch)
+        if teacher is not None:
+            with torch.no_grad():
+                taught = teacher(batch.features)
+            loss = loss + recipe.imitates * imitation_loss(outputs, taught, batch)
+        if gates is not None and control is not None:
+            entry["task"] = float(loss.detach())
+            loss = loss + control.strength * gates.sparsity(weights[chosen])
+            inside, m = batch.in_box, mask.current
+            in_box = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
+            entry.update(tokens=control.update(mask), kept_in_box=in_box, strength=control.strength)
+        entry["loss"] = float(loss.detach())
+        return loss
+
+    def after(step: int) -> None:
+        if step % 10 == 0 or step == recipe.steps - 1:
+            curve.append({"step": step, **entry})
+
+    def state() -> dict[str, Any]:
+        nonlocal processor_s
+        processor_s = time.process_time() - started
+        strength = None if control is None else control.strength
+        states = [part.state_dict() for part in parts]
+        return {"curve": curve, "strength": strength, "processor_s": processor_s, "parts": states}
+
     model.train()
     model.requires_grad_(recipe.base_rate > 0)
     try:
-        for step in progress(range(first, recipe.steps)):
-            chosen = _order(len(data), recipe, step)
-            batch = data.take(chosen)
-            for group in (group for optimiser in optimisers for group in optimiser.param_groups):
-                group["lr"] = recipe.rate(step) * group["scale"]
-            entry: dict[str, float] = {"step": step}
-            with _halting(model, gates, [] if policy is None else policy(step)) as mask:
-                outputs = model(batch.features)
-            loss = detection_loss(outputs, batch)
-            if teacher is not None:
-                with torch.no_grad():
-                    taught = teacher(batch.features)
-                loss = loss + recipe.imitates * imitation_loss(outputs, taught, batch)
-            if gates is not None and control is not None:
-                task = float(loss.detach())
-                loss = loss + control.strength * gates.sparsity(weights[chosen])
-                inside, m = batch.in_box, mask.current
-                in_box = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
-                entry |= {"tokens": control.update(mask), "kept_in_box": in_box, "strength": control.strength, "task": task}
-            entry["loss"] = float(loss.detach())
-            if not math.isfinite(entry["loss"]):
-                raise QuickSilverError(
-                    f"The loss of step {step} is not finite: give a smaller learning rate than {recipe.learning_rate:g}. "
-                    + ("" if checkpoint is None or not checkpoint.is_file() else f"The last good state is {checkpoint}.")
-                )
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(list(model.parameters()), 5.0)
-            for optimiser in optimisers:
-                optimiser.step()
-                optimiser.zero_grad()
-            if step % 10 == 0 or step == recipe.steps - 1:
-                curve.append(entry)
-            if (step + 1) % every == 0 or step == recipe.steps - 1:
-                processor_s = time.process_time() - started
-                strength = None if control is None else control.strength
-                states = [part.state_dict() for part in parts]
-                kept.save(step=step + 1, curve=curve, strength=strength, processor_s=processor_s, parts=states)
+        descend(
+            range(first, recipe.steps), loss_of, optimisers, recipe.rate,
+            after=after, clip=model.parameters(), file=kept, state=state, every=every, progress=progress,
+        )  # fmt: skip
     finally:
         model.requires_grad_(True)
         model.eval()

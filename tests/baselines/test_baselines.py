@@ -8,33 +8,22 @@ import warnings
 import pytest
 import tiny
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from looking import Pass
+from looking import Pass, architecture
 
-from quicksilver.baselines.bfloat16 import BFloat16
-from quicksilver.baselines.confidence_exit import ConfidenceExit
-from quicksilver.baselines.heavy_hitter import HeavyHitter
-from quicksilver.baselines.int8_dynamic import Int8Dynamic
-from quicksilver.baselines.one_shot_halting import OneShotHalting
-from quicksilver.baselines.prompt_lookup import PromptLookup
-from quicksilver.baselines.prompt_pruning import PromptPruning
-from quicksilver.baselines.sink_attention import SinkAttention
-from quicksilver.baselines.sliding_window import SlidingWindow
-from quicksilver.baselines.static_exit import StaticExit
+from quicksilver.baselines.eviction import HeavyHitter, SinkAttention, SlidingWindow
+from quicksilver.baselines.halting import ConfidenceExit, OneShotHalting, PromptPruning, StaticExit
+from quicksilver.baselines.number_formats import BFloat16, Int8Dynamic
+from quicksilver.baselines.prompts import PromptLookup, PromptTruncation
 from quicksilver.baselines.token_merging import TokenMerging, match
 from quicksilver.measure.flop_counter import count_by_operator
+from quicksilver.measure.perplexity import Protocol, score
 from quicksilver.measure.quality import by_chance
-from quicksilver.modules import (
-    AdaptiveQuantization,
-    Halting,
-    KVSkipping,
-    Replay,
-    TokenFusion,
-    shuffled,
-)
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion, shuffled
 from quicksilver.runtime import ConfigError, UnsupportedModelError, apply
 from quicksilver.runtime.cache import CacheLayer
+from quicksilver.runtime.trace import Trace
 
 LONG = tiny.Batch((tuple(range(1, 33)),))
 RAGGED = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
@@ -76,11 +65,13 @@ def test_a_token_leaves_when_its_confidence_exceeds_the_threshold(measure: str) 
 
 
 def test_the_threshold_of_a_confidence_decays_with_the_slot() -> None:
-    exit_ = ConfidenceExit(threshold=0.8, temperature=3.0, horizon=10)
-    view, _ = Pass([12]).look(2)
-    thresholds = exit_._thresholds(view)
-    assert isinstance(thresholds, torch.Tensor)
-    assert thresholds[0].tolist() == pytest.approx([0.72 + 0.1 * math.exp(-0.3 * t) for t in range(12)])
+    cosine = 0.76  # between 0.72 + 0.1 and 0.72
+    after = torch.tensor([cosine, (1 - cosine**2) ** 0.5, *[0.0] * 6]).expand(1, 12, 8)
+    one = Pass([12])
+    policy = ConfidenceExit(threshold=0.8, temperature=3.0, horizon=10)
+    policy.bind(architecture())
+    policy.decide(*one.look(2, torch.eye(8)[0].expand(1, 12, 8), after))
+    assert one.halted(2)[0].tolist() == [0.72 + 0.1 * math.exp(-0.3 * t) < cosine for t in range(12)]
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------------------
@@ -366,3 +357,103 @@ def test_prompt_lookup_decodes_what_greedy_decoding_does_in_fewer_passes(family:
         halted = model.generate(prompt, **options)
     with apply(model, [Halting(tau_drift=0.5, tau_entropy=None, resume_layers=0), PromptLookup()]):
         assert torch.equal(model.generate(prompt, **options), halted)
+
+
+# -- prompt truncation -------------------------------------------------------------------------------------------------------------
+
+
+IDS = torch.arange(1, 49).reshape(2, 24)
+
+
+@pytest.fixture(scope="module", params=tiny.UNALIKE)
+def model(request):
+    return tiny.load(request.param)
+
+
+def generated(model, ids, **options):
+    return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, **options)[:, ids.shape[1] :]
+
+
+def test_it_is_the_dense_models_shorter_prompt(model):
+    with torch.no_grad():
+        short = model(IDS[:, -14:], use_cache=True, logits_to_keep=1)
+        after = model(IDS[:, :5], past_key_values=short.past_key_values)
+        with apply(model, []) as run:
+            model(IDS[:, -14:], logits_to_keep=1)
+            wanted = run.flops
+        with apply(model, [PromptTruncation(keep=14)]) as run:
+            cut = model(IDS, use_cache=True, logits_to_keep=1)
+            assert run.flops == wanted
+            continued = model(IDS[:, :5], past_key_values=cut.past_key_values)
+    torch.testing.assert_close(cut.logits, short.logits)
+    torch.testing.assert_close(continued.logits, after.logits)
+    assert cut.past_key_values.get_seq_length() == short.past_key_values.get_seq_length() == 14 + 5
+
+
+def test_states_stand_in_the_columns_of_the_prompt_as_it_was_given(model):
+    with torch.no_grad():
+        short = model(IDS[:, -14:]).logits
+        with apply(model, [PromptTruncation(keep=14)]):
+            whole = model(IDS).logits
+    assert whole[:, :10].isnan().all()
+    torch.testing.assert_close(whole[:, 10:], short)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_is_cut_as_if_it_were_alone(model, side):
+    mask = torch.ones_like(IDS)
+    mask[1, slice(0, 9) if side == "left" else slice(15, None)] = 0
+    alone = IDS[1:, 9:] if side == "left" else IDS[1:, :15]
+    with torch.no_grad(), apply(model, [PromptTruncation(keep=0.5)]):
+        logits = model(IDS, attention_mask=mask).logits[1][mask[1].bool()]
+        torch.testing.assert_close(logits, model(alone).logits[0], equal_nan=True)
+        if side == "left":
+            assert torch.equal(generated(model, IDS, attention_mask=mask)[1:], generated(model, alone))
+
+
+def test_it_writes_what_the_shorter_prompt_writes(model):
+    wanted = generated(model, IDS[:, -14:])
+    beams = generated(model, IDS[:, -14:], num_beams=2)
+    with apply(model, [PromptTruncation(keep=14)]):
+        assert torch.equal(generated(model, IDS), wanted)
+        assert torch.equal(generated(model, IDS, num_beams=2), beams)
+    assert torch.equal(generated(model, IDS[:, -14:]), wanted)  # nothing is left behind
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=4),
+    keep=st.floats(0.01, 1.0) | st.integers(1, 24),
+    which=st.sampled_from(["last", "ends", "random"]),
+)
+def test_as_many_are_kept_as_asked_for_and_always_the_last(lengths, keep, which):
+    valid = torch.zeros(len(lengths), 24, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        valid[row, 24 - length :] = True
+    module = PromptTruncation(keep=keep, which=which)
+    if isinstance(keep, int) and keep > max(lengths):
+        with pytest.raises(ConfigError, match=f"keep={keep} is more than the prompt's {max(lengths)} tokens"):
+            module.kept(valid, None)
+        return
+    kept = module.kept(valid, None)
+    wanted = [min(keep, n) if isinstance(keep, int) else max(1, int(n * keep + 0.5)) for n in lengths]
+    assert kept.sum(1).tolist() == wanted
+    assert not (kept & ~valid).any()
+    if which != "ends" or min(wanted) > 1:
+        assert kept[:, -1].all()
+    if which == "ends":
+        first = valid.long().argmax(1)
+        assert all(kept[row, first[row]] for row, count in enumerate(wanted) if count > 1)
+
+
+def test_its_null_keeps_as_many_at_random(model):
+    kind, (null,) = by_chance([PromptTruncation()], Trace(2, []), seed=7)
+    assert (kind, null) == ("random tokens", PromptTruncation(which="random", seed=7))
+    scores = [score(model, IDS, Protocol("continuation", 24, 20), modules=[one]) for one in (PromptTruncation(), null)]
+    assert scores[0].windows["executed_flops"].tolist() == scores[1].windows["executed_flops"].tolist()
+    assert scores[0].nll_nats != scores[1].nll_nats
+
+
+def test_speculative_decoding_is_refused(model):
+    with apply(model, [PromptTruncation(keep=14)]), pytest.raises(ConfigError, match="cuts the prompt, and speculative decoding"):
+        generated(model, IDS[:1], prompt_lookup_num_tokens=2)

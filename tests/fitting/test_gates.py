@@ -12,7 +12,8 @@ import torch
 from thinning import first
 
 from quicksilver.fitting import gates as fitting
-from quicksilver.fitting.gates import GateRecipe, at_budget, card, choose, kl_of, saved_pct, train_gates
+from quicksilver.fitting.gates import GateRecipe, at_budget, card, choose, saved_pct, train_gates
+from quicksilver.fitting.schedules import KLToDense
 from quicksilver.modules import LearnedHalting
 from quicksilver.modules.fitted import MODELS_FOLDER
 from quicksilver.modules.learned_halting import TrainedGates
@@ -22,6 +23,10 @@ RECIPE = GateRecipe(
     layers=(0, 1), saves_pct=25.0, steps=24, prompt_tokens=24, protect_first=1, protect_last=2, learning_rate=0.05
 )
 IDS = torch.randint(1, tiny.VOCABULARY, (8, 30), generator=torch.Generator().manual_seed(0))
+
+
+def kl_of(arch, gates: TrainedGates, ids: torch.Tensor) -> torch.Tensor:
+    return KLToDense(arch, ids, RECIPE.prompt_tokens, 1, torch.float32).of(RECIPE.halting(gates))
 
 
 def predicting(monkeypatch: pytest.MonkeyPatch, arch) -> None:
@@ -100,7 +105,7 @@ def test_what_is_kept_is_the_candidate_nearest_to_the_dense_model_and_never_wors
     assert not torch.equal(found.candidates["averaged"].weight, found.candidates["end"].weight)
     chosen = choose(arch, found.candidates, IDS, RECIPE)
     assert chosen.kl_nats == min(chosen.compared.values())
-    assert chosen.kl_nats == pytest.approx(float(kl_of(arch, chosen.gates, IDS, RECIPE).mean()))
+    assert chosen.kl_nats == pytest.approx(float(kl_of(arch, chosen.gates, IDS).mean()))
     assert chosen.saved_pct == pytest.approx(RECIPE.saves_pct, abs=2)
     alike = TrainedGates((0, 1), torch.zeros(2, tiny.WIDTH), torch.zeros(2), arch.n_layers)
     with pytest.raises(ConfigError, match="at the nearest, not 25%"):
@@ -120,9 +125,9 @@ def test_gates_that_ship_meet_their_budget_and_have_the_card_that_they_make(fold
 def test_a_card_says_how_gates_were_made_and_what_they_cost(tmp_path) -> None:
     arch = architecture_of(tiny.load("gpt2"))
     alike = TrainedGates((0, 1), torch.zeros(2, tiny.WIDTH), torch.ones(2), arch.n_layers)
-    assert kl_of(arch, alike, IDS[:2], RECIPE).tolist() == [0, 0]  # nobody halts
+    assert kl_of(arch, alike, IDS[:2]).tolist() == [0, 0]  # nobody halts
     everybody = replace(alike, bias=-torch.ones(2))
-    kl = kl_of(arch, everybody, IDS[:2], RECIPE)
+    kl = kl_of(arch, everybody, IDS[:2])
     assert (kl > 0).all()
     said = {
         "recipe": vars(RECIPE),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import draws
 
-from quicksilver.baselines.bfloat16 import BFloat16
+from quicksilver.baselines.number_formats import BFloat16
 from quicksilver.data.windows import windows_of
 from quicksilver.measure import Protocol, score
 from quicksilver.measure.audit import audit

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from looking import LAYERS, Pass
 from thinning import draws
 
-from quicksilver.modules import (
-    ExponentialDecay,
-    Halting,
-    RandomHalting,
-    Replay,
-    StaticDepth,
-    perfect_exit,
-    shuffled,
-)  # fmt: skip
+from quicksilver.modules import ExponentialDecay, Halting, RandomHalting, Replay, StaticDepth, perfect_exit, shuffled  # fmt: skip
 from quicksilver.runtime import MISSING_KV, ConfigError, PassTrace, Trace
 
 FIELDS = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")

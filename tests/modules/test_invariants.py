@@ -21,16 +21,10 @@ from hypothesis import strategies as st
 from thinning import diagonal, draws
 from transformers import PreTrainedModel
 
-from quicksilver.baselines.bfloat16 import BFloat16
-from quicksilver.baselines.confidence_exit import ConfidenceExit
-from quicksilver.baselines.heavy_hitter import HeavyHitter
-from quicksilver.baselines.int8_dynamic import Int8Dynamic
-from quicksilver.baselines.one_shot_halting import OneShotHalting
-from quicksilver.baselines.prompt_lookup import PromptLookup
-from quicksilver.baselines.prompt_pruning import PromptPruning
-from quicksilver.baselines.sink_attention import SinkAttention
-from quicksilver.baselines.sliding_window import SlidingWindow
-from quicksilver.baselines.static_exit import StaticExit
+from quicksilver.baselines.eviction import HeavyHitter, SinkAttention, SlidingWindow
+from quicksilver.baselines.halting import ConfidenceExit, OneShotHalting, PromptPruning, StaticExit
+from quicksilver.baselines.number_formats import BFloat16, Int8Dynamic
+from quicksilver.baselines.prompts import PromptLookup
 from quicksilver.baselines.token_merging import TokenMerging
 from quicksilver.measure.audit import audit
 from quicksilver.measure.flop_counter import count_executed
@@ -50,7 +44,7 @@ from quicksilver.modules import (
     WordClassHalting,
     shuffled,
 )
-from quicksilver.modules.block_attention import BlockAttention
+from quicksilver.modules.kernels import BlockAttention
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, Transform, apply
 

@@ -184,9 +184,9 @@ def test_gates_say_layer_by_layer_what_is_dropped_and_what_is_predicted(monkeypa
 def test_a_record_is_of_the_files_behind_its_gates(tmp_path):
     path = tmp_path / "learned_halting" / "mine.safetensors"
     trained(tiny.load("gpt2")).save(path)
-    assert learned_halting.files_behind({"gates": "mine"}, tmp_path) == [path]
-    assert learned_halting.files_behind({"gates": str(path)}, tmp_path / "elsewhere") == [path]
-    assert learned_halting.files_behind({"tau_drift": 1.0}, tmp_path) == []
+    assert learned_halting.gate_files({"gates": "mine"}, tmp_path) == [path]
+    assert learned_halting.gate_files({"gates": str(path)}, tmp_path / "elsewhere") == [path]
+    assert learned_halting.gate_files({"tau_drift": 1.0}, tmp_path) == []
     path.write_bytes(b"torn")
     with pytest.raises(ConfigError, match="cannot be read as a set of gates"):
-        learned_halting.files_behind({"gates": "mine"}, tmp_path)
+        learned_halting.gate_files({"gates": "mine"}, tmp_path)

@@ -149,7 +149,7 @@ class Example(Options):
         ({"window": (5, 24)}, "window[0]=5.0 is out of range; give a number from 0 to 1."),
         ({"ids": 5}, "ids=5 must be a list of token ids, such as [50256]."),
         ({"ids": [3, "a"]}, "ids[1]='a' must be a whole number of at least 0."),
-        ({"mask": [True]}, "mask must be a bool tensor by slot, (S,) or (B, S), not [True]: write mask.bool() for one of numbers."),
+        ({"mask": [True]}, "mask must be a bool tensor by slot, (S,) or (B, S), not [True]: write mask.bool()."),
     ],
 )  # fmt: skip
 def test_the_message_names_option_value_and_remedy(options: dict[str, Any], said: str) -> None:

@@ -11,15 +11,11 @@ import torch
 from drawing import Preset
 from looking import LAYERS, Pass, architecture
 
-from quicksilver.baselines.bfloat16 import BFloat16
-from quicksilver.baselines.int8_dynamic import Int8Dynamic
-from quicksilver.baselines.one_shot_halting import OneShotHalting
-from quicksilver.baselines.prompt_pruning import PromptPruning
-from quicksilver.baselines.prompt_truncation import PromptTruncation
-from quicksilver.baselines.sink_attention import SinkAttention
-from quicksilver.baselines.sliding_window import SlidingWindow
-from quicksilver.fitting.fitted_prediction import FittedPrediction, static_schedule
-from quicksilver.fitting.oracle_exit import OracleExit
+from quicksilver.baselines.eviction import SinkAttention, SlidingWindow
+from quicksilver.baselines.halting import OneShotHalting, PromptPruning
+from quicksilver.baselines.number_formats import BFloat16, Int8Dynamic
+from quicksilver.baselines.prompts import PromptTruncation
+from quicksilver.fitting.controls import FittedPrediction, OracleExit, static_schedule
 from quicksilver.measure.perplexity import Protocol, check_allowed
 from quicksilver.modules import (
     AdaptiveQuantization,
@@ -176,7 +172,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
      "anchors and token_counts select by token id.*exempt_mask"),
     (lambda: under(Replay(tiny.forward(tiny.load("gpt2"), LONG, [AdaptiveQuantization(bits=8)]).trace))(), "like=modules"),
     (lambda: under(Replay(tiny.forward(tiny.load("gpt2"), LONG, [Preset(schedule=SCHEDULE)]).trace))(), "like=modules"),
-    (under(PresetHalting(save=0.4)), "no schedule ships with this model"),
+    (under(PresetHalting(save=0.4)), "save=0.4: one ships with .*, none with this model"),
     (under(learned(threshold=[0.5, 0.5, 0.5])), "threshold has 3 numbers for gates after 2 layers"),
     (under(learned(resume_layers=2)), r"Gates after layers \[2\] save nothing with resume_layers=2"),
     (under(LearnedHalting()), "gates='predict': one ships with .*, none with this model"),

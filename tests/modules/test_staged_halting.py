@@ -19,9 +19,9 @@ from looking import LAYERS, Pass, architecture
 
 from quicksilver.data.annotation import TOKEN_SETS, word_classes
 from quicksilver.fitting.schedules import saved_pct, smallest_schedule
-from quicksilver.modules import Calibration, PresetHalting, Schedule, Stage, StagedHalting, WordClassHalting
+from quicksilver.modules import Calibration, PresetHalting, Schedule, StagedHalting, WordClassHalting
 from quicksilver.modules.fitted import model_digest
-from quicksilver.modules.staged_halting import files_behind
+from quicksilver.modules.staged_halting import schedule_files
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.parts import build_modules
@@ -86,14 +86,6 @@ def test_the_oldest_tokens_are_dropped_and_nearly_all_others_stop_later() -> Non
     assert depth == [LAYERS - 1] * 2 + [2] * 6 + [round(0.7 * LAYERS) - 1] * 9 + [LAYERS - 1] * 3
     assert not halting.causal
     assert halting.copies_kv
-    assert halting.describe() == "6 oldest dropped @3, rest but 2+3 copied @0.7"
-
-
-def test_one_line_for_a_table() -> None:
-    attended = {"before": 2, "share": 0.205, "signal": {"name": "attention", "last_queries": 8}, "missing_kv": "zero"}
-    last = Stage(before=0.5, below="p25", signal="drift")
-    halting = StagedHalting(stages=[attended, last], protect_first=0, protect_last=None, missing_kv="project")
-    assert halting.describe() == "20.5% least attended zeroed @2, drift < p25 projected @0.5"
 
 
 def test_a_threshold_is_the_layer_s_own_and_causal() -> None:
@@ -193,22 +185,15 @@ def test_a_file_of_schedules_names_its_maps_and_serves_its_model_alone(tmp_path:
     made = tiny.forward(model, BATCH, [PresetHalting(schedule=file, save=0.4)])
     given = tiny.forward(model, BATCH, [PresetHalting(schedule=schedule(), translator=tmp_path / "maps.safetensors")])
     assert torch.equal(made.logits, given.logits)
-    assert files_behind({"missing_kv": "predict", "schedule": str(file)}, tmp_path) == [file, tmp_path / "maps.safetensors"]
+    assert schedule_files({"missing_kv": "predict", "schedule": str(file)}, tmp_path) == [file, tmp_path / "maps.safetensors"]
     with pytest.raises(ConfigError, match="there are schedules for 0.4"):
         PresetHalting(schedule=file, save=0.5).bind(arch)
-    with pytest.raises(ConfigError, match="chosen for other weights"):
+    with pytest.raises(ConfigError, match="fitted to other weights"):
         PresetHalting(schedule=file).bind(architecture_of(tiny.load("gpt2")))
-    for wrong in (
-        "",
-        "[1]",
-        "a: b",
-        "schedules: 3",
-        yaml.safe_dump(content | {"schedules": {"x": {}}}),
-        "!!python/name:os.system",
-        "[" * 5000,
-    ):
+    unordered = yaml.safe_dump(content | {"schedules": {"x": {}}})
+    for wrong in ("", "[1]", "a: b", "schedules: 3", unordered, "!!python/name:os.system", "[" * 5000):
         file.write_text(wrong)
-        with pytest.raises(ConfigError, match="is no file of `quicksilver schedule`") as raised:
+        with pytest.raises(ConfigError, match="cannot be read as a file of schedules") as raised:
             PresetHalting(schedule=str(file)).bind(arch)
         assert "\n" not in str(raised.value)
 

@@ -13,8 +13,8 @@ from thinning import draws
 
 from quicksilver.measure.flop_counter import count_by_operator, count_executed
 from quicksilver.modules import ChannelSparsity, calibrate_modules
-from quicksilver.modules.block_attention import BlockAttention
-from quicksilver.modules.channel_sparsity import RotatedModel, linear_maps, weight_of
+from quicksilver.modules.channel_sparsity import linear_maps, rotated, weight_of
+from quicksilver.modules.kernels import BlockAttention
 from quicksilver.runtime import ConfigError, UnsupportedModelError, apply, architecture_of
 
 
@@ -33,7 +33,7 @@ BEHIND = ("olmo2", "gemma2", "gemma3")  # a norm behind each sublayer: what is a
 @pytest.mark.parametrize("family", BEHIND)
 def test_a_stream_behind_norms_is_refused(family: str) -> None:
     arch = architecture_of(tiny.load(family))
-    with pytest.raises(UnsupportedModelError, match="cannot be rotated"), RotatedModel(arch, torch.eye(arch.width)).applied():
+    with pytest.raises(UnsupportedModelError, match="cannot be rotated"), rotated(arch, torch.eye(arch.width)):
         pass
 
 
@@ -48,7 +48,7 @@ def test_a_rotated_model_is_the_same_function_and_leaves_nothing_behind(family: 
         torch.randn(arch.width, arch.width, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     )[0]
     states = []
-    with RotatedModel(arch, rotation).applied():
+    with rotated(arch, rotation):
         handle = arch.layers[1].register_forward_pre_hook(lambda _, args, kwargs: states.append(args[0]), with_kwargs=True)
         found = model(ids).logits
         handle.remove()

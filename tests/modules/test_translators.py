@@ -14,10 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quicksilver.modules.fitted import MODELS_FOLDER, FittedFile, ModelShape, model_digest
+from quicksilver.modules.fitted import MODELS_FOLDER, FittedFile, Lens, ModelShape, Translator, model_digest, translator_for
 from quicksilver.modules.learned_halting import TrainedGates
-from quicksilver.modules.lens import Lens
-from quicksilver.modules.translators import Translator, translator_for
 from quicksilver.runtime import ConfigError, architecture_of
 
 

@@ -12,7 +12,7 @@ from thinning import diagonal, draws
 from tiny import Batch, Capacity, Hashed
 from transformers import GenerationConfig, PreTrainedModel, pipeline
 
-from quicksilver.baselines.heavy_hitter import HeavyHitter
+from quicksilver.baselines.eviction import HeavyHitter
 from quicksilver.modules import AdaptiveQuantization, TokenFusion
 from quicksilver.runtime import ConfigError, Run, RuntimeModule, apply
 

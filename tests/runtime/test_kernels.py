@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.baselines.int8_dynamic import Int8Dynamic
+from quicksilver.baselines.number_formats import Int8Dynamic
 from quicksilver.measure import memory
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.modules import Halting
-from quicksilver.modules.fastest_linear import FastestLinear
+from quicksilver.modules.kernels import FastestLinear
 from quicksilver.records import lease
 from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.errors import KernelError
@@ -424,7 +424,7 @@ def test_a_named_kernel_computes_what_it_can_and_is_refused_where_it_can_nothing
 
 
 def test_it_measures_by_itself_once_and_goes_with_halting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quicksilver.modules import fastest_linear
+    from quicksilver.modules import kernels
 
     asked: list[int] = []
 
@@ -432,8 +432,8 @@ def test_it_measures_by_itself_once_and_goes_with_halting(monkeypatch: pytest.Mo
         asked.append(len(linears))
         return choices(tiny.load("llama"), "bfloat16", 16)
 
-    monkeypatch.setattr(fastest_linear, "choose", fake)
-    monkeypatch.setattr(fastest_linear, "_MEASURED", {})
+    monkeypatch.setattr(kernels, "choose", fake)
+    monkeypatch.setattr(kernels, "_MEASURED", {})
     model = tiny.load("llama")
     modules = [FastestLinear(), Halting(halted_share=0.5, missing_kv="project", rule="capacity", resume_layers=0)]
     outcomes = [tiny.forward(model, EVEN, modules, execution=execution) for execution in ("compact", "masked")]

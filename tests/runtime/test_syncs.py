@@ -12,8 +12,7 @@ import torch
 from thinning import diagonal
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quicksilver.baselines.one_shot_halting import OneShotHalting
-from quicksilver.baselines.prompt_pruning import PromptPruning
+from quicksilver.baselines.halting import OneShotHalting, PromptPruning
 from quicksilver.modules import ExponentialDecay, Halting, StagedHalting, StaticDepth
 from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
 

@@ -13,7 +13,8 @@ import pytest
 import tiny_encoder
 import torch
 
-from quicksilver.fitting.gates import HaltingGates, read_training
+from quicksilver.fitting.gates import HaltingGates
+from quicksilver.fitting.training import read_training
 from quicksilver.modules import StaticDepth
 from quicksilver.runtime import ConfigError, QuickSilverError
 from quicksilver.runtime.run import apply

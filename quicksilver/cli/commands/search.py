@@ -18,9 +18,9 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
 
 if TYPE_CHECKING:
+    from quicksilver.fitting.fit import FitText, Half
     from quicksilver.fitting.schedules import Candidate
-    from quicksilver.fitting.text import FitText, Half
-    from quicksilver.modules.translators import Translator
+    from quicksilver.modules.fitted import Translator
     from quicksilver.records.record import Record
     from quicksilver.runs.config import RunConfig
     from quicksilver.runs.context import RunContext
@@ -330,9 +330,8 @@ class Schedule(Command):
         import yaml
 
         from quicksilver.files import write_atomically
-        from quicksilver.fitting.schedules import ScheduleEvaluator, search
-        from quicksilver.modules.fitted import model_digest
-        from quicksilver.modules.translators import Translator
+        from quicksilver.fitting.schedules import KLToDense, search
+        from quicksilver.modules.fitted import Translator, model_digest
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
@@ -342,9 +341,9 @@ class Schedule(Command):
         for translator in translators.values():
             translator.check(arch)
         text = calibration_half(config, self.text, loaded.tokenizer, "choose", self.windows)
-        evaluator, schedules = ScheduleEvaluator(arch, text.ids), dict[float, Any]()
+        judge, schedules = KLToDense(arch, text.ids), dict[float, Any]()
         for share in self.save:
-            found, pct = search(evaluator, [*translators.values()], share, progress=_say), percent(share)
+            found, pct = search(judge, [*translators.values()], share, progress=_say), percent(share)
             schedules[int(pct) if pct.is_integer() else pct] = _entry(found)
             print(f"To save {pct:g}%: {found[0].schedule}\n")
         windows = {name: said["windows"] for name, said in text.provenance["texts"].items()}
@@ -383,7 +382,7 @@ def bar(what: str, unit: str = "batch") -> Any:
 
 def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: object, half: Half, windows: int | None) -> FitText:
     """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too."""
-    from quicksilver.fitting.text import fit_text
+    from quicksilver.fitting.fit import fit_text
     from quicksilver.runs.choices import choices
 
     texts = {name: _part(config, name, "calibration") for name in datasets}

@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 from thinning import first
 
-import quicksilver
 from quicksilver.experiments.peers import methods
 from quicksilver.experiments.peers import table01_attributes as attributes
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.measurement import Quartiles, Spread
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.runs.choices import choices
+from quicksilver.runs.parts import module_entry
 
 # key -> nats a token lost, share of the prompt's time that is left
 MEASURED = {
@@ -47,14 +47,18 @@ def outcomes(results: Path, lost_and_left: dict[str, tuple[float, float]], **cha
     return found
 
 
+def peers() -> set[str]:
+    """The modules whose class is a baseline."""
+    return {name for name in choices("modules") if module_entry(name)[1]["_target_"].startswith("quicksilver.baselines.")}
+
+
 def test_every_row_is_a_module_that_there_is_and_the_keys_are_unique() -> None:
     rows = methods.rows()
     assert len({row.key for row in rows}) == len(rows)
     assert {name for row in rows for name in row.needs} <= set(choices("modules"))
-    there = {path.stem for path in (Path(quicksilver.__file__).parent / "baselines").glob("[!_]*.py")}
     # Projected K/V is a peer that our own stages can run, SwiftKV without its training, and so are the controls of prediction. Learned halting is the
     # second paper's.
-    assert {row.needs[0] for row in rows if row.section not in (methods.DENSE, methods.OURS)} == there | {
+    assert {row.needs[0] for row in rows if row.section not in (methods.DENSE, methods.OURS)} == peers() | {
         "quicksilver",
         "fitted_prediction",
         "learned_halting",
@@ -119,8 +123,7 @@ def test_attributes_are_read_off_the_classes() -> None:
     assert found.loc["one_shot_halting", "source"] == "2604.18103"
     assert not {"static_depth", "random_halting"} & set(found.index)
     # every peer says where it comes from
-    there = {path.stem for path in (Path(quicksilver.__file__).parent / "baselines").glob("[!_]*.py")}
-    assert (found.loc[sorted(there), "source"] != "").all()
+    assert (found.loc[sorted(peers()), "source"] != "").all()
 
 
 @pytest.mark.parametrize("number", ["1", "6"])

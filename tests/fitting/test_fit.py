@@ -1,0 +1,419 @@
+"""What is fitted on calibration text: maps of K/V and their controls, lenses, exit heads; against regressions on all of the data at once."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from thinning import first
+
+from quicksilver.fitting.controls import FittedPrediction, OracleExit, share_that_saves, static_schedule
+from quicksilver.fitting.fit import FitCost, FitText, fit_lens, fit_translators, priced
+from quicksilver.fitting.schedules import KLToDense, distill, saved_pct, search
+from quicksilver.models.loading import EMBEDDED
+from quicksilver.modules import Halting, Schedule, signals
+from quicksilver.modules.calibration import calibrate
+from quicksilver.modules.fitted import Lens, ModelShape, Translator, lens_files, lens_for, model_digest
+from quicksilver.runs.config import compose
+from quicksilver.runs.context import RunContext
+from quicksilver.runtime import MISSING_KV, ConfigError, apply, architecture_of
+
+
+def text(windows: int = 12, tokens: int = 48, seed: int = 0) -> FitText:
+    ids = torch.randint(1, tiny.VOCABULARY, (windows, tokens), generator=torch.Generator().manual_seed(seed))
+    return FitText(ids, {"texts": {}})
+
+
+@torch.no_grad()
+def inputs_and_targets(arch, ids: torch.Tensor, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """X (T, 1 + D) and Y (T, (L−1−source)·2·d_kv) of a plain pass, from the model's own hidden states."""
+    states = arch.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    normed = arch.normalised_input(source, states[source]).flatten(0, 1)
+    parts = [part.transpose(1, 2).flatten(2).flatten(0, 1)
+             for layer in range(source + 1, arch.n_layers) for part in arch.project_kv_unrotated(layer, states[layer])]  # fmt: skip
+    return torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1).double(), torch.cat(parts, dim=1).double()
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_streamed_sums_solve_to_the_ridge_regression_of_all_data(name: str) -> None:
+    arch, fit_on = architecture_of(tiny.load(name)), text()
+    found = fit_translators(arch, fit_on, [1, 2], ridge=0.01, batch_size=5)
+    assert sorted(found) == [1, 2]
+    for source, translator in found.items():
+        x, y = inputs_and_targets(arch, fit_on.ids, source)
+        xx = x.T @ x
+        wanted = torch.linalg.solve(xx + 0.01 * xx.diagonal().mean() * torch.eye(len(xx)), x.T @ y)
+        torch.testing.assert_close(translator.weight.flatten(1).double(), wanted, atol=1e-4, rtol=1e-3)
+        assert translator.weights_digest == model_digest(arch.model)
+        assert translator.provenance["tokens"] == fit_on.ids.numel()
+
+
+def test_a_fit_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, fit_on, checkpoint = architecture_of(tiny.load("gpt2")), text(), tmp_path / "sums.safetensors"
+    monkeypatch.setattr("quicksilver.fitting.fit.SAVED_EVERY_S", -1.0)
+    seen: list[int] = []
+
+    def stopping(batches):
+        for number, batch in enumerate(batches):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield batch
+
+    def counting(batches):
+        for batch in batches:
+            seen.append(len(batch))
+            yield batch
+
+    with pytest.raises(KeyboardInterrupt):
+        fit_translators(arch, fit_on, [1], batch_size=3, checkpoint=checkpoint, progress=stopping)
+    assert checkpoint.is_file()
+    resumed = fit_translators(arch, fit_on, [1], batch_size=3, checkpoint=checkpoint, progress=counting)
+    assert seen == [3, 3]
+    assert not checkpoint.exists()
+    assert torch.equal(resumed[1].weight, fit_translators(arch, fit_on, [1], batch_size=3)[1].weight)
+
+
+def test_sums_of_other_text_or_a_torn_file_are_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, path = architecture_of(tiny.load("gpt2")), tmp_path / "sums.safetensors"
+    monkeypatch.setattr("quicksilver.fitting.fit.SAVED_EVERY_S", -1.0)
+
+    def batches_left(seed: int) -> int:
+        left: list[int] = []
+
+        def stopping(batches):
+            left.append(len(batches))
+            yield batches[0]
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fit_translators(arch, text(seed=seed), [1], batch_size=6, checkpoint=path, progress=stopping)
+        return left[0]
+
+    assert [batches_left(0), batches_left(0)] == [2, 1]
+    assert batches_left(1) == 2
+    path.write_bytes(path.read_bytes()[:200])
+    assert batches_left(1) == 2
+
+
+def test_too_little_text_and_bad_options_are_refused() -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    with pytest.raises(ConfigError, match="100 tokens are too few to fit 33 coefficients a column: give at least 330"):
+        fit_translators(arch, text(2, 50), [1])
+    repeated = FitText(text(1, 8).ids.repeat(60, 1), {})
+    with pytest.raises(ConfigError, match="spans 8 of 33 directions"):
+        fit_translators(arch, repeated, [1])
+    with pytest.raises(ConfigError, match="layers from 0 to 3"):
+        fit_translators(arch, text(), [4])
+    with pytest.raises(ConfigError, match="ridge=0"):
+        fit_translators(arch, text(), [1], ridge=0)
+    with pytest.raises(ConfigError, match="control='noise'"):
+        fit_translators(arch, text(), [1], control="noise")
+
+
+SCHEDULE = Schedule(1, 0.1, 2, 1, 3)
+
+
+def world(name: str = "llama") -> tuple:
+    arch = architecture_of(tiny.load(name))
+    shape = ModelShape.of(arch)
+    weight = torch.zeros(1 + shape.width, 2, 2, shape.n_kv_heads, shape.head_dim)
+    ids = torch.randint(1, tiny.VOCABULARY, (8, 30), generator=torch.Generator().manual_seed(0))
+    return arch, Translator(2, weight, shape, model_digest(arch.model)), ids
+
+
+@pytest.mark.parametrize("name", first(["gpt2", "llama", "gpt_neox"]))
+def test_it_comes_nearer_to_the_dense_answers_and_leaves_the_model_alone(name: str) -> None:
+    arch, zeros, ids = world(name)
+    before = copy.deepcopy(arch.model.state_dict())
+    trained = distill(arch, zeros, ids, [SCHEDULE], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2)
+    judge = KLToDense(arch, ids, prompt_tokens=24)
+    assert (
+        judge.of(SCHEDULE.halting(translator=trained.bound(arch))).mean()
+        < 0.8 * judge.of(SCHEDULE.halting(translator=zeros.bound(arch))).mean()
+    )
+    assert all(torch.equal(before[key], value) for key, value in arch.model.state_dict().items())
+    assert not any(parameter.grad is not None for parameter in arch.model.parameters() if not parameter.requires_grad)
+    assert trained.provenance["distilled"]["steps"] == 40
+    assert float(zeros.weight.abs().sum()) == 0
+
+
+def test_the_search_takes_the_least_kl_of_what_saves_enough() -> None:
+    arch, zeros, ids = world()
+    judge = KLToDense(arch, ids, prompt_tokens=24)
+    found = search(judge, [zeros], 0.3, protect_last=(2, 6))
+    assert [one.kl_nats for one in found] == sorted(one.kl_nats for one in found)
+    assert all(one.saved_pct >= 30 for one in found)
+    assert found[0].kl_nats == pytest.approx(
+        float(judge.of(found[0].schedule.halting(translator=zeros.bound(judge.arch))).mean())
+    )
+    with pytest.raises(ConfigError, match="from layer 2 saves 0.99"):
+        search(judge, [zeros], 0.99)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    arch, zeros, ids = world()
+    with pytest.raises(ConfigError, match="steps=0"):
+        distill(arch, zeros, ids, [SCHEDULE], steps=0, prompt_tokens=24)
+    with pytest.raises(ConfigError, match="longer than 31"):
+        distill(arch, zeros, ids, [SCHEDULE], prompt_tokens=30)
+    with pytest.raises(ConfigError, match="give some for layer 2"):
+        distill(arch, zeros, ids, [Schedule(1, 0.1, 3)], prompt_tokens=24)
+
+
+def test_the_price_of_a_fit_has_its_time_its_memory_and_its_machine(tmp_path: Path) -> None:
+    megabytes = 64
+
+    def fit() -> str:
+        torch.ones(megabytes, 2**18).sum()  # float32
+        return "a map"
+
+    found, cost = priced(fit, model="tiny", layers=[3, 4], distill_steps=70, tokens=2048)
+    assert found == "a map"
+    assert cost.seconds >= 0
+    assert cost.peak_bytes > megabytes * 2**20
+    assert torch.__version__ in cost.machine
+    cost.save(tmp_path / "tiny.cost.json")
+    assert FitCost(**json.loads((tmp_path / "tiny.cost.json").read_text())) == cost
+    said = FitCost("tiny", [3, 4], 70, 122880, 40.04, 61.0, 812_000_000, "A Processor, torch 2, 2 threads").line()
+    assert said == (
+        "tiny: 2 maps on 122,880 tokens, 70 steps of distillation each: 40.0 s (61.0 s of processor time), peak memory 0.81 GB; "
+        "A Processor, torch 2, 2 threads"
+    )
+
+
+# -- lenses ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def arch(request):
+    return architecture_of(tiny.load(request.param))
+
+
+@torch.no_grad()
+def states_and_targets(arch, ids: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """States after each layer, and the head's own input: (B·N, D) each. Hugging Face's last hidden state is normed already."""
+    found = arch.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    return tuple(state.flatten(0, 1) for state in found[1:]), found[-1].flatten(0, 1)
+
+
+def test_it_is_the_ridge_regression_of_the_head_s_input(arch) -> None:
+    made = fit_lens(arch, text(30), ridge=0.01, batch_size=7)
+    states, target = states_and_targets(arch, text(30).ids)
+    assert made.weight.shape == (arch.n_layers - 1, 1 + arch.width, arch.width)
+    for layer in range(arch.n_layers - 1):
+        normed = arch.normalised_input(layer, states[layer])
+        x = torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1).double()
+        xx = x.T @ x
+        wanted = torch.linalg.solve(xx + 0.01 * xx.diagonal().mean() * torch.eye(len(xx)), x.T @ target.double())
+        torch.testing.assert_close(made.weight[layer].double(), wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_on_other_text_it_is_nearer_to_the_model_than_the_raw_lens(arch) -> None:
+    made, other = fit_lens(arch, text(60)), text(6, seed=1).ids
+    states, target = states_and_targets(arch, other)
+    with torch.no_grad():
+        own = arch.output_head(target).log_softmax(-1)
+        for layer in range(arch.n_layers - 1):
+            raw, fitted = (
+                logits.log_softmax(-1)
+                for logits in (arch.logits(states[layer]), arch.output_head(made.head_input(arch, layer, states[layer])))
+            )
+            kl = [(own.exp() * (own - one)).sum(-1).mean() for one in (raw, fitted)]
+            assert kl[1] < kl[0]
+
+
+def test_halting_reads_it_calibrates_on_it_and_pays_for_it(arch, tmp_path: Path, monkeypatch) -> None:
+    made = fit_lens(arch, text(30))
+    made.save(tmp_path / "lens.safetensors")
+    monkeypatch.setattr(Lens, "shipped", lambda: [tmp_path / "lens.safetensors"])
+    torch.testing.assert_close(lens_for(arch).weight, made.weight)
+    ids = text(4, seed=2).ids
+    found = calibrate(arch.model, ids, signals=[signals.Entropy("tuned_lens")])
+    states, _ = states_and_targets(arch, ids)
+    with torch.no_grad():
+        p = arch.output_head(made.head_input(arch, 1, states[1])).softmax(-1)
+    median = float(torch.special.entr(p).sum(-1).quantile(0.5))
+    assert found.percentiles["entropy-tuned_lens"][1][49] == pytest.approx(median, rel=1e-3)
+    halting = Halting(
+        tau_entropy="p50",
+        entropy="tuned_lens",
+        calibration=found,
+        window=(0.2, 0.8),
+        missing_kv="drop",
+        tau_drift=None,
+        resume_layers=0,
+    )
+    with torch.no_grad(), apply(arch.model, [halting]) as run:
+        arch.model(ids, use_cache=False)
+    (one,) = run.trace.passes
+    first = halting.first_layer
+    half = float((one.halt_layer == first).float().mean())
+    assert 0.4 < half < 0.6
+    asked = sum(int(one.active(layer).sum()) for layer in range(first, halting.last_layer + 1))
+    assert run.flops.signals == asked * 2 * arch.width * (arch.vocab_size + arch.width)
+
+
+def test_a_lens_is_of_one_model_and_whole(arch, tmp_path: Path, monkeypatch) -> None:
+    made = fit_lens(arch, text(30))
+    path = tmp_path / "lens.safetensors"
+    Lens(made.weight, "of another").save(path)
+    monkeypatch.setattr(Lens, "shipped", lambda: [path])
+    with pytest.raises(ConfigError, match="none with this model"):
+        Halting(tau_entropy=1.0, entropy="tuned_lens", tau_drift=None, resume_layers=0).bind(arch)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="cannot be read as a lens"):
+        Lens.load(path)
+    with pytest.raises(ConfigError, match="not finite"):
+        Lens(made.weight * float("nan"), "")
+    with pytest.raises(ConfigError, match=r"\(2, 3\) where"):
+        Lens(torch.zeros(2, 3), "")
+    with pytest.raises(ConfigError, match="tokens are too few"):
+        fit_lens(arch, text(1, 4))
+
+
+def test_the_models_own_file_is_part_of_what_a_run_is_of_only_where_it_is_read(tmp_path: Path) -> None:
+    folder = EMBEDDED / "reference-gpt2"
+    own = [path for path in Lens.shipped() if path.is_relative_to(folder)]
+    assert len(own) == 1
+    assert lens_files({"entropy": "tuned_lens"}, folder) == lens_files({"source": "tuned_lens"}, folder) == own
+    assert lens_files({"entropy": "logit_lens"}, folder) == lens_files({"entropy": "tuned_lens"}, tmp_path) == []
+
+
+def test_a_measurement_that_reads_the_lens_is_of_it_too() -> None:
+    place = RunContext()
+    found = [place.identity(compose(["protocol=all", *words])).digests for words in (["measure=lenses"], ["measure=quick"])]
+    own = EMBEDDED / "reference-gpt2" / "tuned_lens" / "lens.safetensors"
+    assert found[0]["tuned_lens.lenses.lens.safetensors"] == hashlib.sha256(own.read_bytes()).hexdigest()
+    assert not any(key.startswith("tuned_lens") for key in found[1])
+
+
+# -- controls of prediction, and the ceiling of early exit -------------------------------------------------------------------------
+
+
+N = 40
+BATCH = tiny.Batch((tuple(range(1, N + 1)), tuple(range(3, N + 3))))
+PRESET = Schedule(1, 0.25, 2, 2, 5)
+
+
+def fitted(name: str, control: str) -> FittedPrediction:
+    module = FittedPrediction(schedule=PRESET, control=control)
+    module.fit(tiny.load(name), text(seed=3).ids, batch_size=4)
+    return module
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_pairs_predict_better_than_the_mean_and_that_no_worse_than_shuffled_pairs(name: str) -> None:
+    arch = architecture_of(tiny.load(name))
+    states = arch.model(BATCH.ids, use_cache=False, output_hidden_states=True).hidden_states
+    error = {}
+    for control in ("none", "shuffled", "mean"):
+        module = fitted(name, control)
+        module.bind(arch)
+        (translator,) = module.translators.values()
+        predicted = translator.translate(states[2])
+        assert list(predicted.layers) == [3, 4]
+        differences = [
+            (a - b).square().mean()
+            for j in predicted.layers
+            for a, b in zip(predicted[j], arch.project_kv_unrotated(j, states[j]), strict=True)
+        ]
+        error[control] = float(torch.stack(differences).sum())
+        same_for_all = all(bool((part - part[:, :, :1]).abs().max() < 1e-6) for j in predicted.layers for part in predicted[j])
+        assert same_for_all == (control == "mean")
+    assert error["none"] < 0.7 * error["mean"] < error["shuffled"]
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_it_runs_like_a_preset_and_a_control_costs_the_same_work(execution: str) -> None:
+    model = tiny.load("llama")
+    runs = {
+        control: tiny.forward(model, BATCH, [fitted("llama", control)], execution=execution)
+        for control in ("none", "shuffled", "mean")
+    }
+    assert len({run.run.flops.executed for run in runs.values()}) == 1
+    assert not torch.equal(runs["none"].logits, runs["mean"].logits)
+    assert not torch.equal(runs["none"].logits, runs["shuffled"].logits)
+    (one,) = runs["none"].trace.passes
+    assert (one.halted_kv == MISSING_KV.index("predict")).any()
+
+
+def test_static_prediction_drops_nobody_and_stops_as_late_as_the_budget_allows() -> None:
+    arch = architecture_of(tiny.load("gpt2"))
+    schedule = static_schedule(arch, 0.15, prompt_tokens=N, protect_last=5)
+    assert schedule.drop_share == 0
+    assert saved_pct(arch, schedule, N) >= 15
+    later = Schedule(1, 0.0, schedule.predict_before + 1, 4, 5)
+    assert schedule.predict_before + 1 > arch.n_layers - 2 or saved_pct(arch, later, N) < 15
+    module = FittedPrediction(save=0.01, drop_oldest=False, prompt_tokens=90)
+    module.fit(tiny.load("gpt2"), text(seed=3).ids)
+    run = tiny.forward(tiny.load("gpt2"), tiny.Batch((tuple(i % 60 + 1 for i in range(90)),)), [module])
+    (one,) = run.trace.passes
+    assert not (one.valid & (one.halt_layer < tiny.LAYERS - 1) & (one.halted_kv == MISSING_KV.index("drop"))).any()
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="too few to fit"):
+        FittedPrediction(schedule=PRESET).fit(tiny.load("gpt2"), text(2, seed=3).ids)
+    assert FittedPrediction(schedule=PRESET, missing_kv="project").fitted
+
+
+def oracle(name: str, save: float = 0.1) -> OracleExit:
+    module = OracleExit(save=save, lookahead=True)
+    module.fit(tiny.load(name), text(tokens=N, seed=3).ids, batch_size=4)
+    return module
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_it_saves_what_was_asked_for_and_loses_less_than_the_same_tokens_without_a_head(name: str) -> None:
+    model, module = tiny.load(name), oracle(name)
+    rows = [tiny.Batch((tuple(row),)) for row in text(tokens=N, seed=3).ids.tolist()]
+    executed = [sum(tiny.forward(model, row, modules).run.flops.executed for row in rows) for modules in ([module], [])]
+    # The threshold is the quantile that saves so much on this very text.
+    assert 100 * (1 - executed[0] / executed[1]) == pytest.approx(10, abs=1.5)
+    batch = tiny.Batch(tuple(tuple(row) for row in text(tokens=N, seed=3).ids.tolist()))
+    dense, run = tiny.forward(model, batch, []), tiny.forward(model, batch, [module])
+    (one,) = run.trace.passes
+    left = one.halt_layer == module.exit.before - 1
+    assert not left[:, :4].any()
+    assert float(left.float().mean()) == pytest.approx(module.exit.share * (N - 4) / N, abs=0.02)
+    assert (one.halted_kv[left] == MISSING_KV.index("predict")).all()
+
+    def kl(logits: torch.Tensor) -> torch.Tensor:
+        p = dense.logits.log_softmax(-1)
+        return (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
+
+    exact = module.exit.head
+    module._exit = type(module.exit)(module.exit.before, torch.zeros_like(exact), 1e9, 0.0, 0.0)
+    without = tiny.forward(model, batch, [module]).logits
+    assert float(kl(run.logits)[left].mean()) < float(kl(without)[left].mean())
+    assert torch.equal(tiny.forward(model, batch, []).logits, dense.logits)  # nothing is left on the model
+
+
+def test_what_comes_after_a_token_moves_neither_its_decision_nor_its_logits_and_masked_agrees() -> None:
+    model, module = tiny.load("llama"), oracle("llama")
+    changed = tiny.Batch(tuple((*row[:20], *[7] * 20) for row in BATCH.rows))
+    one, two, masked = (
+        tiny.forward(model, batch, [module], execution=execution)
+        for batch, execution in ((BATCH, "compact"), (changed, "compact"), (BATCH, "masked"))
+    )
+    assert torch.equal(one.trace.passes[0].halt_layer[:, :20], two.trace.passes[0].halt_layer[:, :20])
+    torch.testing.assert_close(one.logits[:, :20], two.logits[:, :20], rtol=1e-4, atol=1e-5)
+    tiny.assert_close(one.logits, masked.logits)
+
+
+def test_bad_input_is_refused() -> None:
+    model = tiny.load("gpt2")
+    with pytest.raises(ConfigError, match="save=0.95: not even all tokens leaving before layer 1 saves so much"):
+        OracleExit(save=0.95).fit(model, text(tokens=N, seed=3).ids)
+    with pytest.raises(ConfigError, match="are too few to fit"):
+        OracleExit().fit(model, text(2, N, seed=3).ids)
+    shares = [share_that_saves(architecture_of(model), 2, saved, N) for saved in (0.0, 0.05, 0.1, 0.99)]
+    assert shares[0] == 0
+    assert shares[3] is None
+    assert 0 < shares[1] < shares[2] <= 1

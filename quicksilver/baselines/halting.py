@@ -171,8 +171,7 @@ class PromptPruning(HaltingPolicy):
         at = [layer_after(fraction, architecture.n_layers) for fraction in self.layers]
         if len(set(at)) < len(at):
             raise ConfigError(
-                f"layers={list(self.layers)} are layers {at} of this model with {architecture.n_layers}: "
-                "give fractions that are layers of their own."
+                f"layers={list(self.layers)} are layers {at} of {architecture.n_layers}: give fractions that are layers of their own."
             )
         self._kept = dict(zip(at, self._kept_shares, strict=True))
 

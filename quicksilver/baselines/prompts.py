@@ -146,8 +146,7 @@ class _Cut:
             return torch.ones(shape[0], shape[1] - first, dtype=torch.bool, device=tokens.device)
         if tuple(mask.shape) != shape:
             raise ConfigError(
-                f"attention_mask of shape {tuple(mask.shape)}: prompt truncation needs a padding mask over the whole prompt and what follows, "
-                f"{shape}."
+                f"attention_mask of shape {tuple(mask.shape)}: prompt truncation needs a padding mask of all tokens, {shape}."
             )
         return mask[:, first:].bool()
 

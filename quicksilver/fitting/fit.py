@@ -140,8 +140,7 @@ class Sums:
         rows = len(self.xx)
         if tokens < (least := TOKENS_PER_COEFFICIENT * rows):
             raise ConfigError(
-                f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {least} tokens (ten for each), by more "
-                "windows or more text."
+                f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {least} tokens, ten for each."
             )
         if not bool(torch.isfinite(self.xx).all() and torch.isfinite(self.xy).all()):
             raise ConfigError(f"The states {states} are not all finite: fit with model.dtype=float32.")

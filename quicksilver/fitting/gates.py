@@ -256,8 +256,7 @@ def train_gates(
     gates.trained(architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
     if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
         raise ConfigError(
-            f"saves_pct={recipe.saves_pct:g} cannot be met: with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved. "
-            "Ask less, or give an earlier gate."
+            f"saves_pct={recipe.saves_pct:g} cannot be met: with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved."
         )
     predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
     trainer = _Trainer(architecture, ids, recipe, gates, predicting)

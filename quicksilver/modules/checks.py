@@ -17,8 +17,7 @@ def check_known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
     beyond = [i for i in ids if i >= vocabulary]
     if beyond:
         raise ConfigError(
-            f"{name} has the token id {beyond[0]}, and the model's vocabulary ends at {vocabulary - 1} ({vocabulary} tokens): "
-            "give ids of this model's tokenizer."
+            f"{name} has the token id {beyond[0]}, and the model has {vocabulary} tokens: give ids of its own tokenizer."
         )
 
 

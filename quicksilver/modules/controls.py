@@ -155,8 +155,7 @@ class WordClassHalting(HaltingPolicy):
         for name in _WORD_IDS:
             if sets := self._sets(name):
                 raise ConfigError(
-                    f"{name} names the set {sets[0]}, which only a tokenizer knows: give ids, such as token_set({sets[0]!r}, tokenizer) of "
-                    "quicksilver.data.annotation."
+                    f"{name} names {sets[0]}: give ids, token_set({sets[0]!r}, tokenizer) of quicksilver.data.annotation."
                 )
             ids = list(getattr(self, name))
             check_known_ids(name, ids, architecture.vocab_size)
@@ -260,8 +259,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     def bind(self, architecture: Architecture) -> None:
         if self.trace.n_layers != architecture.n_layers:
             raise ConfigError(
-                f"The trace is of a model with {self.trace.n_layers} layers and this one has {architecture.n_layers}: "
-                "replay it on the model it was made with."
+                f"The trace has {self.trace.n_layers} layers and this one has {architecture.n_layers}: replay it on the model it was made with."
             )
         if self.precision is None and any(p.precisions for p in self.trace.passes):
             raise ConfigError("The trace holds tokens at fewer bits: give Replay(trace, like=modules) the module that did.")
@@ -323,8 +321,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         number_in_trace = self.first_pass + pass_index
         if number_in_trace >= len(self.trace.passes):
             raise ConfigError(
-                f"The trace has {len(self.trace.passes)} passes and this would be number {number_in_trace + 1}: "
-                "replay the same batches in the same order."
+                f"The trace has {len(self.trace.passes)} passes and this would be number {number_in_trace + 1}: replay the same batches."
             )
         return self.trace.passes[number_in_trace]
 
@@ -333,8 +330,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         expected, found = p.valid.sum(1).tolist(), view.n_tokens[:, 0].tolist()
         if expected != found:
             raise ConfigError(
-                f"Pass {self.first_pass + view.pass_index + 1} of the trace has rows of {expected} tokens and the model was "
-                f"given {found}: replay the same batches in the same order."
+                f"Pass {self.first_pass + view.pass_index + 1} of the trace has rows of {expected} tokens, and was given {found}: replay the same batches."
             )
         self._pass = p.mapped(lambda tensor: tensor.to(view.index.device))
         # How a token is held while halted, as one number: missing_kv and resume_layers.
@@ -377,8 +373,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
     for p in (p.cpu() for p in trace.passes):
         if p.merges:
             raise ConfigError(
-                "A trace in which K/V entries were merged while decoding cannot be shuffled: run with decode_every=0, or compare "
-                "with criterion='random'."
+                "A trace of K/V merged while decoding cannot be shuffled: give decode_every=0, or criterion='random' as null."
             )
         if p.evictions:
             raise ConfigError("A trace with K/V entries evicted cannot be shuffled: compare with a module that evicts at random.")

@@ -250,8 +250,7 @@ class Translator(FittedFile):
         shape = self.shape
         if not 0 <= self.source_layer < shape.n_layers - 1:
             raise ConfigError(
-                f"A translator from layer {self.source_layer} has no later layer to predict for: the model has layers 0 to "
-                f"{shape.n_layers - 1}, so give a source layer from 0 to {shape.n_layers - 2}."
+                f"source_layer={self.source_layer} has no later layer to predict for: give one from 0 to {shape.n_layers - 2}."
             )
         self.check_tensors({"weight": (1 + shape.width, self.n_predicted, 2, shape.n_kv_heads, shape.head_dim)})
 

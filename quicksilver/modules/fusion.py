@@ -206,8 +206,7 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
     """(V,) long."""
     if (value is None) != (rare_below == 0):
         raise ConfigError(
-            f"rare_below={rare_below} and token_counts={'null' if value is None else 'given'}: rare tokens need both, "
-            "the counts and how many make a token rare."
+            f"rare_below={rare_below} and token_counts={'null' if value is None else 'given'}: rare tokens need both."
         )
     if value is None:
         return None
@@ -335,8 +334,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
                 raise ConfigError("rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'.")
             if self.criterion not in DISTANCES and is_percentile(self.tau_fuse):
                 raise ConfigError(
-                    f"criterion={self.criterion!r} gives numbers from 0 to 1, and tau_fuse={self.tau_fuse!r} is a percentile of "
-                    "measured distances: give a number, or rule='capacity'."
+                    f"criterion={self.criterion!r} is no distance, of which tau_fuse={self.tau_fuse!r} is: give a number, or rule='capacity'."
                 )
         if self.tau_attention is not None and (self.rule == "capacity" or self.criterion not in DISTANCES):
             raise ConfigError(
@@ -345,8 +343,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
             )
         if self.max_group is not None and self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
             raise ConfigError(
-                f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group} tokens: "
-                f"give at most {1 - 1 / self.max_group:.3g}, or a larger max_group."
+                f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group}: fuse less."
             )
 
     @property
@@ -391,8 +388,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)
         if first >= n_layers - 1:
             raise ConfigError(
-                f"start={self.start!r} leaves no layer to save anything in: the model has {n_layers} layers. "
-                "Give a smaller fraction."
+                f"start={self.start!r} leaves no layer to fuse in: the model has {n_layers} layers. Give a smaller fraction."
             )
         self._architecture = architecture
         self._tau_fuse = self.resolved("tau_fuse", architecture, self._distance.key) if self.rule == "threshold" else None
@@ -435,17 +431,13 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         if not self.anchors and self._counts is None:
             return exempt
         if view.input_ids is None or view.pass_ids is None:
-            raise ConfigError(
-                "anchors and token_counts select by token id, but the model was given embeddings: call it with input_ids, or "
-                "use exempt_mask."
-            )
+            raise ConfigError("anchors and token_counts select by token id: give the model input_ids, or use exempt_mask.")
         if self.anchors:
             exempt |= occurrences(view.pass_ids, self.anchors).gather(1, view.index)
         if self._counts is not None:
             if len(self._counts) < self._architecture.vocab_size:
                 raise ConfigError(
-                    f"token_counts has {len(self._counts)} numbers and the vocabulary {self._architecture.vocab_size} "
-                    "tokens: count with the model's own tokenizer, one number per id."
+                    f"token_counts has {len(self._counts)} numbers and the vocabulary {self._architecture.vocab_size} tokens: give one per id."
                 )
             exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
         return exempt
@@ -453,8 +445,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def _check_group(self, view: LayerView) -> None:
         if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
             raise ConfigError(
-                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: "
-                f"give at most {longest}, or null for groups of any size."
+                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}, or null."
             )
 
     def _distances(

@@ -65,10 +65,7 @@ class KVSkipping(TokenPolicy, Calibrated):
             given = f"tau_kv={self.tau_kv!r} and skipped_share={self.skipped_share!r}"
             raise ConfigError(f"criterion='attention' needs one of tau_kv and skipped_share, not {given}.")
         if self.criterion == "halted_and_attention" and self.tau_kv is None:
-            raise ConfigError(
-                "criterion='halted_and_attention' needs tau_kv: "
-                "a number from 0 to 1, one per layer, or a percentile such as 'p95'."
-            )
+            raise ConfigError("criterion='halted_and_attention' needs tau_kv: a number from 0 to 1, one per layer, or 'p95'.")
 
     @property
     def causal(self) -> bool:
@@ -87,8 +84,7 @@ class KVSkipping(TokenPolicy, Calibrated):
         self.first_layer = layer_after(self.min_depth, architecture.n_layers)
         if self.first_layer >= architecture.n_layers - 1:
             raise ConfigError(
-                f"min_depth={self.min_depth!r} leaves no layer to skip K/V in: the model has {architecture.n_layers} layers. "
-                "Give a smaller fraction."
+                f"min_depth={self.min_depth!r} leaves none of {architecture.n_layers} layers to skip K/V in: give a smaller fraction."
             )
         if self.criterion != "halted":
             self._tau_kv = self.resolved("tau_kv", architecture, halted_key(self._attention.key))

@@ -56,8 +56,7 @@ class TrainedGates(FittedFile):
         layers = list(self.layers)
         if not layers or layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.n_layers - 1:
             raise ConfigError(
-                f"Gates after layers {layers} of a model with {self.n_layers}: give layers in ascending order, from 0 to "
-                f"{self.n_layers - 2}."
+                f"Gates after layers {layers} of {self.n_layers}: give layers in ascending order, from 0 to {self.n_layers - 2}."
             )
         if unknown := sorted(set(self.predicts) - set(self.layers)):
             raise ConfigError(f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {layers}.")
@@ -135,8 +134,7 @@ class LearnedHalting(HaltingPolicy):
         ]
         if beyond:
             raise ConfigError(
-                f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers} and missing_kv={self.missing_kv}: "
-                "resume fewer layers, or train gates for earlier ones."
+                f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers}: resume fewer layers."
             )
 
     def _found(self, architecture: Architecture) -> TrainedGates:

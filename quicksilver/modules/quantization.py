@@ -117,8 +117,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
             if is_percentile(tau) and self.normalisation == "minmax":
                 raise ConfigError(
-                    f"{name}={tau!r}: percentiles are of raw entropies, and normalisation='minmax' scales each batch anew: "
-                    "give a number."
+                    f"{name}={tau!r}: normalisation='minmax' scales each batch anew, so that percentiles say nothing: give a number."
                 )
         if not any(isinstance(tau, (str, Sequence)) for tau in (self.tau_low, self.tau_high)):
             _in_order([self.tau_low], [self.tau_high])  # type: ignore[list-item]
@@ -130,8 +129,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             raise ConfigError("execution='int8' multiplies integers: give weights='int8' or 'token', or execution='simulate'.")
         if self.scope == "residual" and (integers or weights != "float"):
             raise ConfigError(
-                f"scope='residual' holds the hidden state alone, so execution={self.execution!r} with weights={weights!r} has "
-                "nothing to multiply: give scope='linear', or execution='simulate' with weights='float'."
+                f"scope='residual' has nothing to multiply with execution={self.execution!r}, weights={weights!r}: give scope='linear'."
             )
         return (IntegerExecutor if integers else SimulatedExecutor)(
             scope=self.scope, weights=weights, group_size=self.group_size, kv=self.kv, kv_group_size=self.kv_group_size,
@@ -162,8 +160,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         self.first_layer = layer_after(self.depth, n_layers)
         if self.first_layer >= n_layers - 1:
             raise ConfigError(
-                f"depth={self.depth!r} leaves no layer to hold tokens at fewer bits in: the model has {n_layers} layers. "
-                "Give a smaller fraction."
+                f"depth={self.depth!r} leaves no layer to hold tokens in: the model has {n_layers} layers. Give a smaller fraction."
             )
         self._executor.forget()
         if self.rule != "entropy":

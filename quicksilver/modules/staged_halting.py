@@ -347,8 +347,7 @@ class Schedule(Options):
         super().__post_init__()
         if self.drop_before >= self.predict_before:
             raise ConfigError(
-                f"schedule: tokens are dropped before layer {self.drop_before} and predicted before layer {self.predict_before}: drop earlier "
-                "than you predict."
+                f"drop_before={self.drop_before} and predict_before={self.predict_before}: drop earlier than you predict."
             )
 
     def __str__(self) -> str:

@@ -60,8 +60,7 @@ class Calibration(FittedFile):
             raise ConfigError(f"Percentile p{percentile:g} is outside the calibrated p{self.grid[0]:g} to p{self.grid[-1]:g}.")
         if key not in self.percentiles:
             raise ConfigError(
-                f"The calibration has {', '.join(sorted(self.percentiles))}, not {key!r}: "
-                "calibrate again with that signal, or give a number."
+                f"The calibration has {', '.join(sorted(self.percentiles))}, not {key!r}: calibrate again with that signal."
             )
         return [0.0 if row is None else float(np.interp(percentile, self.grid, row)) for row in self.percentiles[key]]
 

@@ -243,7 +243,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         anchors: sequences of token ids, such as those of "Question:"; every token of an occurrence is exempt (2.3).
         token_counts: how often each token id occurs in some corpus, V numbers or a JSON file of them.
         rare_below: tokens that occur less often than this are exempt (2.3 "rare entities").
-        protect_first: so are the first tokens of a sequence, the attention sinks (arXiv 2309.17453).
+        protect_first: so are the first tokens of a sequence, the attention sinks.
         protect_last: and the last tokens of a prompt: the very last one's logits predict what follows.
 
     Which pairs fuse:

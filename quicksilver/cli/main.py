@@ -36,6 +36,7 @@ COMMANDS = {
     "reproduce": ("reproduce.Reproduce", "Remake tables and figures of the paper: run what has no record yet, print and write them."),
     "run": ("run.Run", "Make one record, or those of a sweep: model × dataset × modules × protocol × measure."),
     "schedule": ("search.Schedule", "Choose which tokens of a prompt stop where, for a model and a budget, by KL to dense on calibration text."),
+    "show": ("look.Show", "Print all that one record has: its numbers against dense and its null, its files and its page."),
     "status": ("look.Status", "Say what is at work below a results folder: sweeps, single runs, the processes that make them, jobs in the queue."),
     "dev benchmark": ("dev.Benchmark", "What the runtime costs and saves on this machine, within twenty minutes."),
     "dev completion": ("dev.Completion", "The script with which a shell completes commands, keys and choices."),

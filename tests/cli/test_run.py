@@ -31,6 +31,18 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert "of the prompt's" in out
     assert "Traceback" not in err
     assert not Path("outputs").exists()
+    here = f"results_dir={folder.parents[1]}"
+    assert console.main(["show", here]) == console.main(["show", record.fingerprint[:12], here]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(record.label) == 2
+    assert shown.count("trace.safetensors (") == 2
+    assert console.main(["report", here]) == 0  # no table is written there: the site has the runs
+    assert (folder.parents[1] / "report" / "runs" / f"{record.fingerprint}.html").is_file()
+    capsys.readouterr()
+    assert console.main(["show", here]) == 0
+    assert f"runs/{record.fingerprint}.html" in capsys.readouterr().out
+    assert console.main(["show", "zz", here]) == 2
+    assert "zz: no such record" in capsys.readouterr().err
 
 
 def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(words, capsys):

@@ -140,7 +140,7 @@ def test_a_curve_ends_with_the_numbers_of_its_record(results):
 
 def test_a_folder_of_runs_alone_is_mirrored(tmp_path, sent, capsys):
     assert wandb.main([f"results_dir={tmp_path}"]) == 1
-    assert "has no table, figure or claim yet" in capsys.readouterr().err
+    assert "has no record, table, figure or claim yet" in capsys.readouterr().err
     fakes.make(tmp_path, "dense all", label="dense")
     fakes.make(tmp_path, "halting 1 all", label="halting 1")
     assert wandb.main([f"results_dir={tmp_path}"]) == 0
@@ -227,7 +227,7 @@ def test_words_that_the_report_does_not_take_are_refused(capsys):
     for words, says in (
         (["--list"], "write list=VALUE"),
         (["list=maybe"], "list="),
-        (["projekt=a"], "'projekt=a' is no key"),
+        (["projekt=a"], "Did you mean project?"),
     ):
         assert wandb_report.main(words) == 1
         assert says in capsys.readouterr().err

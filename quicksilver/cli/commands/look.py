@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from quicksilver.cli.arguments import ResultsFolder
@@ -97,6 +98,44 @@ class Status(ResultsFolder):
         from quicksilver.report.sweep_status import status
 
         print(status(self.results_dir))
+        return 0
+
+
+@dataclass
+class Show(ResultsFolder):
+    """
+    quicksilver show                  the newest record below the results folder
+    quicksilver show 3d6278510c07     that record: its fingerprint, or the beginning of it
+    """
+
+    most_names: ClassVar[int] = 1
+
+    def main(self) -> int:
+        """Print its summary, its files and its page.
+
+        Raises:
+            ConfigError: no such record, or several.
+        """
+        from quicksilver.cli.progress import summary
+        from quicksilver.records.store import Store
+
+        store, begins = Store(self.results_dir), self.names[0] if self.names else ""
+        found = {name: folder for name, folder in store.folders().items() if name.startswith(begins)}
+        if not found:
+            raise ConfigError(f"{begins or self.results_dir}: no such record. `quicksilver run` makes one and prints its folder.")
+        if begins and len(found) > 1:
+            raise ConfigError(
+                f"{begins} begins {len(found)} fingerprints, such as {', '.join(list(found)[:3])}: write more of it."
+            )
+        name = max(found, key=lambda one: found[one].stat().st_mtime if found[one].is_dir() else 0.0)
+        record = store.get(name)
+        assert record is not None
+        print(summary(record))
+        if found[name].is_dir():
+            sizes = [f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(found[name].iterdir())]
+            print(f"  files        {', '.join(sizes)}")
+        page = Path(self.results_dir) / "report" / "runs" / f"{name}.html"
+        print(f"  page         {page if page.is_file() else 'quicksilver report writes one'}")
         return 0
 
 

@@ -135,11 +135,12 @@ class Collection:
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
         self.claims = self._claims()
         written = any(piece.written for piece in self.pieces) or self.claims is not None
-        if also and not written:
-            self.problems.clear()  # nobody has made a table here
+        if not written:  # nobody has made a table here: all records belong to it
+            also = also or sorted(path.parent.name for path in root.glob("runs/*/record.json"))
+            self.problems.clear()
         self.runs = self._runs(also)
         if not written and not also:
-            raise ConfigError(f"{root} has no table, figure or claim yet: make reproduce-table TABLE=11 writes one.")
+            raise ConfigError(f"{root} has no record, table, figure or claim yet: make reproduce-table TABLE=11 writes some.")
         if self.runs and not any(run.record is not None for run in self.runs.values()):
             raise ConfigError(
                 f"None of the {len(self.runs)} records that the tables and figures in {root} name is in {root / 'runs'}: a report of them "

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from quicksilver import numerics
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import Quartiles, Result, Spread, encoded
@@ -40,7 +41,7 @@ def fewer_draws() -> Iterator[None]:
 
 
 def identity(name: str) -> Identity:
-    return Identity({"name": name}, {"text": TEXT_DIGEST, "weights": WEIGHTS_DIGEST})
+    return Identity({"name": name}, {"text": TEXT_DIGEST, "weights": WEIGHTS_DIGEST}, {}, numerics.VERSION)
 
 
 def fingerprint(name: str) -> str:

@@ -199,19 +199,14 @@ def _column(column: pa.ChunkedArray, kind: str) -> pd.Series[Any]:
 
 
 def _digest(frame: pd.DataFrame) -> str:
-    whole = hashlib.sha256()
-    for name, column in frame.items():
-        plain = (
-            column.to_numpy().tobytes() if column.dtype.kind in "iufb" and _is_numpy(column) else repr(column.tolist()).encode()
-        )
-        whole.update(f"{name} {column.dtype} {len(column)} ".encode() + plain)
-    return whole.hexdigest()
-
-
-def _is_numpy(column: pd.Series[Any]) -> bool:
     import numpy as np
 
-    return isinstance(column.dtype, np.dtype)
+    whole = hashlib.sha256()
+    for name, column in frame.items():
+        numbers = isinstance(column.dtype, np.dtype) and column.dtype.kind in "iufb"
+        whole.update(f"{name} {column.dtype} {len(column)} ".encode())
+        whole.update(column.to_numpy().tobytes() if numbers else repr(column.tolist()).encode())
+    return whole.hexdigest()
 
 
 def _damaged(path: Path, why: str) -> ConfigError:

@@ -1,8 +1,4 @@
-"""What record.json says of a run beside what was measured: its configuration, model, text, machine and files, as dataclasses.
-
-The harness writes them when a run is made, and a record is read back into them, so that a reader asks for `record.model.layers` and a
-misspelt name is an error of the type checker.
-"""
+"""Parts of record.json that are no measurement: protocol, model, text, machine and files. A run writes them; `Record` is read back into them."""
 
 from __future__ import annotations
 
@@ -116,16 +112,6 @@ class EnvironmentEntry:
 
 
 @dataclass(frozen=True)
-class IdentityEntry:
-    """What the record is of: `quicksilver.records.identity`."""
-
-    config: Mapping[str, Any]
-    digests: dict[str, str]
-    sources: dict[str, str]
-    numerics_version: int
-
-
-@dataclass(frozen=True)
 class PackageEntry:
     """This package, when the run was made."""
 
@@ -181,51 +167,3 @@ class DenseTotals:
         """From what the dense run measured."""
         flops = {name: getattr(dense, name) for name in cls.__dataclass_fields__ if name.endswith("_flops")}
         return cls(dense.ppl, dense.bits_per_byte, dense.nll_nats, kv_bytes=dense.kv_bytes_resident, **flops)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Description:
-    """Everything in record.json that is not a measurement.
-
-    Attributes:
-        fingerprint: hash of `identity`, and name of the record's folder.
-        dense_fingerprint: the record every difference of this one is against; None: this is a dense record.
-        lookahead: a module read tokens that it is asked to predict.
-        tuned: what was set before the text was scored, and on how many windows of which text (`calibration_provenance`).
-        thresholds: by module and option, one number a layer.
-        kernels: of modules that can compute in more than one way, how they did.
-        config: the run's configuration, resolved.
-        started, finished: ISO 8601, UTC; `seconds` between them.
-        batch_windows: windows in the batch that was audited, counted, timed and weighed.
-        confirmed: set where the run was compared with the record of the repository (records=checked).
-    """
-
-    schema_version: int
-    fingerprint: str
-    dense_fingerprint: str | None
-    label: str
-    modules: list[str]
-    execution: Execution
-    protocol: ProtocolEntry
-    lookahead: bool
-    model: ModelEntry
-    data: DataEntry
-    calibration: CalibrationEntry | None
-    tuned: dict[str, dict[str, int]]
-    thresholds: dict[str, dict[str, list[float]]]
-    kernels: dict[str, str]
-    config: Mapping[str, Any]
-    identity: IdentityEntry
-    package: PackageEntry
-    environment: EnvironmentEntry
-    files: dict[str, FileEntry]
-    started: str
-    finished: str
-    seconds: float
-    batch_windows: int
-    confirmed: Confirmed | None = None
-
-    @property
-    def simulated(self) -> bool:
-        """Whether float products stand in for quantised ones: its quality and ledgers count, its time says nothing."""
-        return any(how.startswith("float products") for how in self.kernels.values())

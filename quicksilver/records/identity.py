@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quicksilver import numerics
 from quicksilver.runtime.errors import ConfigError
 
 DIGITS = 20  # hexadecimal: 80 bits
@@ -42,8 +41,8 @@ class Identity:
 
     config: Mapping[str, Any]
     digests: Mapping[str, str]
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    numerics_version: int = numerics.VERSION
+    sources: Mapping[str, str]
+    numerics_version: int
 
     def to_json(self) -> dict[str, Any]:
         """As record.json has it."""

@@ -12,7 +12,7 @@ import lzma
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[
         ConfigError: a record is not there, or not whole; records/ is a link, or has a file of somebody else. Nothing was changed.
     """
     records: dict[str, tuple[Record, set[str]]] = {}
+    old = store.root / KEPT
 
     def add(fingerprint: str, parts: Collection[str]) -> Record:
         made = store.path(fingerprint)
-        record = load_record(made if made.exists() else store.root / KEPT / fingerprint)
+        record = load_record(made if made.exists() else old / fingerprint)
         records.setdefault(fingerprint, (record, set()))[1].update(parts)
         return record
 
@@ -54,28 +55,23 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[
         dense = add(fingerprint, parts).dense_fingerprint
         if dense is not None:
             add(dense, ())
-    old = store.root / KEPT
     _check_own(old)
     with store.writing():
         aside = Path(tempfile.mkdtemp(prefix=f".{KEPT}-", dir=store.root))
     try:
-        return _kept_in(aside, old, store, records)
+        new = aside / "new"
+        new.mkdir(mode=0o755)
+        copied = {name: _copy(record, new / name, parts) for name, (record, parts) in sorted(records.items(), key=_alike)}
+        lines = {name: line for name, line in copied.items() if line is not None}
+        archive.write(new, [*lines.values()], {name: records[name][0].windows for name in lines})
+        _copy_calibrations(store, [records[name][0] for name in sorted(lines)], new / CALIBRATIONS)
+        with store.writing():
+            if old.exists():
+                old.rename(aside / "old")
+            new.rename(old)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _kept_in(aside: Path, old: Path, store: Store, records: Mapping[str, tuple[Record, set[str]]]) -> list[Path]:
-    new = aside / "new"
-    new.mkdir(mode=0o755)
-    lines = {name: _copy(record, new / name, parts) for name, (record, parts) in sorted(records.items(), key=_alike)}
-    kept = [fingerprint for fingerprint, line in lines.items() if line is not None]
-    archive.write(new, [line for line in lines.values() if line is not None], {name: records[name][0].windows for name in kept})
-    _copy_calibrations(store, [records[fingerprint][0] for fingerprint in sorted(kept)], new / CALIBRATIONS)
-    with store.writing():
-        if old.exists():
-            old.rename(aside / "old")
-        new.rename(old)
-    return [old / fingerprint for fingerprint in sorted(kept)]
+    return [old / name for name in sorted(lines)]
 
 
 def _check_own(folder: Path) -> None:
@@ -122,7 +118,7 @@ def _copy(record: Record, folder: Path, parts: Collection[str]) -> dict[str, Any
         (folder / name).write_bytes(packed)
     files = {name: described(folder / name) for name in contents}
     more = {"files": files, archive.ENTRY: archive.described(record.windows), "left_out": sorted(left_out), "tuned": record.tuned}
-    data = _without_idle(_without_places(record.content)) | more
+    data = _without_places(record.content) | more
     return {**data, CHECKSUM: checksum(data)}
 
 
@@ -149,9 +145,15 @@ def _what_was_calibrated(provenance: Mapping[str, Any]) -> str:
 
 
 def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of record.json without folders of the machine that made it; nothing of them is in the identity."""
+    """The entries of record.json without folders of the machine that made it, and without options of measurements that were not made: an eighth
+    of a small record. The identity has none of them."""
     kept = {key: entry for key, entry in content.items() if key != CHECKSUM}
-    kept["config"] = kept["config"] | {"results_dir": "results", "data": {"root": None}}
+    measure = {
+        name: one
+        for name, one in kept["config"]["measure"].items()
+        if not (isinstance(one, Mapping) and one.get("enabled") is False)
+    }
+    kept["config"] = kept["config"] | {"results_dir": "results", "data": {"root": None}, "measure": measure}
     kept["data"] = kept["data"] | {"source": _name(kept["data"]["source"])}
     if kept.get("calibration"):
         calibration = dict(kept["calibration"]) | {"text_source": _name(kept["calibration"]["text_source"])}
@@ -162,52 +164,30 @@ def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _without_idle(content: dict[str, Any]) -> dict[str, Any]:
-    """The same without the options of measurements that were not made: an eighth of a small record, and nothing is of them."""
-    config = content["config"]
-    measure = {
-        name: one for name, one in config["measure"].items() if not (isinstance(one, Mapping) and one.get("enabled") is False)
-    }
-    return content | {"config": config | {"measure": measure}}
-
-
 def _name(source: str) -> str:
     parts = source.split(" + ")  # several files, one after another
     return " + ".join("/".join(Path(part).parts[-2:]) if Path(part).is_absolute() else part for part in parts)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------------------
-
-
 def _content(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
-    """What is kept of a file, and the names of the columns or arrays that are not."""
-    plain = path.name.removesuffix(PACKED)
+    """What is kept of a file, and the names of its columns or arrays that no pattern names."""
+    plain, packed = path.name.removesuffix(PACKED), path.suffix == PACKED
     if plain == TRACE:
         return pack(path), []
     if plain.endswith(".safetensors"):
-        return _arrays(path, patterns)
-    return _columns(path, patterns) if path.suffix == ".parquet" else (path.read_bytes(), [])
+        from safetensors.numpy import load, save
+
+        arrays = load(lzma.decompress(path.read_bytes()) if packed else path.read_bytes())
+        chosen, rest = _chosen(sorted(arrays), patterns)
+        return lzma.compress(save({name: arrays[name] for name in chosen}), preset=9), rest
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        chosen, rest = _chosen(pq.read_schema(path).names, patterns)
+        return archive.columns_of(path, chosen), rest
+    return path.read_bytes(), []
 
 
-def _chosen(names: Iterable[str], patterns: Collection[str]) -> tuple[list[str], list[str]]:
-    """Those that a pattern names, and the others."""
-    split: tuple[list[str], list[str]] = ([], [])
-    for name in names:
-        split[not any(fnmatchcase(name, pattern) for pattern in patterns)].append(name)
-    return split
-
-
-def _arrays(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
-    from safetensors.numpy import load, save
-
-    content = path.read_bytes()
-    arrays = load(lzma.decompress(content) if path.suffix == PACKED else content)
-    chosen, rest = _chosen(sorted(arrays), patterns)
-    return lzma.compress(save({name: arrays[name] for name in chosen}), preset=9), rest
-
-
-def _columns(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
-    import pyarrow.parquet as pq
-
-    chosen, rest = _chosen(pq.read_schema(path).names, patterns)
-    return archive.columns_of(path, chosen), rest
+def _chosen(names: Collection[str], patterns: Collection[str]) -> tuple[list[str], list[str]]:
+    chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return chosen, [name for name in names if name not in chosen]

@@ -39,8 +39,8 @@ from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.measure.measurement import Mistyped, Result, decoded
 from quicksilver.measure.quality import QualityResult
 from quicksilver.measure.signals import LookedInto, SignalsResult
-from quicksilver.records import archive
-from quicksilver.records.description import DenseTotals, Description
+from quicksilver.records import archive, description
+from quicksilver.records.description import DenseTotals, Execution
 from quicksilver.records.identity import Identity
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import parse_json
@@ -69,19 +69,58 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(Description):
+class Record:
     """One finished run, read only.
 
     What describes the run is an attribute (`record.model.layers`), and so is what every run measures (`record.quality.ppl`) and what it is
     compared with (`record.dense`). Further measurements are asked for by name and class: `record.measured("energy", EnergyResult)`.
 
     Attributes:
-        path: the directory. Of a record that the repository keeps it is there only where the record has further files.
+        fingerprint: hash of `identity`, and name of the record's folder.
+        dense_fingerprint: the record every difference of this one is against; None: this is a dense record.
+        lookahead: a module read tokens that it is asked to predict.
+        tuned: what was set before the text was scored, and on how many windows of which text (`calibration_provenance`).
+        thresholds: by module and option, one number a layer.
+        kernels: of modules that can compute in more than one way, how they did.
+        config: the run's configuration, resolved.
+        started, finished: ISO 8601, UTC; `seconds` between them.
+        batch_windows: windows in the batch that was audited, counted, timed and weighed.
+        confirmed: set where the run was compared with a committed record (records=checked).
+        path: the directory. Of a committed record it is there only where the record has further files.
         content: record.json as json has it, for what shows all of it; whoever wants a value reads an attribute.
     """
 
+    schema_version: int
+    fingerprint: str
+    dense_fingerprint: str | None
+    label: str
+    modules: list[str]
+    execution: Execution
+    protocol: description.ProtocolEntry
+    lookahead: bool
+    model: description.ModelEntry
+    data: description.DataEntry
+    calibration: description.CalibrationEntry | None
+    tuned: dict[str, dict[str, int]]
+    thresholds: dict[str, dict[str, list[float]]]
+    kernels: dict[str, str]
+    config: Mapping[str, Any]
+    identity: Identity
+    package: description.PackageEntry
+    environment: description.EnvironmentEntry
+    files: dict[str, description.FileEntry]
+    started: str
+    finished: str
+    seconds: float
+    batch_windows: int
+    confirmed: description.Confirmed | None = None
     path: Path
     content: Mapping[str, Any]
+
+    @property
+    def simulated(self) -> bool:
+        """Whether float products stand in for quantised ones: its quality and ledgers count, its time says nothing."""
+        return any(how.startswith("float products") for how in self.kernels.values())
 
     def measured(self, name: str, result: type[R]) -> R:
         """What a measurement found.
@@ -108,7 +147,7 @@ class Record(Description):
         """
         section = name if result.section is None else result.section
         content = self.content if section == "" else self.content.get(section)
-        if content is None or (section == "" and not _required(result) & content.keys()):
+        if content is None or (section == "" and not content.keys() & {field.name for field in _required(result)}):
             return None
         try:
             return result.from_json(content)
@@ -347,7 +386,7 @@ def record_of(folder: Path, content: Mapping[str, Any]) -> Record:
     if content.get(CHECKSUM) != checksum(content):
         raise _corrupt(folder, f"{RECORD} is not as it was written: its checksum is another")
     try:
-        record = Record(**vars(decoded(Description, content)), path=folder, content=content)
+        record = decoded(Record, {**content, "path": folder, "content": content})
         for name in filter(None, (record.fingerprint, record.dense_fingerprint)):
             fingerprint_of(name)
         for name in (*record.files, record.data.token_digest):
@@ -373,29 +412,34 @@ def checksum(content: Mapping[str, Any]) -> str:
 def _contradiction(record: Record) -> str | None:
     """Why its numbers cannot all be true; None: nothing speaks against them."""
     identity, quality, dense = record.identity, record.quality, record.dense
-    if Identity(**vars(identity)).fingerprint != record.fingerprint:
+    if identity.fingerprint != record.fingerprint:
         return "identity is not that of its fingerprint"
-    for what, ours, digest in (("weights", record.model.weights_digest, "weights"), ("text", record.data.digest, "text")):
-        if identity.digests.get(digest) != ours:
-            return f"the digest of its {what} is not the one in its identity"
+    for name, digest in (("weights", record.model.weights_digest), ("text", record.data.digest)):
+        if identity.digests.get(name) != digest:
+            return f"the digest of its {name} is not the one in its identity"
     if quality.tokens < 1 or record.data.windows < 1:
         return f"it scored {quality.tokens} tokens in {record.data.windows} windows"
-    for name, ppl, nats in (
-        ("ppl", quality.ppl, quality.nll_nats),
-        *([("dense_ppl", dense.ppl, dense.nll_nats)] if dense else []),
-    ):
+    of_dense = [("dense_ppl", dense.ppl, dense.nll_nats)] if dense else []
+    for name, ppl, nats in (("ppl", quality.ppl, quality.nll_nats), *of_dense):
         # `exp` of more than 700 nats a token is no float.
         if nats < 0 or nats / quality.tokens > 700 or not math.isclose(ppl, math.exp(nats / quality.tokens), rel_tol=1e-6):
             return f"{name} is {ppl:g}, which {nats:g} nats over {quality.tokens} tokens do not give"
-    return _contradicting_count(quality, dense) or _impossible({k: v for k, v in record.content.items() if k not in _NO_RESULTS})
+    for name in (name for name in DenseTotals.__dataclass_fields__ if name.endswith("_flops")):
+        count, whole = getattr(quality, name), None if dense is None else getattr(dense, name)
+        if (count or 0) < 0 or (whole or 0) < 0 or (name == "executed_flops" and not count):
+            return f"{name} is {count}"
+        if name.endswith("executed_flops") and whole and not _LEAST_OF_DENSE < count / whole < _MOST_TIMES_DENSE:
+            return f"{name} is {count}, of {whole} of the dense run"
+    if quality.kv_bytes_billed < 0 or quality.kv_bytes_resident < 0:
+        return "bytes of the KV cache are negative"
+    return _impossible({k: v for k, v in record.content.items() if k not in _NO_RESULTS})
 
 
 def _impossible(node: Any, key: str = "") -> str | None:
     """A number of a result whose name says that it cannot be so: a length, a time or a count below 0, a share outside of 0 to 1."""
-    if isinstance(node, Mapping):
-        return next((why for name, entry in node.items() if (why := _impossible(entry, str(name)))), None)
-    if isinstance(node, list):
-        return next((why for entry in node if (why := _impossible(entry, key))), None)
+    if isinstance(node, Mapping | list):
+        entries = node.items() if isinstance(node, Mapping) else ((key, entry) for entry in node)
+        return next((why for name, entry in entries if (why := _impossible(entry, str(name)))), None)
     if isinstance(node, bool) or not isinstance(node, int | float):
         return None
     if _SHARE.search(key) and not -_ROUNDING <= node <= 1 + _ROUNDING:
@@ -403,29 +447,10 @@ def _impossible(node: Any, key: str = "") -> str | None:
     return f"{key} is {node:g}, and below 0" if _AMOUNT.search(key) and node < -_ROUNDING else None
 
 
-def _contradicting_count(quality: QualityResult, dense: DenseTotals | None) -> str | None:
-    for name in DenseTotals.__dataclass_fields__:
-        if not name.endswith("_flops"):
-            continue
-        count, whole = getattr(quality, name), None if dense is None else getattr(dense, name)
-        if (count or 0) < 0 or (whole or 0) < 0:
-            return f"{name} is {count}"
-        if name.endswith("executed_flops") and whole and not _LEAST_OF_DENSE < count / whole < _MOST_TIMES_DENSE:
-            return f"{name} is {count}, of {whole} of the dense run"
-    if quality.executed_flops < 1:
-        return f"executed_flops is {quality.executed_flops}"
-    if quality.kv_bytes_billed < 0 or quality.kv_bytes_resident < 0:
-        return "bytes of the KV cache are negative"
-    return None
-
-
-def _required(result: type[Result]) -> set[str]:
-    """Names of the fields that a result always has."""
-    return {
-        field.name
-        for field in dataclasses.fields(result)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+def _required(result: type[Result]) -> list[dataclasses.Field[Any]]:
+    """The fields that a result always has."""
+    fields, missing = dataclasses.fields(result), dataclasses.MISSING
+    return [field for field in fields if field.default is missing and field.default_factory is missing]
 
 
 def _not_finite(constant: str) -> NoReturn:

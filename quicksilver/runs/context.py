@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from quicksilver import numerics
 from quicksilver.data.overlap import NGRAM_WORDS, shared_pct
 from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.tasks import TaskExamples, read_task
@@ -16,17 +18,19 @@ from quicksilver.data.text import Text, read_text
 from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
 from quicksilver.records.identity import Identity, foreign_sources
-from quicksilver.records.store import Store
+from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.reading import read_bytes, read_json
+from quicksilver.runtime.reading import read_bytes
 
 if TYPE_CHECKING:
     from quicksilver.data.windows import Windows
     from quicksilver.measure.perplexity import DensePasses
     from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.quantized.kernels import Choices
+
+T = TypeVar("T")
 
 MOST_OVERLAP_PCT = 20.0  # GLUE's RTE has 6%: its prompts share a template
 _DIGESTS = "cache/digests.json"
@@ -36,48 +40,45 @@ class RunContext:
     """What runs share: texts, digests and one loaded model. Files that change after they were read are not read again."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, Text] = {}
-        self._overlaps: dict[tuple[str, str], float] = {}
-        self._files: dict[str, tuple[ModelFiles, str]] = {}
+        self._found: dict[tuple[Any, ...], Any] = {}
         self._loaded: tuple[str, Loaded] | None = None
-        self._windows: dict[tuple[str, ...], Windows] = {}
-        self._identities: dict[str, Identity] = {}
         self._dense: tuple[str, DensePasses] | None = None
-        self._kernels: dict[tuple[str, str, str, int | None, str], Choices] = {}
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` gave when it was first asked for this key."""
+        if key not in self._found:
+            self._found[key] = make()
+        found: T = self._found[key]
+        return found
 
     def text(self, config: RunConfig, part: Part) -> Text:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
         part = cast(Part, config.dataset.part) if part == "test" else part
-        key = _key(config.dataset, config.data.root, part)
-        if key not in self._texts:
-            cache = Path(config.results_dir) / "cache" / "text"
-            self._texts[key] = read_text(config.dataset, part, root=_root(config), cache=cache)
-        return self._texts[key]
+        key = ("text", _key(config.dataset), config.data.root, part)
+        return self._once(key, lambda: read_text(config.dataset, part, root=_root(config), cache=_text_cache(config)))
 
     def examples(self, config: RunConfig) -> TaskExamples | None:
         """The labelled examples that are scored; None: the dataset is no task."""
         if config.dataset.task is None:
             return None
-        cache = Path(config.results_dir) / "cache" / "text"
-        return read_task(config.dataset, cast(Part, config.dataset.part), root=_root(config), cache=cache)
+        return read_task(config.dataset, cast(Part, config.dataset.part), root=_root(config), cache=_text_cache(config))
 
     def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
         """A model's files and their digest."""
-        key = _key(config.model, config.data.root)
-        if key not in self._files:
-            files = locate(config.model, _root(config))
-            store = Store(config.results_dir)
-            remembered = _read_digests(store)
-            known = len(remembered)
-            digest = weights_digest(files.folder, remembered)
-            if len(remembered) > known:
-                store.write_cache(_DIGESTS, remembered)
-            self._files[key] = (files, digest)
-        return self._files[key]
+        return self._once(("files", _key(config.model), config.data.root), lambda: self._files(config))
+
+    def _files(self, config: RunConfig) -> tuple[ModelFiles, str]:
+        files, store = locate(config.model, _root(config)), Store(config.results_dir)
+        remembered = {path: digest for path, digest in read_object(store.root / _DIGESTS).items() if _is_digest(digest)}
+        known = len(remembered)
+        digest = weights_digest(files.folder, remembered)
+        if len(remembered) > known:
+            store.write_cache(_DIGESTS, remembered)
+        return files, digest
 
     def model(self, config: RunConfig) -> Loaded:
         """The model of a config; the one before it is let go first."""
-        key = _key(config.model, config.data.root)
+        key = _key(config.model) + str(config.data.root)
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = self._dense = None
             adapter = _adapter(config)
@@ -93,10 +94,7 @@ class RunContext:
             ConfigError: more than `MOST_OVERLAP_PCT`: thresholds would be calibrated on what is scored.
         """
         scored, other = self.text(config, "test"), self.text(config, "calibration")
-        key = (scored.digest, other.digest)
-        if key not in self._overlaps:
-            self._overlaps[key] = shared_pct(scored.text, other.text)
-        found = self._overlaps[key]
+        found = self._once(("overlap", scored.digest, other.digest), lambda: shared_pct(scored.text, other.text))
         if found > MOST_OVERLAP_PCT and config.dataset.part == "test":
             raise ConfigError(
                 f"dataset={config.dataset.name}: the calibration text ({other.source}) has {found:.0f}% of the scored text's runs of {NGRAM_WORDS} words, "
@@ -120,36 +118,29 @@ class RunContext:
         """Windows of `text`, as many as the config scores or calibrates on."""
         from quicksilver.data.windows import encode
 
-        text = self.text(config, part)
+        text, size = self.text(config, part), config.protocol.window_tokens
         limit = config.dataset.windows if part == "test" else config.dataset.calibration_windows
         annotated = text.annotation.digest if text.annotation is not None else ""
-        key = (self.files(config)[1], text.digest, annotated, str(config.protocol.window_tokens), str(limit))
-        if key not in self._windows:
-            try:
-                tokenizer, size = self.model(config).tokenizer, config.protocol.window_tokens
-                self._windows[key] = encode(text.text, tokenizer, size, limit, text.annotation)
-            except ConfigError as error:
-                raise ConfigError(f"dataset={config.dataset.name}, {part} part ({text.source}): {error}") from error
-        return self._windows[key]
+        key = ("windows", self.files(config)[1], text.digest, annotated, size, limit)
+        try:
+            return self._once(key, lambda: encode(text.text, self.model(config).tokenizer, size, limit, text.annotation))
+        except ConfigError as error:
+            raise ConfigError(f"dataset={config.dataset.name}, {part} part ({text.source}): {error}") from error
 
     def kernel_choices(self, config: RunConfig) -> Choices:
         """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
         from quicksilver.runs.machine import kernel_choices
 
-        key = (self.files(config)[1], config.model.dtype, config.model.device_map, config.threads, config.results_dir)
-        if key not in self._kernels:
-            self._kernels[key] = kernel_choices(config, key[0], lambda: self.model(config).model)
-        return self._kernels[key]
+        digest = self.files(config)[1]
+        key = ("kernels", digest, config.model.dtype, config.model.device_map, config.threads, config.results_dir)
+        return self._once(key, lambda: kernel_choices(config, digest, lambda: self.model(config).model))
 
     def fingerprint(self, config: RunConfig) -> str:
         return self.identity(config).fingerprint
 
     def identity(self, config: RunConfig) -> Identity:
         """What the record of a config is of."""
-        key = _key(config)
-        if key not in self._identities:
-            self._identities[key] = self._identity(config)
-        return self._identities[key]
+        return self._once(("identity", _key(config)), lambda: self._identity(config))
 
     def _identity(self, config: RunConfig) -> Identity:
         from quicksilver.runtime.quantized.kernels import ChoosesKernels
@@ -174,27 +165,31 @@ class RunContext:
         classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
         classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
         adapter = _adapter(config)
-        return Identity(config.identity(), digests, foreign_sources([*classes, *([adapter] if adapter else [])]))
+        sources = foreign_sources([*classes, *([adapter] if adapter else [])])
+        return Identity(config.identity(), digests, sources, numerics.VERSION)
 
     def _files_read(self, config: RunConfig) -> dict[str, str]:
         """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
         from quicksilver.modules.fitted import lens_files
         from quicksilver.modules.learned_halting import gate_files
         from quicksilver.modules.staged_halting import schedule_files
+        from quicksilver.modules.thresholds import Calibration
 
         digests, folder = {}, self.files(config)[0].folder
         for name, entry in config.modules.items():
-            path = entry.get("calibration")
-            if path is not None:
+            if (path := entry.get("calibration")) is not None:
                 digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
-                _check_calibration(name, path)
+                try:
+                    Calibration.load(path)  # a damaged file is refused before anything runs
+                except ConfigError as error:
+                    raise ConfigError(f"modules.{name}.calibration: {error}") from error
             read = {"predicted_kv": schedule_files, "tuned_lens": lens_files, "gates": gate_files}
             for kind, path in ((kind, path) for kind, files in read.items() for path in files(entry, folder)):
-                digests[f"{kind}.{name}.{path.name}"] = _file_digest(name, str(path), kind)
+                digests[f"{kind}.{name}.{path.name}"] = _file_digest(name, path, kind)
         for name, measurement in build_measurements(config.measure).items():
             for beside in measurement.reads:
                 for path in sorted((folder / beside).glob("*.safetensors")):
-                    digests[f"{beside}.{name}.{path.name}"] = _file_digest(name, str(path), beside)
+                    digests[f"{beside}.{name}.{path.name}"] = _file_digest(name, path, beside)
         return digests
 
 
@@ -220,36 +215,23 @@ def _root(config: RunConfig) -> Path | None:
     return Path(config.data.root).expanduser() if config.data.root else None
 
 
-def _key(config: ModelConfig | DatasetConfig | RunConfig, *more: str | None) -> str:
-    return json.dumps([dataclasses.asdict(config), *more], sort_keys=True)
+def _text_cache(config: RunConfig) -> Path:
+    return Path(config.results_dir) / "cache" / "text"
 
 
-def _read_digests(store: Store) -> dict[str, str]:
+def _key(config: ModelConfig | DatasetConfig | RunConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _file_digest(name: str, path: Path | str, option: str) -> str:
     try:
-        kept = read_json(store.root / _DIGESTS)
-    except (OSError, ValueError):
-        return {}  # a cache: without it the files are read again
-    if not isinstance(kept, dict):
-        return {}
-    return {path: digest for path, digest in kept.items() if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)}
-
-
-def _file_digest(name: str, path: str, option: str) -> str:
-    try:
-        content = read_bytes(Path(path))
+        return hashlib.sha256(read_bytes(Path(path))).hexdigest()
     except OSError as error:
         raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
-    return hashlib.sha256(content).hexdigest()
-
-
-def _check_calibration(name: str, path: str) -> None:
-    """Refuse a damaged file before anything runs; raises ConfigError."""
-    from quicksilver.modules.thresholds import Calibration
-
-    try:
-        Calibration.load(path)
-    except ConfigError as error:
-        raise ConfigError(f"modules.{name}.calibration: {error}") from error
 
 
 def timed_measurements(config: RunConfig) -> list[str]:

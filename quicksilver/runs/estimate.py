@@ -7,10 +7,10 @@ that is repeated for a second. An estimate: kernels smaller than that product ar
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from quicksilver.runs.parts import build_measurements
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
-    import torch
-
     from quicksilver.runtime.architecture import Architecture
 
 SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
@@ -88,14 +86,14 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
     from quicksilver.models.loading import EMBEDDED
 
     kind, _, name = config.path.partition(":")
-    places = [Path(config.path).expanduser(), SHAPES / config.name]
     if kind == "embedded":
         places = [EMBEDDED / name]
-    elif root is not None:
-        places.insert(1, root / (name if kind == "data" else config.name))
-    found = next((place for place in places if (place / "config.json").is_file()), None)
-    if found is not None:
-        return found
+    else:
+        beside = [] if root is None else [root / (name if kind == "data" else config.name)]
+        places = [Path(config.path).expanduser(), *beside, SHAPES / config.name]
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
     if kind not in ("embedded", "data") and config.path.count("/") <= 1:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
@@ -114,26 +112,13 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
 def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
     """The speed of a matrix product (size, size) that is repeated for about `seconds`; eight times as wide on a GPU."""
     import torch
+    from torch.utils.benchmark import Timer
 
-    cuda = torch.cuda.is_available() and device_map != "cpu"
-    device = torch.device("cuda" if cuda else "cpu")
-    size = size * 8 if cuda else size
+    device = "cuda" if torch.cuda.is_available() and device_map != "cpu" else "cpu"
+    size = size * 8 if device == "cuda" else size
     one = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-    one @ one
-    _wait_for_device(device)
-    began, done = time.perf_counter(), 0
-    while (took := time.perf_counter() - began) < seconds or not done:
-        one @ one
-        _wait_for_device(device)
-        done += 1
-    return Speed(2 * size**3 * done / max(took, 1e-9), str(device))
-
-
-def _wait_for_device(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    timer = Timer("one @ one", globals={"one": one}, num_threads=torch.get_num_threads())
+    return Speed(2 * size**3 / timer.blocked_autorange(min_run_time=seconds).mean, device)
 
 
 def window_flops(arch: Architecture, tokens: int) -> int:
@@ -157,14 +142,8 @@ def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) 
     logits = (2 if config.modules else 1) * tokens * arch.vocab_size * 4
     states = 8 * tokens * arch.width * 4
     record = windows * protocol.window_tokens * arch.n_layers * _TRACE_BYTES if config.modules else 0
-    return Estimate(
-        config.label,
-        flops,
-        flops / (_MATMUL_SHARE * speed.flops_per_s),
-        weights,
-        weights + kv + logits + states,
-        record + 200_000,
-    )
+    seconds = flops / (_MATMUL_SHARE * speed.flops_per_s)
+    return Estimate(config.label, flops, seconds, weights, weights + kv + logits + states, record + 200_000)
 
 
 def windows_passed(config: RunConfig, windows: int) -> float:
@@ -195,27 +174,22 @@ def windows_passed(config: RunConfig, windows: int) -> float:
 
 def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Each run once, with the dense runs that the runs are compared with."""
-    found: dict[str, RunConfig] = {}
-    for config in configs:
-        for step in (config.dense(), config) if config.modules else (config.dense(),):
-            found.setdefault(json.dumps([step.identity(), step.model.path], sort_keys=True, default=str), step)
-    return list(found.values())
+    steps = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
+    return list({json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in steps}.values())
 
 
 def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
     from quicksilver.runs.run import plan
 
-    place, left = RunContext(), []
-    for config in configs:
-        try:
-            with nothing_fetched():
-                done = plan([config], place).done
-        except QuickSilverError:
-            done = False
-        if not done:
-            left.append(config)
-    return left
+    context = RunContext()
+
+    def done(config: RunConfig) -> bool:
+        with suppress(QuickSilverError), nothing_fetched():
+            return plan([config], context).done
+        return False
+
+    return [config for config in configs if not done(config)]
 
 
 def estimates(configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False) -> list[Estimate]:
@@ -228,25 +202,21 @@ def estimates(configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch
         ConfigError: a shape that is not known, or a text that is to be scored whole and is not at hand.
     """
     shapes: dict[str, Architecture] = {}
-    speeds: dict[tuple[str, str], Speed] = {}
-    place, found = RunContext(), []
+    rate, context, found = cache(measured_speed), RunContext(), []
     for config in with_dense(configs):
-        root = Path(config.data.root).expanduser() if config.data.root else None
-        key = json.dumps([config.model.name, config.model.path, config.model.dtype])
-        if key not in shapes:
-            shapes[key] = shape_of(config.model, root)
-        rate = (config.model.dtype, config.model.device_map)
-        if rate not in speeds:
-            speeds[rate] = speed or measured_speed(*rate)
-        found.append(estimate(config, shapes[key], speeds[rate], config.dataset.windows or _whole(config, place, fetch)))
+        model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
+        if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
+            shapes[key] = shape_of(model, root)
+        windows = config.dataset.windows or _whole(config, context, fetch)
+        found.append(estimate(config, shapes[key], speed or rate(model.dtype, model.device_map), windows))
     return found
 
 
-def _whole(config: RunConfig, place: RunContext, fetch: bool) -> int:
+def _whole(config: RunConfig, context: RunContext, fetch: bool) -> int:
     """About how many windows the whole text has."""
     try:
         with nullcontext() if fetch else nothing_fetched():
-            text = place.text(config, "test").text
+            text = context.text(config, "test").text
     except ConfigError as error:
         raise ConfigError(
             f"{error} How long the whole text takes is not known before it is read: give dataset.windows=256."
@@ -277,26 +247,24 @@ def _hours(found: Sequence[Estimate]) -> float:
     return sum(one.seconds for one in found) / 3600
 
 
-def table(found: Sequence[Estimate], speed: Speed | None = None) -> str:
+def table(found: Sequence[Estimate]) -> str:
     """One line a run and their sum, for a terminal."""
     if not found:
         return "Every run has its record: nothing would run."
     lines = [f"{'run':<64} {'PFLOP':>8} {'hours':>8} {'memory':>10} {'record':>10}"]
-    for one in found:
-        lines.append(
-            f"{one.label[:64]:<64} {one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g} {gibibytes(one.memory_bytes):>10} "
-            f"{gibibytes(one.disk_bytes):>10}"
-        )
-    hours, memory = _hours(found), max(one.memory_bytes for one in found)
-    disk = sum(one.disk_bytes for one in found)
-    rate = "" if speed is None else f" {speed.flops_per_s / 1e9:.3g} GFLOP/s of a matrix product were measured on {speed.device}."
+    lines += [
+        f"{one.label[:64]:<64} {one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g} {gibibytes(one.memory_bytes):>10} "
+        f"{gibibytes(one.disk_bytes):>10}"
+        for one in found
+    ]
+    memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
     lines.append(
-        f"{len(found)} runs: about {hours:.3g} hours on this machine, {gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. "
-        f"Weights: {gibibytes(max(one.weights_bytes for one in found))}.{rate}"
+        f"{len(found)} runs: about {_hours(found):.3g} hours on this machine, {gibibytes(memory)} of memory, {gibibytes(disk)} of records on "
+        f"disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
-    if memory > memory_bytes():
+    if memory > here:
         lines.append(
-            f"That is more than the {gibibytes(memory_bytes())} of memory that this machine has: model.device_map=auto leaves the rest on disk, "
+            f"That is more than the {gibibytes(here)} of memory that this machine has: model.device_map=auto leaves the rest on disk, "
             "and is as slow as the disk."
         )
     return "\n".join(lines)

@@ -1,11 +1,9 @@
-"""Rows of tables and figures on their way to records: what is remembered is read, what is refused says why, what is missing is run.
+"""Rows of tables and figures on their way to records: remembered records are read, refusals give their reason, missing records are made.
 
-Where a run fails, `run_missing` goes on with the others.
-
-`RecordIndex` remembers which record answers a command line, so that what is there is found without composing configs or importing torch. Only
-for models and texts that come with the package: others lie in files that may change, and are looked at every time. Whatever changes in the
-package or in conf/ makes everything forgotten. The repository has such an index of its own beside its records (`quicksilver dev keep`); where
-no folder of data is named, that one is believed about texts of others too: its records are what there is of them."""
+`RecordIndex` remembers which record answers a command line, so that it is found without composing configs or importing torch. It covers models
+and texts of the package: others lie in files that may change, and are looked at every time. Any change in the package or in conf/ empties it.
+The repository has such an index beside its records (`quicksilver dev keep`). Where no folder of data is named, that one also answers about
+other texts: its records are all there is of them."""
 
 from __future__ import annotations
 
@@ -23,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.records.record import Record
-from quicksilver.records.store import KEPT, Store
+from quicksilver.records.store import KEPT, Store, read_object
 from quicksilver.runtime.errors import ConfigError, KernelError, QuickSilverError
-from quicksilver.runtime.reading import read_json
 
 if TYPE_CHECKING:
     from quicksilver.runs.config import RunConfig
@@ -36,6 +33,8 @@ if TYPE_CHECKING:
 NOT_YET = "not in this version"
 REFUSED = "refused under all: looks ahead"
 FAILED = "failed"
+LOOKS_EVERY_S = 1.0
+SHARE = 24  # runs that a worker takes at once: one with all 180 of a text would still work when the others have ended
 
 # Shows how far a list of planned runs is, while the block lasts.
 Watch = Callable[[Sequence["Planned"]], AbstractContextManager[Callable[["Progress"], None]]]
@@ -74,10 +73,8 @@ class Job:
         return self.plan
 
     def fail(self, error: Exception) -> None:
-        if isinstance(error, KernelError):  # of this processor, not of the run: the row says so, and the table is whole
-            self.reason, self.error = error.reason, None
-        else:
-            self.reason, self.error = FAILED, error
+        """Keep the error. A kernel that this processor lacks is a reason in the row, and the table is whole."""
+        self.reason, self.error = (error.reason, None) if isinstance(error, KernelError) else (FAILED, error)
 
 
 def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> Job:
@@ -85,7 +82,7 @@ def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers:
 
     Args:
         needs: modules (names in conf/modules) without which there is no such run.
-        to_run: a run that has no record is going to be made. False: that it is known to have none is enough, and it needs no config.
+        to_run: a missing record is going to be made. False: a run that is known to have none needs no config.
     """
     job = Job(name, tuple(overrides))
     known = answers.get(job.overrides)
@@ -120,7 +117,7 @@ def run_missing(
     *,
     shared: RunConfig | None = None,
     watch: Watch | None = None,
-    on_fault: Callable[[Exception], None] | None = None,
+    on_fault: Callable[[Exception], None] = lambda _: None,
 ) -> None:
     """Give every job with a config its record, or its error.
 
@@ -135,42 +132,36 @@ def run_missing(
     from quicksilver.runs.run import joined, make
 
     failed: dict[str, Exception] = {}
+    wanted: list[tuple[Job, Plan]] = []
+    missing = [job for job in jobs if job.config is not None]
     try:
-        wanted = _planned(jobs, shared) if any(job.config is not None for job in jobs) else []
+        context = run_context(shared, jobs) if missing else None
+        for job in missing:
+            assert context is not None
+            try:
+                wanted.append((job, job.planned(context)))
+            except QuickSilverError as error:
+                if shared is None and not wanted and all(other.record is None for other in jobs):
+                    raise
+                job.fail(error)
         if not wanted:
             return
         whole = joined([plan for _, plan in wanted])
         with watch(whole.steps) if watch is not None else nullcontext() as report:
             make(whole, progress=report, failed=failed)
-        if on_fault is not None:
-            for fault in dict.fromkeys(failed.values()):
-                on_fault(fault)
+        for fault in dict.fromkeys(failed.values()):
+            on_fault(fault)
         for (job, _), step in zip(wanted, whole.wanted, strict=True):
             try:
                 job.record = step.record
-            except QuickSilverError as error:
-                job.fail(error)
-            else:
                 if job.record is None:
                     job.fail(failed[step.fingerprint])
                 else:
                     answers.put(job.overrides, step.config, Answer(job.record))
+            except QuickSilverError as error:
+                job.fail(error)
     finally:
         answers.save()
-
-
-def _planned(jobs: Sequence[Job], shared: RunConfig | None) -> list[tuple[Job, Plan]]:
-    """The jobs with a config that can be planned, with their plans; what `run_missing` raises."""
-    place, found = run_context(shared, jobs), []
-    for job in jobs:
-        try:
-            if job.config is not None:
-                found.append((job, job.planned(place)))
-        except QuickSilverError as error:
-            if shared is None and not found and all(other.record is None for other in jobs):
-                raise
-            job.fail(error)
-    return found
 
 
 def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContext:
@@ -182,10 +173,10 @@ def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContex
     from quicksilver.runs.context import RunContext
     from quicksilver.runs.run import plan
 
-    place = next((job.plan.context for job in jobs if job.plan is not None), None) or RunContext()
+    context = next((job.plan.context for job in jobs if job.plan is not None), None) or RunContext()
     if shared is not None:
-        plan([shared], place)
-    return place
+        plan([shared], context)
+    return context
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------------------
@@ -215,17 +206,12 @@ class RecordIndex:
         self._changed = False
 
     def _read(self, name: str) -> dict[str, Any]:
-        try:
-            kept = read_json(self._store.root / name)
-            if kept["stamp"] == self._stamp:
-                return {key: answer for key, answer in kept["answers"].items() if _is_answer(answer)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # a cache: without it everything is composed and planned again
-        return {}
+        kept = read_object(self._store.root / name)
+        entries = kept.get("answers") if kept.get("stamp") == self._stamp else None
+        return {key: answer for key, answer in entries.items() if _is_answer(answer)} if isinstance(entries, dict) else {}
 
     def index(self) -> dict[str, Any]:
-        """What the repository remembers: `INDEX`. Of a record that it does not have, its fingerprint: that it is not there need not be found
-        out anew."""
+        """What the repository remembers: `INDEX`. A record that it lacks is there with its fingerprint, so that nobody looks again."""
         return {"stamp": self._stamp, "answers": dict(sorted((self._index | self._known).items()))}
 
     def get(self, overrides: Sequence[str]) -> Answer | None:
@@ -253,10 +239,9 @@ class RecordIndex:
             str(entry.get("_target_", "")).startswith("quicksilver.") and not entry.get("calibration")
             for entry in config.modules.values()
         )
-        inside = config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours
         fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
         kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
-        if not inside:
+        if not (config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours):
             kept["outside"] = True
         self._changed |= self._known.get(_key(overrides)) != kept
         self._known[_key(overrides)] = kept
@@ -278,7 +263,7 @@ def _key(overrides: Sequence[str]) -> str:
 
 
 def _stamp() -> str:
-    """A hash that changes with any file of the package or of conf/, and with Python's version, whose own documentation is the embedded text; the
+    """A hash that changes with any file of the package or of conf/, and with Python's version, whose documentation is the embedded text; the
     same in every clone."""
     whole = hashlib.sha256(sys.version.encode())
     for name, path in sorted(_files()):
@@ -295,8 +280,7 @@ def _files() -> Iterator[tuple[str, Path]]:
                 yield f"{folder.name}/{path.relative_to(folder).as_posix()}", path
 
 
-LOOKS_EVERY_S = 1.0
-SHARE = 24  # runs that a worker takes at once: one with all 180 of a text would still work when the others have ended
+# --- several processes -----------------------------------------------------------------------------------------------------------
 
 
 def text_of(config: RunConfig) -> str:
@@ -311,24 +295,15 @@ def groups(configs: Sequence[RunConfig]) -> list[list[int]]:
         if not _alone(config):
             found.setdefault(text_of(config), []).append(number)
     shares = [numbers[first : first + SHARE] for numbers in found.values() for first in range(0, len(numbers), SHARE)]
-
-    def windows(numbers: list[int]) -> float:
-        return sum(configs[number].dataset.windows or math.inf for number in numbers)
-
-    return sorted(shares, key=windows, reverse=True)
+    return sorted(shares, key=lambda numbers: -sum(configs[number].dataset.windows or math.inf for number in numbers))
 
 
 def _alone(config: RunConfig) -> bool:
     """Whether a run has to be made by itself: a clock is read, threads were asked for, the model may be large, a tracker may refuse the record."""
-    from quicksilver.runs.parts import build_measurements
+    from quicksilver.runs.context import timed_measurements
 
-    return (
-        any(measurement.timed for measurement in build_measurements(config.measure).values())
-        or config.threads is not None
-        or not config.model.path.startswith("embedded:")
-        or config.model.device_map != "cpu"
-        or config.tracker.name != "none"
-    )
+    small = config.model.path.startswith("embedded:") and config.model.device_map == "cpu"
+    return not small or config.threads is not None or config.tracker.name != "none" or bool(timed_measurements(config))
 
 
 def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None = None) -> None:
@@ -341,54 +316,44 @@ def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch:
     Raises:
         ConfigError: fewer than one worker.
     """
-    from quicksilver.runs.run import Planned
+    from quicksilver.runs.run import Progress
 
     if workers is not None and workers < 1:
         raise ConfigError(f"workers={workers}: needs at least 1.")
-    configured = [job for job in jobs if job.config is not None]
-    configs = [job.config for job in configured if job.config is not None]
-    together = groups(configs)
+    together = groups([job.config for job in jobs if job.config is not None])
     count = min(workers or _cores(), len(together))
     if count < 2:
         return
-    place, work, steps = run_context(None, jobs), list[list[tuple[str, ...]]](), dict[str, Planned]()
+    configured, context = [job for job in jobs if job.config is not None], run_context(None, jobs)
+    work, steps = list[list[tuple[str, ...]]](), dict[str, Any]()
     for numbers in together:
         words = []
-        for number in numbers:
+        for job in (configured[number] for number in numbers):
             with suppress(QuickSilverError):
-                missing = {step.fingerprint: step for step in configured[number].planned(place).steps if not step.done}
-                if missing:
-                    words.append(configured[number].overrides)
+                if missing := {step.fingerprint: step for step in job.planned(context).steps if not step.done}:
+                    words.append(job.overrides)
                     steps |= missing
         if words:
             work.append(words)
     if len(work) < 2:
         return
-    context = multiprocessing.get_context("spawn")
+    spawn = multiprocessing.get_context("spawn")
     with (
         watch(list(steps.values())) if watch is not None else nullcontext() as report,
-        ProcessPoolExecutor(min(count, len(work)), mp_context=context, initializer=_end_with_the_parent) as pool,
+        ProcessPoolExecutor(min(count, len(work)), mp_context=spawn, initializer=_end_with_the_parent) as pool,
     ):
-        left = {pool.submit(_make_all, words) for words in work}
+        pending = {pool.submit(_make_all, words) for words in work}
         try:
-            while left:
-                left = wait(left, timeout=LOOKS_EVERY_S, return_when=FIRST_COMPLETED).not_done
-                if report is not None:
-                    _tell(report, list(steps.values()))
+            while pending:
+                pending = wait(pending, timeout=LOOKS_EVERY_S, return_when=FIRST_COMPLETED).not_done
+                left = [step for step in steps.values() if not step.done]
+                if report is not None and left:
+                    done = len(steps) - len(left)
+                    report(Progress(done, len(steps), left[0].config.label, "side by side", done / len(steps)))
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()  # records are whole or not there; the next call goes on
             raise
-
-
-def _tell(report: Callable[[Progress], None], steps: Sequence[Planned]) -> None:
-    """Say how many of the steps, all of which were missing, have a record by now."""
-    from quicksilver.runs.run import Progress
-
-    left = [step for step in steps if not step.done]
-    done = len(steps) - len(left)
-    if left:
-        report(Progress(done, len(steps), left[0].config.label, "side by side", done / len(steps)))
 
 
 def _make_all(jobs: Sequence[tuple[str, ...]]) -> None:

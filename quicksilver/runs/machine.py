@@ -10,11 +10,11 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from quicksilver.records.description import EnvironmentEntry
-from quicksilver.records.store import Store
-from quicksilver.runtime.reading import read_json
+from quicksilver.records.store import Store, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,47 +68,29 @@ def kernel_choices(config: RunConfig, weights_digest: str, load: Callable[[], Pr
     """The choices for the linear layers of a model; a new measurement says in one line what it chose.
 
     Args:
-        load: gives the model; called where nothing is kept.
+        load: gives the model; called where nothing is kept, or a kernel that this version has not.
     """
     import torch
 
+    from quicksilver.measure.measurement import Mistyped, decoded, encoded
     from quicksilver.runtime.architecture import architecture_of
-    from quicksilver.runtime.quantized.kernels import Choices, choose, linears_of, machine
+    from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, linears_of, machine
 
     threads = torch.get_num_threads()
     try:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         store, where = Store(config.results_dir), machine()
-        kept = _read(store)
         key = f"{weights_digest} {config.model.dtype} {config.model.device_map}"
-        entry = kept.get(where, {}).get(key)
-        if entry is not None:
-            return Choices(entry["by_kind"], entry["speedup"])
+        kept = read_object(store.root / _KEPT)
+        here = kept[where] if isinstance(kept.get(where), dict) else {}
+        with suppress(Mistyped):
+            choices = decoded(Choices, here.get(key))
+            if set(choices.by_kind.values()) <= set(KERNELS):
+                return choices
         found = choose(linears_of(architecture_of(load()).layers))
         print(f"Kernels for {config.model.name} on {where}: {found.line()}", file=sys.stderr, flush=True)
-        kept.setdefault(where, {})[key] = {"by_kind": dict(found.by_kind), "speedup": dict(found.speedup)}
-        store.write_cache(_KEPT, kept)
+        store.write_cache(_KEPT, kept | {where: here | {key: encoded(found)}})
         return found
     finally:
         torch.set_num_threads(threads)
-
-
-def _read(store: Store) -> dict[str, dict[str, Any]]:
-    """What is kept; a damaged file is a cache that is lost, and what names no kernel of this version is measured again."""
-    from quicksilver.runtime.quantized.kernels import KERNELS
-
-    try:
-        kept = read_json(store.root / _KEPT)
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(kept, dict):
-        return {}
-    found: dict[str, dict[str, Any]] = {}
-    for where, models in kept.items():
-        for key, entry in models.items() if isinstance(models, dict) else ():
-            chosen = entry.get("by_kind") if isinstance(entry, dict) else None
-            gains = entry.get("speedup") if isinstance(entry, dict) else None
-            if isinstance(chosen, dict) and isinstance(gains, dict) and set(chosen.values()) <= set(KERNELS):
-                found.setdefault(where, {})[key] = entry
-    return found

@@ -1,8 +1,7 @@
-"""From configs to records: what is missing is run, what is there is read.
+"""From configs to records: missing ones are run, the others are read.
 
-`plan` says which runs there are (dense prerequisites included); whoever has a plan hands it on. `make` makes those of a plan that have no
-record: it loads each model and text once, and writes each record in one rename. Stop it however you like: the next call goes on where it
-was. `ensure` is both.
+`plan` says which runs there are, dense prerequisites included; whoever has a plan hands it on. `make` makes those of a plan that have no record:
+it loads each model and text once, and writes each record in one rename. A killed `make` is resumed by the next. `ensure` is both.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from quicksilver import __version__, numerics
 from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
-from quicksilver.models.loading import Loaded
 from quicksilver.records.blocks import Blocks, SupersededError
 from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
@@ -29,14 +28,13 @@ from quicksilver.records.provenance import calibration_provenance
 from quicksilver.records.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.records.store import Draft, Store
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.context import RunContext, asks_for_calibration
+from quicksilver.runs.context import RunContext, asks_for_calibration, timed_measurements
 from quicksilver.runs.machine import environment, job
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.tracker import NotMirrored, check_tracker, mirror
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quicksilver.data.windows import Windows
     from quicksilver.measure.bench import Bench
     from quicksilver.measure.measurement import Measurement
     from quicksilver.runtime.run import Execution
@@ -135,14 +133,6 @@ def check_allowed_by_protocol(config: RunConfig) -> None:
     check_allowed(modules, _protocol(config))
 
 
-def _check_processes(config: RunConfig) -> None:
-    if config.model.parallel is not None and parallel.processes() < 2:
-        raise ConfigError(
-            f"model.parallel={config.model.parallel}: the model is cut among the processes of torchrun, and this is one alone: start "
-            "torchrun --nproc-per-node 2 -m quicksilver run …"
-        )
-
-
 def _protocol(config: RunConfig) -> Any:
     from quicksilver.measure.perplexity import Protocol
 
@@ -196,7 +186,7 @@ def make(
     planned: Plan,
     *,
     progress: Callable[[Progress], None] | None = None,
-    labels: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
     group: str | None = None,
     failed: dict[str, Exception] | None = None,
 ) -> list[Record]:
@@ -212,14 +202,18 @@ def make(
         ConfigError: a run that cannot be made here; nothing was run then.
         QuickSilverError: a run failed; records finished before it stay.
     """
-    for step in planned.wanted:
-        check_tracker(step.config.tracker)
-        _check_processes(step.config)
+    for config in (step.config for step in planned.wanted):
+        check_tracker(config.tracker)
+        if config.model.parallel is not None and parallel.processes() < 2:
+            raise ConfigError(
+                f"model.parallel={config.model.parallel}: the model is cut among the processes of torchrun, and this is one alone: start "
+                "torchrun --nproc-per-node 2 -m quicksilver run …"
+            )
     for results_dir in dict.fromkeys(step.config.results_dir for step in planned.wanted):
         Store(results_dir).clean()
     missing = [step for step in planned.steps if not step.done]
     for number, step in enumerate(missing):
-        place = (labels or {}).get(step.fingerprint)
+        place = labels.get(step.fingerprint)
         label = " | ".join(filter(None, (place, step.config.label)))
         try:
             if failed and isinstance(error := failed.get(step.dense or ""), Exception) and not isinstance(error, NotMirrored):
@@ -304,20 +298,15 @@ def parts_of(config: RunConfig) -> int:
     """How many processes may score the windows of a run; one that scores all that there are counts as one of many."""
     from quicksilver.measure.perplexity import BLOCK_WINDOWS
 
+    if not _may_share(config):
+        return 1
     windows = config.dataset.windows
-    return (
-        1
-        if not _may_share(config)
-        else 100
-        if windows is None
-        else math.ceil(windows / max(BLOCK_WINDOWS, config.protocol.batch_size))
-    )
+    return 100 if windows is None else math.ceil(windows / max(BLOCK_WINDOWS, config.protocol.batch_size))
 
 
 def _may_share(config: RunConfig) -> bool:
-    """Whether several processes may score a run's windows: no clock is read, and more is made than the first batch is compared."""
-    timed = any(measurement.timed for measurement in build_measurements(config.measure).values())
-    return not timed and config.records != "checked"
+    """Whether several processes may score a run's windows: no clock is read, and all windows are scored."""
+    return not timed_measurements(config) and config.records != "checked"
 
 
 def _help(step: Planned, context: RunContext, store: Store, blocks: Blocks, report: _Reporter) -> None:
@@ -373,32 +362,28 @@ def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report:
     report("load", 0.0)
     beside = _others(store, step.fingerprint)
     with _threads(config.threads):
-        loaded = context.model(config)
-        windows = context.windows(config, "test")
-        draft.event("loaded", model=loaded.files.source, windows=len(windows.ids))
+        source, windows = context.model(config).files.source, context.windows(config, "test")
+        draft.event("loaded", model=source, windows=len(windows.ids))
         report("calibration", _LOADING)
         bench, calibration = _bench(config, context, store)
         if blocks is not None:
             bench.keep = blocks.of_pass
-        modules = list(bench.modules)
         if calibration is not None:
             draft.event("calibrated", signals=calibration.signals)
         scalars = _measured(bench, step, store, draft, report)
         report("write", 1.0)
         draft.event("finished")
-        beside = sorted({*beside, *_others(store, step.fingerprint)})
-        described = _describe(step, context, loaded, windows, modules, calibration)
-        described["environment"] = encoded(environment(beside))
+        described = _describe(step, context, bench, calibration)
+        described["environment"] = encoded(environment(sorted({*beside, *_others(store, step.fingerprint)})))
         seconds = time.monotonic() - clock + (0 if blocks is None else blocks.seconds)
-        finished = {"started": started, "finished": _now(), "seconds": round(seconds, 3)}
-        return store.publish(draft, scalars | described | finished)
+        return store.publish(draft, scalars | described | {"started": started, "finished": _now(), "seconds": round(seconds, 3)})
 
 
 def _others(store: Store, mine: str) -> list[str]:
     """Fingerprints of the runs that other processes make on this machine now."""
     making = store.in_the_making()
-    own = making.get(mine)
-    return [other for other, who in making.items() if other != mine and own is not None and who.machine == own.machine]
+    own = making.pop(mine, None)
+    return [other for other, who in making.items() if own is not None and who.machine == own.machine]
 
 
 def _now() -> str:
@@ -482,36 +467,50 @@ def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> 
         return modules, None
     windows, text = context.windows(config, "calibration"), context.text(config, "calibration")
     overlap_pct = context.overlap_pct(config)
-    folder = store.root / CALIBRATIONS
     source = {"model": config.model.name, "dataset": config.dataset.name, "text": text.source}
     with store.writing():
         calibration = calibrate_modules(
-            modules,
-            folder,
-            context.model(config).model,
-            windows.ids,
-            batch_size=config.protocol.batch_size,
-            source=source,
-            made_before=store.kept_calibrations,
-        )
+            modules, store.root / CALIBRATIONS, context.model(config).model, windows.ids,
+            batch_size=config.protocol.batch_size, source=source, made_before=store.kept_calibrations,
+        )  # fmt: skip
     assert calibration is not None  # asked for
     signals = sorted(calibration.percentiles)
     return modules, CalibrationEntry(text.source, text.digest, len(windows.ids), signals, calibration.provenance, overlap_pct)
 
 
-def _describe(
-    step: Planned,
-    context: RunContext,
-    loaded: Loaded,
-    windows: Windows,
-    modules: Sequence[Any],
-    calibration: CalibrationEntry | None,
-) -> dict[str, Any]:
+def _describe(step: Planned, context: RunContext, bench: Bench, calibration: CalibrationEntry | None) -> dict[str, Any]:
     """Everything in record.json that is not a measurement."""
     from quicksilver.modules.thresholds import thresholds_of
 
-    config, model = step.config, loaded.model
-    text = context.text(config, "test")
+    config, model, windows, identity = step.config, bench.model, bench.windows, context.identity(step.config)
+    text, (files, weights_digest) = context.text(config, "test"), context.files(config)
+    modules = dict(zip(sorted(config.modules), bench.modules, strict=True))
+    described_model = ModelEntry(
+        name=config.model.name,
+        source=files.source,
+        commit=files.commit,
+        family=model.config.model_type,
+        layers=model.config.num_hidden_layers,
+        parameters=sum(p.numel() for p in model.parameters()),
+        weights_digest=weights_digest,
+        dtype=config.model.dtype,
+        device=str(model.device),
+        attn_implementation=config.model.attn_implementation,
+    )
+    described_data = DataEntry(
+        name=config.dataset.name,
+        source=text.source,
+        part=config.dataset.part,
+        form=config.dataset.form,
+        digest=text.digest,
+        token_digest=windows.token_digest,
+        windows=len(windows.ids),
+        windows_available=windows.available,
+        text_tokens=windows.tokens,
+        text_bytes=len(text.text.encode()),
+        no_bytes_because=windows.why_no_bytes,
+    )
+    calibrated = None if calibration is None else encoded(calibration)
     return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": step.fingerprint,
@@ -520,49 +519,15 @@ def _describe(
         "modules": list(config.modules),
         "execution": config.execution,
         "protocol": dataclasses.asdict(config.protocol),
-        "lookahead": any(module.lookahead and not module.causal for module in modules),
-        "model": encoded(
-            ModelEntry(
-                name=config.model.name,
-                source=loaded.files.source,
-                commit=loaded.files.commit,
-                family=model.config.model_type,
-                layers=model.config.num_hidden_layers,
-                parameters=sum(p.numel() for p in model.parameters()),
-                weights_digest=context.files(config)[1],
-                dtype=config.model.dtype,
-                device=str(model.device),
-                attn_implementation=config.model.attn_implementation,
-            )
-        ),
-        "data": encoded(
-            DataEntry(
-                name=config.dataset.name,
-                source=text.source,
-                part=config.dataset.part,
-                form=config.dataset.form,
-                digest=text.digest,
-                token_digest=windows.token_digest,
-                windows=len(windows.ids),
-                windows_available=windows.available,
-                text_tokens=windows.tokens,
-                text_bytes=len(text.text.encode()),
-                no_bytes_because=windows.why_no_bytes,
-            )
-        ),
-        "calibration": None if calibration is None else encoded(calibration),
-        "tuned": calibration_provenance(
-            context.identity(config).digests,
-            config.dataset.name,
-            None if calibration is None else encoded(calibration),
-            [loaded.files.folder],
-        ),
-        "thresholds": {name: thresholds_of(module) for name, module in zip(sorted(config.modules), modules, strict=True)},
+        "lookahead": any(module.lookahead and not module.causal for module in modules.values()),
+        "model": encoded(described_model),
+        "data": encoded(described_data),
+        "calibration": calibrated,
+        "tuned": calibration_provenance(identity.digests, config.dataset.name, calibrated, [files.folder]),
+        "thresholds": {name: thresholds_of(module) for name, module in modules.items()},
         # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
-        "kernels": {
-            name: module.kernel for name, module in zip(sorted(config.modules), modules, strict=True) if module.kernel is not None
-        },
+        "kernels": {name: module.kernel for name, module in modules.items() if module.kernel is not None},
         "config": dataclasses.asdict(config),
-        "identity": context.identity(config).to_json(),
+        "identity": identity.to_json(),
         "package": {"version": __version__, "numerics_version": numerics.VERSION},
     }

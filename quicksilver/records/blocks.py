@@ -1,11 +1,11 @@
-"""What is done of an unfinished run: blocks of windows that its passes have scored. Whoever makes the run goes on behind them.
+"""Blocks of windows that an unfinished run has scored. Whoever makes the run goes on behind them.
 
 results/runs/.drafts/<fingerprint>/<windows of a block>-<code>/
     quality-000064.block    the windows from 64 on: a line with the digest of the rest, a line of json (rows, bytes), the decisions' tensors
     quality-000064.lock     the lease of the process that computes them
 
-A block appears in one rename, and goes once the record of its run is there. Blocks of other code or of another size lie in a folder of their own, so
-that no record is made of both. Several processes may make the same run: each takes the next block that nobody has (`lease.py`), and all of them get all.
+A block appears in one rename, and goes once the record of its run is there. Blocks of other code or of another size have a folder of their own:
+no record is made of both. Several processes may make the same run: each takes the next free block (`lease.py`), and all of them get all.
 """
 
 from __future__ import annotations
@@ -68,15 +68,14 @@ class Blocks:
                     if held is None:
                         continue
                     try:
-                        if not paths[block].exists():
-                            mine[block] = self._compute(paths[block], block, compute)
+                        with held:
+                            if not paths[block].exists():
+                                mine[block] = self._compute(paths[block], block, compute)
                     except BaseException:
-                        held.release()
                         with suppress(OSError):  # others are there, or whole blocks
                             folder.rmdir()
                             self.folder.rmdir()
                         raise
-                    held.release()
                 if len(mine) == taken:
                     time.sleep(NAP_S)  # all that is left is computed elsewhere
             return self._all(paths, mine, compute)
@@ -110,9 +109,7 @@ class Blocks:
         with self._store.writing():
             others = ", ".join(sorted(path.name for path in self.folder.glob("*") if path != folder))
             if others and not folder.exists():
-                _say(
-                    f"{self.folder} has blocks of other code, or of another number of windows ({others}): they are left alone, and none is used."
-                )
+                _say(f"{self.folder} has blocks of other code, or of another number of windows ({others}): they are left alone.")
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -126,8 +123,10 @@ def packed(block: Block, seconds: float) -> bytes:
     from safetensors.torch import save
 
     tensors, trace = block.trace.to_tensors()
-    counts = {"kv_bytes_billed": block.kv_bytes_billed, "kv_bytes_resident": block.kv_bytes_resident}
-    about = {"rows": block.rows, **counts, "trace": trace, "host": lease.host_name(), "seconds": seconds}
+    about = {
+        "rows": block.rows, "kv_bytes_billed": block.kv_bytes_billed, "kv_bytes_resident": block.kv_bytes_resident, "trace": trace,
+        "host": lease.host_name(), "seconds": seconds,
+    }  # fmt: skip
     content = json.dumps(about).encode() + b"\n" + save(tensors)
     return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 

@@ -1,7 +1,7 @@
 """Is a difference more than noise? Every interval is made here: `scipy.stats.bootstrap` over windows, paired, because both runs scored the
 same windows, so their common difficulty cancels.
 
-The intervals are percentile intervals. BCa has none where a run equals its baseline: its correction divides by the spread of the windows.
+The intervals are percentile intervals: BCa has none where a run equals its baseline.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _bootstrap(
     seed: int,
     confidence: float,
 ) -> Interval:
-    """Of samples as the bytes of float64, with their shapes. Tables, figures, claims and pages ask for the same intervals: what a function of
-    a module found, unlike a lambda, is found again."""
+    """Of samples as the bytes of float64, with their shapes. Tables, figures, claims and pages ask for the same intervals: those of a named
+    function, unlike a lambda, are found again."""
     from scipy import stats  # takes longer to import than everything else that a run needs of the harness
 
     arrays = [np.frombuffer(content).reshape(shape) for content, shape in samples]
@@ -77,17 +77,9 @@ def _bootstrap(
     arrays = [array[..., order] for array in arrays]
     batch = max(1, _RESAMPLED_AT_A_TIME // (len(arrays) * max(array.size for array in arrays)))
     found = stats.bootstrap(
-        arrays,
-        lambda *drawn, axis: statistic(*drawn),
-        n_resamples=resamples,
-        batch=min(batch, resamples),
-        vectorized=True,
-        paired=True,
-        axis=-1,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
+        arrays, lambda *drawn, axis: statistic(*drawn), n_resamples=resamples, batch=min(batch, resamples), vectorized=True, paired=True,
+        axis=-1, confidence_level=confidence, method="percentile", rng=np.random.default_rng(seed),
+    )  # fmt: skip
     return Interval(statistic(*arrays), *found.confidence_interval)
 
 
@@ -134,17 +126,14 @@ def paired_perplexity(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> PairedInterval:
-    """Difference of two perplexities with its interval; windows are the resampled unit because tokens inside one are dependent.
+    """Difference of two perplexities with its interval; windows are resampled because tokens inside one are dependent.
 
-    Perplexity is exp(Σ nats / Σ tokens) over the drawn windows: a ratio of sums, so windows of unequal length weigh as they
-    should.
+    Perplexity is exp(Σ nats / Σ tokens) over the drawn windows, so windows of unequal length weigh as they should.
 
     Args:
         nll_nats, baseline_nll_nats: (W,) summed negative log-likelihood of each window.
         tokens, baseline_tokens: (W,) scored tokens of each window; the baseline's must be the same (None: they are).
-        resamples: bootstrap draws.
-        seed: of the draws. The order of the windows does not matter.
-        confidence: share of the draws inside the interval.
+        resamples, seed, confidence: as `bootstrap`.
 
     Raises:
         ConfigError: fewer than 8 windows, windows that do not pair, numbers that are not finite.
@@ -200,13 +189,13 @@ def pairs_of(
         raise ConfigError(
             f"{record.path} and {baseline.path} scored different text or under different protocols: their windows do not pair."
         )
-    _need(record, column)
-    _need(baseline, baseline_column)
-    ours, theirs = record.windows, baseline.windows
-    if set(ours["window"]) != set(theirs["window"]) or not ours["window"].is_unique or len(ours) != len(theirs):
+    for one, needed in ((record, column), (baseline, baseline_column)):
+        if needed not in one.windows:
+            raise ConfigError(f"{one.path}/windows.parquet has no column {needed}; it has {', '.join(one.windows.columns)}.")
+    ours, theirs = record.windows.set_index("window"), baseline.windows.set_index("window")
+    if set(ours.index) != set(theirs.index) or not ours.index.is_unique or len(ours) != len(theirs):
         raise ConfigError(f"{record.path} and {baseline.path} scored different windows: they do not pair.")
-    if not np.array_equal(ours["window"], theirs["window"]):
-        theirs = theirs.set_index("window").loc[ours["window"]]
+    theirs = theirs.loc[ours.index]
     columns = (ours[column], ours["tokens"], theirs[baseline_column], theirs["tokens"])
     return tuple(values.to_numpy(np.float64) for values in columns)
 
@@ -254,9 +243,3 @@ def false_discovery(p_values: Sequence[float]) -> list[float]:
     from scipy import stats
 
     return [float(p) for p in stats.false_discovery_control(p_values)] if len(p_values) else []
-
-
-def _need(record: Record, column: str) -> None:
-    columns: Sequence[str] = list(record.windows.columns)
-    if column not in columns:
-        raise ConfigError(f"{record.path}/windows.parquet has no column {column}; it has {', '.join(columns)}.")

@@ -1,14 +1,14 @@
-"""A run of which the repository has the record: the first batch of windows is scored again, and where it comes out the same, only what a
-clock reads is measured here. Perplexity and FLOPs do not depend on the machine beyond rounding; times do.
+"""A run with a committed record: the first batch of windows is scored again; where it comes out the same, only times are measured here.
 
-Identity says that weights, text and options are the same; the batch says that this machine and these libraries compute with them as before.
+Perplexity and FLOPs depend on the machine by rounding alone; times do. Identity says that weights, text and options are the same; the batch says
+that this machine and these libraries compute as before.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +48,8 @@ def of_repository(results_dir: str, fingerprint: str, measurements: Mapping[str,
 
 def format_of(bench: Bench) -> NumberFormat:
     """The coarsest format that a run computes in: its model's, or one of its modules'."""
-    dtype = next(bench.model.parameters()).dtype
-    formats: list[NumberFormat] = [
-        "float32" if dtype.itemsize >= 4 else "bfloat16",
-        *(one.number_format for one in bench.modules),
-    ]
+    wide = next(bench.model.parameters()).dtype.itemsize >= 4
+    formats: list[NumberFormat] = ["float32" if wide else "bfloat16", *(one.number_format for one in bench.modules)]
     return max(formats, key=list(BOUNDS).index)
 
 
@@ -63,11 +60,8 @@ def confirm(record: Record, bench: Bench) -> Confirmed:
     most_nats, most_work = BOUNDS[number_format]
     other = _other_kernels(record, bench)
     if other is not None:
-        print(
-            f"{record.fingerprint}: {other}; measured here as a whole. records=any reads it as it is.",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"{record.fingerprint}: {other}; measured here as a whole. records=any reads it as it is."
+        print(said, file=sys.stderr, flush=True)
     return Confirmed(
         windows=min(bench.protocol.batch_size, len(bench.windows.ids)),
         of=len(record.windows),
@@ -79,18 +73,17 @@ def confirm(record: Record, bench: Bench) -> Confirmed:
 
 def _other_kernels(record: Record, bench: Bench) -> str | None:
     """That the record was made by a kernel that is not used here, a clause; None: by the same ones."""
+
+    def names(kernels: Iterable[str]) -> set[str]:  # `torch._int_mm` of `torch._int_mm on cpu (AVX512)`
+        return {how.partition(" on ")[0].rstrip("; ") for how in kernels}
+
     there = {_UNNAMED[name] for name in record.config["modules"] if name in _UNNAMED and name not in record.kernels}
-    there |= {_kernel_name(how) for how in record.kernels.values()}
-    here = {_kernel_name(one.kernel) for one in bench.modules if one.kernel is not None}
+    there |= names(record.kernels.values())
+    here = names(one.kernel for one in bench.modules if one.kernel is not None)
     if here <= there:
         return None
     gone = "; ".join(sorted(there - here)) or "a kernel that it does not name"
     return f"the repository's record was made by {gone}, which is not exact or not here, and this machine takes {'; '.join(sorted(here - there))}"
-
-
-def _kernel_name(how: str) -> str:
-    """`torch._int_mm` of `torch._int_mm on cpu (AVX512)`."""
-    return how.partition(" on ")[0].rstrip("; ")
 
 
 def compare(record: Record, bench: Bench) -> tuple[float, float]:

@@ -1,12 +1,20 @@
-"""What the runs of a process share: texts, digests, one loaded model, and what each record is of."""
+"""What the runs of a process share: texts, digests, one loaded model, what each record is of, and what it says of the machine.
+
+Kernels round differently, so which ones are fastest must be known before a record is looked for. They are measured when a run is planned, the
+first time that a model meets a machine (processor, torch, number of threads), kept in the results folder, and part of a run's identity.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import os
+import platform
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,6 +25,7 @@ from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
 from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
+from quicksilver.records.description import EnvironmentEntry
 from quicksilver.records.identity import Identity, foreign_sources
 from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
@@ -25,6 +34,8 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from quicksilver.data.windows import Windows
     from quicksilver.measure.perplexity import DensePasses
     from quicksilver.runtime.architecture import Architecture
@@ -33,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_OVERLAP_PCT = 20.0  # GLUE's RTE has 6%: its prompts share a template
-_DIGESTS = "cache/digests.json"
+_DIGESTS, _KERNELS = "cache/digests.json", "cache/kernels.json"
 
 
 class RunContext:
@@ -129,8 +140,6 @@ class RunContext:
 
     def kernel_choices(self, config: RunConfig) -> Choices:
         """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
-        from quicksilver.runs.machine import kernel_choices
-
         digest = self.files(config)[1]
         key = ("kernels", digest, config.model.dtype, config.model.device_map, config.threads, config.results_dir)
         return self._once(key, lambda: kernel_choices(config, digest, lambda: self.model(config).model))
@@ -245,3 +254,77 @@ def asks_for_calibration(module: Any) -> bool:
     return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
         isinstance(module, Fitted) and not module.fitted
     )
+
+
+# --- the machine ---------------------------------------------------------------------------------------------------------------
+
+
+def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
+    """The machine and the libraries, for the record.
+
+    Args:
+        other_runs: made on this machine meanwhile.
+    """
+    import psutil
+    import torch
+    import transformers
+
+    from quicksilver.runtime.quantized.kernels import processor
+
+    return EnvironmentEntry(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+        cpu=processor(),
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        memory_bytes=psutil.virtual_memory().total,
+        load_average=os.getloadavg()[0],
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        other_runs=list(other_runs),
+        job=job(),
+    )
+
+
+def job() -> str | None:
+    """`slurm 17_3 on node5, 4 of 64 cores`; the whole node is said to be one."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    cores = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    whole = cores.isdecimal() and int(cores) >= (os.cpu_count() or 1)
+    share = "the whole node" if whole else f"{cores or '?'} of {os.cpu_count()} cores"
+    return f"slurm {job} on {os.environ.get('SLURMD_NODENAME', platform.node())}, {share}"
+
+
+def kernel_choices(config: RunConfig, weights_digest: str, load: Callable[[], PreTrainedModel]) -> Choices:
+    """The choices for the linear layers of a model; a new measurement says in one line what it chose.
+
+    Args:
+        load: gives the model; called where nothing is kept, or a kernel that this version has not.
+    """
+    import torch
+
+    from quicksilver.measure.measurement import Mistyped, decoded, encoded
+    from quicksilver.runtime.architecture import architecture_of
+    from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, linears_of, machine
+
+    threads = torch.get_num_threads()
+    try:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        store, where = Store(config.results_dir), machine()
+        key = f"{weights_digest} {config.model.dtype} {config.model.device_map}"
+        kept = read_object(store.root / _KERNELS)
+        here = kept[where] if isinstance(kept.get(where), dict) else {}
+        with suppress(Mistyped):
+            choices = decoded(Choices, here.get(key))
+            if set(choices.by_kind.values()) <= set(KERNELS):
+                return choices
+        found = choose(linears_of(architecture_of(load()).layers))
+        print(f"Kernels for {config.model.name} on {where}: {found.line()}", file=sys.stderr, flush=True)
+        store.write_cache(_KERNELS, kept | {where: here | {key: encoded(found)}})
+        return found
+    finally:
+        torch.set_num_threads(threads)

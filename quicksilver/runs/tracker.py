@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from quicksilver.records.record import CHECKSUM, Record, flat
@@ -47,7 +48,7 @@ def mirror(
     name: str | None = None,
     group: str | None = None,
     tags: Sequence[str] = (),
-    more: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Send one finished record to the tracker of the config: its numbers, its curves and table by window, and its files as an artefact.
 
@@ -61,19 +62,17 @@ def mirror(
     """
     if config.name == "none":
         return
-    same = f"{record.model.name} | {record.data.name} | {record.protocol.name}"
-    about: dict[str, Any] = {"group": group or same, "config": dict(record.config)}
-    if tags:
-        about["tags"] = list(tags)
+    group = group or f"{record.model.name} | {record.data.name} | {record.protocol.name}"
+    about = {"id": record.fingerprint, "name": name or record.label, "group": group, "config": dict(record.config)}
     try:
-        with start(config, results_dir, id=record.fingerprint, name=name or record.label, **about) as run:
+        with start(config, results_dir, tags=[*tags] or None, **about) as run:
             import wandb
 
             run.define_metric(f"{SO_FAR}*", step_metric=f"{SO_FAR}windows")
             for numbers in curves(record).to_dict("records"):
                 run.log(numbers)
             run.log({"by_window": wandb.Table(dataframe=record.windows)})
-            run.log(scalars(record) | differences(record) | dict(more or {}))
+            run.log(scalars(record) | differences(record) | dict(more))
             with record.folder() as folder:
                 run.log_artifact(str(folder), name=f"record-{record.fingerprint}", type="record")
     except QuickSilverError as error:
@@ -103,13 +102,11 @@ def sync_hint(config: TrackerConfig, results_dir: Path | str, fingerprints: Sequ
     """What to type so that runs of these records, which W&B has offline, are sent; empty: they are not, or not offline."""
     if config.name != "wandb" or config.mode != "offline":
         return ""
-    folder = Path(results_dir) / "wandb"
+    folder, total = Path(results_dir) / "wandb", len(fingerprints)
     there = [found[-1] for one in fingerprints if (found := sorted(folder.glob(f"offline-run-*-{one}")))]
-    if len(there) < len(fingerprints):
-        missing = (
-            f"{len(fingerprints) - len(there)} of {len(fingerprints)} records were there before, and W&B has no run of them."
-        )
-        return f"{missing} To mirror all: python -m quicksilver.report.wandb {shlex.quote(f'results_dir={results_dir}')}"
+    if missing := total - len(there):
+        command = f"python -m quicksilver.report.wandb {shlex.quote(f'results_dir={results_dir}')}"
+        return f"{missing} of {total} records were there before, and W&B has no run of them. To mirror all: {command}"
     which = shlex.quote(str(there[0])) if len(there) == 1 else f"{shlex.quote(str(folder))}/offline-run-*"
     return f"W&B has {'it' if len(there) == 1 else 'them'} offline. To send: wandb sync {which}"
 
@@ -135,11 +132,10 @@ def differences(record: Record) -> dict[str, float]:
     (`executed_flops_saved_pct`, `prompt_executed_flops_saved_pct` …). A dense record has none."""
     if record.dense is None:
         return {}
-    found = {"delta_ppl_pct": 100 * (record.quality.ppl / record.dense.ppl - 1)}
-    for name in (field.name for field in dataclasses.fields(record.dense)):
-        if name.endswith("_flops") and (saved := record.flops_saved_pct(name.removesuffix("_flops"))) is not None:
-            found[f"{name}_saved_pct"] = saved
-    return found
+    names = (field.name for field in dataclasses.fields(record.dense) if field.name.endswith("_flops"))
+    saved = {f"{name}_saved_pct": record.flops_saved_pct(name.removesuffix("_flops")) for name in names}
+    added = {"delta_ppl_pct": 100 * (record.quality.ppl / record.dense.ppl - 1)}
+    return added | {name: pct for name, pct in saved.items() if pct is not None}
 
 
 def scalars(record: Record) -> dict[str, Any]:

@@ -13,17 +13,20 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import yaml
 
 from quicksilver import numerics
 from quicksilver.data.overlap import NGRAM_WORDS, shared_pct
 from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
-from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
+from quicksilver.models.loading import EMBEDDED, Loaded, ModelFiles, load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
 from quicksilver.records.description import EnvironmentEntry
 from quicksilver.records.identity import Identity, foreign_sources
@@ -31,7 +34,7 @@ from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.reading import read_bytes
+from quicksilver.runtime.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -254,6 +257,70 @@ def asks_for_calibration(module: Any) -> bool:
     return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
         isinstance(module, Fitted) and not module.fitted
     )
+
+
+# --- what was set before a run, and on which texts --------------------------------------------------------------------------------
+
+BESIDE = ("predicted_kv", "learned_halting", "tuned_lens")  # folders of fitted files beside a model
+THRESHOLDS = "thresholds"
+_OF_FILES = ("predicted_kv", "gates", "tuned_lens")  # what their digests in an identity begin with
+Texts = dict[str, int]  # name of a text -> windows of its calibrating part
+
+
+def calibration_provenance(
+    digests: Mapping[str, str], dataset: str, calibration: Mapping[str, Any] | None, folders: Iterable[Path] = ()
+) -> dict[str, Texts]:
+    """What was set -> on which texts; empty: nothing was. Every fitted file says what it was made on, and an identity has its digest.
+
+    Args:
+        digests: of the run's identity.
+        dataset: name of the run's text, whose calibrating part percentiles are taken from.
+        calibration: the record's entry; None: the run was not calibrated.
+        folders: further models' folders with such files; those of the package are always looked into.
+
+    Returns:
+        Files under their names (`predicted_kv/schedules.yaml`), percentiles and what is fitted when a run begins under `thresholds`. A file that is
+        nowhere any more has no texts.
+    """
+    known = dict(_of_package()) | _by_digest(folders)
+    found: dict[str, Texts] = {}
+    for key, digest in sorted(digests.items()):
+        kind, _, rest = key.partition(".")
+        if kind in _OF_FILES:
+            found[f"{kind}/{rest.partition('.')[2]}"] = texts_of(known[digest]) if digest in known else {}
+    if calibration is not None:
+        found[THRESHOLDS] = {dataset: int(calibration["windows"])}
+    return found
+
+
+def texts_of(path: Path) -> Texts:
+    """The texts that a file of maps, schedules, gates or a lens was made on, with how many windows of each.
+
+    Raises:
+        ConfigError: the file does not say.
+    """
+    try:
+        if path.suffix == ".yaml":
+            windows = yaml.safe_load(path.read_text(encoding="utf-8"))["chosen_on"]["windows"]
+            return {str(name): int(count) for name, count in windows.items()}
+        from safetensors import safe_open
+
+        with safe_open(path, framework="np") as file:
+            provenance = parse_json(file.metadata()["quicksilver"])["provenance"]
+        texts = (provenance if "texts" in provenance else provenance["text"])["texts"]
+        return {str(name): int(entry["windows"]) for name, entry in texts.items()}
+    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} does not say which text it was made on ({type(error).__name__}: {error}).") from error
+
+
+@cache
+def _of_package() -> tuple[tuple[str, Path], ...]:
+    return tuple(_by_digest(path for path in EMBEDDED.glob("*") if path.is_dir()).items())
+
+
+def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
+    paths = (path for folder in folders for beside in BESIDE for path in sorted((folder / beside).glob("*")))
+    return {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in paths if path.suffix in (".yaml", ".safetensors")}
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------------

@@ -24,11 +24,17 @@ from quicksilver.models import parallel
 from quicksilver.records.blocks import Blocks, SupersededError
 from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
-from quicksilver.records.provenance import calibration_provenance
 from quicksilver.records.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WINDOWS, Record
 from quicksilver.records.store import Draft, Store
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.context import RunContext, asks_for_calibration, environment, job, timed_measurements
+from quicksilver.runs.context import (
+    RunContext,
+    asks_for_calibration,
+    calibration_provenance,
+    environment,
+    job,
+    timed_measurements,
+)
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.tracker import NotMirrored, check_tracker, mirror
 from quicksilver.runtime.errors import ConfigError

@@ -11,9 +11,9 @@ import pytest
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules.halting import Halting
 from quicksilver.records.identity import Identity, foreign_sources
-from quicksilver.records.provenance import BESIDE, THRESHOLDS, calibration_provenance, texts_of
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.runs.context import BESIDE, THRESHOLDS, calibration_provenance, texts_of
 from quicksilver.runtime.errors import ConfigError
 
 FILES = [path for folder in BESIDE for path in sorted(EMBEDDED.glob(f"*/{folder}/*")) if path.suffix in (".yaml", ".safetensors")]

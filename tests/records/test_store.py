@@ -37,14 +37,8 @@ class Ours(Result):
 
 
 def frame_of(ppl: float) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "window": [0, 1],
-            "tokens": [3, 3],
-            "nll_nats": [math.log(ppl), 5 * math.log(ppl)],
-            "executed_flops": [fakes.DENSE_FLOPS / 2] * 2,
-        }
-    )
+    nats, flops = [math.log(ppl), 5 * math.log(ppl)], [fakes.DENSE_FLOPS / 2] * 2
+    return pd.DataFrame({"window": [0, 1], "tokens": [3, 3], "nll_nats": nats, "executed_flops": flops})
 
 
 def content(name: str = "a run", ppl: float = 2.0, **more) -> dict:

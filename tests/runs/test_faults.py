@@ -22,20 +22,9 @@ from quicksilver.runtime.errors import ConfigError
 MODULES = ("halting_attention", "kv_skipping", "token_fusion", "adaptive_quantization")
 WRONG: list[Any] = ["no", "ü", "0.2", "p101", math.nan, -1, -0.5, True, 10**20, ["x"], {"a": 1}, [[]]]
 TEXTS = {
-    "name",
-    "path",
-    "revision",
-    "adapter",
-    "test",
-    "calibration",
-    "id",
-    "config",
-    "text_field",
-    "project",
-    "root",
-    "results_dir",
-}
-TEXTS |= {"country_iso_code"}
+    "name", "path", "revision", "adapter", "test", "calibration", "id", "config", "text_field", "project", "root", "results_dir",
+    "country_iso_code",
+}  # fmt: skip
 
 
 def base() -> DictConfig:

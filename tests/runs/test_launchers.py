@@ -17,6 +17,7 @@ from quicksilver.cli import main as console
 from quicksilver.cli import sweeping
 from quicksilver.records.record import record_frame
 from quicksilver.runs import launchers
+from quicksilver.runs.choices import config_dir
 from quicksilver.runs.composing import hydra_started
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
@@ -33,7 +34,7 @@ def settings_of(*words: str):
 
 
 def test_there_are_these_launchers_and_each_composes(subtests):
-    assert sorted(path.stem for path in (launchers_dir()).glob("*.yaml")) == NAMES
+    assert sorted(path.stem for path in (config_dir() / "hydra" / "launcher").glob("*.yaml")) == NAMES
     for name in NAMES:
         with subtests.test(name):
             settings = settings_of(f"hydra/launcher={name}", "hydra.launcher.workers=3")
@@ -43,12 +44,6 @@ def test_there_are_these_launchers_and_each_composes(subtests):
     assert settings.launcher.mem_gb is None
     with pytest.raises(ConfigError):
         settings_of("hydra/launcher=joblib", "hydra.launcher.jobs=3")
-
-
-def launchers_dir() -> Path:
-    from quicksilver.runs.choices import config_dir
-
-    return config_dir() / "hydra" / "launcher"
 
 
 @pytest.fixture
@@ -66,21 +61,13 @@ def checked(*words: str, measure: str = "sweep", workers: int | None = None, res
 
 
 SLURM, JOBLIB, TIMED = "hydra/launcher=submitit_slurm", "hydra/launcher=joblib", {"measure": "default"}
+ALONE = r"measure\.latency reads a clock.*{}.*measure=sweep"
 
 
-@pytest.mark.parametrize(
-    ("words", "more", "workers"),
-    [
-        ([], {}, 1),
-        ([JOBLIB], {}, 2),
-        ([JOBLIB], {"workers": 5}, 5),
-        ([SLURM, "hydra.launcher.partition=gpu"], {}, 4),
-        ([JOBLIB], {"workers": 1, **TIMED}, 1),
-        ([SLURM, "hydra.launcher.exclusive=true"], TIMED, 4),
-    ],
-)
-def test_workers_are_those_asked_for_or_the_launchers_own(cluster, words, more, workers):
-    assert checked(*words, **more) == workers
+def test_workers_are_those_asked_for_or_the_launchers_own(cluster):
+    assert (checked(), checked(JOBLIB), checked(SLURM, "hydra.launcher.partition=gpu")) == (1, 2, 4)
+    assert (checked(JOBLIB, workers=5), checked(JOBLIB, workers=1, **TIMED)) == (5, 1)
+    assert checked(SLURM, "hydra.launcher.exclusive=true", **TIMED) == 4
 
 
 @pytest.mark.parametrize(
@@ -88,9 +75,9 @@ def test_workers_are_those_asked_for_or_the_launchers_own(cluster, words, more, 
     [
         ([], {"workers": 2}, "unless there is a launcher"),
         ([JOBLIB, "hydra.launcher.workers=0"], {}, "workers=0: needs a whole number"),
-        ([JOBLIB], TIMED, r"measure\.latency reads a clock.*Use workers=1.*measure=sweep"),
-        (["hydra/launcher=submitit_local"], TIMED, r"measure\.latency reads a clock.*Use workers=1.*measure=sweep"),
-        ([SLURM], TIMED, r"measure\.latency reads a clock.*exclusive=true.*measure=sweep"),
+        ([JOBLIB], TIMED, ALONE.format("Use workers=1")),
+        (["hydra/launcher=submitit_local"], TIMED, ALONE.format("Use workers=1")),
+        ([SLURM], TIMED, ALONE.format("exclusive=true")),
         ([SLURM, "hydra.launcher.partition=gup"], {}, "partition=gup: there is no such partition. There are: cpu, gpu"),
     ],
 )
@@ -244,7 +231,7 @@ def test_jobs_of_a_sweep_that_wait_are_counted(cluster, tmp_path):
         ("Job 7\nslurmstepd: error: StepId=7.0 exceeded memory limit (900 > 500), being killed", "hydra.launcher.mem_gb"),
         (
             "failed during processing with trace:\nTraceback\n  here\na.b.QuickSilverError: it is broken\nlogs",
-            "QuickSilverError: it is broken",
+            "Error: it is broken",
         ),
         (
             "Job 7 (task: 0) with path x\nhas not produced any output (state: ENDED)",

@@ -11,13 +11,8 @@ from quicksilver.runs import optuna_sweep as study
 from quicksilver.runs.sweep import Sweep
 from quicksilver.runtime.errors import QuickSilverError
 
-DRAWN = [
-    "modules=[static_depth]",
-    "modules.static_depth.depth=interval(0.1,0.9)",
-    "protocol=continuation",
-    "measure=sweep",
-    "dataset.windows=3",
-]
+DRAWN = ["modules=[static_depth]", "modules.static_depth.depth=interval(0.1,0.9)"]
+DRAWN += ["protocol=continuation", "measure=sweep", "dataset.windows=3"]
 GOALS = ["hydra/sweeper=optuna", "hydra.sweeper.sampler=random"]
 
 
@@ -38,9 +33,10 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
         return real(step, *rest)
 
     monkeypatch.setattr(harness_run, "_run", counted)
-    assert run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4") == 130
+    asked = [*words, *DRAWN, "name=front", "hydra.sweeper.trials=4"]
+    assert run(*asked) == 130
     monkeypatch.setattr(harness_run, "_run", real)
-    assert run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4") == 0
+    assert run(*asked) == 0
     out = capsys.readouterr().out
     sweep = Sweep.load(tmp_path / "results", "front")
     states = sweep.states()
@@ -57,14 +53,11 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
     said = out[out.index("No other run beats these") :]
     assert all(name in said for name in best)
     assert sum(name in said for name in ours.index) == len(best)
-    assert run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4", "hydra.sweeper.budget={executed_flops_saved_pct: 99}") == 0
+    assert run(*asked, "hydra.sweeper.budget={executed_flops_saved_pct: 99}") == 0
     assert "No run meets the budget" in capsys.readouterr().err
     pct = 100 + 100 * saved
     least = sorted(pct)[len(pct) // 2] - 1e-6  # what half of them save
-    assert (
-        run(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4", f"hydra.sweeper.budget={{executed_flops_saved_pct: {least}}}")
-        == 0
-    )
+    assert run(*asked, f"hydra.sweeper.budget={{executed_flops_saved_pct: {least}}}") == 0
     out = capsys.readouterr().out
     chosen = kl[pct >= least].idxmin()
     assert chosen in out[out.index("No other run within it") :].splitlines()[1]

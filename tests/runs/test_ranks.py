@@ -129,6 +129,5 @@ def test_one_process_alone_is_refused_before_anything_is_loaded(words, tmp_path,
 
 def test_a_record_keeps_its_name_where_no_model_is_cut():
     assert "parallel" not in compose(["model=reference-llama"]).identity()["model"]
-    assert (
-        compose(["model=reference-llama", "model.parallel=tensor", "measure=ranks"]).identity()["model"]["parallel"] == "tensor"
-    )
+    cut = compose(["model=reference-llama", "model.parallel=tensor", "measure=ranks"])
+    assert cut.identity()["model"]["parallel"] == "tensor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from quicksilver.measure.quality import NullResult, QualityResult
 from quicksilver.records import stats
 from quicksilver.records.description import DataEntry, DenseTotals, EnvironmentEntry, ModelEntry, PackageEntry, ProtocolEntry
 from quicksilver.records.identity import Identity
-from quicksilver.records.record import SCHEMA_VERSION, WINDOWS, Record
+from quicksilver.records.record import EVENTS, SCHEMA_VERSION, WINDOWS, Record
 from quicksilver.records.store import Store
 
 WINDOW_COUNT = 16
@@ -201,3 +202,8 @@ def publish(
         for name, write in (files or {}).items():
             draft.write(name, write)
         return store.publish(draft, content)
+
+
+def events(record: Record) -> list[str]:
+    """What events.jsonl of a record says, in order."""
+    return [json.loads(line)["event"] for line in (record.path / EVENTS).read_text().splitlines()]

@@ -224,10 +224,6 @@ class Record:
         """
         return next((self._checked(name) for name in (TRACE, PACKED_TRACE) if name in self.files), None)
 
-    @property
-    def events_path(self) -> Path:
-        return self.path / EVENTS
-
     @cached_property
     def windows(self) -> pd.DataFrame:
         """windows.parquet.

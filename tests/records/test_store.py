@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import Result
-from quicksilver.records.record import CHECKSUM, checksum, load_record, record_frame
+from quicksilver.records.record import CHECKSUM, EVENTS, checksum, load_record, record_frame
 from quicksilver.records.store import Store
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -73,7 +73,7 @@ def test_a_record_is_read_back_as_it_was_written(store):
     assert record.measured("ours", Ours) == Ours(1.5, [1.0, 2.0])
     assert list(record.windows["nll_nats"]) == [math.log(2), 5 * math.log(2)]
     assert sorted(p.name for p in record.path.iterdir()) == ["events.jsonl", "record.json", "windows.parquet"]
-    assert [json.loads(line)["event"] for line in record.events_path.read_text().splitlines()] == ["started"]
+    assert fakes.events(record) == ["started"]
     assert record.trace_path is None
     assert hidden(store) == []
 
@@ -185,7 +185,7 @@ def test_of_two_writers_of_one_record_the_loser_takes_the_winner_s(store):
         assert writer.exitcode == 0
     kept = store.get(PRINT)
     assert {found for _, found in answers} == {kept.quality.ppl}  # both were handed the one that stayed
-    assert json.loads(kept.events_path.read_text())["value"] == pytest.approx(kept.quality.ppl)  # all files are one writer's
+    assert json.loads((kept.path / EVENTS).read_text())["value"] == pytest.approx(kept.quality.ppl)  # all files are one writer's
     assert hidden(store) == []
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 
+import fakes
 import pytest
 
 from quicksilver.records import archive
@@ -23,13 +24,29 @@ TIMED = ["measure.latency.enabled=true"]
 @pytest.fixture
 def clone(world, tmp_path):
     """The words of a run, and a results folder in which the repository has its record."""
-    words = [*world, *DRIFT, *TIMED]
+    return cloned([*world, *DRIFT, *TIMED], tmp_path)
+
+
+def cloned(words, tmp_path):
     made, clone = tmp_path / "made", tmp_path / "clone"
     (record,) = ensure([compose([*words, f"results_dir={made}"])])
     commit_records(Store(made), {record.fingerprint: set()})
     clone.mkdir()
     (made / KEPT).rename(clone / KEPT)
-    return [*words, f"results_dir={clone}"], load_record(clone / KEPT / record.fingerprint)
+    return [*words, f"results_dir={clone}", "records=checked"], load_record(clone / KEPT / record.fingerprint)
+
+
+def shifted(nats: float, kernel: str | None = None):
+    """An edit of `change`: every token costs so many nats more, and another kernel computed."""
+
+    def edit(frame, content) -> None:
+        frame["nll_nats"] += nats * frame["tokens"]
+        content["nll_nats"] = float(frame["nll_nats"].sum())
+        content["ppl"] = content["ppl"] * math.exp(nats)
+        if kernel is not None:
+            content["kernels"] = {"int8_dynamic": kernel}
+
+    return edit
 
 
 def change(record, edit) -> None:
@@ -47,7 +64,7 @@ def change(record, edit) -> None:
 
 def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
     words, kept = clone
-    (found,) = ensure([compose([*words, "records=checked"])])
+    (found,) = ensure([compose(words)])
     assert found.path.parent.name == "runs"
     assert (found.confirmed.windows, found.confirmed.of, found.confirmed.agrees) == (4, 10, True)
     assert found.confirmed.largest_difference_nats < 1e-5
@@ -55,22 +72,15 @@ def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
     assert found.windows.equals(kept.windows)
     assert found.content["latency_ms"]["samples"] != kept.content["latency_ms"]["samples"]
     assert "nats a token from the repository's record" in confirmation([found])
-    assert [json.loads(line)["event"] for line in found.events_path.read_text().splitlines()][2:4] == ["confirm", "latency"]
-    assert [step.done for step in plan([compose([*words, "records=checked"])]).steps] == [True, True]
+    assert fakes.events(found)[2:4] == ["confirm", "latency"]
+    assert [step.done for step in plan([compose(words)]).steps] == [True, True]
 
 
 def test_what_comes_out_otherwise_is_measured_as_a_whole(clone) -> None:
     words, kept = clone
-    mine = [*words, "records=checked"]
-
-    def worse(frame, content) -> None:
-        frame["nll_nats"] += 0.01 * frame["tokens"]
-        content["nll_nats"] = float(frame["nll_nats"].sum())
-        content["ppl"] = content["ppl"] * 1.0100501670841679
-
     true = kept.quality.ppl
-    change(kept, worse)
-    (found,) = ensure([compose(mine)])
+    change(kept, shifted(0.01))
+    (found,) = ensure([compose(words)])
     assert not found.confirmed.agrees
     assert found.confirmed.largest_difference_nats == pytest.approx(0.01, rel=1e-3)
     assert found.quality.ppl == pytest.approx(true)
@@ -80,42 +90,25 @@ def test_what_comes_out_otherwise_is_measured_as_a_whole(clone) -> None:
 
 @pytest.mark.processor
 def test_what_a_number_format_leaves_is_confirmed_and_another_kernel_is_measured(world, tmp_path, capsys) -> None:
-    words = [*world, *TIMED, "dataset.windows=4", "modules=[int8_dynamic]"]
-    made, clone = tmp_path / "made", tmp_path / "clone"
-    (record,) = ensure([compose([*words, f"results_dir={made}"])])
-    commit_records(Store(made), {record.fingerprint: set()})
-    clone.mkdir()
-    (made / KEPT).rename(clone / KEPT)
-    kept = load_record(clone / KEPT / record.fingerprint)
-    mine = [*words, f"results_dir={clone}", "records=checked"]
+    words, kept = cloned([*world, *TIMED, "dataset.windows=4", "modules=[int8_dynamic]"], tmp_path)
+    kernel = kept.kernels["int8_dynamic"]
 
-    def moved(nats: float, kernel: str | None):
-        def edit(frame, content) -> None:
-            frame["nll_nats"] += nats * frame["tokens"]
-            content["nll_nats"] = float(frame["nll_nats"].sum())
-            content["ppl"] = content["ppl"] * math.exp(nats)
-            content["kernels"] = {"int8_dynamic": kernel or content["kernels"]["int8_dynamic"]}
+    def made_after(edit):
+        shutil.rmtree(tmp_path / "clone" / "runs", ignore_errors=True)
+        change(kept, edit)
+        (found,) = ensure([compose(words)])
+        return found
 
-        return edit
-
-    change(kept, moved(0.02, None))
-    (found,) = ensure([compose(mine)])
+    found = made_after(shifted(0.02))
     assert (found.confirmed.agrees, found.confirmed.number_format) == (True, "integer")
     assert "1 are confirmed within their number format (integer)" in confirmation([found])
-    shutil.rmtree(clone / "runs")
     capsys.readouterr()
-    change(kept, moved(-0.02, "saturating on cpu"))
-    (found,) = ensure([compose(mine)])
-    assert not found.confirmed.agrees
+    assert not made_after(shifted(-0.02, "saturating on cpu")).confirmed.agrees
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "saturating" in line]
-    assert said.startswith(
-        f"{kept.fingerprint}: the repository's record was made by saturating, which is not exact or not here, and this"
-    )
+    made_by = "the repository's record was made by saturating, which is not exact or not here, and this"
+    assert said.startswith(f"{kept.fingerprint}: {made_by}")
     assert "measured here as a whole. records=any" in said
-    shutil.rmtree(clone / "runs")
-    change(kept, moved(0.5, found.kernels["int8_dynamic"]))
-    (found,) = ensure([compose(mine)])
-    assert not found.confirmed.agrees
+    assert not made_after(shifted(0.5, kernel)).confirmed.agrees
 
 
 def test_work_that_differs_does_not_agree_either(clone) -> None:
@@ -126,47 +119,45 @@ def test_work_that_differs_does_not_agree_either(clone) -> None:
         content["executed_flops"] *= 2
 
     change(kept, more)
-    (found,) = ensure([compose([*words, "records=checked"])])
+    (found,) = ensure([compose(words)])
     assert not found.confirmed.agrees
 
 
 def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None:
     words, kept = clone
-    ensure([compose([*words, "records=checked"])])
-    assert [step.done for step in plan([compose([*words, "records=own"])]).steps] == [False, False]
-    (found,) = ensure([compose([*words, "records=own"])])
+    ensure([compose(words)])
+    own = compose([*words, "records=own"])
+    assert [step.done for step in plan([own]).steps] == [False, False]
+    (found,) = ensure([own])
     assert found.confirmed is None
     assert found.quality.nll_nats == pytest.approx(kept.quality.nll_nats)
     store = Store(found.path.parents[1])
     store.clean()
     assert {path.name for path in store.runs.iterdir() if path != store.drafts} == {kept.fingerprint, kept.dense_fingerprint}
-    (again,) = ensure([compose([*words, "records=checked"])])
+    (again,) = ensure([compose(words)])
     assert again.confirmed is None  # all of it was measured here: nothing better is to be had
 
 
 def test_a_run_that_was_timed_again_is_kept_and_says_so(clone) -> None:
     words, before = clone
-    (found,) = ensure([compose([*words, "records=checked"])])
-    commit_records(Store(found.path.parents[1]), {found.fingerprint: set()})
+    (found,) = ensure([compose(words)])
+    store = Store(found.path.parents[1])
+    commit_records(store, {found.fingerprint: set()})
     kept = load_record(before.path)
     assert kept.content["latency_ms"] == found.content["latency_ms"] != before.content["latency_ms"]
     assert kept.quality == before.quality
     assert "timed again; 4 of 10 windows verified identical" in confirmation([kept])
-    (store := Store(found.path.parents[1])).runs.rename(store.root / "away")
-    (again,) = ensure([compose([*words, "records=checked"])])
+    store.runs.rename(store.root / "away")
+    (again,) = ensure([compose(words)])
     assert again.confirmed.agrees
 
 
-def test_a_damaged_record_of_the_repository_is_as_none(clone) -> None:
+@pytest.mark.parametrize("more", [[], ["measure.signals.enabled=true", "measure.signals.windows=1"]])
+def test_a_damaged_record_and_measurements_that_windows_do_not_determine_are_made(more, clone) -> None:
     words, kept = clone
-    (kept.path.parent / archive.WINDOWS).write_bytes(b"cut")
-    (found,) = ensure([compose([*words, "records=checked"])])
-    assert found.confirmed is None
-
-
-def test_a_measurement_for_which_windows_do_not_speak_is_made(clone) -> None:
-    words, _ = clone
-    (found,) = ensure([compose([*words, "measure.signals.enabled=true", "measure.signals.windows=1", "records=checked"])])
+    if not more:
+        (kept.path.parent / archive.WINDOWS).write_bytes(b"cut")
+    (found,) = ensure([compose([*words, *more])])
     assert found.confirmed is None
 
 
@@ -182,13 +173,8 @@ def test_calibrations_of_the_repository_are_read_where_its_records_count(clone) 
     path.unlink()
     (kept.path.parent / CALIBRATIONS).mkdir(exist_ok=True)
     (kept.path.parent / CALIBRATIONS / path.name).write_text(json.dumps(calibration))
-    checked, own = (
-        ensure([compose([*asks, "protocol=continuation", "protocol.window_tokens=32", "protocol.prompt_tokens=24", *counting])])[
-            0
-        ]
-        for counting in (["records=checked"], ["records=own", "seed=1"])
-    )
+    continuation = ["protocol=continuation", "protocol.window_tokens=32", "protocol.prompt_tokens=24"]
+    (checked,), (own,) = (ensure([compose([*asks, *continuation, *counting])]) for counting in ([], ["records=own", "seed=1"]))
     assert checked.calibration.signals == own.calibration.signals
-    thresholds = [*checked.thresholds["halting"].values()], [*own.thresholds["halting"].values()]
-    assert {bound for layers in thresholds[0] for bound in layers} == {0.0}
-    assert {bound for layers in thresholds[1] for bound in layers} != {0.0}
+    of_checked, of_own = ({bound for layers in one.thresholds["halting"].values() for bound in layers} for one in (checked, own))
+    assert of_checked == {0.0} != of_own

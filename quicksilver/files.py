@@ -15,8 +15,6 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.reading import read_json
 
 MANIFEST = "manifest.json"
-_PLAIN = re.compile(r"\w[\w.+-]*")
-_FINGERPRINT = re.compile(r"[0-9a-f]{20}")
 
 
 def write_atomically(path: Path | str, content: bytes, *, sync: bool = True) -> None:
@@ -72,24 +70,18 @@ def cannot_write(folder: Path, error: OSError) -> QuickSilverError:
 
 
 def plain_name(name: Any, what: str) -> str:
-    """`name`, where it is the name of a file and no path: letters, digits, and . _ + - after the first.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
-        raise ConfigError(f"{name!r} as {what}: it is no plain file name (letters, digits, . _ + -).")
-    return name
+    """`name`, where it is the name of a file and no path: letters, digits, and . _ + - after the first; else raises ConfigError."""
+    return _matching(r"\w[\w.+-]*", name, what, "plain file name (letters, digits, . _ + -)")
 
 
 def fingerprint_of(name: Any, what: str = "a record") -> str:
-    """`name`, where it is a record's fingerprint: 20 hexadecimal digits.
+    """`name`, where it is a record's fingerprint, 20 hexadecimal digits; else raises ConfigError."""
+    return _matching(r"[0-9a-f]{20}", name, what, "fingerprint (20 hexadecimal digits)")
 
-    Raises:
-        ConfigError: it is none.
-    """
-    if not isinstance(name, str) or not _FINGERPRINT.fullmatch(name):
-        raise ConfigError(f"{name!r} as {what}: it is no fingerprint (20 hexadecimal digits).")
+
+def _matching(pattern: str, name: Any, what: str, kind: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(pattern, name):
+        raise ConfigError(f"{name!r} as {what}: it is no {kind}.")
     return name
 
 
@@ -108,14 +100,11 @@ def own_path(folder: Path, name: str) -> Path:
 
 
 def refuse_link(path: Path) -> None:
-    """
-    Raises:
-        ConfigError: `path` is a link.
-    """
+    """Raises ConfigError where `path` is a link."""
     if path.is_symlink():
+        where = f"{path} is a link to {os.readlink(path)}"
         raise ConfigError(
-            f"{path} is a link to {os.readlink(path)}: nothing is written or removed through it. Move the link away and run the same "
-            "command again."
+            f"{where}: nothing is written or removed through it. Move the link away and run the same command again."
         )
 
 
@@ -168,24 +157,19 @@ def _manifest(folder: Path) -> dict[str, str]:
     refuse_link(path)
     remedy = f"Move {folder} away, and run the same command again."
     try:
-        files = read_json(path)["files"]
-        for name in (*files, *files.values()):
-            if not isinstance(name, str):
-                raise TypeError(f"{name!r} is no text")
-        for name in files:
-            for part in name.split("/"):
+        files: dict[str, str] = read_json(path)["files"]
+        for name, digest in files.items():
+            for part in (*name.split("/"), digest):
                 plain_name(part, f"a part of {name!r}")
     except FileNotFoundError:
         if any(folder.iterdir()):
             raise ConfigError(f"{folder} has files and no {MANIFEST} that says they are this command's. {remedy}") from None
         return {}
-    except NotADirectoryError:
-        raise ConfigError(f"{folder} is no folder. {remedy}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}. {remedy}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a manifest that was written here ({error}). {remedy}") from error
-    return dict(files)
+    return files
 
 
 def _write_manifest(folder: Path, files: Mapping[str, str]) -> None:

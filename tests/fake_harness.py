@@ -24,11 +24,8 @@ class Harness:
 
     @staticmethod
     def name(config: RunConfig) -> str:
-        signal = (
-            config.modules.get("halting", {}).get("signal", "")
-            if config.modules.get("halting", {}).get("rule") == "capacity"
-            else ""
-        )
+        halting = config.modules.get("halting", {})
+        signal = halting.get("signal", "") if halting.get("rule") == "capacity" else ""
         return f"{'+'.join(config.modules) or 'dense'}{signal} {config.protocol.name}"
 
     def plan(self, configs, context=None):

@@ -24,20 +24,8 @@ def record(
     predicted = np.where(wrong, 1 - GOLD, GOLD).astype(float)
     metric = "matthews" if task == "cola" else "accuracy"
     operations = int(1e11 * (1 - saved))
-    found = TaskResult(
-        metric,
-        float((predicted == GOLD).mean()),
-        {},
-        0.5,
-        COUNT,
-        0,
-        20 * COUNT,
-        operations,
-        operations,
-        operations,
-        0,
-        16.0 * (1 - saved),
-    )
+    value, operated = float((predicted == GOLD).mean()), (operations,) * 3
+    found = TaskResult(metric, value, {}, 0.5, COUNT, 0, 20 * COUNT, *operated, 0, 16.0 * (1 - saved))
     config = {"name": task, "task": {"metrics": [metric]}}
     made = fakes.make(
         results, name if not dense else "dense continuation", "continuation", per_token=None if dense else 0.01, measured={"task": found},

@@ -29,6 +29,13 @@ TOKENS = {"all": 511, "continuation": 64}
 TEXT_DIGEST, TOKEN_DIGEST, WEIGHTS_DIGEST = "0123abcd" * 8, "9876fedc" * 8, "a1b2c3d4" * 8
 LEDGERS = {"executed": 1.0, "nominal": 1.0, "paper": 0.5, "signal": 0.0}  # share of DENSE_FLOPS
 PROMPT_SHARE = 0.8
+MODEL = ("reference-gpt2", "embedded:reference-gpt2", None, "gpt2", 16, 9_000_000)
+DATA = (
+    "python-docs", "pydoc_data.topics", "test", "raw", TEXT_DIGEST, TOKEN_DIGEST, WINDOW_COUNT, WINDOW_COUNT, 512 * WINDOW_COUNT,
+    2000 * WINDOW_COUNT, None,
+)  # fmt: skip
+MACHINE = ("3.12", "2.13.0", "5.23.0", "an operating system", "A Processor", 2, 2, 8 * 2**30, 0.1, None)
+CONFIG = {"model": "reference-gpt2", "dataset": "python-docs", "measure": "default"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,35 +73,16 @@ def described(name: str, protocol: str = "all", dense_name: str | None = None) -
         "execution": "compact",
         "protocol": encoded(ProtocolEntry(protocol, 512, 512 - prompt, 8)),  # type: ignore[arg-type]
         "lookahead": False,
-        "model": encoded(
-            ModelEntry(
-                *("reference-gpt2", "embedded:reference-gpt2", None, "gpt2", 16, 9_000_000, WEIGHTS_DIGEST),
-                "float32",
-                "cpu",
-                "sdpa",
-            )
-        ),
-        "data": encoded(
-            DataEntry(
-                *("python-docs", "pydoc_data.topics", "test", "raw", TEXT_DIGEST, TOKEN_DIGEST),
-                *(WINDOW_COUNT, WINDOW_COUNT, 512 * WINDOW_COUNT, 2000 * WINDOW_COUNT, None),
-            )
-        ),
+        "model": encoded(ModelEntry(*MODEL, WEIGHTS_DIGEST, "float32", "cpu", "sdpa")),
+        "data": encoded(DataEntry(*DATA)),
         "calibration": None,
         "tuned": {},
         "thresholds": {},
         "kernels": {},
-        "config": {
-            "seed": 0,
-            "model": {"name": "reference-gpt2"},
-            "dataset": {"name": "python-docs"},
-            "measure": {"name": "default"},
-        },
+        "config": {"seed": 0, **{part: {"name": name} for part, name in CONFIG.items()}},
         "identity": identity(name).to_json(),
         "package": encoded(PackageEntry("0.1.0", 1)),
-        "environment": encoded(
-            EnvironmentEntry("3.12", "2.13.0", "5.23.0", "an operating system", "A Processor", 2, 2, 8 * 2**30, 0.1, None)
-        ),
+        "environment": encoded(EnvironmentEntry(*MACHINE)),
         "started": "2026-01-01T10:00:00.000+00:00",
         "finished": "2026-01-01T10:00:09.000+00:00",
         "seconds": 9.0,
@@ -132,22 +120,10 @@ def put(content: dict[str, Any], name: str, result: Result) -> None:
 
 
 def make(
-    results: Path,
-    name: str,
-    protocol: str = "all",
-    *,
-    per_token: float | None = None,
-    null_per_token: float | None = None,
-    saved: float = 0.0,
-    faster: float = 0.0,
-    noise_pct: float = 1.0,
-    prompt_timed: bool = False,
-    without: Sequence[str] = (),
-    spread: float = 1.0,
-    measured: Mapping[str, Result] | None = None,
-    files: Mapping[str, Callable[[Path], object]] | None = None,
-    **changes: Any,
-) -> Record:
+    results: Path, name: str, protocol: str = "all", *, per_token: float | None = None, null_per_token: float | None = None, saved: float = 0.0,
+    faster: float = 0.0, noise_pct: float = 1.0, prompt_timed: bool = False, without: Sequence[str] = (), spread: float = 1.0,
+    measured: Mapping[str, Result] | None = None, files: Mapping[str, Callable[[Path], object]] | None = None, **changes: Any,
+) -> Record:  # fmt: skip
     """A whole record in `results`; the dense one of `protocol` when `per_token` is None.
 
     Args:

@@ -114,29 +114,22 @@ class RunConfig:
         scored text differs from part to part), and measurements that are off or on which no other number depends.
         """
         model, dataset, protocol = (dataclasses.asdict(part) for part in (self.model, self.dataset, self.protocol))
-        # What a task's splits hold is in the text's digest.
-        idle = (
-            [(dataset["task"], place) for place in ("columns", "train", "validation")]
-            if self.dataset.task
-            else [(dataset, "task")]
-        )
-        idle += [
-            *([] if self.model.adapter else [(model, "adapter")]),
-            *([] if self.model.parallel else [(model, "parallel")]),
-            (model, "path"),
-            (model, "revision"),
-            (dataset, "files"),
-            (dataset, "hub"),
-            (dataset, "reader"),
-            (dataset, "part"),
-            (dataset, "tagger"),  # its tags are in the annotation's digest
-        ]
-        if not self.modules:
-            idle.append((dataset, "calibration_windows"))
-        if self.protocol.name == "all":
-            idle.append((protocol, "prompt_tokens"))
-        for section, key in idle:
-            del section[key]
+        idle = {
+            "model": ["path", "revision"],
+            "dataset": ["files", "hub", "reader", "part", "tagger"],
+            "protocol": [],
+            "task": [],
+        }
+        idle["model"] += [key for key in ("adapter", "parallel") if not model[key]]
+        idle["dataset"] += [] if self.modules else ["calibration_windows"]
+        idle["protocol"] += ["prompt_tokens"] if self.protocol.name == "all" else []
+        if self.dataset.task:
+            idle["task"] += ["columns", "train", "validation"]  # what a task's splits hold is in the text's digest
+        else:
+            idle["dataset"].append("task")
+        for name, section in {"model": model, "task": dataset["task"], "dataset": dataset, "protocol": protocol}.items():
+            for key in idle[name]:
+                del section[key]
         measure: dict[str, Any] = {"batch_windows": self.measure["batch_windows"]}
         for name, measurement in build_measurements(self.measure).items():
             if not measurement.in_identity:
@@ -242,70 +235,62 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: names the key, the value and what is allowed.
     """
-    if not DEVICES.fullmatch(config.model.device_map):
-        raise ConfigError(
-            f"model.device_map={config.model.device_map}: no device is called so. Use cpu, cuda, cuda:1 …, mps or auto."
-        )
+    dataset, model = config.dataset, config.model
     for key, allowed in CHOICES.items():
         value = attrgetter(key)(config)
         if value not in allowed and not (value is None and key == "model.parallel"):
             raise ConfigError(f"{key}={value}: {suggest(value, allowed, 'Choices')}")
-    if config.decision_layers is not None and (not config.decision_layers or min(config.decision_layers) < 0):
-        raise ConfigError(
-            f"decision_layers={config.decision_layers}: give one or more layers, counted from 0, or null for all of them."
-        )
     for key, (least, most) in RANGES.items():
         _within(key, attrgetter(key)(config), least, most)
-    if (config.dataset.reader == "task") != (config.dataset.task is not None):
-        raise ConfigError(f"dataset.reader={config.dataset.reader}: the reader `task` goes with dataset.task, and with it alone.")
-    if (config.dataset.reader == "tagged") != (config.dataset.tagger is not None):
-        raise ConfigError(
-            f"dataset.reader={config.dataset.reader}: the reader `tagged` goes with dataset.tagger, and with it alone (dataset=wikitext103-tagged)."
-        )
-    if config.dataset.task is not None:
-        _within("dataset.task.shots", config.dataset.task.shots, 0)
-        _within("dataset.task.examples", config.dataset.task.examples, 1)
-    elif config.dataset.reader not in MADE_HERE and config.dataset.files.test is None and config.dataset.hub.id is None:
-        raise ConfigError(
-            f"dataset.files.test has no value: dataset={config.dataset.name} needs dataset.files.test=/path/of/a/text."
-        )
+    if dataset.task is not None:
+        _within("dataset.task.shots", dataset.task.shots, 0)
+        _within("dataset.task.examples", dataset.task.examples, 1)
+    layers = config.decision_layers
+    has_text = (
+        dataset.task is not None or dataset.reader in MADE_HERE or dataset.files.test is not None or dataset.hub.id is not None
+    )
+    _require({
+        f"model.device_map={model.device_map}: no device is called so. Use cpu, cuda, cuda:1 …, mps or auto.": DEVICES.fullmatch(model.device_map),
+        f"decision_layers={layers}: give one or more layers, counted from 0, or null for all of them.": layers is None or min(layers, default=-1) >= 0,
+        f"dataset.reader={dataset.reader}: the reader `task` goes with dataset.task, and with it alone.":
+            (dataset.reader == "task") == (dataset.task is not None),
+        f"dataset.reader={dataset.reader}: the reader `tagged` goes with dataset.tagger, and with it alone (dataset=wikitext103-tagged).":
+            (dataset.reader == "tagged") == (dataset.tagger is not None),
+        f"dataset.files.test has no value: dataset={dataset.name} needs dataset.files.test=/path/of/a/text.": has_text,
+        "results_dir is empty: give the folder that holds the records, for instance results_dir=results.": config.results_dir.strip(),
+    })  # fmt: skip
     _check_numbers("", dataclasses.asdict(config))
     _check_measurements(config)
-    if not config.results_dir.strip():
-        raise ConfigError("results_dir is empty: give the folder that holds the records, for instance results_dir=results.")
+
+
+def _require(rules: Mapping[str, object]) -> None:
+    """Raises ConfigError with the first message whose condition does not hold."""
+    for said, holds in rules.items():
+        if not holds:
+            raise ConfigError(said)
 
 
 def _check_measurements(config: RunConfig) -> None:
-    if "batch_windows" not in config.measure:
-        raise ConfigError(
-            "measure.batch_windows has no value: the windows of the batch that is audited, counted, timed and weighed."
-        )
-    batch_windows = config.measure["batch_windows"]
-    if isinstance(batch_windows, bool) or not isinstance(batch_windows, int):
-        raise ConfigError(f"measure.batch_windows={batch_windows}: needs a whole number.")
-    _within("measure.batch_windows", batch_windows, 1)
-    measurements = build_measurements(config.measure)
-    if next(iter(measurements), None) != "quality":
-        raise ConfigError(
-            "measure.quality is what every record has, and the first of its measurements: it cannot be switched off."
-        )
-    protocol = config.protocol
-    annotated = config.dataset.reader in ANNOTATED
-    setting = Setting(protocol.name, protocol.window_tokens, protocol.prompt_tokens, config.execution, annotated)
+    batch, measurements = config.measure.get("batch_windows"), build_measurements(config.measure)
     timed = [name for name, measurement in measurements.items() if measurement.timed]
-    if timed and config.execution == "masked":
-        off = " ".join(f"measure.{name}.enabled=false" for name in timed)
-        raise ConfigError(
-            f"execution=masked computes everything and undoes it, so it has no {timed[0]} worth a record: add {off}."
-        )
+    off = " ".join(f"measure.{name}.enabled=false" for name in timed)
     alone = next((name for name, measurement in measurements.items() if not measurement.of_ranks), None)
-    if config.model.parallel is not None and alone is not None:
-        raise ConfigError(
-            f"model.parallel={config.model.parallel}: measure.{alone} is of one process alone. Measure quality and the ledgers of each process: "
-            "measure=ranks."
-        )
-    if config.model.parallel is not None and config.records == "checked":
-        raise ConfigError("records=checked compares with a record in one process: give records=own with model.parallel.")
+    parallel, masked = config.model.parallel, config.execution == "masked"
+    _require({
+        "measure.batch_windows has no value: the windows of the batch that is audited, counted, timed and weighed.": batch is not None,
+        f"measure.batch_windows={batch}: needs a whole number.": isinstance(batch, int) and not isinstance(batch, bool),
+        "measure.quality is what every record has, and the first of its measurements: it cannot be switched off.":
+            next(iter(measurements), None) == "quality",
+        f"execution=masked computes everything and undoes it, so it has no {', '.join(timed[:1])} worth a record: add {off}.":
+            not (timed and masked),
+        f"model.parallel={parallel}: measure.{alone} is of one process alone. Measure quality and the ledgers of each process: measure=ranks.":
+            parallel is None or alone is None,
+        "records=checked compares with a record in one process: give records=own with model.parallel.":
+            parallel is None or config.records != "checked",
+    })  # fmt: skip
+    _within("measure.batch_windows", batch, 1)
+    protocol, annotated = config.protocol, config.dataset.reader in ANNOTATED
+    setting = Setting(protocol.name, protocol.window_tokens, protocol.prompt_tokens, config.execution, annotated)
     for name, measurement in measurements.items():
         try:
             measurement.check(setting)

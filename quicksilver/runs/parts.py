@@ -1,13 +1,11 @@
 """The objects that a config names: runtime modules and measurements, each a class with its options.
 
-hydra.utils.instantiate would hand nested dataclasses on as configs and import whatever `_target_` says. A config may come from somebody else,
-so a name in it must not run anything: not by being called (`subprocess.Popen`), not by being imported. The package's own files are imported;
-of other files the source is read first, and only one that imports quicksilver and defines a class of that name is imported. What comes out
-must be a subclass of the base that is asked for, and each option is checked.
+A config may come from somebody else, so a name in it must not run anything: not by being called (`subprocess.Popen`), not by being imported.
+The package's own files are imported. Of other files the source is read first: one is imported if it imports quicksilver and defines a class
+of that name. The class must be a subclass of the base that is asked for, and each option is checked.
 
-A module's defaults stand in its dataclass, and nowhere else. They are read from the source and not by an import, which would bring torch:
-seconds that a table made of records does not need. Whatever yaml Hydra reads gets them here, so that every option of a module has its place
-in the config.
+A module's defaults stand in its dataclass alone. They are read from the source: an import would bring torch, which a table made of records
+does not need. Whatever yaml Hydra reads gets them here, so that every option of a module has its place in the config.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import inspect
 import pickle
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -167,28 +166,21 @@ def option_defaults(target: str) -> dict[str, Any]:
     Left out are options without a default, masks (which are tensors), and defaults that are no literals.
     """
     module, _, name = target.rpartition(".")
-    found, options = _definition(module, name) if module else None, dict[str, Any]()
-    if found is None:
+    source, node = (_definition(module, name) if module else None) or (None, None)
+    options: dict[str, Any] = {}
+    if source is None or node is None:
         return options
-    source, node = found
     for base in (base.id for base in reversed(node.bases) if isinstance(base, ast.Name)):
         options |= option_defaults(f"{source.module}.{base}")
-    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        for line in node.body:
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                options.pop(line.target.id, None)
-                options |= _option(line.target.id, line)
+    is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+    for field in node.body if is_dataclass else ():
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            options.pop(field.target.id, None)
+            is_option = not field.target.id.endswith("_mask") and not ast.unparse(field.annotation).startswith("ClassVar")
+            if field.value is not None and is_option:
+                with suppress(ValueError):  # a call, such as field(init=False)
+                    options[field.target.id] = _as_yaml(ast.literal_eval(field.value))
     return options
-
-
-def _option(name: str, field: ast.AnnAssign) -> dict[str, Any]:
-    """The option that a field of a dataclass is, with its default; empty where it is none or has none."""
-    if field.value is None or name.endswith("_mask") or ast.unparse(field.annotation).startswith("ClassVar"):
-        return {}
-    try:
-        return {name: _as_yaml(ast.literal_eval(field.value))}
-    except ValueError:
-        return {}  # a call, such as field(init=False)
 
 
 def _as_yaml(value: Any) -> Any:
@@ -276,19 +268,20 @@ def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
 
 
 def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
-    """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around, and every `@set` by
-    those that belong to it."""
-    words = {entry.strip() for entry in value if isinstance(entry, str) and not entry.startswith("@")}
-    ids = [entry for entry in value if not isinstance(entry, str)]
-    for name in (entry for entry in value if isinstance(entry, str) and entry.startswith("@")):
+    """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around, and every `@set` by its ids."""
+    named = [entry for entry in value if isinstance(entry, str)]
+    ids, words = (
+        [entry for entry in value if not isinstance(entry, str)],
+        {one.strip() for one in named if not one.startswith("@")},
+    )
+    for name in (one for one in named if one.startswith("@")):
         if name not in TOKEN_SETS:
             raise ConfigError(f"{key}: {suggest(name, list(TOKEN_SETS), 'Sets of tokens')}")
         ids += token_set(name, tokenizer) if tokenizer is not None else []
     if not words or tokenizer is None:
         return ids
     found = [(number, tokenizer.decode([number]).strip()) for number in range(len(tokenizer))]
-    missing = sorted(words - {text for _, text in found})
-    if missing:
+    if missing := sorted(words - {text for _, text in found}):
         raise ConfigError(f"{key}: {missing[0]!r} is no single token of this model. Give words that are, or token ids.")
     return ids + [number for number, text in found if text in words]
 

@@ -54,12 +54,10 @@ def test_what_a_page_names_is_there(page):
     assert set(GROUPS) >= {"model", "dataset", "modules", "protocol", "measure"}
 
 
-def leaves(nav: Any) -> Iterator[str]:
+def leaves(nav: Any) -> list[str]:
     if isinstance(nav, str):
-        yield nav
-    else:
-        for entry in nav.values() if isinstance(nav, dict) else nav:
-            yield from leaves(entry)
+        return [nav]
+    return [leaf for entry in (nav.values() if isinstance(nav, dict) else nav) for leaf in leaves(entry)]
 
 
 def test_every_page_is_in_the_navigation_once_and_the_api_names_packages_that_say_what_they_are():
@@ -108,19 +106,17 @@ MODULES = re.compile(r"modules=\[(?P<names>[\w,]+)\]")
 
 def strings() -> Iterator[tuple[str, str]]:
     """Every string of the source with where it stands; what is filled in when it is said reads as `…`."""
-    for path in (
-        path for folder in ("quicksilver", "experiments", "scripts", "studies") for path in (ROOT / folder).rglob("*.py")
-    ):
+    folders = ("quicksilver", "experiments", "scripts", "studies")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         inside = {
             id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values
         }  # of a string that is told whole
         for node in (node for node in nodes if id(node) not in inside):
-            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield where, node.value
-            elif isinstance(node, ast.JoinedStr):
-                yield where, "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
 
 STRINGS = list(strings())
@@ -130,21 +126,20 @@ def is_there(name: str) -> bool:
     return (ROOT / name.rstrip(".")).exists() or name == "quicksilver/conf" or bool(re.search(r"…|[A-Z]{4}|\*", name))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "least", "known", "gone"),
-    [
-        (PLACE, 20, None, "a file of scripts/calibrate.py."),
-        (
-            COMMAND,
-            20,
-            {*console.commands(), "without"},
-            "run `quicksilver calibrat`",
-        ),  # "quicksilver without modules" is the harness
-        (TARGET, 5, set(TARGETS), "or `make calibrat`."),
-        (MODULES, 20, {*choices("modules"), "NAME", "module"}, "give modules=[halting,haltin]"),
-    ],
-    ids=["files", "commands", "targets", "modules"],
-)
+NAMED = {
+    "files": (PLACE, 20, None, "a file of scripts/calibrate.py."),
+    "commands": (
+        COMMAND,
+        20,
+        {*console.commands(), "without"},
+        "run `quicksilver calibrat`",
+    ),  # "quicksilver without modules" is the harness
+    "targets": (TARGET, 5, set(TARGETS), "or `make calibrat`."),
+    "modules": (MODULES, 20, {*choices("modules"), "NAME", "module"}, "give modules=[halting,haltin]"),
+}
+
+
+@pytest.mark.parametrize(("pattern", "least", "known", "gone"), NAMED.values(), ids=NAMED)
 def test_what_a_message_names_is_there(pattern: re.Pattern[str], least: int, known: Collection[str] | None, gone: str) -> None:
     def missing(texts: list[tuple[str, str]]) -> tuple[int, list[tuple[str, str]]]:
         named = [

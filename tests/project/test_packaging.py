@@ -52,23 +52,22 @@ def test_make_alone_lists_every_target_with_what_it_does():
 
 
 def test_make_hands_the_choices_on():
-    command = make(
-        "--dry-run", "-o", ".venv/.locked", "reproduce-table", "TABLE=3", "MODEL=gpt2", "DATASET=c4", "ARGS=seed=1"
-    ).stdout
+    select = ("--dry-run", "-o", ".venv/.locked", "reproduce-table")
+    command = make(*select, "TABLE=3", "MODEL=gpt2", "DATASET=c4", "ARGS=seed=1").stdout
     assert "quicksilver reproduce table 3 model=gpt2 dataset=c4 seed=1" in command
-    plain = make("--dry-run", "-o", ".venv/.locked", "reproduce-table").stdout
-    assert re.search(r"quicksilver reproduce table 11\s*$", plain)
+    assert re.search(r"quicksilver reproduce table 11\s*$", make(*select).stdout)
 
 
 @pytest.mark.parametrize("version", [None, "3.9.1"])
 def test_a_missing_or_old_python_is_one_clear_line(tmp_path, version):
     python = tmp_path / "python-of-mine"
+    says = "python-of-mine was not found: install"
     if version is not None:
         python.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "Python {version}" && exit 0\nexit 1\n')
         python.chmod(0o755)
+        says = f"is Python {version}, and QuickSilver needs"
     answer = make("environment", f"VENV={tmp_path}/venv", f"PYTHON={python}")
     assert answer.returncode != 0
-    says = "python-of-mine was not found: install" if version is None else "is Python 3.9.1, and QuickSilver needs"
     assert f"{says} Python 3.11 or newer" in answer.stderr
     assert not (tmp_path / "venv").exists()
 
@@ -97,9 +96,8 @@ def test_the_workflow_calls_targets_that_are_there():
 def test_the_lock_pins_exact_versions_and_names_no_host_and_no_path():
     of_both = []
     for lock in (LOCK, DOCS_LOCK):
-        assert [
-            line for line in lock if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+(; sys_platform == 'darwin')?", line)
-        ] == []
+        exact = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+(; sys_platform == 'darwin')?")
+        assert [line for line in lock if not exact.fullmatch(line)] == []
         names = [canonicalize_name(line.split("==")[0]) for line in lock]
         assert names == sorted(set(names))
         of_both += names
@@ -119,12 +117,8 @@ def pinned(lock: list[str], machine: Mapping[str, str] | None = None) -> dict[st
 def requirements() -> list[str]:
     # `peers` is torchao alone: importing it prints, and costs every start seconds, so `make` does not install it; nor `ray`, which is large.
     # What `lm-eval` needs contradicts the lock.
-    extras = {name: lines for name, lines in EXTRAS.items() if name not in ("peers", "docs", "lm-eval", "ray")}
-    return [
-        *PROJECT["project"]["dependencies"],
-        *(line for lines in extras.values() for line in lines),
-        *PROJECT["build-system"]["requires"],
-    ]
+    extras = [line for name, lines in EXTRAS.items() if name not in ("peers", "docs", "lm-eval", "ray") for line in lines]
+    return [*PROJECT["project"]["dependencies"], *extras, *PROJECT["build-system"]["requires"]]
 
 
 @pytest.mark.parametrize(("lines", "lock"), [(requirements(), LOCK), (EXTRAS["docs"], DOCS_LOCK)], ids=["requirements", "docs"])
@@ -137,18 +131,12 @@ def test_what_is_locked_lies_in_the_declared_ranges(lines, lock):
 
 MACHINES = {
     f"{system}-{machine}-{python}": {
-        "sys_platform": system,
-        "platform_system": {"linux": "Linux", "darwin": "Darwin"}[system],
-        "os_name": "posix",
-        "platform_machine": machine,
-        "platform_python_implementation": "CPython",
-        "implementation_name": "cpython",
-        "python_version": python,
-        "python_full_version": f"{python}.5",
+        "sys_platform": system, "platform_system": system.capitalize(), "os_name": "posix", "platform_machine": machine, "python_version": python,
+        "platform_python_implementation": "CPython", "implementation_name": "cpython", "python_full_version": f"{python}.5",
     }
     for system, machine in (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
     for python in ("3.11", "3.12", "3.13")
-}
+}  # fmt: skip
 GPU = re.compile(r"nvidia-(?!ml-py)|cuda-|triton$")  # torch pins those of its CUDA build
 
 
@@ -232,15 +220,13 @@ def staged(tmp_path):
     return stage
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.py", "x = 1\n", None),
-        ("results/table.md", "a line with a space \n" + "x" * 2**21, None),
-        ("b.txt", "x = 1 \n", "trailing whitespace"),
-        ("b.txt", "x" * (2**20 + 1), "b.txt: 1048577 bytes"),
-    ],
-)
+FILES = [
+    ("a.py", "x = 1\n", None), ("results/table.md", "a line with a space \n" + "x" * 2**21, None), ("b.txt", "x = 1 \n", "trailing whitespace"),
+    ("b.txt", "x" * (2**20 + 1), "b.txt: 1048577 bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "says"), FILES)
 def test_the_check_of_files_refuses_what_is_unclean_or_large_outside_of_results(staged, name, content, says):
     answer = staged(name, content)
     assert (answer.returncode == 0) == (says is None)
@@ -259,10 +245,11 @@ README_RUNS = re.findall(r"^quicksilver run (.*)$", (ROOT / "README.md").read_te
 
 @pytest.mark.parametrize("line", README_RUNS)
 def test_the_readmes_runs_compose(line):
-    sweep = line.startswith("-m ")
-    for first in range(3 if sweep else 1):
+    values = max([len(word.split(",")) for word in line.split() if "=p10," in word] or [1])
+    for place in range(values):  # of a sweep
         words = [
-            word.split("=")[0] + "=" + word.split("=")[1].split(",")[first] if "p10," in word else word for word in line.split()
+            f"{word.partition('=')[0]}={word.partition('=')[2].split(',')[place]}" if "=p10," in word else word
+            for word in line.split()
         ]
         assert compose([word for word in words if word != "-m"]).modules
 

@@ -74,12 +74,10 @@ def test_a_mistake_is_said_as_hydra_s_of_these_very_words(words):
 
 def test_folders_of_the_user_s_own_are_searched_and_read_again_when_they_change(tmp_path):
     (tmp_path / "modules").mkdir()
-    mine = tmp_path / "modules" / "mine.yaml"
-    content = "# @package modules.mine\n_target_: quicksilver.modules.Halting\ntau_drift: 0.5\n"
-    mine.write_text(content)
-    assert compose(["modules=[mine]"], [tmp_path]).modules["mine"]["tau_drift"] == 0.5
-    mine.write_text(content.replace("0.5", "0.25"))
-    assert compose(["modules=[mine]"], [tmp_path]).modules["mine"]["tau_drift"] == 0.25
+    for tau in (0.5, 0.25):
+        content = f"# @package modules.mine\n_target_: quicksilver.modules.Halting\ntau_drift: {tau}\n"
+        (tmp_path / "modules" / "mine.yaml").write_text(content)
+        assert compose(["modules=[mine]"], [tmp_path]).modules["mine"]["tau_drift"] == tau
     with pytest.raises(ConfigError, match="mine"):
         compose(["modules=[mine]"])
     with pytest.raises(ConfigError, match="no such folder"):
@@ -90,8 +88,9 @@ def test_a_run_does_not_change_the_next_one():
     before = compose(["modules=[halting]"])
     compose(["modules=[halting]", "modules.halting.tau_drift=p99", "seed=7"]).modules.clear()
     assert compose(["modules=[halting]"]) == before
-    compose(["modules=[halting]"]).modules.clear()
-    assert compose(["modules=[halting]"]) == before
+    first_time, again = build_measurements(before.measure), build_measurements(before.measure)
+    assert first_time == again
+    assert all(again[name] is not built for name, built in first_time.items())
 
 
 def test_a_hydra_that_runs_already_is_left_as_it_was():
@@ -102,13 +101,6 @@ def test_a_hydra_that_runs_already_is_left_as_it_was():
             assert compose(["seed=4"]).seed == 4
         assert GlobalHydra.instance().hydra is outer
     assert not GlobalHydra.instance().is_initialized()
-
-
-def test_measurements_that_were_built_before_are_not_the_same_objects():
-    entries = compose(["measure=default"]).measure
-    first_time, again = build_measurements(entries), build_measurements(entries)
-    assert first_time == again
-    assert all(again[name] is not built for name, built in first_time.items())
 
 
 # --- words as a shell hands them on: any value that a person gives reaches the config as it was given
@@ -125,10 +117,10 @@ def test_what_hydra_cannot_read_alone_keeps_every_character(value, strange):
 
 
 @pytest.mark.parametrize(
-    "override", ["model=gpt2", "modules=[halting,kv_skipping]", "seed=1,2", "a.b={x:1}", "word", "~modules", "x=[é]"]
+    "word", ["model=gpt2", "modules=[halting,kv_skipping]", "seed=1,2", "a.b={x:1}", "word", "~modules", "x=[é]"]
 )
-def test_what_it_reads_and_what_is_no_text_stays(override):
-    assert quoted([override]) == [override]
+def test_what_it_reads_and_what_is_no_text_stays(word):
+    assert quoted([word]) == [word]
 
 
 @pytest.mark.parametrize("template", ["{sentence} It was", "{premise}\n{hypothesis}", "{text}", "{choices[0]}: it's {label}?"])

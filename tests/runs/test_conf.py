@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from thinning import first
 from quicksilver.data.spec import DatasetConfig
 from quicksilver.measure import Protocol
 from quicksilver.models.spec import ModelConfig
-from quicksilver.modules import PRESETS
 from quicksilver.runs.choices import GROUPS, choices, config_dir
-from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.config import ProtocolConfig, RunConfig, compose
 from quicksilver.runs.parts import build_modules, module_entry
 from quicksilver.runs.sweep import sweep_jobs
 from quicksilver.runtime import RuntimeModule
@@ -75,78 +73,42 @@ def test_every_model_composes_with_all_modules_at_once(subtests):
             assert config.label.startswith("x | " if more else f"{model} | python-docs | ")
 
 
-@pytest.mark.parametrize("protocol", first(choices("protocol")))
-def test_every_module_composes_and_its_yaml_lists_every_option_of_its_class(protocol, subtests):
-    """An option that the yaml leaves out could not be given on the command line. Only `make test-all` has Hydra compose them all."""
-    masks = {"full_mask", "forced_mask", "keep_mask", "exempt_mask", "protected_mask"}  # tensors: for scripts only
+def test_every_module_s_yaml_says_where_it_goes_and_composes_to_its_entry(subtests):
+    """That an entry has every option of its class, tests/modules/test_defaults.py says. Only `make test-all` has Hydra compose them all."""
     for number, module in enumerate(choices("modules")):
         with subtests.test(module):
+            first_line, second = (config_dir() / "modules" / f"{module}.yaml").read_text(encoding="utf-8").splitlines()[:2]
+            assert (first_line[:19], second[:2]) == ("# @package modules.", "# ")
             name, entry = module_entry(module)
-            (built,) = build_modules({name: entry})
-            assert isinstance(built, RuntimeModule)
+            assert all(isinstance(built, RuntimeModule) for built in build_modules({name: entry}))
             if thinning.whole or number % 10 == 0:
-                config = compose([f"modules=[{module}]", f"protocol={protocol}"])
-                assert isinstance(config, RunConfig)
+                config = compose([f"modules=[{module}]", "protocol=all"])
                 assert config.modules == {name: entry}
-                assert config.label == f"reference-gpt2 | python-docs | {name} | {protocol}"
-            # a depth is its window
-            overwritten = (
-                {"window"}
-                if name
-                in ("static_depth", "static_exit", "one_shot_halting", "staged_halting", "word_class_halting", "learned_halting")
-                else set()
-            )
-            assert set(entry) - {"_target_"} == {f.name for f in dataclasses.fields(built)} - masks - overwritten
-
-
-def test_a_modules_yaml_says_where_it_goes():
-    firsts = {
-        module: (config_dir() / "modules" / f"{module}.yaml").read_text(encoding="utf-8").splitlines()[:2]
-        for module in choices("modules")
-    }
-    assert [
-        module
-        for module, (first, second) in firsts.items()
-        if not (first.startswith("# @package modules.") and second.startswith("# "))
-    ] == []
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_paper_s_presets_are_the_same_in_python_and_in_yaml(preset):
-    entry = compose([f"modules=[halting_{preset.replace('-', '_')}]"]).modules["halting"]
-    (from_yaml,) = build_modules({"halting": entry})
-    for option, value in PRESETS[preset].items():
-        assert getattr(from_yaml, option) == pytest.approx(value) if isinstance(value, float) else True
-        if isinstance(value, str) or value is None:
-            assert getattr(from_yaml, option) == value
-    assert from_yaml.window == pytest.approx(PRESETS[preset]["window"])
+                assert config.label == f"reference-gpt2 | python-docs | {name} | all"
 
 
 def test_the_protocol_group_has_the_fields_of_the_protocol():
-    ours = {f.name: f.default for f in dataclasses.fields(compose([]).protocol)}
-    theirs = {f.name: f.default for f in dataclasses.fields(Protocol)}
-    assert set(ours) == set(theirs)
-    assert {k: v for k, v in ours.items() if k != "name"} == {k: v for k, v in theirs.items() if k != "name"}
+    ours, theirs = ({f.name: f.default for f in dataclasses.fields(one)} for one in (ProtocolConfig, Protocol))
+    assert ours | {"name": None} == theirs | {"name": None}
 
 
 def test_modules_is_a_list_and_later_words_reach_into_it():
-    config = compose(["modules=[kv_skipping,halting]", "modules.halting.tau_drift=[1,2]", "modules.kv_skipping.tau_kv=p95"])
-    assert set(config.modules) == {"halting", "kv_skipping"}
-    assert config.modules["halting"]["tau_drift"] == [1, 2]
-    assert config.modules["kv_skipping"]["tau_kv"] == "p95"
+    words = ["modules.halting.tau_drift=[1,2]", "modules.halting.full_ids=[3,5]", "modules.kv_skipping.tau_kv=p95"]
+    modules = compose(["modules=[kv_skipping,halting]", *words]).modules
+    assert set(modules) == {"halting", "kv_skipping"}
+    assert (modules["halting"]["tau_drift"], modules["kv_skipping"]["tau_kv"]) == ([1, 2], "p95")
     assert compose([]).modules == {}
-    assert list(build_modules(compose(["modules=[halting]", "modules.halting.full_ids=[3,5]"]).modules)[0].full_ids) == [3, 5]
-    assert type(config.modules["halting"]) is dict  # plain python: a list of OmegaConf would surprise the module
+    assert list(build_modules(modules)[0].full_ids) == [3, 5]
+    assert type(modules["halting"]) is dict  # plain python: a list of OmegaConf would surprise the module
 
 
 def test_the_folders_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("QUICKSILVER_DATA", "/somewhere")
     monkeypatch.setenv("QUICKSILVER_RESULTS", "/elsewhere")
-    assert compose([]).data.root == "/somewhere"
-    assert compose([]).results_dir == "/elsewhere"
+    assert (compose([]).data.root, compose([]).results_dir) == ("/somewhere", "/elsewhere")
+    assert compose(["data.root=/here"]).data.root == "/here"
     monkeypatch.delenv("QUICKSILVER_DATA")
     assert compose([]).data.root is None
-    assert compose(["data.root=/here"]).data.root == "/here"
 
 
 MISTAKES = {
@@ -170,6 +132,7 @@ MISTAKES = {
     "measure.batch_windows=some": ["measure.batch_windows=some: needs a whole number"],
     "model.dtype=null": ["model.dtype=null: needs a value"],
     "model.dtype=float3": ["Did you mean float32", "bfloat16"],
+    "dataset.part=validation": ["dataset.part=validation", "test, calibration"],
     "execution=maskd": ["Did you mean masked"],
     "dataset.windows=0": ["dataset.windows=0 is out of range: at least 1"],
     "measure.latency.repeats=2": ["measure.latency.repeats=2 must be a whole number of at least 3"],
@@ -229,22 +192,16 @@ def test_a_sweep_here_is_the_sweep_that_hydra_runs(experiment):
     configs = [compose(job) for job in jobs]
     assert len({repr(config.identity()) for config in configs}) == len(jobs) > 1
     assert len({repr(config.dense().identity()) for config in configs}) == 1  # one dense run serves them all
+    with pytest.raises(ConfigError, match="no such experiment. Did you mean"):
+        sweep_jobs(experiment + "s")
 
 
-def test_a_sweep_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="no such experiment. Did you mean e9_grid"):
-        sweep_jobs("e9_gird")
-
-
-def test_what_is_scored_may_be_the_calibrating_part():
+def test_what_is_no_part_of_an_identity():
     assert compose([]).identity() == compose(["dataset.part=calibration"]).identity()  # the text's own digest tells them apart
-    with pytest.raises(ConfigError, match="dataset.part=validation"):
-        compose(["dataset.part=validation"])
-
-
-def test_all_runs_that_differ_in_modules_only_share_their_dense_run():
     words = ["modules=[halting]", "seed=3", "execution=decide", "modules.halting.tau_drift=p10"]
-    assert compose(words).dense().identity() == compose([]).dense().identity()
+    assert (
+        compose(words).dense().identity() == compose([]).dense().identity()
+    )  # runs that differ in modules share their dense run
 
 
 def test_an_installed_package_finds_its_configs_inside_itself(tmp_path, monkeypatch):
@@ -267,12 +224,3 @@ def test_defaults_are_filled_in_where_no_folder_of_the_path_has_the_package(tmp_
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not (Path(place) / "quicksilver").is_dir()])
     assert module_entry("halting") == expected
     assert len(expected[1]) > 10
-
-
-def test_hydra_reaches_no_floor_below_the_harness():
-    root = Path(inspect.getfile(RuntimeModule)).parents[1]
-    for floor in ("runtime", "modules", "measure"):
-        for path in (root / floor).glob("*.py"):
-            text = path.read_text(encoding="utf-8")
-            assert "import hydra" not in text
-            assert "omegaconf" not in text

@@ -28,14 +28,13 @@ class Sent:
 
     def __init__(self) -> None:
         self.runs: list[dict] = []
-        self.module = types.SimpleNamespace(
-            init=self.init,
-            Settings=dict,
-            errors=types.SimpleNamespace(Error=RuntimeError),
-            Table=lambda dataframe: ("table", dataframe),
-            Image=lambda path, caption: ("image", Path(path), caption),
-            __spec__=object(),
-        )
+        self.Settings, self.errors, self.__spec__ = dict, types.SimpleNamespace(Error=RuntimeError), object()
+
+    def Table(self, dataframe):
+        return "table", dataframe
+
+    def Image(self, path, caption):
+        return "image", Path(path), caption
 
     def init(self, **about):
         run = {**about, "logged": {}, "artefacts": [], "finished": False}
@@ -50,9 +49,8 @@ class Sent:
 
 @pytest.fixture
 def sent(monkeypatch) -> Sent:
-    sent = Sent()
-    monkeypatch.setitem(sys.modules, "wandb", sent.module)
-    return sent
+    monkeypatch.setitem(sys.modules, "wandb", found := Sent())
+    return found
 
 
 @pytest.fixture
@@ -67,9 +65,7 @@ def results(tmp_path) -> Path:
     with style():
         drawing, _ = panels()
     Figure("figure99", "Figure 99: none", frame[["key"]], drawing, ("A caption.",)).write(tmp_path / "figures")
-    ledger = pd.DataFrame(
-        {"panel": ["a"], "section": [""], "claim": ["a"], "kind": ["claim"], "verdict": ["partly"], "record": [""]}
-    )
+    ledger = pd.DataFrame([dict(panel="a", section="", claim="a", kind="claim", verdict="partly", record="")])
     (tmp_path / "claims.json").write_bytes(Table("claims", "Claims", ledger, ()).written().json())
     return tmp_path
 
@@ -169,8 +165,7 @@ def test_tables_and_figures_are_one_run(results, sent):
     assert len(run["logged"]["table_sweeps"][1]) == 2
     sent_files = {path.name for path, _, _ in run["artefacts"]}
     assert sent_files >= {"table_sweeps.md", "table_sweeps.csv", "figure99.json", "figure99.csv"}
-    again = Sent()
-    sys.modules["wandb"] = again.module
+    sys.modules["wandb"] = again = Sent()
     wandb.publish(results, wandb.TrackerConfig(name="wandb"))
     assert [one["id"] for one in again.runs] == [one["id"] for one in sent.runs]  # mirrored twice, the same runs
 
@@ -179,7 +174,7 @@ def test_a_refusal_is_said_and_harms_nothing(results, sent, capsys):
     def refuse(**about):
         raise RuntimeError("no login")
 
-    sent.module.init = refuse
+    sent.init = refuse
     assert wandb.main([f"results_dir={results}", "tracker.mode=online"]) == 1
     said = capsys.readouterr().err
     assert "is finished, but W&B refused it: no login" in said
@@ -211,9 +206,8 @@ def test_the_report_is_built_from_blocks(results):
         "BarPlot",
         "MediaBrowser",
         "LinePlot",
-        "Report",
     )
-    fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in names})
+    fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in (*names, "Report")})
     _, report = wandb_report.build("mine", "me", Collection(results), fake)
     assert (report["project"], report["entity"]) == ("mine", "me")
     grids = [about for name, about in report["blocks"] if name == "PanelGrid"]
@@ -223,14 +217,12 @@ def test_the_report_is_built_from_blocks(results):
     ]
 
 
-def test_words_that_the_report_does_not_take_are_refused(capsys):
-    for words, says in (
-        (["--list"], "write list=VALUE"),
-        (["list=maybe"], "list="),
-        (["projekt=a"], "Did you mean project?"),
-    ):
-        assert wandb_report.main(words) == 1
-        assert says in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "says"), [("--list", "write list=VALUE"), ("list=maybe", "list="), ("projekt=a", "Did you mean project?")]
+)
+def test_words_that_the_report_does_not_take_are_refused(capsys, word, says):
+    assert wandb_report.main([word]) == 1
+    assert says in capsys.readouterr().err
 
 
 def test_who_is_not_logged_in_is_told_what_is_missing(results, tmp_path, monkeypatch, capsys):

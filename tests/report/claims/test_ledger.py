@@ -71,48 +71,39 @@ def halting(tmp_path, quantity: str, **options) -> pd.Series:
     return row([source(tmp_path, **options)], f"table11.isolated.halting.{quantity}")
 
 
-def test_every_claim_and_every_contradiction_has_a_row():
+def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why():
     found = frame([])
     expected = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities}
     assert set(found.loc[found["kind"].isin(("claim", SETTING)), "claim"]) == expected
     assert set(found.loc[found["kind"] == "conflict", "claim"]) == {f"conflict.{row.id}" for row in contradictions()}
-
-
-def test_without_records_nothing_is_reproduced_and_everything_says_why():
-    found = frame([])
-    claims_ = found[found["kind"] == "claim"]
-    assert set(claims_["verdict"]) == {"not measured", "not comparable"}
-    of_tokens = claims_[claims_["claim"].str.startswith("table5.")]
+    judged = found[found["kind"] == "claim"]
+    assert set(judged["verdict"]) == {"not measured", "not comparable"}
+    of_tokens = judged[judged["claim"].str.startswith("table5.")]
     assert set(of_tokens["verdict"]) == {"not comparable"}  # levels of one sentence in a model without a name
-    assert (claims_["why"] != "").all()
-    assert claims_["measured"].isna().all()
-    setting = row([], "b2.thresholds.tau_drift")
+    assert (judged["why"] != "").all()
+    assert judged["measured"].isna().all()
+    setting = found.set_index("claim").loc["b2.thresholds.tau_drift"]
     assert (setting["verdict"], setting["reported"]) == ("not comparable", "0.045")
     assert "conf/modules/halting_paper_b2.yaml: tau_drift" in setting["why"]
 
 
 @pytest.mark.parametrize(
-    ("run", "verdicts"),
+    ("saved", "faster", "per_token", "more", "verdicts"),
     [
-        ({"saved": 0.25, "faster": 0.20, "per_token": 0.003}, ("reproduced", "reproduced", "reproduced")),
-        # Quality at less than the claimed saving.
-        ({"saved": 0.10, "faster": 0.08, "per_token": 0.003}, ("partly", "partly", "partly")),
-        ({"saved": 0.25, "faster": 0.20, "per_token": 0.2}, ("not reproduced", "not reproduced", "not reproduced")),
-        # Quality that partly holds, and quality that is undecided.
-        ({"saved": 0.25, "faster": 0.20, "per_token": 0.0095}, ("partly", "partly", "partly")),
-        (
-            {"saved": 0.25, "faster": 0.20, "per_token": 0.0068, "spread": 40.0},
-            ("not measured", "not measured", "not measured"),
-        ),
-        ({"saved": 0.10, "faster": 0.08, "per_token": 0.2}, ("not reproduced", "not reproduced", "not reproduced")),
-        ({"saved": 0.0, "faster": -0.30, "per_token": 0.2}, ("not reproduced", "not reproduced", "not reproduced")),
+        (0.25, 0.20, 0.003, {}, ["reproduced"] * 3),
+        (0.10, 0.08, 0.003, {}, ["partly"] * 3),  # quality at less than the claimed saving
+        (0.25, 0.20, 0.2, {}, ["not reproduced"] * 3),
+        (0.25, 0.20, 0.0095, {}, ["partly"] * 3),  # quality that partly holds
+        (0.25, 0.20, 0.0068, {"spread": 40.0}, ["not measured"] * 3),  # quality that is undecided
+        (0.10, 0.08, 0.2, {}, ["not reproduced"] * 3),
+        (0.0, -0.30, 0.2, {}, ["not reproduced"] * 3),
     ],
 )
-def test_a_saving_is_judged_with_the_quality_that_it_is_claimed_with(tmp_path, run, verdicts):
-    sources = [source(tmp_path, **run)]
+def test_a_saving_is_judged_with_the_quality_that_it_is_claimed_with(tmp_path, saved, faster, per_token, more, verdicts):
+    sources = [source(tmp_path, saved=saved, faster=faster, per_token=per_token, **more)]
     found = [row(sources, f"table11.isolated.halting.{name}") for name in ("flops_saved_pct", "speedup_pct", "delta_ppl")]
-    assert tuple(one["verdict"] for one in found) == verdicts
-    if run["saved"] > 0.2 and verdicts[0] != "reproduced":
+    assert [one["verdict"] for one in found] == verdicts
+    if saved > 0.2 and verdicts[0] != "reproduced":
         assert "lowered: table11.isolated.halting.delta_ppl, claimed with it" in found[0]["why"]
 
 
@@ -146,29 +137,27 @@ def refuse(panel):
     raise ConfigError("record.json has no entry 'energy'")
 
 
+FAST, SIMULATED = "table11.isolated.halting.speedup_pct", {"kernels": {"one": "float products"}}
+
+
 @pytest.mark.parametrize(
-    ("claim", "options", "verdict", "why"),
+    ("claim", "options", "of", "verdict", "why"),
     [
-        ("table11.isolated.halting.speedup_pct", {}, "not measured", f"no record: {COMMAND}"),
-        ("table11.isolated.halting.speedup_pct", {"reason": "refused under all"}, "not measured", "refused under all"),
+        (FAST, {}, None, "not measured", f"no record: {COMMAND}"),
+        (FAST, {"reason": "refused under all"}, None, "not measured", "refused under all"),
+        (FAST, {"saved": 0.3, "changes": SIMULATED}, None, "not measured", "simulated"),
         (
-            "table11.isolated.halting.speedup_pct",
-            {"saved": 0.3, "changes": {"kernels": {"one": "float products"}}},
-            "not measured",
-            "simulated",
-        ),
-        ("table11.isolated.halting.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, "not comparable", "looks ahead"),
-        (
-            "k.fused.fused_share_pct",
-            {"saved": 0.2, "of": lambda panel: Estimate(15.0, 14.0, 16.0)},
+            "table11.isolated.halting.delta_ppl",
+            {"saved": 0.3, "changes": {"lookahead": True}},
+            None,
             "not comparable",
-            "a setting",
+            "looks ahead",
         ),
-        ("f2.joint.speedup_pct", {"saved": 0.2, "of": refuse}, "not measured", "record.json has no entry 'energy'"),
+        ("k.fused.fused_share_pct", {"saved": 0.2}, lambda panel: Estimate(15.0, 14.0, 16.0), "not comparable", "a setting"),
+        ("f2.joint.speedup_pct", {"saved": 0.2}, refuse, "not measured", "record.json has no entry 'energy'"),
     ],
 )
-def test_what_is_not_judged_says_why(tmp_path, claim, options, verdict, why):
-    of = options.pop("of", None)
+def test_what_is_not_judged_says_why(tmp_path, claim, options, of, verdict, why):
     answers = {} if of is None else {claim: AnsweredBy("all", "run", of=of)}
     found = row([source(tmp_path, answers=answers, **options)], claim)
     assert found["verdict"] == verdict
@@ -176,34 +165,27 @@ def test_what_is_not_judged_says_why(tmp_path, claim, options, verdict, why):
 
 
 def test_what_is_true_by_definition_is_not_counted(tmp_path):
-    forced = {
-        "table11.isolated.quantization.flops_saved_pct": AnsweredBy("all", "run", by_definition="nothing else can come out")
-    }
-    sources = [source(tmp_path, answers=forced, saved=0.2)]
-    found = row(sources, "table11.baseline.speedup_pct")
-    assert (found["verdict"], found["why"]) == ("by definition", "dense inference itself: zero by definition")
-    found = row(sources, "table11.isolated.quantization.flops_saved_pct")
-    assert (found["verdict"], found["why"], found["measured"]) == (
-        "by definition",
-        "nothing else can come out",
-        pytest.approx(20),
-    )
+    quantized = "table11.isolated.quantization.flops_saved_pct"
+    sources = [source(tmp_path, answers={quantized: AnsweredBy("all", "run", by_definition="nothing else")}, saved=0.2)]
+    for claim, why in (
+        ("table11.baseline.speedup_pct", "dense inference itself: zero by definition"),
+        (quantized, "nothing else"),
+    ):
+        found = row(sources, claim)
+        assert (found["verdict"], found["why"]) == ("by definition", why)
+    assert found["measured"] == pytest.approx(20)
     made = ledger(sources)
     assert not any("by definition" in text for text in (made.title, *(panel.title for panel in made.panels)))
 
 
 def test_a_charge_that_was_chosen_to_give_a_number_does_not_reproduce_it(tmp_path):
-    sources = [source(tmp_path, named="table3.uniform8", saved=0.25, per_token=0.003)]
-    found = row(sources, "table3.uniform8.flops_saved_pct")
+    claim, run = "table3.uniform8.flops_saved_pct", {"saved": 0.25, "per_token": 0.003}
+    found = row([source(tmp_path, named="table3.uniform8", **run)], claim)
     assert found["verdict"] == "by definition"
     assert "circular" in found["why"]
     # Another ledger, declared as an answer of its own, is judged.
-    own = {
-        "table3.uniform8.flops_saved_pct": AnsweredBy("all", "run", of=lambda panel: Estimate(0.0, 0.0, 0.0), note="another β")
-    }
-    found = row(
-        [source(tmp_path / "own", named=None, answers=own, saved=0.25, per_token=0.003)], "table3.uniform8.flops_saved_pct"
-    )
+    own = {claim: AnsweredBy("all", "run", of=lambda panel: Estimate(0.0, 0.0, 0.0), note="another β")}
+    found = row([source(tmp_path / "own", named=None, answers=own, **run)], claim)
     assert (found["verdict"], found["why"]) == ("not reproduced", "another β")
 
 
@@ -243,24 +225,15 @@ def test_a_file_declares_what_else_it_answers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
-    [
-        ({"table11.nonsense": AnsweredBy("all", "run")}, "table11.nonsense"),
-        ({"p4.joint": AnsweredBy("all", "missing")}, "missing"),
-    ],
+    ("claim", "key", "said"), [("table11.nonsense", "run", "table11.nonsense"), ("p4.joint", "missing", "missing")]
 )
-def test_an_answer_to_nothing_is_refused(tmp_path, answers, said):
+def test_an_answer_to_nothing_is_refused(tmp_path, claim, key, said):
     with pytest.raises(ConfigError, match=said):
-        frame([source(tmp_path, answers=answers)])
+        frame([source(tmp_path, answers={claim: AnsweredBy("all", key)})])
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    return ledger([source(tmp_path_factory.mktemp("results"), saved=0.25, faster=0.2, per_token=0.003)])
-
-
-def test_it_is_readable_in_a_terminal(table):
-    text = table.text(150)
+def test_it_is_readable_in_a_terminal(tmp_path):
+    text = ledger([source(tmp_path, saved=0.25, faster=0.2, per_token=0.003)]).text(150)
     assert max(map(len, text.splitlines())) <= 150
     settings = [one for one in reported().values() if one.group == "Settings"]
     assert f"Settings: {sum(len(entry.quantities) for entry in settings)} settings" in text

@@ -93,13 +93,8 @@ class Bench:
         return model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=self.dtype, device=o.device)
 
     def against_plain(
-        self,
-        model: PreTrainedModel,
-        ways: Mapping[str, Way],
-        asked: Sequence[Asked],
-        passes: Passes | None = None,
-        **details: Any,
-    ) -> list[Row]:
+        self, model: PreTrainedModel, ways: Mapping[str, Way], asked: Sequence[Asked], passes: Passes | None = None, **details: Any
+    ) -> list[Row]:  # fmt: skip
         """What was asked of these ways, in turns with the plain model."""
         times, executed = in_turns({"plain": Way(model, None), **ways}, passes or self.prompt, self.options)
         return findings({}, times, executed, asked, **details)
@@ -140,8 +135,8 @@ def decay(bench: Bench) -> list[Row]:
 
 
 def fusion(bench: Bench) -> list[Row]:
-    shared: dict[str, Any] = {"rule": "capacity", "fused_share": 0.3, "start": 1 / 3}
-    made = {"closest states": TokenFusion(**shared), "least attended": TokenFusion(criterion="attention", **shared)}
+    how: dict[str, Any] = {"rule": "capacity", "fused_share": 0.3, "start": 1 / 3}
+    made = {"closest states": TokenFusion(**how), "least attended": TokenFusion(criterion="attention", **how)}
     return policies(bench, bench.options.decay_layers, made, ("compact", "decide"))
 
 

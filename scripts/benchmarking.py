@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "benchmarks"
@@ -40,13 +40,11 @@ class Shape(NamedTuple):
     layers: int
 
     def config(self, layers: int, positions: int, vocabulary: int) -> PretrainedConfig:
-        sizes: dict[str, Any] = {
-            "num_hidden_layers": layers, "hidden_size": self.width, "num_attention_heads": self.heads, "vocab_size": vocabulary,
-            "max_position_embeddings": positions, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-        }  # fmt: skip
-        if self.family == "gpt2":
-            return GPT2Config(n_inner=self.inner, **sizes)
-        return LlamaConfig(intermediate_size=self.inner, **sizes)
+        inner = {"n_inner" if self.family == "gpt2" else "intermediate_size": self.inner}
+        return AutoConfig.for_model(
+            self.family, num_hidden_layers=layers, hidden_size=self.width, num_attention_heads=self.heads, vocab_size=vocabulary,
+            max_position_embeddings=positions, bos_token_id=0, eos_token_id=0, pad_token_id=0, **inner,
+        )  # fmt: skip
 
 
 SHAPES = {

@@ -28,13 +28,12 @@ from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
 from .model import Batch, PillarDetector, Shape, batch_of, decode, detector
-from .scenes import CLASSES, Grid, Scene, SceneMaker, average_precision, matches, read_scenes
+from .scenes import CLASSES, Grid, Match, Scene, SceneMaker, average_precision, matches, read_scenes
 from .training import Recipe, Trained, train, trained
 
 STRICT = (0.5, 0.3)  # rotated IoU from which a box is found, by class
 LOOSE = (0.3, 0.15)
 ScenePolicy = Callable[[int], list[RuntimeModule]]
-Match = tuple[np.ndarray, np.ndarray, int]
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
 BOX_WEIGHT = 0.1
 STATIC_DEPTHS = (0.25, 0.5, 0.75)

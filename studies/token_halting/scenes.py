@@ -40,9 +40,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.side < 2 or self.size_m <= 0:
-            raise ConfigError(
-                f"A grid of {self.side} × {self.side} pillars of {self.size_m} m: give at least 2 pillars of a positive size."
-            )
+            given = f"A grid of {self.side} × {self.side} pillars of {self.size_m} m"
+            raise ConfigError(f"{given}: give at least 2 pillars of a positive size.")
 
     @property
     def n_pillars(self) -> int:
@@ -88,10 +87,8 @@ class Scene:
         outside = self.boxes[grid.pillar_of(self.boxes[:, :2]) < 0]
         if len(outside):
             x, y = outside[0, :2]
-            raise ConfigError(
-                f"{name} has {len(outside)} boxes outside the grid, the first at x={x:.1f} m, y={y:.1f} m, where the grid has {bounds}: crop them, "
-                "or make the grid larger."
-            )
+            there = f"the first at x={x:.1f} m, y={y:.1f} m, where the grid has {bounds}"
+            raise ConfigError(f"{name} has {len(outside)} boxes outside the grid, {there}: crop them, or make the grid larger.")
         if (self.boxes[:, 2:4] <= 0).any():
             raise ConfigError(f"{name} has a box without length or width.")
         return self
@@ -190,6 +187,7 @@ class SceneMaker:
         return points[inside], hit[inside]
 
 
+Match = tuple[np.ndarray, np.ndarray, int]  # scores of a scene's detections of a class, which of them are right, number of boxes
 RECALLS = np.arange(1, 41) / 40  # KITTI's forty positions of recall
 _SLACK = 1e-9
 _EDGE_SLACK = 1e-11  # an edge that two boxes share is counted once: for the first box it lies inside, for the second outside
@@ -259,13 +257,8 @@ def keep_by_nms(boxes: np.ndarray, labels: np.ndarray, overlap: float) -> np.nda
     return np.flatnonzero(kept)
 
 
-def matches(
-    found: Detections, boxes: np.ndarray, labels: np.ndarray, label: int, iou: float
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Scores of one scene's detections of a class, which of them are right, and how many boxes there were.
-
-    Greedy, best score first; a box is found once.
-    """
+def matches(found: Detections, boxes: np.ndarray, labels: np.ndarray, label: int, iou: float) -> Match:
+    """One scene's detections of a class. Greedy, best score first; a box is found once."""
     own, there = found.boxes[found.labels == label], boxes[labels == label]
     right = np.zeros(len(own), dtype=bool)
     taken = np.zeros(len(there), dtype=bool)
@@ -314,10 +307,8 @@ def read_scenes(folder: Path, grid: Grid, limit: int | None = None) -> list[Scen
     root = folder / "training" if (folder / "training").is_dir() else folder
     versions = sorted(folder.glob("v1.0-*"))
     if not (root / "velodyne").is_dir() and not versions:
-        raise ConfigError(
-            f"{folder} is neither a KITTI folder (velodyne/, label_2/, calib/) nor a nuScenes folder (v1.0-*/, samples/): give the folder that has "
-            "these."
-        )
+        layouts = "a KITTI folder (velodyne/, label_2/, calib/) nor a nuScenes folder (v1.0-*/, samples/)"
+        raise ConfigError(f"{folder} is neither {layouts}: give the folder that has these.")
     frames = _kitti(root) if (root / "velodyne").is_dir() else _nuscenes(folder, versions[0])
     found = [_cropped(*frame, grid) for frame in islice(frames, limit)]
     if not found:
@@ -352,9 +343,8 @@ def _points(path: Path, columns: int) -> np.ndarray:
     """x, y, z of a file of float32 rows: (P, 3)."""
     content = _bytes(path)
     if not content or len(content) % (4 * columns):
-        raise ConfigError(
-            f"{path} has {len(content)} bytes, which are no rows of {columns} float32: it is empty, cut short, or another format."
-        )
+        said = f"{path} has {len(content)} bytes, which are no rows of {columns} float32"
+        raise ConfigError(f"{said}: it is empty, cut short, or another format.")
     return np.frombuffer(content, dtype="<f4").reshape(-1, columns)[:, :3].copy()
 
 
@@ -367,9 +357,8 @@ def _lidar_from_camera(path: Path) -> np.ndarray:
         forward[:3] = np.array(lines["Tr_velo_to_cam"].split(), dtype=float).reshape(3, 4)
         return np.linalg.inv(rectified @ forward)
     except (KeyError, ValueError, np.linalg.LinAlgError) as error:
-        raise ConfigError(
-            f"{path} is no KITTI calibration: R0_rect (9 numbers) or Tr_velo_to_cam (12) is missing or wrong ({error})."
-        ) from None
+        wrong = f"R0_rect (9 numbers) or Tr_velo_to_cam (12) is missing or wrong ({error})"
+        raise ConfigError(f"{path} is no KITTI calibration: {wrong}.") from None
 
 
 def _kitti_boxes(path: Path, to_lidar: np.ndarray) -> Iterator[Box]:
@@ -402,9 +391,8 @@ def _nuscenes(folder: Path, version: Path) -> Iterator[Frame]:
         try:
             return by_token[table][token]
         except KeyError:
-            raise ConfigError(
-                f"{table}.json has no row {token!r}, which another table names: the tables are not of one release."
-            ) from None
+            said = f"{table}.json has no row {token!r}, which another table names"
+            raise ConfigError(f"{said}: the tables are not of one release.") from None
 
     def boxes(sample: str, pose: Record) -> Iterator[Box]:
         back = _turn(pose["rotation"]).T

@@ -1,4 +1,4 @@
-"""Does a model use its context? `python scripts/context_use.py FOLDER` (a checkpoint `…/far-gpt2/latest`, or an exported model).
+"""Does a model use its context? `python scripts/context_use.py FOLDER` (a run's, such as `…/far-gpt2`, or an exported model's).
 
 What issue 28 asks of the reference models: cutting the oldest 40% of a prompt must cost something, the same tokens must be cheaper after a
 long context than after a short one, and what stands further back must be answered.
@@ -87,8 +87,8 @@ def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part:
 
 
 def main() -> None:
-    from safetensors.torch import load_file
     from train_reference import DATA, Recipe, bits_per_byte, build_model, corpus_name, load_tokenizer
+    from training_loop import load_state
     from transformers import AutoModelForCausalLM
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -96,16 +96,16 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--data-root", type=Path, default=DATA)
     args = parser.parse_args()
-    if (args.folder / "meta.json").is_file():
-        recipe = Recipe.from_saved(json.loads((args.folder / "meta.json").read_text())["recipe"])
+    if (state := load_state(args.folder)) is not None:
+        recipe = Recipe.from_saved(state["recipe"])
         model = build_model(recipe)
-        model.load_state_dict(load_file(args.folder / "model.safetensors"), strict=False)
-        tokenizer = load_tokenizer(args.folder.parent.parent / corpus_name(recipe), recipe.context_tokens)
+        model.load_state_dict(state["model"], strict=False)
+        tokenizer = load_tokenizer(args.folder.parent / corpus_name(recipe), recipe.context_tokens)
     elif (args.folder / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
         tokenizer = load_tokenizer(args.folder)
     else:
-        raise SystemExit(f"{args.folder} has no meta.json or config.json: give a checkpoint (…/latest) or an exported model.")
+        raise SystemExit(f"{args.folder} has no training state and no config.json: give a run's folder, or an exported model.")
     found = context_use(model.eval(), tokenizer, args.data_root, args.windows)
     length = min(512, model.config.max_position_embeddings)  # as the cards have it
     wikitext = (args.data_root / "wikitext-103/wiki.valid.tokens").read_text()

@@ -31,6 +31,8 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from quicksilver.runtime.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "quicksilver" / "models" / "reference"
 DATA = Path(os.environ.get("QUICKSILVER_DATA", ROOT.parent / "shared" / "data"))
@@ -363,7 +365,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     try:
         train(args.name, recipe, args.data_root, args.work, args.out, args.device)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ConfigError) as error:
         raise SystemExit(str(error)) from None
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm import tqdm
 
-_META = "meta.json"
-_WEIGHTS = re.compile(r"(model|optim\d+)\.safetensors")
+from quicksilver.fitting.gates import TrainingFile, read_training
+
+STATE = "state.safetensors"
 SAVED_SECONDS = 180
 History = list[dict[str, Any]]
 
@@ -36,7 +36,7 @@ def run(
     """Go on from the state in `folder` to step `steps`, or until `minutes` are over; returns the step, the history and the seconds of all runs.
 
     Args:
-        check: see `TrainingState.load`. recipe: a dataclass, kept with the state.
+        check: see `restore`. recipe: a dataclass, kept with the state.
         lr_scale: share of each group's peak learning rate at a step.
         losses: of a step, each with its share of the step's loss; a pure function of the step, so that a resume needs no more state.
         note: given the number of steps done, the loss and the history, to which it adds.
@@ -44,9 +44,7 @@ def run(
     Raises:
         SystemExit: a gradient that is not finite; the last good state stays.
     """
-    state = TrainingState(folder)
-    meta = state.load(model, optims, check) or {"step": 0, "history": []}
-    step, history = meta["step"], meta["history"]
+    step, history, before = restore(folder, model, optims, check)
     peaks = [(group, group["lr"]) for optim in optims for group in optim.param_groups]
     began = saved = time.monotonic()
     bar = tqdm(total=steps, initial=step, desc=name, unit="step", mininterval=5, file=sys.stderr)
@@ -60,7 +58,7 @@ def run(
             loss_nats += loss.item() * share
         if not bool(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()):
             raise SystemExit(
-                f"{name}, step {step}: the gradient is not finite (loss {loss_nats}). The last good state is kept in {folder / 'latest'}; "
+                f"{name}, step {step}: the gradient is not finite (loss {loss_nats}). The last good state is kept in {folder}; "
                 "try a lower learning rate."
             )
         for optim in optims:
@@ -73,14 +71,12 @@ def run(
         now = time.monotonic()
         over = step == steps or now - began > 60 * minutes
         if over or step % save_every == 0 or now - saved > SAVED_SECONDS:
-            saved, seconds = now, meta.get("seconds", 0.0) + now - began
-            state.save(
-                {"step": step, "seconds": seconds, "recipe": dataclasses.asdict(recipe), "history": history}, model, optims
-            )
+            saved = now
+            save(folder, recipe, model, optims, step, history, before + now - began)
         if over:
             break
     bar.close()
-    return step, history, meta.get("seconds", 0.0) + time.monotonic() - began
+    return step, history, before + time.monotonic() - began
 
 
 def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collection[str] = ()) -> None:
@@ -99,63 +95,61 @@ def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collecti
         )
 
 
-class TrainingState:
-    """`latest/` in a run's folder, safetensors and json. Written beside, then renamed; a kill between the renames leaves `old/`."""
+def load_state(folder: Path) -> dict[str, Any] | None:
+    """The last save of a run: step, seconds, recipe, history, and the tensors of `model` and `optims`; None: there is none.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def save(self, meta: dict[str, Any], model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer]) -> None:
-        """Replace what is there; meta: what `load` gives back, with `step` and `recipe`."""
-        new, old, latest = self.folder / "new", self.folder / "old", self.folder / "latest"
-        _remove(new)
-        new.mkdir(parents=True)
-        save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, new / "model.safetensors")
-        for i, optim in enumerate(optims):
-            state = optim.state_dict()["state"]
-            tensors = {f"{k}.{n}": t.contiguous() for k, s in state.items() for n, t in s.items() if t is not None}
-            save_file(tensors, new / f"optim{i}.safetensors")
-        (new / _META).write_text(json.dumps(meta))
-        if latest.exists():  # else `old` is the last good one, after a kill between the renames
-            _remove(old)
-            os.rename(latest, old)
-        os.rename(new, latest)
-        _remove(old)
-
-    def load(
-        self, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], check: Callable[[dict[str, Any], Path], None]
-    ) -> dict[str, Any] | None:
-        """Put the last state into model and optimisers; returns its meta, None where there is none.
-
-        Args:
-            check: given meta and where it was read, before anything is changed; raises where the state is another recipe's.
-        """
-        source = next((p for p in (self.folder / "latest", self.folder / "old") if (p / _META).is_file()), None)
-        if source is None:
-            return None
-        meta: dict[str, Any] = json.loads((source / _META).read_text())
-        check(meta, source)
-        weights = load_file(source / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        for i, optim in enumerate(optims):
-            state: dict[int, dict[str, Any]] = {}
-            for key, tensor in load_file(source / f"optim{i}.safetensors").items():
-                index, name = key.split(".")
-                state.setdefault(int(index), {})[name] = tensor
-            optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
-        return meta
+    Raises:
+        ConfigError: a file that cannot be read.
+    """
+    if (folder / STATE).is_file():
+        return read_training(folder / STATE)
+    # Runs of an earlier version have a folder of files; `old` remains after a kill between two renames.
+    for place in (folder / "latest", folder / "old"):
+        if (place / "meta.json").is_file():
+            optims: list[dict[int, dict[str, Any]]] = []
+            for path in sorted(place.glob("optim*.safetensors")):
+                optims.append(defaultdict(dict))
+                for key, tensor in load_file(path).items():
+                    index, name = key.split(".")
+                    optims[-1][int(index)][name] = tensor
+            meta = json.loads((place / "meta.json").read_text())
+            return {"seconds": 0.0, **meta, "model": load_file(place / "model.safetensors"), "optims": optims}
+    return None
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        others = [path for path in folder.iterdir() if path.name != _META and not _WEIGHTS.fullmatch(path.name)]
-        if others or folder.is_symlink():
-            raise FileExistsError(f"{others[0] if others else folder} was not written by this training: move it away.")
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+def restore(
+    folder: Path, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], check: Callable[[dict[str, Any], Path], None]
+) -> tuple[int, History, float]:
+    """Put the last state into model and optimisers; returns its step, history and seconds.
+
+    Args:
+        check: given the state and its folder, before anything is changed; raises where it is another recipe's.
+    """
+    state = load_state(folder)
+    if state is None:
+        return 0, [], 0.0
+    check(state, folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state["model"][name])
+    for optim, moments in zip(optims, state["optims"], strict=True):
+        optim.load_state_dict({"state": dict(moments), "param_groups": optim.state_dict()["param_groups"]})
+    return state["step"], state["history"], state["seconds"]
+
+
+def save(
+    folder: Path,
+    recipe: Any,
+    model: torch.nn.Module,
+    optims: Sequence[torch.optim.Optimizer],
+    step: int,
+    history: History,
+    seconds: float,
+) -> None:
+    """Replace the last state, by one rename."""
+    moments = [optim.state_dict()["state"] for optim in optims]
+    file = TrainingFile(folder / STATE, {"recipe": dataclasses.asdict(recipe)})
+    file.save(step=step, seconds=seconds, history=history, model=dict(model.named_parameters()), optims=moments)
 
 
 def draw_curves(path: Path, title: str, plots: Sequence[tuple[str, str, dict[str, tuple[list[float], list[float]]]]]) -> None:

@@ -11,6 +11,7 @@ import finetune
 import numpy as np
 import pytest
 import torch
+import training_loop
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -71,7 +72,7 @@ def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(model, *rest)
 
-    assert not (tmp_path / "cut" / "latest").exists()
+    assert training_loop.load_state(tmp_path / "cut") is None
     train(place, tmp_path / "cut", made, minutes=0)  # a step, then out of time: saved
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "loss_of", dies)
@@ -123,7 +124,7 @@ def test_each_token_knows_how_many_words_are_read(place):
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(place, tmp_path, monkeypatch):
     train(place, tmp_path, recipe(place), minutes=0)
-    before, real = weights(tmp_path / "latest"), finetune.loss_of
+    before, real = training_loop.load_state(tmp_path)["model"], finetune.loss_of
 
     def broken(*given: Any) -> Any:
         loss, right = real(*given)
@@ -132,7 +133,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(place, 
     monkeypatch.setattr(finetune, "loss_of", broken)
     with pytest.raises(SystemExit, match="step 1: the gradient is not finite"):
         train(place, tmp_path, recipe(place))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "latest").items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in training_loop.load_state(tmp_path)["model"].items())
 
 
 def test_another_recipe_is_refused(place, tmp_path):

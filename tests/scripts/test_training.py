@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +22,7 @@ import tiny
 import torch
 import train_reference as training
 import training_loop
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from thinning import first
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -90,9 +88,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Itera
     yield work
 
 
-def weights(work: Path, name: str = "tiny") -> dict[str, torch.Tensor]:
+def state(work: Path) -> dict[str, Any]:
+    """The last checkpoint."""
+    found = training_loop.load_state(work / "tiny")
+    assert found is not None
+    return found
+
+
+def weights(work: Path) -> dict[str, torch.Tensor]:
     """In float32, from the last checkpoint."""
-    return load_file(work / name / "latest" / "model.safetensors")
+    return state(work)["model"]
 
 
 def assert_equal_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -127,7 +132,7 @@ def test_training_changes_the_weights_and_the_loss_falls(uninterrupted):
     first = dict(training.build_model(RECIPE).named_parameters())
     last = weights(uninterrupted)
     assert all(not torch.equal(first[name], last[name]) for name in last)
-    history = json.loads((uninterrupted / "tiny" / "latest" / "meta.json").read_text())["history"]
+    history = state(uninterrupted)["history"]
     losses = [entry["loss_nats"] for entry in history if "loss_nats" in entry]
     assert len(losses) == RECIPE.steps == 60
     assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.5
@@ -153,11 +158,28 @@ def test_a_run_that_broke_off_ends_with_the_weights_of_one_that_did_not(tmp_path
         die_at(patch, step)
         with pytest.raises(Killed):
             train(tmp_path, data)
-    assert (tmp_path / "tiny" / "latest").exists() == (step > 50)
+    assert (training_loop.load_state(tmp_path / "tiny") is None) == (step < 50)
     train(tmp_path, data)
     assert_equal_weights(weights(tmp_path), weights(uninterrupted))
-    histories = [json.loads((w / "tiny" / "latest" / "meta.json").read_text())["history"] for w in (tmp_path, uninterrupted)]
-    assert histories[0] == histories[1]
+    assert state(tmp_path)["history"] == state(uninterrupted)["history"]
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, data, uninterrupted, monkeypatch):
+    """Its state is a folder with the weights, the moments of each optimiser, and what is no tensor."""
+    with monkeypatch.context() as patch:
+        die_at(patch, 57)
+        with pytest.raises(Killed):
+            train(tmp_path, data)
+    there, place = state(tmp_path), tmp_path / "tiny" / "latest"
+    place.mkdir()
+    save_file(there.pop("model"), place / "model.safetensors")
+    for i, moments in enumerate(there.pop("optims")):
+        flat = {f"{index}.{name}": tensor for index, one in moments.items() for name, tensor in one.items() if tensor is not None}
+        save_file(flat, place / f"optim{i}.safetensors")
+    (place / "meta.json").write_text(json.dumps(there))
+    (tmp_path / "tiny" / training_loop.STATE).unlink()
+    train(tmp_path, data)
+    assert_equal_weights(weights(tmp_path), weights(uninterrupted))
 
 
 def test_a_finished_run_is_not_trained_further(tmp_path, data, monkeypatch):
@@ -191,7 +213,7 @@ def test_a_run_may_be_shortened_from_a_step_it_has_not_passed(tmp_path, data, mo
             train(tmp_path / "told", data)
     model, optims = model_and_optimizers()
     with pytest.raises(SystemExit, match=r"shortened: checkpoint None, now \[40, 58\]"):
-        load(tmp_path / "told" / "tiny", dataclasses.replace(RECIPE, shortened=(40, 58)), model, optims)
+        restore(tmp_path / "told" / "tiny", dataclasses.replace(RECIPE, shortened=(40, 58)), model, optims)
     train(tmp_path / "told", data, short)
     assert_equal_weights(weights(tmp_path / "told"), weights(tmp_path / "straight"))
     scales = [short.lr_scale(step) for step in range(short.steps)]
@@ -205,7 +227,7 @@ def test_the_end_may_not_be_moved_afterwards(tmp_path, data, uninterrupted):
     longer = dataclasses.replace(RECIPE, total_tokens=90 * 64)
     model, optims = model_and_optimizers(longer)
     with pytest.raises(SystemExit, match=r"total_tokens: checkpoint 3840, now 5760"):
-        load(uninterrupted / "tiny", longer, model, optims)
+        restore(uninterrupted / "tiny", longer, model, optims)
 
 
 SIGKILLED = """
@@ -225,8 +247,8 @@ def test_a_run_killed_again_and_again_ends_with_the_same_weights(tmp_path, data,
     moments: list[Callable[[], bool]] = [
         lambda: (tmp_path / "corpus").exists(),
         lambda: (tmp_path / "corpus" / "corpus.json").exists(),
-        lambda: (tmp_path / "tiny" / "new").exists(),
-        lambda: (tmp_path / "tiny" / "latest").exists(),
+        lambda: any((tmp_path / "tiny").glob(".state*")),
+        lambda: (tmp_path / "tiny" / training_loop.STATE).exists(),
     ]
     killed = 0
     for arrived in moments:
@@ -248,99 +270,34 @@ def model_and_optimizers(recipe: training.Recipe = RECIPE) -> tuple[Any, list[to
     return model, training.optimizers(model, recipe)
 
 
-def trained_a_step(value: float) -> tuple[Any, list[torch.optim.Optimizer]]:
-    """A model whose weights say which step they belong to, with optimiser state."""
+def save(folder: Path, step: int = 50) -> None:
+    """A checkpoint."""
     model, optims = model_and_optimizers()
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     for optim in optims:
         optim.step()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model, optims
+    training_loop.save(folder, RECIPE, model, optims, step, [], 1.0)
 
 
-def load(folder: Path, recipe: training.Recipe, model: Any, optims: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
-    """The last state's meta, which a recipe must allow."""
-    return training_loop.TrainingState(folder).load(model, optims, lambda *of: training.check_recipe(recipe, *of))
+def restore(folder: Path, recipe: training.Recipe, model: Any, optims: list[torch.optim.Optimizer]) -> None:
+    training_loop.restore(folder, model, optims, lambda *of: training.check_recipe(recipe, *of))
 
 
-def loaded(folder: Path) -> int:
-    """The step of the checkpoint in `folder`, whose weights must be those of that step; 0: there is none."""
-    model, optims = model_and_optimizers()
-    meta = load(folder, RECIPE, model, optims)
-    if meta is None:
-        return 0
-    assert all(bool((p == meta["step"]).all()) for p in model.parameters()), "weights of another step"
-    assert all(optim.state_dict()["state"] for optim in optims)
-    return meta["step"]
+@pytest.mark.parametrize("moment", ["open", "replace"])
+def test_a_save_killed_at_any_moment_keeps_the_last_good_checkpoint(tmp_path, moment, monkeypatch):
+    save(tmp_path / "tiny")
 
+    def dies(*_: Any, **__: Any) -> None:
+        raise Killed
 
-def save(folder: Path, step: int) -> None:
-    meta = {"step": step, "recipe": dataclasses.asdict(RECIPE), "history": []}
-    training_loop.TrainingState(folder).save(meta, *trained_a_step(step))
-
-
-class Clock:
-    """Dies at the n-th change of the file system that a save makes."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, moment: int) -> None:
-        self.left = moment
-        for of, names in ((os, ["rename"]), (training_loop, ["save_file"]), (Path, ["unlink", "rmdir", "mkdir", "write_text"])):
-            for name in names:
-                patch.setattr(of, name, self.wrap(getattr(of, name)))
-
-    def wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.left == 0:
-                raise Killed
-            self.left -= 1
-            return real(*args, **kwargs)
-
-        return call
-
-
-def saves_killed_everywhere(folder: Path, step: int) -> Iterator[int]:
-    """A save of `step` killed at its first, second, … change of the file system, each from the state `folder` was in."""
-    before = folder.with_name(f"before-{step}")
-    shutil.copytree(folder, before)
-    for moment in range(60):
-        shutil.rmtree(folder)
-        shutil.copytree(before, folder)
-        with pytest.MonkeyPatch.context() as patch:
-            Clock(patch, moment)
-            try:
-                save(folder, step)
-            except Killed:
-                pass
-            else:
-                shutil.rmtree(before)
-                return
-        yield moment
-    pytest.fail("a save with sixty changes of the file system")
-
-
-def test_a_save_killed_at_any_moment_keeps_the_last_good_checkpoint(tmp_path):
-    folder = tmp_path / "tiny"
-    save(folder, 50)
-    found = [loaded(folder) for _ in saves_killed_everywhere(folder, 100)]
-    assert set(found) == {50, 100}
-    assert found == sorted(found)
-    assert loaded(folder) == 100
-
-
-def test_a_save_killed_twice_keeps_it_too(tmp_path):
-    """Killed between the two renames, resumed, and the next save killed anywhere: there must be a checkpoint to go on from."""
-    folder = tmp_path / "tiny"
-    save(folder, 50)
-    for _ in saves_killed_everywhere(folder, 100):
-        if not (folder / "latest").exists():
-            break
-    assert loaded(folder) in (50, 100)
-    found = [loaded(folder) for _ in saves_killed_everywhere(folder, 150)]
-    assert 0 not in found
-    assert loaded(folder) == 150
-    assert [p.name for p in folder.iterdir()] == ["latest"]  # and nothing is left beside it
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, moment, dies)
+        with pytest.raises(Killed):
+            save(tmp_path / "tiny", 100)
+    assert state(tmp_path)["step"] == 50
+    save(tmp_path / "tiny", 100)
+    assert state(tmp_path)["step"] == 100
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == [training_loop.STATE]
 
 
 def plain(value: Any) -> Any:
@@ -354,13 +311,13 @@ def plain(value: Any) -> Any:
     ids=lambda change: "-".join(change),
 )
 def test_a_checkpoint_of_another_configuration_names_what_differs_and_is_left_alone(tmp_path, change):
-    save(tmp_path / "tiny", 50)
+    save(tmp_path / "tiny")
     before = snapshot(tmp_path)
     other = dataclasses.replace(RECIPE, **change)
     model, optims = model_and_optimizers(other)
     fresh = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(SystemExit) as refused:
-        load(tmp_path / "tiny", other, model, optims)
+        restore(tmp_path / "tiny", other, model, optims)
     message = str(refused.value)
     assert "another configuration" in message
     for key, value in change.items():
@@ -375,16 +332,13 @@ def test_a_checkpoint_of_another_configuration_names_what_differs_and_is_left_al
 @pytest.mark.parametrize("missing", [True, False], ids=["key missing", "unknown key"])
 def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path, missing):
     """A recipe that has gained or lost a field since."""
-    save(tmp_path / "tiny", 50)
-    path = tmp_path / "tiny" / "latest" / "meta.json"
-    meta = json.loads(path.read_text())
+    recipe = dataclasses.asdict(RECIPE)
     if missing:
-        del meta["recipe"]["mlp_width"]
+        del recipe["mlp_width"]
     else:
-        meta["recipe"]["dropout"] = 0.1
-    path.write_text(json.dumps(meta))
+        recipe["dropout"] = 0.1
     with pytest.raises(SystemExit, match="mlp_width" if missing else "dropout"):
-        loaded(tmp_path / "tiny")
+        training.check_recipe(RECIPE, {"recipe": recipe, "step": 50}, tmp_path)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -392,10 +346,10 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path, data, monkeypatch):
-    save(tmp_path / "tiny", 50)
+    save(tmp_path / "tiny")
     before = snapshot(tmp_path / "tiny")
     monkeypatch.setattr(training, "step_loss", lambda model, *rest: next(model.parameters()).sum() * torch.nan)
-    with pytest.raises(SystemExit, match=r"step 50: the gradient is not finite \(loss nan\).*state is kept in .*latest"):
+    with pytest.raises(SystemExit, match=r"step 50: the gradient is not finite \(loss nan\).*state is kept in .*tiny"):
         train(tmp_path, data)
     assert snapshot(tmp_path / "tiny") == before
 
@@ -640,15 +594,6 @@ def test_a_shipped_model_runs_under_the_runtime(reference):
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits), atol=1e-4)
     half = model.config.num_hidden_layers // 2  # the last four take halted tokens in again
     assert compact.trace.active_counts()[half] < compact.trace.active_counts()[0]
-
-
-def test_a_state_removes_no_file_of_somebody_else(tmp_path):
-    for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "thesis.tex").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"thesis\.tex was not written by this training: move it away"):
-        training_loop.TrainingState(tmp_path).save({}, torch.nn.Linear(1, 1), [])
-    assert len(list(tmp_path.rglob("thesis.tex"))) == 2
 
 
 def test_a_window_with_repeats_says_again_what_it_said_and_keeps_its_length():

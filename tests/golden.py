@@ -78,7 +78,7 @@ ACTING: Mapping[str, Mapping[str, Any]] = {
 }
 # One changes `generate` alone; the other rounds weights, which in these models are bfloat16 numbers already.
 IDLE = ("prompt_lookup", "bfloat16")
-TRAINED = ("learned_halting",)  # its gates belong to whole models: tests/modules/test_learned_halting.py
+TRAINED = ("learned_halting",)  # its gates belong to whole models: tests/fitting/test_gates.py
 WITH = {"kv_skipping": "halting", "kv_skipping_paper_c4": "halting"}  # these ask about tokens that halted
 TOGETHER = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
 MEASURED = (

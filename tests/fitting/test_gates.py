@@ -1,23 +1,312 @@
-"""Training gates on a language model: they come nearer to the dense answers at a budget, go on after a kill, and refuse what cannot be."""
+"""Learned halting: gates halt as in the equivalent forward that trains them, come nearer to the dense answers at a budget, and go on after a kill."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import tiny
 import torch
-from thinning import first
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thinning import draws, first
+from tiny import LAYERS, WIDTH, Batch
+from tiny_encoder import MODEL as ENCODER
+from tiny_encoder import states
 
 from quicksilver.fitting import gates as fitting
-from quicksilver.fitting.gates import GateRecipe, at_budget, card, choose, saved_pct, train_gates
+from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
+from quicksilver.fitting.gates import GateRecipe, HaltingGates, at_budget, card, choose, saved_pct, straight_through, train_gates
 from quicksilver.fitting.schedules import KLToDense
-from quicksilver.modules import LearnedHalting
+from quicksilver.modules import LearnedHalting, Replay, learned_halting
 from quicksilver.modules.fitted import MODELS_FOLDER
 from quicksilver.modules.learned_halting import TrainedGates
-from quicksilver.runtime import ConfigError, QuickSilverError, apply, architecture_of
+from quicksilver.runtime import ConfigError, QuickSilverError, TokenPolicy, apply, architecture_of
+from quicksilver.runtime.pass_state import MISSING_KV
+from quicksilver.runtime.trace import Trace
+from quicksilver.studies.token_halting.training import SparsityController
+
+# -- the equivalent forward --------------------------------------------------------------------------------------------------------
+
+
+def gates_of(trace: Trace):
+    """The trace's decisions as gates of 0 and 1."""
+    depth = trace.passes[0].halt_layer
+    return lambda layer, hidden, kept: (depth != layer).to(hidden.dtype)
+
+
+@settings(max_examples=draws(6), deadline=None)
+@given(
+    family=st.sampled_from(["gpt2", "llama", "gpt_neox", "qwen2-mixed"]),
+    batch=tiny.batches(low=4, padded=False),
+    seed=st.integers(0, 50),
+    last=st.sampled_from([1, 3]),
+)
+@torch.no_grad()
+def test_a_language_models_values_are_those_of_the_halted_run_and_predicted_tokens_stay_in_sight(family, batch, seed, last):
+    model = tiny.load(family)
+    arch = tiny.Run(model, [], "compact", None).arch
+    translator = tiny.random_translators(arch)[1]
+
+    @dataclass
+    class DropThenPredict(TokenPolicy):
+        @property
+        def translators(self):
+            return {1: translator} if last == 1 else {}
+
+        def decide(self, view, tokens):
+            if view.layer <= last:
+                chosen = tokens.active & (tiny.chance(seed, view.layer, view.slots, view.input_ids) < 0.4)
+                predicts = view.layer == last == 1
+                how = {"missing_kv": "predict", "translator": translator} if predicts else {"missing_kv": "drop"}
+                tokens.halt(chosen, **how)
+
+    halted = tiny.forward(model, batch, [DropThenPredict()])
+    decided = gates_of(halted.trace)
+    gate = lambda layer, *states: decided(layer, *states) if layer <= last else None
+    with equivalent_forward(model, gate, translators={1: translator} if last == 1 else {}):
+        tiny.assert_close(model(**batch.inputs(), use_cache=False).logits, halted.logits)
+
+
+@torch.no_grad()
+def test_a_gate_that_drops_behind_one_that_predicts_is_refused():
+    model = tiny.load("gpt2")
+    translators = {0: tiny.random_translators(tiny.Run(model, [], "compact", None).arch)[0]}
+    with (
+        equivalent_forward(model, lambda layer, hidden, kept: kept, translators=translators),
+        pytest.raises(ConfigError, match="The gate after layer 1 drops tokens behind one that predicts"),
+    ):
+        model(torch.tensor([[1, 2, 3]]), use_cache=False)
+
+
+@torch.no_grad()
+def test_an_encoders_values_are_those_of_the_halted_run_and_nothing_is_left_behind():
+    given_states = states(3, 12)
+    plain = ENCODER(given_states)
+    depth = torch.randint(0, 5, (3, 12), generator=torch.Generator().manual_seed(1)).short()
+    with equivalent_forward(ENCODER, lambda layer, hidden, kept: (depth != layer).float()) as mask:
+        equivalent = ENCODER(given_states)
+    with apply(ENCODER, [Replay(_trace(depth))]) as run:
+        halted = ENCODER(given_states)
+    assert not torch.allclose(halted, plain, atol=1e-3)
+    torch.testing.assert_close(equivalent, halted, atol=2e-6, rtol=1e-5)
+    for layer, kept in enumerate(mask.kept):
+        assert torch.equal(torch.ones(3, 12) if kept is None else kept, run.trace.passes[0].active(layer).float())
+    assert torch.equal(ENCODER(given_states), plain)
+
+
+def _trace(depth: torch.Tensor) -> Trace:
+    from quicksilver.runtime.pass_state import PassState
+    from quicksilver.runtime.trace import PassTrace
+
+    rows, n = depth.shape
+    state = PassState(torch.ones(rows, n, dtype=torch.bool), torch.arange(n).expand(rows, -1), tiny.LAYERS)
+    state.halt_layer = depth
+    return Trace(tiny.LAYERS, [PassTrace.of(state, 0)])
+
+
+def test_the_derivative_is_that_of_the_soft_mask_and_halted_tokens_have_one():
+    given_states = states(1, 8).double()
+    model = ENCODER.double()
+    try:
+        g = torch.ones(1, 8, dtype=torch.double)
+        g[0, [2, 5]] = 0.0
+
+        def loss(value: torch.Tensor) -> torch.Tensor:
+            with equivalent_forward(model, lambda layer, hidden, kept: value if layer == 1 else None):
+                return model(given_states).square().sum()
+
+        point = g.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loss(point), point)
+        with torch.no_grad():
+            for token in range(8):
+                step = torch.zeros_like(g)
+                step[0, token] = 1e-6 if g[0, token] == 0 else -1e-6  # a mask beyond 0 or 1 would be a negative weight
+                change = float(loss(g + step) - loss(g)) / float(step[0, token])
+                assert float(slope[0, token]) == pytest.approx(change, rel=1e-4, abs=1e-5)
+        assert slope[0, [2, 5]].abs().min() > 1e-6
+    finally:
+        ENCODER.float()
+
+
+# -- gates -------------------------------------------------------------------------------------------------------------------------
+
+
+def gates(seed: int = 0, bias: float = 0.3) -> HaltingGates:
+    made = HaltingGates(WIDTH, [0, 2])
+    with torch.no_grad():
+        made.weight.copy_(torch.randn(made.weight.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+        made.bias.fill_(bias)
+    return made
+
+
+def learned(**options) -> LearnedHalting:
+    """Nobody is protected."""
+    return LearnedHalting(**{"protect_first": 0, "protect_last": None} | options)
+
+
+def trained(model, seed: int = 0, **about) -> TrainedGates:
+    return gates(seed).trained(tiny.Run(model, [], "compact", None).arch, **about)
+
+
+@torch.no_grad()
+def test_the_module_halts_whom_the_trained_forward_masks():
+    learnt, given_states = gates(), states(2, 20)
+    with equivalent_forward(ENCODER, learnt.gate) as mask:
+        equivalent = ENCODER(given_states)
+    with apply(ENCODER, [learned(gates=trained(ENCODER))]) as run:
+        halted = ENCODER(given_states)
+    torch.testing.assert_close(equivalent, halted, atol=2e-6, rtol=1e-5)
+    left = run.trace.passes[0].active(LAYERS - 1)
+    assert mask.current is not None
+    assert torch.equal(mask.current.bool(), left)
+    assert 0 < left.float().mean() < 1
+    widest = int(run.trace.passes[0].active(2).sum(1).max())  # a gate reads the packed rows
+    assert run.flops.signals == 2 * WIDTH * 2 * (20 + widest)
+
+
+def test_gates_that_only_read_leave_no_derivative_on_what_they_read():
+    slopes = {}
+    for reads_only in (False, True):
+        learnt, given_states = gates(), states(1, 12).requires_grad_()
+        learnt.reads_only = reads_only
+        with equivalent_forward(ENCODER, learnt.gate):
+            ENCODER(given_states)
+        slopes[reads_only] = torch.autograd.grad(
+            learnt.sparsity(), [given_states, learnt.weight], allow_unused=True, materialize_grads=True
+        )
+    assert slopes[False][0].abs().sum() > 0
+    assert slopes[True][0].abs().sum() == 0
+    assert slopes[True][1].abs().sum() > 0
+
+
+def test_the_gate_is_a_step_whose_derivative_is_that_of_p():
+    p = torch.tensor([0.0, 0.2, 0.4999, 0.5, 0.7, 1.0], requires_grad=True)
+    g = straight_through(p)
+    assert g.tolist() == [0, 0, 0, 1, 1, 1]
+    (slope,) = torch.autograd.grad((g * torch.arange(6.0)).sum(), p)
+    assert slope.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_training_halts_what_the_task_does_not_need():
+    torch.manual_seed(0)
+    learnt, given_states = HaltingGates(WIDTH, [0, 1]), states(1, 16)
+    needed = torch.arange(16) < 4  # the task reads these tokens alone, after the last layer
+    given_states[0, needed, 0] += 6.0
+    with torch.no_grad():
+        wanted = ENCODER(given_states)[0, needed]
+    control, optimiser = SparsityController(learnt, 0.6, LAYERS), torch.optim.Adam(learnt.parameters(), lr=0.1)
+    for _ in range(60):
+        with equivalent_forward(ENCODER, learnt.gate) as mask:
+            said = ENCODER(given_states)[0, needed]
+        loss = 20 * (said - wanted).square().mean() + control.strength * learnt.sparsity()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        control.update(mask)
+    assert mask.current is not None
+    left = mask.current[0].detach() > 0.5
+    assert left[needed].float().mean() >= 0.75
+    assert left[~needed].float().mean() <= 0.5
+    ENCODER.zero_grad()
+
+
+def test_weights_of_the_sparsity_loss_say_whose_p_counts():
+    learnt = gates()
+    with equivalent_forward(ENCODER, learnt.gate):
+        ENCODER(states(1, 10))
+    weights = torch.zeros(1, 10)
+    weights[0, 3] = 1.0
+    entered = [layer for layer in learnt.layers if learnt.kept[layer][0, 3] > 0]
+    expected = sum(float(learnt.scores[layer][0, 3].detach()) for layer in entered) / len(learnt.layers)
+    assert float(learnt.sparsity(weights).detach()) == pytest.approx(expected, abs=1e-6)
+    assert float(learnt.sparsity().detach()) != pytest.approx(expected, abs=1e-3)
+
+
+def test_the_strength_follows_the_target():
+    control = SparsityController(gates(), 0.5, LAYERS)
+    dense, sparse = KeepMask(), KeepMask()
+    dense.kept, sparse.kept = [None] * LAYERS, [torch.zeros(1, 4)] * LAYERS
+    before = control.strength
+    assert control.update(dense) == 1.0
+    raised = control.strength
+    assert raised > before
+    assert control.update(sparse) == 0.0
+    assert control.strength < raised
+
+
+@pytest.mark.parametrize("tokens", [0.1, 0.2, 1.0, 1.5])
+def test_a_share_that_cannot_be_met_is_refused(tokens):
+    with pytest.raises(ConfigError, match=rf"tokens={tokens:g} cannot be met: .* at least 0.2 of all token-layers"):
+        SparsityController(gates(), tokens, LAYERS)
+
+
+@settings(max_examples=draws(4), deadline=None)
+@given(batch=tiny.batches(low=4), seed=st.integers(0, 20))
+def test_gates_that_read_the_place_halt_as_in_training_and_each_row_by_its_own_length(batch, seed):
+    model = tiny.load("gpt2")
+    arch = tiny.Run(model, [], "compact", None).arch
+    learnt = HaltingGates(WIDTH, [0, 2], prompt_tokens=1)
+    for part in learnt.parameters():
+        torch.nn.init.normal_(part, std=0.3, generator=torch.Generator().manual_seed(seed))
+    policy = learned(gates=learnt.trained(arch), protect_last=0)
+    assert not policy.causal  # it reads where the prompt ends
+    together = tiny.decisions(batch, tiny.forward(model, batch, [policy]).trace)
+    for ids, decided in zip(batch.rows, together, strict=True):
+        learnt.prompt_tokens = len(ids)
+        with torch.no_grad(), equivalent_forward(model, learnt.gate) as mask:
+            model(torch.tensor([ids]), use_cache=False)
+        assert mask.current is not None
+        assert torch.equal(mask.current[0].bool(), decided["halt_layer"] == LAYERS - 1)
+
+
+def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
+    model, path = tiny.load("gpt2"), tmp_path / "gates.safetensors"
+    made = trained(model, missing_kv="project", provenance={"steps": 3})
+    made.save(path)
+    again = TrainedGates.load(path)
+    assert torch.equal(again.weight, made.weight)
+    assert (again.layers, again.missing_kv, again.provenance) == (made.layers, "project", {"steps": 3})
+    policy = learned(gates=path)
+    assert tiny.forward(model, Batch(((1, 2, 3, 4, 5, 6),)), [policy]).trace.active_counts()[-1] < 6
+    assert policy.missing_kv == "project"
+    for other, said in (
+        (tiny.load("llama"), "fitted to other weights"),
+        (tiny.build("gpt2", n_layer=3), f"layers={LAYERS} and this one has 3"),
+    ):
+        with pytest.raises(ConfigError, match=said), apply(other, [learned(gates=path)]):
+            pass
+    with pytest.raises(ConfigError, match="There is no set of gates .*train gates for this model"):
+        learned(gates=tmp_path / "none").bind(tiny.Run(model, [], "compact", None).arch)
+
+
+def test_gates_say_layer_by_layer_what_is_dropped_and_what_is_predicted(monkeypatch):
+    model = tiny.load("gpt2")
+    translators = tiny.random_translators(tiny.Run(model, [], "compact", None).arch)
+    monkeypatch.setattr(learned_halting, "translator_for", lambda arch, source, layer: translators[layer - 1])
+    policy = learned(gates=trained(model, seed=3, predicts=(2,)), threshold=0.6)
+    halted = tiny.forward(model, Batch((tuple(range(1, 25)),)), [policy]).trace.passes[0]
+    how = {layer: set(halted.halted_kv[halted.halt_layer == layer].tolist()) for layer in (0, 2)}
+    assert how == {0: {MISSING_KV.index("drop")}, 2: {MISSING_KV.index("predict")}}
+    dropped = tiny.forward(model, Batch((tuple(range(1, 25)),)), [learned(gates=policy.gates, threshold=0.6, missing_kv="drop")])
+    assert set(dropped.trace.passes[0].halted_kv[dropped.trace.passes[0].halt_layer == 2].tolist()) == {MISSING_KV.index("drop")}
+
+
+def test_a_record_is_of_the_files_behind_its_gates(tmp_path):
+    path = tmp_path / "learned_halting" / "mine.safetensors"
+    trained(tiny.load("gpt2")).save(path)
+    assert learned_halting.gate_files({"gates": "mine"}, tmp_path) == [path]
+    assert learned_halting.gate_files({"gates": str(path)}, tmp_path / "elsewhere") == [path]
+    assert learned_halting.gate_files({"tau_drift": 1.0}, tmp_path) == []
+    path.write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="cannot be read as a set of gates"):
+        learned_halting.gate_files({"gates": "mine"}, tmp_path)
+
+
+# -- their training ----------------------------------------------------------------------------------------------------------------
+
 
 RECIPE = GateRecipe(
     layers=(0, 1), saves_pct=25.0, steps=24, prompt_tokens=24, protect_first=1, protect_last=2, learning_rate=0.05

@@ -442,42 +442,39 @@ def test_who_reads_the_fused_states_beats_the_model() -> None:
     with torch.no_grad():
         ids = model.generate(torch.ones(48, 1, dtype=torch.long), do_sample=True, max_new_tokens=255, min_new_tokens=255,
                              suppress_tokens=[1, 2], pad_token_id=0, attention_mask=torch.ones(48, 1))  # fmt: skip
-    states: dict[str, list[torch.Tensor]] = {"dense": [], "fused": [], "answers": [], "window": []}
+    found: dict[str, list[torch.Tensor]] = {"dense": [], "fused": [], "answers": [], "window": []}
+    options: dict[str, Any] = {
+        "start": 0.6,
+        "fused_share": 0.3,
+        "criterion": "random",
+        "max_group": 2,
+        "lookahead": True,
+        "rule": "capacity",
+    }
     for seed in range(3):
-        fusion = TokenFusion(
-            start=0.6, fused_share=0.3, criterion="random", seed=seed, max_group=2, lookahead=True, rule="capacity"
-        )
         for name, execution in (("dense", "decide"), ("fused", "compact")):
-            with torch.no_grad(), apply(model, [fusion], execution=execution) as run:
+            with torch.no_grad(), apply(model, [TokenFusion(seed=seed, **options)], execution=execution) as run:
                 last = model.model(ids, use_cache=False).last_hidden_state
             saw = (run.trace.passes[0].fused_layer < model.config.num_hidden_layers - 1)[:, :-1]
-            states[name].append(last[:, :-1][saw])
-        states["answers"].append(ids[:, 1:][saw])
-        states["window"].append(saw.nonzero()[:, 0])
-    dense, fused, answers, window = (torch.cat(states[name]) for name in ("dense", "fused", "answers", "window"))
+            found[name].append(last[:, :-1][saw])
+        found["answers"].append(ids[:, 1:][saw])
+        found["window"].append(saw.nonzero()[:, 0])
+    dense, fused, answers, window = map(torch.cat, found.values())
     train = window < 36
-    readout = trained_readout(model.lm_head.weight, fused[train], answers[train])
+    readout = torch.nn.Linear(*model.lm_head.weight.shape[::-1])
     with torch.no_grad():
-        logits = {"dense": model.lm_head(dense), "fused": model.lm_head(fused), "read out": readout(fused)}
-    ppl = {name: math.exp(F.cross_entropy(x[~train], answers[~train])) for name, x in logits.items()}
-    print(ppl)
-    assert ppl["read out"] < 0.85 * ppl["dense"] < ppl["dense"] < ppl["fused"]
-
-
-def trained_readout(head: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.nn.Linear:
-    """A linear layer from states x (K, D) to tokens y (K,): the model's own head, trained for 20 epochs."""
-    readout = torch.nn.Linear(head.shape[1], head.shape[0])
-    with torch.no_grad():
-        readout.weight.copy_(head)
+        readout.weight.copy_(model.lm_head.weight)
         readout.bias.zero_()
     optimizer = torch.optim.AdamW(readout.parameters(), lr=3e-3, weight_decay=0.1)
     for _ in range(20):
-        for part in torch.randperm(len(x)).split(512):
-            loss = F.cross_entropy(readout(x[part]), y[part])
+        for part in torch.randperm(int(train.sum())).split(512):
             optimizer.zero_grad()
-            loss.backward()
+            F.cross_entropy(readout(fused[train][part]), answers[train][part]).backward()
             optimizer.step()
-    return readout
+    with torch.no_grad():
+        logits = {"dense": model.lm_head(dense), "fused": model.lm_head(fused), "read out": readout(fused)}
+    ppl = {name: math.exp(F.cross_entropy(x[~train], answers[~train])) for name, x in logits.items()}
+    assert ppl["read out"] < 0.85 * ppl["dense"] < ppl["dense"] < ppl["fused"], ppl
 
 
 def test_it_acts_from_its_start_on() -> None:

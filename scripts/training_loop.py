@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from quicksilver.fitting.gates import TrainingFile, read_training
+from quicksilver.fitting.training import TrainingFile, read_training
 
 STATE = "state.safetensors"
 SAVED_SECONDS = 180

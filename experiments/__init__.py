@@ -1,1 +1,1 @@
-"""One file per table or figure of the paper, `ablation/table11_ablation.py`, in families. Found by name: there is no list to keep."""
+"""Tables and figures of the paper in families. Found by names of files (`ablation/table11_ablation.py`) and of functions under `@artefact`."""

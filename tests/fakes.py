@@ -21,6 +21,7 @@ from quicksilver.records.description import DataEntry, DenseTotals, EnvironmentE
 from quicksilver.records.identity import Identity
 from quicksilver.records.record import EVENTS, SCHEMA_VERSION, WINDOWS, Record
 from quicksilver.records.store import Store
+from quicksilver.report.artefacts import Outcome, Row
 
 WINDOW_COUNT = 16
 DENSE_FLOPS = 2_000_000_000_000
@@ -183,3 +184,20 @@ def publish(
 def events(record: Record) -> list[str]:
     """What events.jsonl of a record says, in order."""
     return [json.loads(line)["event"] for line in (record.path / EVENTS).read_text().splitlines()]
+
+
+def outcomes(results: Path, rows: Sequence[Row], made: Callable[[Row], Mapping[str, Any] | str]) -> list[Outcome]:
+    """An outcome for each row: the dense record of its protocol where it has no module, else a record of the options that `made` answers with
+    (see `make`), or none, for the reason that it answers with."""
+    found, dense = [], {}
+    for row in rows:
+        protocol = "all" if "protocol=all" in row.overrides else "continuation"
+        if protocol not in dense:
+            dense[protocol] = make(results, f"dense {protocol}", protocol)
+        if "modules=[]" in row.overrides:
+            found.append(Outcome(row, dense[protocol], dense[protocol]))
+        elif isinstance(options := made(row), str):
+            found.append(Outcome(row, reason=options))
+        else:
+            found.append(Outcome(row, make(results, f"{row.panel} {row.key}", protocol, **options), dense[protocol]))
+    return found

@@ -14,45 +14,50 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from quicksilver.report import comparison, provenance
+from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.table import Panel, Table
+from quicksilver.report.table import Table
 
-MODELS = ("reference-gpt2", "reference-llama")
+from .techniques import row_of
+
+CHOSEN = {"reference-gpt2": 0.0002, "reference-llama": 0.0006}
 TEXTS = ("python-docs", "wikitext103")
 ERRORS = (0.0001, 0.0002, 0.0003, 0.0004, 0.0006)
 TARGET_PCT = 18.0
-CHOSEN = {"reference-gpt2": 0.0002, "reference-llama": 0.0006}
-PAPER, SPARSE, CEILING = "paper", "channels", "ceiling"
 ALWAYS = ("protocol=all", "measure=quick")
-
 # An oracle says who may leave, a fitted head reads them, their K/V are predicted; all of it fitted on 40 windows of calibration text. Rows of a
 # batch keep different numbers of tokens, so one row a batch: else padding would be counted as work.
 ORACLE = (
-    *("modules=[oracle_exit]", "modules.oracle_exit.lookahead=true", "measure.null_control.enabled=false"),
+    *("modules.oracle_exit.lookahead=true", "measure.null_control.enabled=false"),
     *("dataset.calibration_windows=40", "protocol.batch_size=1"),
 )
+
+
+def _sparse(error: float) -> tuple[str]:
+    return (f"modules.channel_sparsity.error={error}",)
 
 
 def rows() -> list[Row]:
     """A panel for each model and text, then what was tried on calibration text."""
     found = []
-    for model in MODELS:
+    for model, error in CHOSEN.items():
         for text in TEXTS:
             panel, always = f"{model} {text}", (*ALWAYS, f"model={model}", f"dataset={text}", "dataset.windows=64")
-            found.append(Row(panel, "", "dense", "Dense", (*always, "modules=[]")))
-            error = f"modules.channel_sparsity.error={CHOSEN[model]}"
-            sparse = (*always, "modules=[channel_sparsity]", error)
-            found.append(Row(panel, "", SPARSE, "Channels inside tokens", sparse, ("channel_sparsity",)))
-            found.append(Row(panel, "", PAPER, "Token halting (paper)", (*always, "modules=[halting]"), ("halting",)))
+            found += [
+                row_of(panel, "", "dense", "Dense", "", *always),
+                row_of(panel, "", "channels", "Channels inside tokens", "channel_sparsity", *always, overrides=_sparse(error)),
+                row_of(panel, "", "paper", "Token halting (paper)", "halting", *always),
+            ]
             if text == TEXTS[0]:
-                found.append(Row(panel, "", CEILING, "Ceiling of stopping: an oracle", (*always, *ORACLE), ("oracle_exit",)))
-    for model in MODELS:
-        panel = f"calibration {model}"
-        always = (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")
-        for value in ERRORS:
-            sparse = (*always, "modules=[channel_sparsity]", f"modules.channel_sparsity.error={value}")
-            found.append(Row(panel, "", f"{value:g}", f"error {value:g}", sparse, ("channel_sparsity",)))
+                found.append(
+                    row_of(panel, "", "ceiling", "Ceiling of stopping: an oracle", "oracle_exit", *always, overrides=ORACLE)
+                )
+    for model in CHOSEN:
+        panel, always = f"calibration {model}", (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")
+        found += [
+            row_of(panel, "", f"{error:g}", f"error {error:g}", "channel_sparsity", *always, overrides=_sparse(error))
+            for error in ERRORS
+        ]
     return found
 
 
@@ -65,22 +70,12 @@ def chosen(frame: pd.DataFrame, model: str) -> float | None:
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A panel for each model and text, and one for each model's search."""
     frame = comparison.frame(outcomes)
-    panels = []
-    for key in dict.fromkeys(outcome.row.panel for outcome in outcomes):
-        notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
-        model = key.removeprefix("calibration ")
-        if model != key:
-            best = chosen(frame, model)
-            notes = (
-                f"Chosen: {'none' if best is None else f'error {best:g}'}, the least that saves {TARGET_PCT:g}% here.",
-                *notes,
-            )
-        title = (
-            f"{key.replace(' ', ', ')}: every position scored"
-            if model == key
-            else f"{model}, calibration text: the choice of the error"
-        )
-        panels.append(Panel(key, title, comparison.columns(prompt=False), (*comparison.cautions(frame, key), *notes)))
-    return Table(
-        name, "All positions scored: work inside a token, and tokens that stop", frame, tuple(panels), comparison.legend(frame)
-    )
+    panels = {f"{model} {text}": f"{model}, {text}: every position scored" for model in CHOSEN for text in TEXTS}
+    panels |= {f"calibration {model}": f"{model}, calibration text: the choice of the error" for model in CHOSEN}
+    said = {key: comparison.cautions(frame, key) for key in panels}
+    for model in CHOSEN:
+        best = chosen(frame, model)
+        error = "none" if best is None else f"error {best:g}"
+        said[f"calibration {model}"] += (f"Chosen: {error}, the least that saves {TARGET_PCT:g}% here.",)
+    title = "All positions scored: work inside a token, and tokens that stop"
+    return comparison.table(outcomes, name, title, panels, rows=frame, said=said, cautious=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, numbers, signed, signed_cell, technique_cell
 from quicksilver.runtime.errors import QuickSilverError
 
 if TYPE_CHECKING:  # a table needs no matplotlib
@@ -62,44 +61,24 @@ def rows() -> list[Row]:
     return found
 
 
-@dataclass(frozen=True)
-class Responses:
-    """What every combination gives, by window.
+def sums_of(outcomes: Sequence[Outcome]) -> NDArray[np.float64] | None:
+    """(1 + 4 · 16, W) by window: the tokens; then of all combinations the nats, and the operations ledger by ledger.
 
-    Attributes:
-        nats: combination -> (W,) negative log-likelihood.
-        tokens: (W,) scored.
-        flops: ledger -> combination -> (W,) operations.
+    None where a combination has no record: a factorial with a hole has no interactions.
     """
-
-    nats: Mapping[str, NDArray[np.float64]]
-    tokens: NDArray[np.float64]
-    flops: Mapping[str, Mapping[str, NDArray[np.float64]]]
-
-    def by_window(self) -> NDArray[np.float64]:
-        """(1 + 4 · 16, W): the tokens; then of all combinations the nats, and the operations ledger by ledger."""
-        of_all = (self.nats, *(self.flops[ledger] for ledger in LEDGERS))
-        return np.stack([self.tokens, *(of[chosen] for of in of_all for chosen in SETS)])
+    records = {outcome.row.key.replace("dense", ""): outcome.record for outcome in outcomes}
+    frames = [record.windows.sort_values("window") for chosen in SETS if (record := records.get(chosen)) is not None]
+    if len(frames) < len(SETS):
+        return None
+    columns = ("nll_nats", *(f"{ledger}_flops" for ledger in LEDGERS))
+    return np.stack([frames[0]["tokens"], *(frame[column] for column in columns for frame in frames)]).astype(float)
 
 
 def responses_of(sums: NDArray[np.float64]) -> dict[str, dict[str, NDArray[np.float64]]]:
-    """Nats per token, and by ledger what is saved in percent, of every combination; sums (65, …) as `Responses.by_window` has them."""
+    """Nats per token, and by ledger what is saved in percent, of every combination; sums (65, …) as `sums_of` has them."""
     tokens, nats, *flops = sums[0], *np.split(sums[1:], 1 + len(LEDGERS))
     saved = {ledger: dict(zip(SETS, 100 * (1 - of / of[0]), strict=True)) for ledger, of in zip(LEDGERS, flops, strict=True)}
     return saved | {QUALITY: dict(zip(SETS, nats / tokens, strict=True))}
-
-
-def responses(outcomes: Sequence[Outcome]) -> Responses | None:
-    """None where a combination has no record: a factorial with a hole has no interactions."""
-    records = {outcome.row.key.replace("dense", ""): outcome.record for outcome in outcomes}
-    frames = {name: record.windows.sort_values("window") for name in SETS if (record := records.get(name)) is not None}
-    if len(frames) < len(SETS):
-        return None
-
-    def column(name: str) -> dict[str, NDArray[np.float64]]:
-        return {chosen: frame[name].to_numpy(float) for chosen, frame in frames.items()}
-
-    return Responses(column("nll_nats"), column("tokens")[""], {ledger: column(f"{ledger}_flops") for ledger in LEDGERS})
 
 
 def contrast(response: Mapping[str, NDArray[np.float64]], chosen: str) -> NDArray[np.float64]:
@@ -108,18 +87,8 @@ def contrast(response: Mapping[str, NDArray[np.float64]], chosen: str) -> NDArra
     Args:
         response: combination -> any shape.
     """
-    others = [letter for letter in LETTERS if letter not in chosen]
-    settings = [set(some) for size in range(len(others) + 1) for some in itertools.combinations(others, size)]
-    total = np.zeros_like(response[""])
-    for setting in settings:
-        for size in range(len(chosen) + 1):
-            for part in itertools.combinations(chosen, size):
-                total = total + (-1) ** (len(chosen) - size) * response[_in_order(setting | set(part))]
-    return total / len(settings)
-
-
-def _in_order(letters: set[str]) -> str:
-    return "".join(letter for letter in LETTERS if letter in letters)
+    signed = [(-1) ** len(set(chosen) - set(some)) * response[some] for some in SETS]
+    return np.sum(signed, axis=0) / 2 ** (len(LETTERS) - len(chosen))
 
 
 def synergy(saved: Mapping[str, NDArray[np.float64]], chosen: str) -> NDArray[np.float64]:
@@ -129,88 +98,73 @@ def synergy(saved: Mapping[str, NDArray[np.float64]], chosen: str) -> NDArray[np
 
 def beyond_independence(saved: Mapping[str, NDArray[np.float64]], chosen: str) -> NDArray[np.float64]:
     """The same against what would be left if each took its share of what the others leave, 1 - Π(1 - s), in points."""
-    left = np.ones_like(saved[""])
-    for letter in chosen:
-        left = left * (1 - saved[letter] / 100)
-    return saved[chosen] - 100 * (1 - left)
+    return saved[chosen] - 100 * (1 - np.prod([1 - saved[letter] / 100 for letter in chosen], axis=0))
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """Panel `factorial`: a row a combination. `effects`: a row a set of mechanisms. `synergy`: a row a set of at least two."""
-    cells = sweeps.frame(outcomes, (SWEEP,)).drop(columns=["modules", "front"])
-    found = responses(outcomes)
-    return cells if found is None else pd.concat([cells, pd.DataFrame(_derived(found))], ignore_index=True)
+    cells, sums = sweeps.frame(outcomes, (SWEEP,)).drop(columns=["modules", "front"]), sums_of(outcomes)
+    return cells if sums is None else pd.concat([cells, pd.DataFrame(_derived(sums))], ignore_index=True)
 
 
-def _derived(found: Responses) -> Iterator[dict[str, Any]]:
-    windows = found.by_window()
-    names = list(_numbers(windows.sum(-1)))
-    intervals = bootstrap(lambda drawn: np.stack([*_numbers(drawn.sum(-1)).values()]), windows)
-    numbers: dict[tuple[str, str], dict[str, float]] = {}
-    for (panel, chosen, name), value, low, high in zip(names, *intervals, strict=True):
-        row = numbers.setdefault((panel, chosen), {})
-        row |= {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
-    for chosen in SETS[1:]:
-        named = {"key": chosen, "technique": " × ".join(FACTORS[letter][2] for letter in chosen)}
-        yield {"panel": EFFECTS, "section": _SIZES[len(chosen)], **named, **numbers[EFFECTS, chosen]}
-    for chosen in SETS:
-        if len(chosen) > 1:
-            named = {"key": chosen, "technique": " + ".join(FACTORS[letter][2] for letter in chosen)}
-            said = {"reported_synergy": reported_synergy()} if chosen == LETTERS else {}
-            yield {"panel": SYNERGY, "section": "", **named, **numbers[SYNERGY, chosen], **said}
+def _derived(sums: NDArray[np.float64]) -> Iterator[dict[str, Any]]:
+    names = list(_numbers(sums.sum(-1)))
+    intervals = bootstrap(lambda drawn: np.stack([*_numbers(drawn.sum(-1)).values()]), sums)
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for (panel, chosen, name), *found in zip(names, *intervals, strict=True):
+        sections = (_SIZES[len(chosen)], " × ") if panel == EFFECTS else ("", " + ")
+        technique = sections[1].join(FACTORS[letter][2] for letter in chosen)
+        row = rows.setdefault((panel, chosen), {"panel": panel, "section": sections[0], "key": chosen, "technique": technique})
+        row |= {f"{name}{end}": float(value) for end, value in zip(ENDS, found, strict=True)}
+    rows[SYNERGY, LETTERS]["reported_synergy"] = reported_synergy()
+    yield from rows.values()
 
 
 def _numbers(sums: NDArray[np.float64]) -> dict[tuple[str, str, str], NDArray[np.float64]]:
-    """What the panels print, each (…), by panel, combination and column; sums (65, …) as `Responses.by_window` has them."""
+    """What the panels print, each (…), by panel, combination and column; sums (65, …) as `sums_of` has them."""
     responses = responses_of(sums)
     found = {
         (EFFECTS, chosen, f"effect_{name}"): contrast(response, chosen)
         for chosen in SETS[1:]
         for name, response in responses.items()
     }
-    for chosen in SETS:
-        if len(chosen) > 1:
-            for ledger in LEDGERS:
-                found[SYNERGY, chosen, f"synergy_{ledger}"] = synergy(responses[ledger], chosen)
-                found[SYNERGY, chosen, f"beyond_{ledger}"] = beyond_independence(responses[ledger], chosen)
+    for chosen, ledger in itertools.product((some for some in SETS if len(some) > 1), LEDGERS):
+        found[SYNERGY, chosen, f"synergy_{ledger}"] = synergy(responses[ledger], chosen)
+        found[SYNERGY, chosen, f"beyond_{ledger}"] = beyond_independence(responses[ledger], chosen)
     return found
 
 
 def worst(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """Perplexity added by the combination that adds most, in percent of dense; None where one has no record."""
+    pairs = {key: (outcome.record, outcome.dense) for key, outcome in outcomes.items()}
     found = []
-    for key, outcome in outcomes.items():
-        if outcome.record is None or outcome.dense is None:
+    for key, (record, dense) in pairs.items():
+        if record is None or dense is None:
             return None
         if key != "dense":
-            paired = paired_records(outcome.record, outcome.dense)
+            paired = paired_records(record, dense)
             found.append(Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high))
     return max(found, key=lambda estimate: estimate.value, default=None)
 
 
+def _reported() -> dict[str, Any]:
+    """What the paper saves (P.4) with nothing, each mechanism alone, and all four, percent."""
+    alone = {letter: reported()[f"p4.isolated.{claim}"].values["flops_saved_pct"] for letter, (_, claim, _) in FACTORS.items()}
+    return {"": 0.0, **alone, LETTERS: reported()["p4.joint"].values["flops_saved_pct"]}
+
+
 def reported_synergy() -> float:
     """δ of all four from the paper's own numbers (P.4), in points: 47.2 minus the sum of the isolated savings."""
-    alone = sum(reported()[f"p4.isolated.{claim}"].values["flops_saved_pct"] for _, claim, _ in FACTORS.values())
-    return reported()["p4.joint"].values["flops_saved_pct"] - alone
-
-
-def reported_beyond_independence() -> float:
-    """The same of `beyond_independence`."""
-    left = 1.0
-    for _, claim, _ in FACTORS.values():
-        left *= 1 - reported()[f"p4.isolated.{claim}"].values["flops_saved_pct"] / 100
-    return reported()["p4.joint"].values["flops_saved_pct"] - 100 * (1 - left)
+    return float(synergy(_reported(), LETTERS))
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """The combinations, their effects and their synergy."""
     title = "All combinations, protocol continuation; a mechanism is the same wherever it takes part"
-    named = (Column("", "", _letters, align="left"), Column("", "technique", _technique, align="left"))
-    panels = [sweeps.panel(SWEEP, outcomes, (*named, *sweeps.measured_columns(SWEEP)), title)]
+    panels = [sweeps.panel(SWEEP, outcomes, (*_COMBINATION, *sweeps.measured_columns(SWEEP)), title)]
     said: tuple[str, ...] = ("Not every combination has a record, so there are no interactions and no synergy.",)
-    if responses(outcomes) is not None:
-        panels.append(Panel(EFFECTS, "Main effects and interactions", _effect_columns()))
-        panels.append(Panel(SYNERGY, "Synergy (P.1)", _synergy_columns()))
+    if sums_of(outcomes) is not None:
+        panels += [Panel(EFFECTS, "Main effects and interactions", _EFFECTS), Panel(SYNERGY, "Synergy (P.1)", _SYNERGY)]
         said = legend()
     return Table(name, "Factorial of the four mechanisms", frame(outcomes), tuple(panels), (*said, *sweeps.LEGEND[:2]))
 
@@ -224,50 +178,36 @@ def legend() -> tuple[str, ...]:
         "δ: what the set saves together minus the sum of what each member saves alone (P.1), in points. Below 0 the savings "
         "overlap (sub-additive). independent: the same, minus what the members would save if each took its share of what the "
         "others leave.",
-        f"The paper's own numbers (P.4) give δ = {reported_synergy():+.1f} points and {reported_beyond_independence():+.1f} against "
+        f"The paper's own numbers (P.4) give δ = {reported_synergy():+.1f} points and {float(beyond_independence(_reported(), LETTERS)):+.1f} against "
         "independence: sub-additive, though the text there calls it super-additive (docs/conflicts.md #24).",
         "In the executed ledger δ is large where decisions are expensive: with fewer active tokens there is less to decide.",
         "Intervals: 95%, bootstrap over windows. One draw of windows serves all combinations.",
     )
 
 
-def _letters(row: Mapping[str, Any]) -> Lines:
-    return ("" if row["key"] == "dense" else row["key"],)
-
-
-def _technique(row: Mapping[str, Any]) -> Lines:
-    return (row["technique"],) if row["status"] == "measured" else (row["technique"], row["status"])
-
-
-def _cell(key: str, *, factor: float = 1.0, decimals: int = 1) -> Any:
+def _cell(key: str, *, factor: float = 1.0) -> Any:
     def cell(row: Mapping[str, Any]) -> Lines:
-        values = [number(row, f"{key}{end}") for end in ("", "_low", "_high")]
-        if None in values:
-            return (NO_VALUE,)
-        middle, low, high = (signed(factor * value, decimals) for value in values if value is not None)
-        return (f"{middle} [{low} {high}]",)
+        middle, low, high = (signed(None if value is None else factor * value) for value in numbers(row, key))
+        return (NO_VALUE if middle == NO_VALUE else f"{middle} [{low} {high}]",)
 
     return cell
 
 
-def _effect_columns() -> tuple[Column, ...]:
-    return (
-        Column("", "", lambda row: (" × ".join(row["key"]),), align="left"),
-        *(Column("FLOPs saved, points", ledger, _cell(f"effect_{ledger}")) for ledger in LEDGERS),
-        Column("perplexity", "nats × 100", _cell(f"effect_{QUALITY}", factor=100)),
-    )
-
-
-def _synergy_columns() -> tuple[Column, ...]:
-    return (
-        Column("", "", lambda row: (" + ".join(row["key"]),), align="left"),
-        Column("paper", "δ", lambda row: (signed(number(row, "reported_synergy")),)),
-        *(Column("δ, points", ledger, _cell(f"synergy_{ledger}")) for ledger in LEDGERS),
-        *(
-            Column("against independent, points", ledger, _cell(f"beyond_{ledger}"), expendable=1)
-            for ledger in ("nominal", "paper")
-        ),
-    )
+_COMBINATION = (
+    Column("", "", lambda row: (row["key"].replace("dense", ""),), align="left"),
+    Column("", "technique", technique_cell, align="left"),
+)
+_EFFECTS = (
+    Column("", "", lambda row: (" × ".join(row["key"]),), align="left"),
+    *(Column("FLOPs saved, points", ledger, _cell(f"effect_{ledger}")) for ledger in LEDGERS),
+    Column("perplexity", "nats × 100", _cell(f"effect_{QUALITY}", factor=100)),
+)
+_SYNERGY = (
+    Column("", "", lambda row: (" + ".join(row["key"]),), align="left"),
+    Column("paper", "δ", signed_cell("reported_synergy")),
+    *(Column("δ, points", ledger, _cell(f"synergy_{ledger}")) for ledger in LEDGERS),
+    *(Column("against independent, points", ledger, _cell(f"beyond_{ledger}"), expendable=1) for ledger in ("nominal", "paper")),
+)
 
 
 def draw(rows: pd.DataFrame) -> Drawing:
@@ -299,8 +239,7 @@ def draw(rows: pd.DataFrame) -> Drawing:
     plot.plot(places[-1], reported_synergy(), marker="D", linestyle="", color=PALETTE[1], label="the paper's numbers (P.4)")
     plot.axhline(0, color="black", linewidth=0.8, linestyle="-", marker="")
     plot.set_xticks(places, deltas["key"], rotation=90)
-    plot.set_xlabel("mechanisms together")
-    plot.set_ylabel("δ, points of dense FLOPs")
+    plot.set(xlabel="mechanisms together", ylabel="δ, points of dense FLOPs")
     plot.set_title("Synergy δ (P.1): below 0, savings overlap", fontsize=8)
     plot.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
     return drawing

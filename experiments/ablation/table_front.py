@@ -6,6 +6,7 @@ The paper's mechanisms stand at their defaults and as table fair_trial tuned the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -13,21 +14,21 @@ import pandas as pd
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.reproduction import FOUND
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, plain_cell, signed, text_cell
 
 from ..sweeps import table_fair_trial as fair_trial
-from ..sweeps import table_far_context
-from .techniques import steps
+from .prompts import on_far_text
+from .techniques import chosen, row_of, steps
 
 PANEL, RECALL = "continuation", "far-recall"
-ALWAYS = {PANEL: fair_trial.TESTED, RECALL: table_far_context.always(RECALL)}
+ALWAYS = {PANEL: fair_trial.TESTED, RECALL: on_far_text(RECALL)}
 DEFAULT = {"isolated.halting": "Paper: halting, default", "cumulative.quantization": "Paper: all four, default"}
 TUNED = {"halting": ("Paper: halting, tuned", 15), "fusion": ("Paper: fusion, tuned", 15)}
 PLAIN = {
-    "bfloat16": ("bfloat16 alone", "bfloat16", ()),
-    "position": ("Drop the oldest tokens", "halting_attention", ("modules.halting.signal=position",)),
-    "truncated": ("Truncate the prompt", "prompt_truncation", ()),
-    "40": ("Predict K/V (ours)", "quicksilver", ()),
+    "bfloat16": "bfloat16 alone",
+    "position": "Drop the oldest tokens",
+    "truncated": "Truncate the prompt",
+    "40": "Predict K/V (ours)",
 }
 
 
@@ -38,17 +39,15 @@ def rows() -> list[Row]:
 
 def _rows(panel: str) -> Iterator[Row]:
     always = ALWAYS[panel]
-    yield Row(panel, "", "dense", "Dense", (*always, "modules=[]"))
-    found = {key: (needs, overrides) for _, key, _, needs, overrides in steps()}
-    for mechanism, (technique, budget) in TUNED.items():
-        key = f"isolated.{mechanism}"
-        if key in DEFAULT:
-            yield Row(panel, "", key, DEFAULT[key], (*always, *found[key][1]), found[key][0])
-        yield fair_trial.tuned(Row(panel, "", f"tuned.{mechanism}", technique, always, found[key][0]), mechanism, budget)
-    four = "cumulative.quantization"
-    yield Row(panel, "", four, DEFAULT[four], (*always, *found[four][1]), found[four][0])
-    for key, (technique, module, overrides) in PLAIN.items():
-        yield Row(panel, "", key, technique, (*always, f"modules=[{module}]", *overrides), (module,))
+    alone, all_four = (
+        replace(row, section="", technique=DEFAULT[row.key]) for row in steps(panel, *always) if row.key in DEFAULT
+    )
+    halting, fusion = (
+        fair_trial.tuned(Row(panel, "", f"tuned.{mechanism}", technique, always), mechanism, budget)
+        for mechanism, (technique, budget) in TUNED.items()
+    )
+    yield from (row_of(panel, "", "dense", "Dense", "", *always), alone, halting, fusion, all_four)
+    yield from chosen(panel, PLAIN, *always)
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
@@ -56,14 +55,14 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     frame = comparison.frame([one for one in outcomes if one.row.key != "dense"])
     far = frame[frame["panel"] == RECALL].set_index("key")
     frame = frame[frame["panel"] == PANEL].reset_index(drop=True)
-    for end in ("", "_low", "_high"):
+    for end in ENDS:
         frame[f"recall_delta_ppl_pct{end}"] = frame["key"].map(far[f"delta_ppl_pct{end}"])
     frame["recall_record"] = frame["key"].map(far["record"])
     columns = (
-        Column("", "technique", lambda row: (row["technique"],), align="left"),
+        Column("", "technique", text_cell("technique"), align="left"),
         Column("", "FLOPs saved", _saved),
         Column("", "Δ perplexity", lambda row: _percent(row, "")),
-        Column("", "KL × 100", _kl),
+        Column("", "KL × 100", _KL),
         Column("", "Δ far recall", lambda row: _percent(row, "recall_")),
     )
     legend = (
@@ -75,10 +74,12 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "tuned: of all settings that the paper names, the one of least KL on calibration text that saves 15% (table fair_trial). Truncate: "
         "the oldest 40% of the prompt are cut before the first layer. Nothing is fitted for it, nor for dropping the oldest.",
     )
-    shown = [one for one in outcomes if one.row.panel == PANEL]
-    notes = (*provenance.notes(shown), *comparison.cautions(frame, PANEL))
+    notes = (*provenance.notes([one for one in outcomes if one.row.panel == PANEL]), *comparison.cautions(frame, PANEL))
     panel = Panel(PANEL, "Protocol continuation", columns, notes)
     return Table(name, "What it saves, and what it costs", frame, (panel,), (*_found(frame), *legend))
+
+
+_KL = plain_cell("kl_nats", times=100)
 
 
 def _found(frame: pd.DataFrame) -> Iterator[str]:
@@ -103,7 +104,7 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
             f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
-            f"KL × 100 is {_kl(ours)[0]} against {_kl(cut)[0]}; when answers depend on distant context, perplexity rises by {cost('40', 'recall_')} "
+            f"KL × 100 is {_KL(ours)[0]} against {_KL(cut)[0]}; when answers depend on distant context, perplexity rises by {cost('40', 'recall_')} "
             f"against {cost('truncated', 'recall_')}."
         )
 
@@ -113,14 +114,6 @@ def _saved(row: Mapping[str, Any]) -> Lines:
     return (NO_VALUE if value is None else f"{signed(value)}%",)
 
 
-def _kl(row: Mapping[str, Any]) -> Lines:
-    value = number(row, "kl_nats")
-    return (NO_VALUE if value is None else f"{100 * value:.1f}",)
-
-
 def _percent(row: Mapping[str, Any], of: str) -> Lines:
-    values = [number(row, f"{of}delta_ppl_pct{end}") for end in ("", "_low", "_high")]
-    if values[0] is None:
-        return (NO_VALUE,)
-    middle, low, high = (signed(value) for value in values)
-    return (f"{middle}% [{low}, {high}]",)
+    middle, low, high = map(signed, numbers(row, f"{of}delta_ppl_pct"))
+    return (NO_VALUE if middle == NO_VALUE else f"{middle}% [{low}, {high}]",)

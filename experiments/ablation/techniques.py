@@ -1,37 +1,87 @@
-"""The four mechanisms as Table 11 runs them: each alone, then one after another."""
+"""Settings that several tables have, as data: the four mechanisms as Table 11 runs them, plain baselines, and this package's own schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from quicksilver.report.artefacts import Row
 
 # claim in reported.yaml -> module in conf/modules, what the paper calls it; in the paper's order, which is also that of adding
-TECHNIQUES = {
+MECHANISMS = {
     "halting": ("halting", "Token halting"),
     "kv_skipping": ("kv_skipping", "KV skipping"),
     "fusion": ("token_fusion", "Token fusion"),
     "quantization": ("adaptive_quantization", "Quantization"),
 }
+
+
+def options(module: str, **values: object) -> tuple[str, ...]:
+    """The overrides that give these options of a module their values."""
+    return tuple(f"modules.{module}.{name}={value}" for name, value in values.items())
+
+
 # Fusion at a fixed share of each prompt, so that its null (random neighbours) has the same budget.
-ALWAYS = {
-    "fusion": ("modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null"),
-}
+FUSION = options("token_fusion", rule="capacity", tau_fuse="null")
 # Alone, KV skipping cannot follow halting (2.2): it skips the half of the tokens that gets least attention (C.2).
-ALONE = {
-    "kv_skipping": (
-        "modules.kv_skipping.criterion=attention",
-        "modules.kv_skipping.skipped_share=0.5",
-        "modules.kv_skipping.min_depth=0.4",
-    )
+ALONE = options("kv_skipping", criterion="attention", skipped_share=0.5, min_depth=0.4)
+# name -> modules, then overrides. All that drop, fuse, cut or predict tokens save about 40% of a prompt's work, but for those called otherwise.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "attention": ("halting_attention",),
+    "position": ("halting_attention", "modules.halting.signal=position"),
+    "drift": ("halting_attention", "modules.halting.signal=drift"),
+    "random": ("halting_attention", "modules.halting.signal=random"),
+    "fusion": ("token_fusion_attention",),
+    # Nothing is fitted, and no layer sees what is cut.
+    "truncated": ("prompt_truncation",),
+    "truncated_50": ("prompt_truncation", "modules.prompt_truncation.keep=0.5"),
+    "truncated_ends": ("prompt_truncation", "modules.prompt_truncation.which=ends"),
+    "learned": ("learned_halting",),
+    # The model's own schedules (docs/predicted-kv.md).
+    "40": ("quicksilver",),
+    "50": ("quicksilver_50",),
+    "60": ("quicksilver", "modules.quicksilver.save=0.6"),
+    "bfloat16": ("bfloat16",),
+    "int8": ("int8_dynamic",),
+    "blocks": ("block_attention",),
 }
 
 
-def steps() -> Iterator[tuple[str, str, str, tuple[str, ...], tuple[str, ...]]]:
-    """Every mechanism alone, then one after another: section, key, technique, modules it needs, overrides."""
-    for claim, (module, technique) in TECHNIQUES.items():
-        overrides = (f"modules=[{module}]", *ALWAYS.get(claim, ()), *ALONE.get(claim, ()))
-        yield "Isolated", f"isolated.{claim}", technique, (module,), overrides
-    for count, (claim, (_, technique)) in enumerate(TECHNIQUES.items(), start=1):
-        claims = tuple(TECHNIQUES)[:count]
-        together = tuple(TECHNIQUES[one][0] for one in claims)
-        always = tuple(word for one in claims for word in ALWAYS.get(one, ()))
-        yield "Cumulative", f"cumulative.{claim}", f"+ {technique}", together, (f"modules=[{','.join(together)}]", *always)
+def row_of(
+    panel: str, section: str, key: str, technique: str, modules: str, *always: str, overrides: tuple[str, ...] = ()
+) -> Row:
+    """The row of a run with `modules` (separated by commas, empty: dense) between what its whole panel has and further overrides."""
+    words = (*always, f"modules=[{modules}]", *overrides)
+    return Row(panel, section, key, technique, words, tuple(modules.split(",")) if modules else ())
+
+
+def chosen(
+    panel: str,
+    members: Mapping[str, str | tuple[str, str]],
+    *always: str,
+    section: str = "",
+    settings: Mapping[str, tuple[str, ...]] = SETTINGS,
+) -> Iterator[Row]:
+    """A row for each key, with what is printed; the key's last parts name its settings (`40.bfloat16` has two), or a second text does."""
+    for key, printed in members.items():
+        technique, name = (printed, key) if isinstance(printed, str) else printed
+        found = [settings[part] for part in name.split(".") if part in settings]
+        assert found, f"{name} names no setting"
+        overrides = tuple(word for one in found for word in one[1:])
+        yield row_of(panel, section, key, technique, ",".join(one[0] for one in found), *always, overrides=overrides)
+
+
+def steps(panel: str, *always: str, reported: str = "") -> Iterator[Row]:
+    """Every mechanism alone, then one after another; `reported`: before the row's key, the id of what the paper says of it."""
+    for together in (False, True):
+        modules, overrides = "", tuple[str, ...]()
+        for claim, (module, technique) in MECHANISMS.items():
+            more = FUSION if claim == "fusion" else ()
+            if together:
+                modules, overrides = f"{modules},{module}".strip(","), (*overrides, *more)
+            else:
+                modules, overrides = module, ALONE if claim == "kv_skipping" else more
+            section, name = ("Cumulative", f"+ {technique}") if together else ("Isolated", technique)
+            key = f"{section.lower()}.{claim}"
+            found = row_of(panel, section, key, name, modules, *always, overrides=overrides)
+            yield replace(found, reported=f"{reported}{key}") if reported else found

@@ -1,58 +1,79 @@
-"""What a run costs in time, energy and memory, from records of `measure=cost`: Table 7, Figure 16, the waterfall and the deployment table.
+"""What a run costs in time, energy and memory, from records of `measure=cost`; the tables of deployment and memory.
 
-All of them read the same nine records: dense inference, the steps of the ablation, and the attention budget.
+Table 7, Figure 16, the waterfall and these tables read the same nine records: dense inference, the steps of the ablation, the attention budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from quicksilver.measure.components import KERNELS, ComponentsResult
+from quicksilver.measure.components import ComponentsResult
+from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.measure.energy import EnergyResult
+from quicksilver.measure.measurement import Quartiles
+from quicksilver.measure.memory import MemoryResult
 from quicksilver.records.record import Record
-from quicksilver.report import comparison
-from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.table import NO_VALUE, Lines, number, signed, time_cell
+from quicksilver.report import comparison, provenance
+from quicksilver.report.artefacts import Outcome, Row, artefact
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import Estimate
+from quicksilver.report.table import (
+    NO_VALUE,
+    Column,
+    Lines,
+    Panel,
+    Table,
+    amount,
+    number,
+    plain_cell,
+    signed_cell,
+    text_cell,
+    time_cell,
+)
 
-from ..ablation.techniques import steps
+from ..ablation.techniques import row_of, steps
 
 PANEL = "continuation"
 # Eight windows: quality stands in Table 11, over all of them.
 OVERRIDES = (f"protocol={PANEL}", "measure=cost", "dataset.windows=8")
 DENSE, JOINT, BUDGET = "baseline", "cumulative.quantization", "budget"
-COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
-    "embedding": "Token embedding",
-    "attention": "Self-attention",
-    "mlp": "Feed-forward network",
-    "kv_write": "KV cache write",
-    "quantization": "Quantization overhead",
-    "fusion": "Fusion: deciding, merging",
-    "decisions": "Signals, other decisions",
-    "gather_scatter": "Gather and scatter",
-    "runtime": "Masks, bookkeeping",
-    "norms": "Norms, residual sums",
-    "output_head": "Output head",
-    "model": "Rest of the model",
-}
 BELOW = "below resolution"
 
 
-def rows(keys: Sequence[str] | None = None) -> list[Row]:
+def rows(*keys: str) -> list[Row]:
     """Dense inference, every mechanism alone, one after another, and the attention budget; or those of them in `keys`."""
-    found = [Row(PANEL, "", DENSE, "Dense baseline", (*OVERRIDES, "modules=[]"))]
-    for section, key, technique, needs, overrides in steps():
-        found.append(Row(PANEL, section, key, technique, (*OVERRIDES, *overrides), needs))
-    attention = (*OVERRIDES, "modules=[halting_attention]")
-    found.append(Row(PANEL, "By attention", BUDGET, "Halting, least attention", attention, ("halting_attention",)))
-    return found if keys is None else [row for row in found if row.key in keys]
+    found = [
+        row_of(PANEL, "", DENSE, "Dense baseline", "", *OVERRIDES),
+        *steps(PANEL, *OVERRIDES),
+        row_of(PANEL, "By attention", BUDGET, "Halting, least attention", "halting_attention", *OVERRIDES),
+    ]
+    return [row for row in found if not keys or row.key in keys]
 
 
 def by_key(outcomes: Sequence[Outcome]) -> dict[str, Record]:
     """The records that there are, by the key of their row."""
     return {outcome.row.key: outcome.record for outcome in outcomes if outcome.record is not None}
+
+
+def measured(outcomes: Sequence[Outcome], measure: Callable[[Record], dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line of a frame for each outcome: what every table has, and what `measure` finds in its record; noise floors are pooled."""
+    found = []
+    for outcome in outcomes:
+        row = {} if outcome.record is None else measure(outcome.record)
+        found.append(
+            comparison.described(outcome) | row | ({"record": outcome.record.fingerprint} if row and outcome.record else {})
+        )
+    comparison.pool_noise(found)
+    return found
+
+
+def time_saved(ratio: Quartiles, floor_pct: float) -> Estimate:
+    """A ratio of times as percent saved, between its quartiles."""
+    value, low, high = comparison.time_saved("", ratio).values()
+    return Estimate(value, low, high, floor_pct)
 
 
 def components(record: Record) -> ComponentsResult:
@@ -65,41 +86,7 @@ def energy(record: Record) -> EnergyResult:
     return record.measured("energy", EnergyResult)
 
 
-# --- time -----------------------------------------------------------------------------------------------------------------------
-
-
-def component_ms(record: Record, who: str, component: str) -> tuple[float, float] | None:
-    """Median and interquartile range of a component of `who` (dense or run); None where it does not occur."""
-    breakdown = components(record).dense if who == "dense" else components(record).run
-    found = None if breakdown is None else breakdown.components.get(component)
-    return None if found is None else (found.median_ms, found.iqr_ms)
-
-
-def component_saved(record: Record, component: str, floor_pct: float | None = None) -> tuple[float, float] | None:
-    """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, or half of the
-    two interquartile ranges where that is more. None where dense inference has no such component.
-
-    Args:
-        floor_pct: the floor, pooled with that of other runs; None: of this run alone.
-    """
-    dense, run = component_ms(record, "dense", component), component_ms(record, "run", component)
-    if dense is None or run is None or not dense[0]:
-        return None
-    spread = 100 * (dense[1] + run[1]) / 2 / dense[0]
-    floor = components(record).noise_floor_pct if floor_pct is None else floor_pct
-    return 100 * (1 - run[0] / dense[0]), max(floor, spread)
-
-
-def kernel_saved_pct(record: Record) -> float | None:
-    """Percent gone of the time that the model's own parts take, whatever happens around them."""
-    total = {}
-    for who in ("dense", "run"):
-        parts = [component_ms(record, who, component) for component in KERNELS]
-        total[who] = sum(part[0] for part in parts if part is not None)
-    return 100 * (1 - total["run"] / total["dense"]) if total["run"] else None
-
-
-# --- energy ---------------------------------------------------------------------------------------------------------------------
+# --- energy -----------------------------------------------------------------------------------------------------------------------
 
 
 def method(record: Record) -> str:
@@ -108,25 +95,19 @@ def method(record: Record) -> str:
     return found.method if found.measured else "estimate"
 
 
-def j_per_token(record: Record, who: str) -> float | None:
-    """Net joules per token of `who` (dense or run); None: below the resolution, or there is no such run."""
-    found = energy(record).dense if who == "dense" else energy(record).run
-    return None if found is None or isinstance(found.net_j_per_token, str) else found.net_j_per_token
-
-
 def joules_saved(record: Record) -> tuple[float, float] | None:
     """Percent of dense net joules that are gone, and the resolution of that in percent; None: no net joules of one of the two."""
-    dense, run = j_per_token(record, "dense"), j_per_token(record, "run")
-    if dense is None or run is None:
-        return None
     found = energy(record)
+    dense, run = found.dense.net_j_per_token, None if found.run is None else found.run.net_j_per_token
+    if run is None or isinstance(dense, str) or isinstance(run, str):
+        return None
     resolution = found.dense.resolution_j_per_token + found.ours.resolution_j_per_token
     return 100 * (1 - run / dense), 100 * resolution / dense
 
 
 def energy_note(outcomes: Sequence[Outcome]) -> str:
     """How joules were measured, and what a gram is made of."""
-    found = next((one for outcome in outcomes if outcome.record and (one := outcome.record.found("energy", EnergyResult))), None)
+    found = next((one for record in by_key(outcomes).values() if (one := record.found("energy", EnergyResult))), None)
     if found is None:
         return "Energy: not measured."
     how = (
@@ -136,103 +117,109 @@ def energy_note(outcomes: Sequence[Outcome]) -> str:
     return f"Energy: {how}. Joules per token processed come first; grams are joules times the grid factor."
 
 
-def joules(value: float) -> str:
-    """`2.48 mJ`."""
-    for scale, unit in ((1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.2g} J"
+# --- deployment -------------------------------------------------------------------------------------------------------------------
 
 
-# --- the waterfall --------------------------------------------------------------------------------------------------------------
-
-STAGES = {  # column of the frame -> what the stage is
-    "nominal_saved_pct": "nominal FLOPs",
-    "executed_saved_pct": "executed FLOPs",
-    "kernel_saved_pct": "kernel time",
-    "wall_saved_pct": "wall clock",
-    "joules_saved_pct": "joules",
-}
-
-
-def waterfall(outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """One row a run: percent of dense inference saved at each stage, what deciding alone costs, and the realization ratio.
-
-    All of the prompt, but for joules, which are of the whole batch.
-    """
-    found = []
-    for outcome in outcomes:
-        row: dict[str, Any] = {
-            **{"panel": outcome.row.panel, "section": outcome.row.section, "key": outcome.row.key},
-            **{"technique": outcome.row.technique, "status": outcome.reason or comparison.MEASURED},
-        }
-        if outcome.record is not None and outcome.record.dense_fingerprint is not None:
-            row |= _stages(outcome.record)
-        found.append(row)
-    comparison.pool_noise(found)
-    for row in found:
-        if comparison.FLOOR in row:
-            row["realization"] = realization(row["wall_saved_pct"], row["executed_saved_pct"], row[comparison.FLOOR])
-    columns = ["panel", "section", "key", "technique", "status", *STAGES, *_BESIDE, "method", "record"]
-    return pd.DataFrame(found, columns=columns)
-
-
-_BESIDE = (
-    *(
-        "policy_pct",
-        "policy_pct_low",
-        "policy_pct_high",
-        "wall_saved_pct_low",
-        "wall_saved_pct_high",
-        comparison.FLOOR,
-        comparison.POOLED,
-    ),
-    *("joules_resolution_pct", "realization"),
-)
-
-
-def _stages(record: Record) -> dict[str, Any]:
-    found = components(record)
-    policy, wall, executed = found.decide_ratio, found.run_ratio, record.flops_saved_pct("prompt_executed")
-    assert policy is not None and wall is not None and executed is not None  # noqa: PT018  (of a run with modules, under `continuation`)
-    joules_and_resolution = joules_saved(record)
-    row = {
-        "nominal_saved_pct": record.flops_saved_pct("prompt_nominal"),
-        "executed_saved_pct": executed,
-        "kernel_saved_pct": kernel_saved_pct(record),
-        "wall_saved_pct": 100 * (1 - wall.median),
-        "wall_saved_pct_low": 100 * (1 - wall.high),
-        "wall_saved_pct_high": 100 * (1 - wall.low),
-        "policy_pct": 100 * (policy.median - 1),
-        "policy_pct_low": 100 * (policy.low - 1),
-        "policy_pct_high": 100 * (policy.high - 1),
-        comparison.FLOOR: found.noise_floor_pct,
-        "method": method(record),
-        "record": record.fingerprint,
-    }
-    if joules_and_resolution is not None:
-        row["joules_saved_pct"], row["joules_resolution_pct"] = joules_and_resolution
+def _served(record: Record) -> dict[str, Any]:
+    found = record.measured("deployment", DeploymentResult)
+    mine = found.ours
+    row: dict[str, Any] = {"first_token_ms": mine.first_token_ms.median, "first_token_iqr_ms": mine.first_token_ms.iqr}
+    row |= {f"{percentile}_ms": ms for percentile, ms in vars(mine.per_token_ms).items()}
+    row |= {key: getattr(mine, key) for key in ("tokens_per_s", "within_budget_pct", "tokens_timed")}
+    if found.per_token_ratio is not None:
+        row |= comparison.time_saved("saved_pct", found.per_token_ratio) | {comparison.FLOOR: found.noise_floor_pct}
     return row
 
 
-def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float) -> float | None:
-    """Time saved over executed FLOPs saved. None where either is no larger than the noise of the clock (a ratio of noise is no ratio), and
-    where no operation was saved: then there is nothing to realize."""
-    if abs(time_saved_pct) <= noise_pct or flops_saved_pct <= noise_pct:
-        return None
-    return time_saved_pct / flops_saved_pct
+def _first_token(row: Mapping[str, Any]) -> Lines:
+    value, iqr = number(row, "first_token_ms"), number(row, "first_token_iqr_ms")
+    return (NO_VALUE,) if value is None or iqr is None else (f"{value:.1f}", f"± {iqr / 2:.1f}")
 
 
-def stage_cell(row: Mapping[str, Any], stage: str) -> Lines:
-    """A stage of a waterfall as a cell; times and joules with what they cannot be told from."""
-    value = number(row, stage)
-    if stage == "joules_saved_pct":
-        if row["method"] is None or (isinstance(row["method"], float)):
-            return (NO_VALUE,)
-        resolution = number(row, "joules_resolution_pct")
-        if value is None or resolution is None or abs(value) <= resolution:
-            return (BELOW, row["method"])
-        return (signed(value), row["method"])
-    if stage in ("kernel_saved_pct", "wall_saved_pct"):
-        return time_cell(value, number(row, comparison.FLOOR))
-    return (signed(value),)
+def _per_token(record: Record) -> Estimate:
+    ms = record.measured("deployment", DeploymentResult).ours.per_token_ms
+    return Estimate(ms.p50, ms.p50, ms.p95)
+
+
+PER_TOKEN = AnsweredBy(PANEL, JOINT, of_record=_per_token, note="median, to the 95th percentile")
+
+
+@artefact(rows, answers={"j.budget.time_per_output_token_ms": PER_TOKEN})
+def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table deployment: one prompt at a time, greedy decoding, time to the first token and per token (App. J, deployment simulation)."""
+    found = measured(outcomes, _served)
+    columns = (
+        Column("", "technique", text_cell("technique"), align="left"),
+        Column("ms to the first token", "median", _first_token),
+        *(Column("ms per token after it", percentile, plain_cell(f"{percentile}_ms")) for percentile in ("p50", "p95", "p99")),
+        Column("per token", "saved %", lambda row: time_cell(number(row, "saved_pct"), number(row, comparison.FLOOR))),
+        Column("", "tokens/s", plain_cell("tokens_per_s")),
+        Column("", "in budget %", plain_cell("within_budget_pct"), expendable=1),
+    )
+    served = [one for record in by_key(outcomes).values() if (one := record.found("deployment", DeploymentResult))]
+    requests = {(one.prompt_tokens, one.new_tokens, one.budget_ms) for one in served}
+    said = "; ".join(
+        f"a prompt of {prompt} tokens, {new} new ones, {budget:g} ms a token" for prompt, new, budget in sorted(requests)
+    )
+    legend = (
+        f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
+        f"saved: mean time per token, in percent of dense inference, round by round. {comparison.NOISE}",
+        "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
+    )
+    notes = (*comparison.noise_note(found, "a token's time"), *provenance.notes(outcomes))
+    panel = Panel(PANEL, "Batch 1, greedy", columns, notes)
+    return Table(name, "Deployment: one request at a time", pd.DataFrame(found), (panel,), legend)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------------
+
+
+def _stored(record: Record) -> dict[str, Any]:
+    found = record.measured("memory", MemoryResult)
+    layers = found.kv_bytes_by_layer
+    dense = sum(layers.dense)
+    tensors, dense_tensors = found.peak_tensor_bytes, found.dense_peak_tensor_bytes
+    if tensors is None or dense_tensors is None:  # on a GPU
+        tensors, dense_tensors = found.peak_memory_bytes, found.dense_peak_memory_bytes
+    row = {
+        **{"kv_billed_bytes": sum(layers.billed), "kv_resident_bytes": sum(layers.resident), "kv_dense_bytes": dense},
+        **{"peak_tensor_bytes": tensors, "dense_peak_tensor_bytes": dense_tensors},
+        **{"peak_memory_bytes": found.peak_memory_bytes, "peak_memory_method": found.peak_memory_method},
+    }
+    if record.dense_fingerprint is not None and dense:
+        row["kv_saved_pct"] = 100 * (1 - sum(layers.resident) / dense)
+        row["paper_saved_pct"] = 100 * sum(layers.paper_saved) / dense
+        row["kv_last_layer_saved_pct"] = 100 * (1 - layers.resident[-1] / layers.dense[-1])
+        row["peak_tensor_saved_pct"] = 100 * (1 - tensors / dense_tensors)
+    return row
+
+
+def _bytes(key: str) -> Callable[[Mapping[str, Any]], Lines]:
+    return lambda row: (NO_VALUE if (value := number(row, key)) is None else f"{amount(value)}B",)
+
+
+@artefact(rows)
+def table_memory(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table memory: KV cache and peak memory of a batch, and the ΔM of App. J beside what is really saved."""
+    columns = (
+        Column("", "technique", text_cell("technique"), align="left"),
+        Column("KV cache", "billed", _bytes("kv_billed_bytes")),
+        Column("KV cache", "resident", _bytes("kv_resident_bytes")),
+        Column("KV cache", "saved %", signed_cell("kv_saved_pct")),
+        Column("KV cache", "ΔM %", signed_cell("paper_saved_pct")),
+        Column("KV cache", "last layer %", signed_cell("kv_last_layer_saved_pct"), expendable=1),
+        Column("peak of tensors", "bytes", _bytes("peak_tensor_bytes")),
+        Column("peak of tensors", "saved %", signed_cell("peak_tensor_saved_pct")),
+        Column("", "peak of the process", _bytes("peak_memory_bytes"), expendable=2),
+    )
+    legend = (
+        "KV cache of one batch after its last token. billed: bytes that the decisions ask for; resident: bytes in the tensors; "
+        "saved: of resident bytes, in percent of dense.",
+        "ΔM: what App. J's formula says is saved, N_halted · d_kv · h · 2 summed over layers. The formula leaves out two "
+        "things: halted tokens that keep their K/V, and entries that are skipped, merged or stored in another format.",
+        "peak of tensors: the most bytes that torch's allocator held during the batch, above what it held before (the weights); "
+        "exact. On a GPU it is the allocator's own peak, weights included. peak of the process: says little about one batch, "
+        "because a process keeps memory that it once had.",
+    )
+    panel = Panel(PANEL, "One batch: its prompts and the tokens after them", columns, provenance.notes(outcomes))
+    return Table(name, "Memory: KV cache and peaks", pd.DataFrame(measured(outcomes, _stored)), (panel,), legend)

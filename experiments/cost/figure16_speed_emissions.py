@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 
 from quicksilver.measure.latency import LatencyResult
+from quicksilver.records.record import Record
 from quicksilver.report import comparison, provenance
-from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.table import number, numbers
 from quicksilver.runtime.errors import ConfigError
 
 from . import costs
@@ -31,12 +34,20 @@ STEPS = {
     "cumulative.fusion": (None, "f2.fusion"),
     "cumulative.quantization": ("f2.joint", "f2.joint"),
 }
-_BESIDE = 0.38  # of a bar's place: where the paper's number stands
-
-
-def rows() -> list[Row]:
-    """Dense inference, and one mechanism more at each step."""
-    return costs.rows(tuple(STEPS))
+_DENSE_G = reported()["f2.halting"].values["dense_g_per_token"]
+STATED = {
+    key: ({} if speed is None else {"reported_speedup_pct": reported()[speed].values["speedup_pct"]})
+    | ({} if grams is None else {"reported_emissions_pct": 100 * reported()[grams].values["emissions_g_per_token"] / _DENSE_G})
+    for key, (speed, grams) in STEPS.items()
+}
+ENERGY = ("net_j_per_token", "gross_j_per_token", "net_gco2_per_token", "resolution_j_per_token")
+COLUMNS = [
+    *("key", "technique", "status", "method", *ENERGY, "energy_pct", "record", "reported_speedup_pct", "reported_emissions_pct"),
+    *("speedup_pct", "speedup_pct_low", "speedup_pct_high", comparison.FLOOR, "energy_resolution_pct", comparison.POOLED),
+]
+rows = partial(costs.rows, *STEPS)
+_DIAMOND: dict[str, Any] = {"marker": "D", "color": "white", "markeredgecolor": PALETTE[1], "linestyle": ""}  # the paper's number
+_BAR: dict[str, Any] = {"width": 0.55, "edgecolor": "black", "linewidth": 0.5, "error_kw": {"elinewidth": 0.8, "capsize": 2}}
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
@@ -65,153 +76,102 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """A row a step."""
-    found = [_step(outcome) for outcome in outcomes]
-    comparison.pool_noise(found)
-    return pd.DataFrame(found)
+    found = costs.measured(outcomes, _costs)
+    for row in found:
+        row |= STATED[row["key"]]
+    return pd.DataFrame(found, columns=COLUMNS)
 
 
-def _step(outcome: Outcome) -> dict[str, Any]:
-    speed, emissions = STEPS[outcome.row.key]
-    row: dict[str, Any] = {"key": outcome.row.key, "technique": outcome.row.technique, "status": outcome.reason or "measured"}
-    if speed is not None:
-        row["reported_speedup_pct"] = reported()[speed].values["speedup_pct"]
-    if emissions is not None:
-        dense_g = reported()["f2.halting"].values["dense_g_per_token"]
-        row["reported_emissions_pct"] = 100 * reported()[emissions].values["emissions_g_per_token"] / dense_g
-    record = outcome.record
-    if record is None:
-        return row
-    found = costs.energy(record).ours
-    row |= {
-        "method": costs.method(record),
-        "net_j_per_token": found.net_j_per_token,
-        "gross_j_per_token": found.gross_j_per_token,
-    }
-    row |= {"net_gco2_per_token": found.net_gco2_per_token, "resolution_j_per_token": found.resolution_j_per_token}
-    if record.dense_fingerprint is not None and not record.simulated:
-        latency = record.measured("latency", LatencyResult)
-        ratio = latency.latency_ratio
-        row |= {"speedup_pct": 100 * (1 - ratio.median), "speedup_pct_low": 100 * (1 - ratio.high)}
-        row |= {"speedup_pct_high": 100 * (1 - ratio.low), comparison.FLOOR: latency.noise_floor_pct}
-        saved = costs.joules_saved(record)
-        if saved is not None:
-            row |= {"energy_pct": 100 - saved[0], "energy_resolution_pct": saved[1]}
-    elif costs.j_per_token(record, "dense") is not None:
-        row["energy_pct"] = 100.0
-    return row | {"record": record.fingerprint}
-
-
-def _has(row: Mapping[str, Any], key: str) -> bool:
-    return key in row and pd.notna(row[key])
+def _costs(record: Record) -> dict[str, Any]:
+    energy = costs.energy(record)
+    ours = energy.ours
+    row: dict[str, Any] = {"method": costs.method(record)}
+    row |= {name: getattr(ours, name) for name in ENERGY}
+    if record.dense_fingerprint is None or record.simulated:
+        return row if isinstance(energy.dense.net_j_per_token, str) else row | {"energy_pct": 100.0}
+    latency = record.measured("latency", LatencyResult)
+    row |= comparison.time_saved("speedup_pct", latency.latency_ratio) | {comparison.FLOOR: latency.noise_floor_pct}
+    if (saved := costs.joules_saved(record)) is not None:
+        row |= {"energy_pct": 100 - saved[0], "energy_resolution_pct": saved[1]}
+    return row
 
 
 def _speed(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
     for place, row in enumerate(members):
-        if _has(row, "speedup_pct"):
-            value, floor = row["speedup_pct"], row[comparison.FLOOR]
+        (value, low, high), floor = numbers(row, "speedup_pct"), number(row, comparison.FLOOR)
+        if value is not None and low is not None and high is not None and floor is not None:
             within = abs(value) <= floor
             plot.fill_between([place - 0.42, place + 0.42], -floor, floor, color="#e4e4e4", linewidth=0, zorder=0)
-            spread = whiskers(value, row["speedup_pct_low"], row["speedup_pct_high"])
-            plot.bar(
-                place, value, width=0.55, color="white" if within else PALETTE[2], edgecolor="black", linewidth=0.5,
-                hatch=HATCHES[1] if within else "", yerr=spread, error_kw={"elinewidth": 0.8, "capsize": 2}, label="_",
-            )  # fmt: skip
+            look: dict[str, Any] = {"color": "white", "hatch": HATCHES[1]} if within else {"color": PALETTE[2]}
+            plot.bar(place, value, yerr=whiskers(value, low, high), label="_", **look, **_BAR)
             below = value < 0 and not within
-            plot.annotate(
-                "≈ 0\n(noise)" if within else f"{value:+.1f}",
-                (place, row["speedup_pct_low"] if below else max(row["speedup_pct_high"], 0)),
-                (0, -4 if below else 4),
-                textcoords="offset points",
-                ha="center",
-                va="top" if below else "bottom",
-                size=7,
-            )
-        if _has(row, "reported_speedup_pct"):
-            plot.plot(
-                place + _BESIDE,
-                row["reported_speedup_pct"],
-                marker="D",
-                color="white",
-                markeredgecolor=PALETTE[1],
-                linestyle="",
-                label="_",
-            )
+            look = {"textcoords": "offset points", "ha": "center", "va": "top" if below else "bottom", "size": 7}
+            end = low if below else max(high, 0)
+            plot.annotate("≈ 0\n(noise)" if within else f"{value:+.1f}", (place, end), (0, -4 if below else 4), **look)
+        _beside(plot, place, row, "reported_speedup_pct")
     plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
-    plot.plot([], [], marker="D", color="white", markeredgecolor=PALETTE[1], linestyle="", label="the paper")
-    plot.set_ylabel("time gone, % of dense")
-    plot.set_title("Speed")
+    plot.plot([], [], label="the paper", **_DIAMOND)
+    plot.set(ylabel="time gone, % of dense", title="Speed")
     plot.margins(y=0.18)
     plot.legend()
 
 
 def _energy(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
+    at: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "size": 6.5}
     for place, row in enumerate(members):
-        if _has(row, "energy_pct"):
-            value = row["energy_pct"]
-            around = row["energy_resolution_pct"] if _has(row, "energy_resolution_pct") else 0.0
-            plot.bar(
-                place, value, width=0.55, color=PALETTE[4], edgecolor="black", linewidth=0.5, yerr=around or None,
-                error_kw={"elinewidth": 0.8, "capsize": 2},
-            )  # fmt: skip
-            said = f"{costs.joules(row['net_j_per_token'])}\n{row['net_gco2_per_token'] * 1e6:.3g} µg\n{row['method']}"
-            plot.annotate(said, (place, value + around), (0, 3), textcoords="offset points", ha="center", size=6.5)
-        elif _has(row, "method"):
-            plot.annotate(
-                f"{costs.BELOW}\n{row['method']}", (place, 0), (0, 4), textcoords="offset points", ha="center", size=6.5
-            )
-        if _has(row, "reported_emissions_pct"):
-            plot.plot(
-                place + _BESIDE,
-                row["reported_emissions_pct"],
-                marker="D",
-                color="white",
-                markeredgecolor=PALETTE[1],
-                linestyle="",
-            )
-    plot.plot([], [], marker="D", color="white", markeredgecolor=PALETTE[1], linestyle="", label="the paper, emissions")
+        value, around = number(row, "energy_pct"), number(row, "energy_resolution_pct") or 0.0
+        if value is not None:
+            plot.bar(place, value, color=PALETTE[4], yerr=around or None, **_BAR)
+            said = f"{joules(row['net_j_per_token'])}\n{row['net_gco2_per_token'] * 1e6:.3g} µg\n{row['method']}"
+            plot.annotate(said, (place, value + around), (0, 3), **at)
+        elif isinstance(row.get("method"), str):
+            plot.annotate(f"{costs.BELOW}\n{row['method']}", (place, 0), (0, 4), **at)
+        _beside(plot, place, row, "reported_emissions_pct")
+    plot.plot([], [], label="the paper, emissions", **_DIAMOND)
     plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
-    plot.set_ylabel("net energy per token, % of dense")
-    plot.set_title("Energy and emissions per token")
+    plot.set(ylabel="net energy per token, % of dense", title="Energy and emissions per token")
     plot.margins(y=0.28)
     plot.set_ylim(bottom=0)
     plot.legend(loc="upper left")
 
 
-# --- claims ---------------------------------------------------------------------------------------------------------------------
+def _beside(plot: Axes, place: int, row: Mapping[str, Any], stated: str) -> None:
+    if (value := number(row, stated)) is not None:
+        plot.plot(place + 0.38, value, label="_", **_DIAMOND)
 
 
-def _of(key: str, quantity: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
-    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        record = outcomes[key].record
-        if record is None:
-            return None
+def joules(value: float) -> str:
+    """`2.48 mJ`."""
+    for scale, unit in ((1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.2g} J"
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------------------
+
+
+def _answer(quantity: str) -> Callable[[Record], Estimate | None]:
+    def of(record: Record) -> Estimate | None:
         if quantity == "speedup_pct":
             latency = record.measured("latency", LatencyResult)
-            ratio = latency.latency_ratio
-            middle, low, high = (100 * (1 - end) for end in (ratio.median, ratio.high, ratio.low))
-            return Estimate(middle, low, high, latency.noise_floor_pct)
+            return costs.time_saved(latency.latency_ratio, latency.noise_floor_pct)
         energy = costs.energy(record)
         if not energy.measured:
             raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
-        saved = costs.joules_saved(record)
         if quantity.endswith("saved_pct"):
-            return None if saved is None else Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
+            saved = costs.joules_saved(record)
+            return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
         grams = (energy.dense if quantity == "dense_g_per_token" else energy.ours).net_gco2_per_token
         return None if isinstance(grams, str) else Estimate(grams, grams, grams)
 
     return of
 
 
+_ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in [*STEPS][1:]}
 ANSWERS = {
-    f"{entry}.{quantity}": AnsweredBy(costs.PANEL, key, of=_of(key, quantity))
-    for entry, key in {
-        "f2.halting": "cumulative.halting",
-        "f2.kv_skipping": "cumulative.kv_skipping",
-        "f2.fusion": "cumulative.fusion",
-        "f2.quantization": "cumulative.quantization",
-        "f2.joint": "cumulative.quantization",
-        "faq.energy": "cumulative.quantization",
-    }.items()
+    f"{entry}.{quantity}": AnsweredBy(costs.PANEL, key, of_record=_answer(quantity))
+    for entry, key in (_ENTRIES | {"f2.joint": costs.JOINT, "faq.energy": costs.JOINT}).items()
     for quantity in reported()[entry].quantities
     if quantity != "added_speedup_pct"
 }

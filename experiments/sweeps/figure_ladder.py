@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,23 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import Interval, bootstrap, mean
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, panels, style
-from quicksilver.report.table import signed
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, panels, style, whiskers
+from quicksilver.report.table import ENDS, signed
 from quicksilver.runtime.errors import ConfigError
 
-LADDER = ("ladder-gpt2-1m", "ladder-gpt2-2m", "ladder-gpt2-4m", "ladder-gpt2-8m")
-OTHERS = ("reference-gpt2", "reference-llama")  # trained longer, on other text: no rungs
+from ..ablation.techniques import SETTINGS, options, row_of
+
+# Model -> layers; then of 448 tokens, the fewest that save 40% of the prompt when they leave after a quarter of the layers, and the most last ones
+# that may go on where all others are predicted from half depth on. A test asks the runtime whether they do.
+DIALS = {
+    "ladder-gpt2-1m": (12, 199, 29),
+    "ladder-gpt2-2m": (12, 208, 26),
+    "ladder-gpt2-4m": (16, 214, 24),
+    "ladder-gpt2-8m": (16, 221, 22),
+    "reference-gpt2": (16, 221, 22),
+    "reference-llama": (16, 219, 54),
+}
+LADDER, OTHERS = [*DIALS][:4], [*DIALS][4:]  # the others were trained longer, on other text: no rungs
 LONGER = ("ladder-gpt2-8m", "reference-gpt2")  # one shape, trained twice
 SAVES_PCT = 40.0
 PROMPT_TOKENS = 448  # of protocol continuation
@@ -35,119 +45,35 @@ COLUMNS = ["parameters", "layers", "trained_tokens", "beside", "beside_kl_nats",
 TECHNIQUES = {PREDICTED: "All predicted at half depth, none dropped", **SIGNALS}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What decides the work of a prompt.
-
-    Attributes:
-        layers, width, vocabulary: as in config.json.
-        attention_width: heads times their width.
-        linear_params: weights of a layer's matrices; kv_params: those that make K and V.
-    """
-
-    layers: int
-    width: int
-    vocabulary: int
-    attention_width: int
-    linear_params: int
-    kv_params: int
-
-    def layer_flops(self, tokens: int, keys: int | None = None, projected: int = 0) -> int:
-        """Operations of a layer on `tokens`, which see `keys` each (None: those up to themselves), and of K and V alone for `projected`."""
-        pairs = tokens * (tokens + 1) // 2 if keys is None else tokens * keys
-        return 2 * self.linear_params * tokens + 2 * self.kv_params * projected + 4 * self.attention_width * pairs
-
-    def saved_pct(self, layers: Sequence[int]) -> float:
-        """Percent of a dense prompt's operations that a run saves whose layers take so many each; the head sees one token."""
-        head = 2 * self.width * self.vocabulary
-        return 100 * (1 - (sum(layers) + head) / (self.layers * self.layer_flops(PROMPT_TOKENS) + head))
-
-
 def is_there(model: str) -> bool:
     """Whether the package has this model's shape; of the largest rung it has no weights, and records alone."""
     return (EMBEDDED / model / "config.json").is_file()
 
 
-def missing() -> list[str]:
-    """Rungs that are not in the package."""
-    return [model for model in LADDER if not is_there(model)]
-
-
-def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The shape that a config.json of GPT-2 or Llama describes."""
-    if config["model_type"] == "gpt2":
-        width = config["n_embd"]
-        linear = 4 * width * width + 2 * width * (config["n_inner"] or 4 * width)
-        return Shape(config["n_layer"], width, config["vocab_size"], width, linear, 2 * width * width)
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or width // heads
-    kv = 2 * width * config["num_key_value_heads"] * head
-    linear = 2 * width * heads * head + kv + 3 * width * config["intermediate_size"]
-    return Shape(config["num_hidden_layers"], width, config["vocab_size"], heads * head, linear, kv)
-
-
-def dropped_tokens(shape: Shape) -> int:
-    """How many tokens leave after `DROP_DEPTH`: the fewest that save `SAVES_PCT`.
-
-    Raises:
-        ConfigError: not even all of them do.
-    """
-    first = round(DROP_DEPTH * shape.layers)
-    whole = shape.layer_flops(PROMPT_TOKENS)
-    for dropped in range(PROMPT_TOKENS):
-        left = shape.layer_flops(PROMPT_TOKENS - dropped)
-        if shape.saved_pct([whole] * first + [left] * (shape.layers - first)) >= SAVES_PCT:
-            return dropped
-    raise ConfigError(f"{shape}: dropping at {DROP_DEPTH:g} of the depth saves less than {SAVES_PCT:g}% of a prompt.")
-
-
-def protected_tokens(shape: Shape) -> int:
-    """How many last tokens go on where all others are predicted from `PREDICT_DEPTH` on: the most that leave `SAVES_PCT` saved.
-
-    Raises:
-        ConfigError: not even one may.
-    """
-    source = round(PREDICT_DEPTH * shape.layers)
-    for last in range(PROMPT_TOKENS - PROTECT_FIRST, 0, -1):
-        kept = PROTECT_FIRST + last
-        stopped = PROMPT_TOKENS - kept
-        after = shape.layer_flops(kept, PROMPT_TOKENS)
-        # In the source layer K and V follow from the state; the map then makes those of all layers after it at once.
-        predicting = 2 * shape.kv_params * stopped * (shape.layers - source)
-        work = [shape.layer_flops(PROMPT_TOKENS)] * source + [after] * (shape.layers - source) + [predicting]
-        if shape.saved_pct(work) >= SAVES_PCT:
-            return last
-    raise ConfigError(f"{shape}: predicting from {PREDICT_DEPTH:g} of the depth on saves less than {SAVES_PCT:g}% of a prompt.")
-
-
-def overrides(shape: Shape, technique: str) -> tuple[str, ...]:
-    """The modules of a technique, its dial set for a model of this shape."""
+def overrides(model: str, technique: str) -> tuple[str, ...]:
+    """The modules of a technique, its dial set for this model."""
+    layers, dropped, protected = DIALS[model]
     if technique == PREDICTED:
-        at = "modules.fitted_prediction"
         fields = {
-            "drop_before": 1, "drop_share": 0, "predict_before": round(PREDICT_DEPTH * shape.layers),
-            "protect_first": PROTECT_FIRST, "protect_last": protected_tokens(shape),
-        }  # fmt: skip
-        schedule = ",".join(f"{name}:{value}" for name, value in fields.items())
-        return ("modules=[fitted_prediction]", f"{at}.save=null", f"{at}.schedule={{{schedule}}}")
-    at = "modules.halting"
-    signal = () if technique == "attention" else (f"{at}.signal={technique}",)
-    share = dropped_tokens(shape) / PROMPT_TOKENS
-    return ("modules=[halting_attention]", *signal, f"{at}.window=[{DROP_DEPTH:g},0.8]", f"{at}.halted_share={share:.6g}")
+            "drop_before": 1,
+            "drop_share": 0,
+            "predict_before": round(PREDICT_DEPTH * layers),
+            "protect_first": PROTECT_FIRST,
+        }
+        schedule = ",".join(f"{name}:{value}" for name, value in (fields | {"protect_last": protected}).items())
+        return ("modules=[fitted_prediction]", *options("fitted_prediction", save="null", schedule=f"{{{schedule}}}"))
+    module, *signal = SETTINGS[technique]
+    dial = options("halting", window=f"[{DROP_DEPTH:g},0.8]", halted_share=f"{dropped / PROMPT_TOKENS:.6g}")
+    return (f"modules=[{module}]", *signal, *dial)
 
 
 def rows() -> list[Row]:
     """Dense and each technique on every model that is there."""
     found = []
-    for model in (*LADDER, *OTHERS):
-        if not is_there(model):
-            continue
-        shape = shape_of(json.loads((EMBEDDED / model / "config.json").read_text(encoding="utf-8")))
+    for model in filter(is_there, DIALS):
         always = (*ALWAYS, f"model={model}")
-        found.append(Row(model, "", "dense", "Dense", (*always, "modules=[]")))
-        found += [
-            Row(model, "", technique, title, (*always, *overrides(shape, technique))) for technique, title in TECHNIQUES.items()
-        ]
+        found.append(row_of(model, "", "dense", "Dense", "", *always))
+        found += [Row(model, "", key, title, (*always, *overrides(model, key))) for key, title in TECHNIQUES.items()]
     return found
 
 
@@ -160,6 +86,9 @@ def trained_tokens(model: str) -> int | None:
     return held_out[-1].get("tokens")
 
 
+# --- what is measured -------------------------------------------------------------------------------------------------------------
+
+
 def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """`comparison.frame`, then a row a trend.
 
@@ -167,8 +96,7 @@ def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     prediction the best signal; `beside_kl_nats`: KL of that one minus KL of this, paired by window. In a row of panel `trend`:
     `kl_nats_per_doubling` of the number of parameters, over `sizes` models, `alike`: that saw as many tokens.
     """
-    found = comparison.frame(outcomes)
-    more: list[dict[str, Any]] = []
+    found, more = comparison.frame(outcomes), []
     for outcome in outcomes:
         record = outcome.record
         known = {} if record is None else {"parameters": record.model.parameters, "layers": record.model.layers}
@@ -198,24 +126,17 @@ def _beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"beside": other.row.key, **_named("beside_kl_nats", difference)}
 
 
-def _trends(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    found = []
-    for technique in TECHNIQUES:
-        rungs = [
-            one.record for one in outcomes if one.row.key == technique and one.row.panel in LADDER and one.record is not None
-        ]
-        rungs = _trained_alike(rungs)
+def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
+    of_rungs = [one for one in outcomes if one.row.panel in LADDER and one.record is not None]
+    for technique, title in TECHNIQUES.items():
+        rungs = _trained_alike([one.record for one in of_rungs if one.row.key == technique and one.record is not None])
         # Windows are numbered along the text: those of the same number lie at the same place of it, whatever the tokenizer.
         if len(rungs) < 2 or len({(one.data.digest, one.data.windows, one.protocol) for one in rungs}) > 1:
             continue
         slope = slope_per_doubling([one.model.parameters for one in rungs], [_kl(one) for one in rungs])
-        found.append(
-            {
-                "panel": TREND, "section": "", "key": technique, "technique": TECHNIQUES[technique], "status": TREND,
-                "sizes": len(rungs), "alike": len({trained_tokens(one.model.name) for one in rungs}) == 1, **_named("kl_nats_per_doubling", slope),
-            }
-        )  # fmt: skip
-    return found
+        row = {"panel": TREND, "section": "", "key": technique, "technique": title, "status": TREND, "sizes": len(rungs)}
+        alike = len({trained_tokens(one.model.name) for one in rungs}) == 1
+        yield row | {"alike": alike, **_named("kl_nats_per_doubling", slope)}
 
 
 def _trained_alike(rungs: list[Record]) -> list[Record]:
@@ -250,14 +171,18 @@ def _kl(record: Record | None) -> np.ndarray:
 
 
 def _named(name: str, found: Interval) -> dict[str, float]:
-    values = {name: float(found.value), f"{name}_low": float(found.low), f"{name}_high": float(found.high)}
+    values = {f"{name}{end}": float(value) for end, value in zip(ENDS, (found.value, found.low, found.high), strict=True)}
     if not all(map(math.isfinite, values.values())):
         raise ConfigError(f"{name}: {values} are no numbers.")
     return values
 
 
-_COSTS = {"delta_ppl_pct": "Δ perplexity after the prompt, % of dense", "kl_nats": "KL to dense × 100, nats a token"}
-_SCALE = {"delta_ppl_pct": 1.0, "kl_nats": 100.0}
+# --- the figure -------------------------------------------------------------------------------------------------------------------
+
+_COSTS = {
+    "delta_ppl_pct": (1.0, "Δ perplexity after the prompt, % of dense"),
+    "kl_nats": (100.0, "KL to dense × 100, nats a token"),
+}
 _APART = 1.03  # points of one model stand beside each other, by this factor of their size
 _WIDE = 8.0  # a greater ratio of costs is drawn on a logarithmic axis
 
@@ -267,27 +192,25 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame = measured(outcomes)
     drawn = frame[frame["key"].isin(TECHNIQUES) & frame["kl_nats"].notna()]
     with style():
-        ratios = {"width_ratios": [3.4, 1.7, 3.4, 1.7]}
-        drawing, axes = panels(1, 4, size=(13.0, 3.9), gridspec_kw=ratios)
-        for place, (cost, label) in enumerate(_COSTS.items()):
-            pair = axes[0, 2 * place : 2 * place + 2]
-            pair[1].sharey(pair[0])
-            for plot, models in zip(pair, (LADDER, OTHERS), strict=True):
-                _draw(plot, drawn[drawn["panel"].isin(models)], cost, by_size=models is LADDER)
-            pair[0].set_ylabel(label)
-            mine = drawn[cost]
-            if (drawn[f"{cost}_low"] > 0).all() and mine.max() > _WIDE * mine.min():
-                pair[0].set_yscale("log")
-                pair[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                pair[0].yaxis.set_major_formatter("{x:g}")
-                pair[0].yaxis.set_minor_formatter(NullFormatter())
+        drawing, axes = panels(1, 4, size=(13.0, 3.9), gridspec_kw={"width_ratios": [3.4, 1.7, 3.4, 1.7]})
+        for place, (cost, (_, label)) in enumerate(_COSTS.items()):
+            rungs, others = axes[0, 2 * place : 2 * place + 2]
+            others.sharey(rungs)
+            _draw(rungs, drawn[drawn["panel"].isin(LADDER)], cost, by_size=True)
+            _draw(others, drawn[drawn["panel"].isin(OTHERS)], cost, by_size=False)
+            rungs.set_ylabel(label)
+            if (drawn[f"{cost}_low"] > 0).all() and drawn[cost].max() > _WIDE * drawn[cost].min():
+                rungs.set_yscale("log")
+                rungs.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                rungs.yaxis.set_major_formatter("{x:g}")
+                rungs.yaxis.set_minor_formatter(NullFormatter())
             else:
-                pair[0].axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
-                pair[1].axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
-            pair[0].set_title("GPT-2 by size, trained alike")
-            pair[1].set_title("Trained longer")
-            pair[1].tick_params(labelleft=False, which="both")
-            pair[1].set_visible(drawn["panel"].isin(OTHERS).any())
+                for plot in (rungs, others):
+                    plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
+            rungs.set_title("GPT-2 by size, trained alike")
+            others.set_title("Trained longer")
+            others.tick_params(labelleft=False, which="both")
+            others.set_visible(drawn["panel"].isin(OTHERS).any())
         handles = axes[0, 0].get_legend_handles_labels()[0] or axes[0, 1].get_legend_handles_labels()[0]
         if handles:
             legend_below(drawing, handles, ncols=len(handles), title="Which tokens of the prompt are dropped")
@@ -297,7 +220,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
     """Models along the number of their parameters, or beside one another."""
-    scale = _SCALE[cost]
+    scale, _ = _COSTS[cost]
     sizes = points.drop_duplicates("panel").sort_values("parameters")
     places = sizes["parameters"] if by_size else [2.0**place for place in range(len(sizes))]
     where = pd.Series(list(places), index=sizes["panel"], dtype=float)
@@ -305,13 +228,10 @@ def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
         mine = points[points["key"] == key].sort_values("parameters")
         if mine.empty:
             continue
-        middle = scale * mine[cost]
-        spread = [(middle - scale * mine[f"{cost}_low"]).clip(lower=0), (scale * mine[f"{cost}_high"] - middle).clip(lower=0)]
+        middle, low, high = (scale * mine[f"{cost}{end}"] for end in ENDS)
         x = mine["panel"].map(where) * _APART ** (place - len(TECHNIQUES) // 2)
-        plot.errorbar(
-            x, middle, yerr=spread, label=title, color=PALETTE[place], marker=MARKERS[place], linestyle=DASHES[place] if by_size else "",
-            elinewidth=0.7, capsize=1.5,
-        )  # fmt: skip
+        look = {"color": PALETTE[place], "marker": MARKERS[place], "linestyle": DASHES[place] if by_size else ""}
+        plot.errorbar(x, middle, yerr=whiskers(middle, low, high), label=title, elinewidth=0.7, capsize=1.5, **look)
     plot.set_xscale("log", base=2)
     plot.set_xticks(list(where), [_described(one) for one in sizes.to_dict("records")])
     plot.minorticks_off()
@@ -325,22 +245,33 @@ def _described(model: dict[str, Any]) -> str:
     return f"{model['panel']}\n{_millions(model['parameters'])}, {model['layers']:.0f} layers{trained}"
 
 
+# --- what is said of it -----------------------------------------------------------------------------------------------------------
+
+
 def _said(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
     """What is drawn, the trend as far as its interval allows, what differs beside size, the best signal of each model, and who is missing."""
     drawn = (
         f"Dropped after {100 * DROP_DEPTH:g}% of the layers, as many tokens as save {SAVES_PCT:g}% of a prompt's operations; predicted: K/V of "
         "all but the last few from half depth on. Bars: 95% over windows."
     )
-    said = [drawn, _trend(frame), _confounded(outcomes, frame), _training(frame), _best(outcomes, frame)]
-    absent = missing()
-    if absent:
+    said = [drawn, _trend(frame), _confounded(frame), _training(frame), _best(outcomes, frame)]
+    if absent := [model for model in LADDER if not is_there(model)]:
         said.append(
             f"Not drawn, because the weights are not here: {', '.join(absent)}. In a clone, make train-reference MODEL={absent[0]} trains one."
         )
-    unmeasured = [f"{one.row.panel} {one.row.key}" for one in outcomes if one.record is None]
-    if unmeasured:
+    if unmeasured := [f"{one.row.panel} {one.row.key}" for one in outcomes if one.record is None]:
         said.append(f"Not drawn, because there is no record: {', '.join(unmeasured)}.")
-    return tuple(one for one in said if one)
+    return tuple(filter(None, said))
+
+
+def _times_100(row: Any, column: str) -> tuple[str, bool]:
+    """`+1.20 [+0.50, +1.90]`, and whether the interval holds 0."""
+    middle, low, high = (100 * row[f"{column}{end}"] for end in ENDS)
+    return f"{signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]", bool(low <= 0 <= high)
+
+
+def _named_in_text(key: str) -> str:
+    return "predicted" if key == PREDICTED else SIGNALS[key].lower()
 
 
 def _trend(frame: pd.DataFrame) -> str:
@@ -349,63 +280,53 @@ def _trend(frame: pd.DataFrame) -> str:
         return "One size is no trend."
     parts = []
     for row in trends.to_dict("records"):
-        low, middle, high = (100 * row[f"kl_nats_per_doubling{end}"] for end in ("_low", "", "_high"))
-        undecided = " (undecided)" if low <= 0 <= high else ""
-        name = "predicted" if row["key"] == PREDICTED else row["technique"].lower()
-        parts.append(f"{name} {signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]{undecided}")
+        slope, undecided = _times_100(row, "kl_nats_per_doubling")
+        parts.append(f"{_named_in_text(row['key'])} {slope}{' (undecided)' * undecided}")
     sizes = int(trends["sizes"].min())
     of_two = ", a difference of two sizes and no line" if sizes == 2 else f", a line through {sizes} sizes"
     of_two += " trained on as many tokens" if trends["alike"].all() else ""
     return f"KL × 100 for each doubling of the parameters of a GPT-2{of_two}: {'; '.join(parts)}."
 
 
-def _confounded(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
+def _confounded(frame: pd.DataFrame) -> str:
     """What else differs between the rungs, so that the trend is not of size alone."""
     of_rungs = frame["panel"].isin(LADDER) & frame["key"].isin(TECHNIQUES) & frame["parameters"].notna()
     rungs = frame[of_rungs].drop_duplicates("panel").sort_values("parameters")
     if len(rungs) < 2:
         return ""
-    else_ = []
-    if rungs["layers"].nunique() > 1:
-        else_.append(f"depth ({_each(rungs['layers'].map('{:.0f}'.format))} layers)")
-    if rungs["trained_tokens"].nunique() > 1:
-        else_.append(f"training ({_each(rungs['trained_tokens'].map(_millions))} tokens)")
-    if rungs["token_digest"].nunique() > 1:
-        else_.append("tokenizer and docstrings (of other packages)")
-    apart = f"Not of size alone, as they differ in {', '.join(else_)} too. " if else_ else ""
+    differing = {
+        "layers": f"depth ({', '.join(rungs['layers'].map('{:.0f}'.format))} layers)",
+        "trained_tokens": f"training ({', '.join(rungs['trained_tokens'].map(_millions))} tokens)",
+        "token_digest": "tokenizer and docstrings (of other packages)",
+    }
+    else_ = ", ".join(said for column, said in differing.items() if rungs[column].nunique() > 1)
+    apart = f"Not of size alone, as they differ in {else_} too. " if else_ else ""
     return f"{apart}Each model was trained once: intervals are of the text and say nothing of another training."
 
 
 def _training(frame: pd.DataFrame) -> str:
     """What the same shape costs after less training and after more."""
     rows = frame[frame["panel"].isin(LONGER) & frame["kl_nats"].notna()].set_index(["panel", "key"])
-    less, more = LONGER
-    keys = [key for key in TECHNIQUES if (less, key) in rows.index and (more, key) in rows.index]
+    keys = [key for key in TECHNIQUES if all((model, key) in rows.index for model in LONGER)]
     if not keys:
         return ""
 
     def cost(model: str, key: str) -> str:
-        low, middle, high = (100 * rows.loc[(model, key), f"kl_nats{end}"] for end in ("_low", "", "_high"))
+        middle, low, high = (100 * rows.loc[(model, key), f"kl_nats{end}"] for end in ENDS)
         return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
-    names = {key: "predicted" if key == PREDICTED else SIGNALS[key].lower() for key in keys}
-    tokens = [_millions(rows.loc[(model, keys[0]), "trained_tokens"]) for model in LONGER]
-    costs = "; ".join(f"{names[key]} {cost(less, key)} and {cost(more, key)}" for key in keys)
-    return f"{less} and {more} have one shape and saw {tokens[0]} and {tokens[1]} tokens, of other text. KL × 100: {costs}."
+    tokens = " and ".join(_millions(rows.loc[(model, keys[0]), "trained_tokens"]) for model in LONGER)
+    costs = "; ".join(f"{_named_in_text(key)} {' and '.join(cost(model, key) for model in LONGER)}" for key in keys)
+    return f"{' and '.join(LONGER)} have one shape and saw {tokens} tokens, of other text. KL × 100: {costs}."
 
 
 def _best(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
     parts = []
     for model in dict.fromkeys(outcome.row.panel for outcome in outcomes):
-        signals = best_signal(outcomes, model)
         rows = frame[(frame["panel"] == model) & frame["beside"].notna()].set_index("key")
-        if not signals or signals[0].row.key not in rows.index:
-            continue
-        key = signals[0].row.key
-        said = f"{model}: {SIGNALS[key].lower()} ({SIGNALS[rows.loc[key, 'beside']].lower()} {_difference(rows.loc[key])})"
-        if PREDICTED in rows.index:
-            said += f"; against predicting {_difference(rows.loc[PREDICTED])}"
-        parts.append(said)
+        for key in rows.index.intersection(list(SIGNALS)):
+            said = f"{model}: {_named_in_text(key)} ({_named_in_text(rows.loc[key, 'beside'])} {_difference(rows.loc[key])})"
+            parts.append(said + (f"; against predicting {_difference(rows.loc[PREDICTED])}" if PREDICTED in rows.index else ""))
     if not parts:
         return ""
     return (
@@ -415,12 +336,8 @@ def _best(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
 
 
 def _difference(row: pd.Series) -> str:
-    low, middle, high = (100 * row[f"beside_kl_nats{end}"] for end in ("_low", "", "_high"))
-    return f"{signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]" + (", not told apart" if low <= 0 <= high else "")
-
-
-def _each(values: pd.Series) -> str:
-    return ", ".join(values)
+    apart, undecided = _times_100(row, "beside_kl_nats")
+    return f"{apart}{', not told apart' * undecided}"
 
 
 def _millions(count: float) -> str:

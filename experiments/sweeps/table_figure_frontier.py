@@ -6,8 +6,7 @@ nearest at that budget, and where the frontier lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -15,68 +14,30 @@ import pandas as pd
 from quicksilver.report import comparison, provenance, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.sweeps import front
-from quicksilver.report.table import Column, Panel, Table, interval_cell, kl_cell, number, signed
+from quicksilver.report.table import Column, Panel, Table, interval_cell, kl_cell, signed_cell, text_cell
+
+from ..ablation.techniques import SETTINGS, options
 
 if TYPE_CHECKING:  # a table needs no matplotlib
     from quicksilver.report.figure import Figure
 
 PANEL = "frontier"
+ALWAYS = ("protocol=continuation", "measure=sweep", "dataset.windows=64")
 SHARES = (0.23, 0.34, 0.453, 0.566)  # of the prompt's tokens that leave after a fifth of the depth
 # Without looking: all tokens of the prompt but its last stop at that depth.
 DEPTHS = (0.8, 0.7, 0.6, 0.5)
-THRESHOLDS = (0.5,)  # of trained gates, whose budget is 40% at ½
-
-
-@dataclass(frozen=True)
-class Technique:
-    """One line of the frontier.
-
-    Attributes:
-        name: what is printed.
-        overrides: of a value of the dial.
-        dial: its values.
-    """
-
-    name: str
-    overrides: Callable[[float], tuple[str, ...]]
-    dial: tuple[float, ...] = SHARES
-
-
-def _halting(*more: str) -> Callable[[float], tuple[str, ...]]:
-    return lambda share: ("modules=[halting_attention]", *more, f"modules.halting.halted_share={share}")
-
-
-def _static(depth: float) -> tuple[str, ...]:
-    where = "modules.static_depth"
-    return ("modules=[static_depth]", f"{where}.depth={depth}", f"{where}.protect_last=1", f"{where}.missing_kv=drop")
-
-
-def _truncated(share: float) -> tuple[str, ...]:
-    return ("modules=[prompt_truncation]", f"modules.prompt_truncation.keep={share}")
-
-
-def _predicted(pct: float) -> tuple[str, ...]:
-    return ("modules=[quicksilver]", f"modules.quicksilver.save={pct / 100:g}")
-
-
-def _learned(threshold: float) -> tuple[str, ...]:
-    return ("modules=[learned_halting]", f"modules.learned_halting.threshold={threshold:g}")
-
-
-TECHNIQUES = {
-    "predicted": Technique("Dropped, then predicted (budget)", _predicted, (40, 50)),
-    "learned": Technique("Learned (p below)", _learned, THRESHOLDS),
-    "fused": Technique(
-        "Fusion of the least attended",
-        lambda share: ("modules=[token_fusion_attention]", f"modules.token_fusion.fused_share={share}"),
-    ),
-    "position": Technique("Halting, oldest", _halting("modules.halting.signal=position")),
-    "attention": Technique("Halting, least attended", _halting()),
-    "drift": Technique("Halting, least drift (paper)", _halting("modules.halting.signal=drift")),
-    "random": Technique("Halting, random", _halting("modules.halting.signal=random")),
-    "truncated": Technique("Truncation, newest kept", _truncated, DEPTHS),
-    "static": Technique("Static depth", _static, DEPTHS),
+# key -> what is printed, settings without the dial, the dial and its values
+TECHNIQUES: dict[str, tuple[str, tuple[str, ...], str, tuple[float, ...]]] = {
+    "predicted": ("Dropped, then predicted (budget)", ("quicksilver",), "quicksilver.save", (40, 50)),
+    # Trained gates, whose budget is 40% at ½.
+    "learned": ("Learned (p below)", ("learned_halting",), "learned_halting.threshold", (0.5,)),
+    "fused": ("Fusion of the least attended", SETTINGS["fusion"], "token_fusion.fused_share", SHARES),
+    "position": ("Halting, oldest", SETTINGS["position"], "halting.halted_share", SHARES),
+    "attention": ("Halting, least attended", SETTINGS["attention"], "halting.halted_share", SHARES),
+    "drift": ("Halting, least drift (paper)", SETTINGS["drift"], "halting.halted_share", SHARES),
+    "random": ("Halting, random", SETTINGS["random"], "halting.halted_share", SHARES),
+    "truncated": ("Truncation, newest kept", SETTINGS["truncated"], "prompt_truncation.keep", DEPTHS),
+    "static": ("Static depth", ("static_depth",), "static_depth.depth", DEPTHS),
 }
 
 
@@ -90,31 +51,32 @@ def paper_bar() -> tuple[float, float]:
 
 def rows() -> list[Row]:
     """A row a technique and value of its dial."""
-    always = ("protocol=continuation", "measure=sweep", "dataset.windows=64")
-    return [
-        Row(PANEL, technique.name, f"{key}.{value:g}", f"{value:g}", (*always, *technique.overrides(value)))
-        for key, technique in TECHNIQUES.items()
-        for value in technique.dial
-    ]
+    found = []
+    for key, (title, (module, *settings), dial, values) in TECHNIQUES.items():
+        behind = options("static_depth", protect_last=1, missing_kv="drop") if key == "static" else ()
+        for value in values:
+            turned = f"modules.{dial}={value / 100 if key == 'predicted' else value:g}"
+            words = (*ALWAYS, f"modules=[{module}]", *settings, turned, *behind)
+            found.append(Row(PANEL, title, f"{key}.{value:g}", f"{value:g}", words))
+    return found
 
 
 def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """`comparison.frame`; `front`: no row saves as much or more of the prompt's work for a smaller Δ perplexity."""
     rows = comparison.frame(outcomes)
-    rows["front"] = front(rows["prompt_executed_flops_saved_pct"], rows["delta_ppl"])
+    rows["front"] = sweeps.front(rows["prompt_executed_flops_saved_pct"], rows["delta_ppl"])
     return rows
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A section a technique."""
-    frame = measured(outcomes)
     columns = (
-        Column("", "share or depth", lambda row: (row["technique"],), align="left"),
-        Column("saved %", "exec, prompt", lambda row: (signed(number(row, "prompt_executed_flops_saved_pct")),)),
-        Column("saved %", "KV bytes", lambda row: (signed(number(row, "kv_bytes_saved_pct")),), expendable=1),
+        Column("", "share or depth", text_cell("technique"), align="left"),
+        Column("saved %", "exec, prompt", signed_cell("prompt_executed_flops_saved_pct")),
+        Column("saved %", "KV bytes", signed_cell("kv_bytes_saved_pct"), expendable=1),
         Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
         Column("", "KL × 100", kl_cell, expendable=2),
-        Column("", "front", lambda row: ("●" if row["front"] else "",)),
+        sweeps.FRONT,
     )
     saved, cost = paper_bar()
     legend = (
@@ -127,12 +89,10 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         f"The paper's reported point is {saved:g}% of FLOPs, by its own formula, for at most {cost:.1f}% of perplexity (abstract: ≤ 0.2 at 18.2).",
     )
     panel = Panel(PANEL, "Protocol continuation: tokens leave inside the prompt only", columns, provenance.notes(outcomes))
-    return Table(name, "What may leave a prompt: saved against lost", frame, (panel,), legend)
+    return Table(name, "What may leave a prompt: saved against lost", measured(outcomes), (panel,), legend)
 
 
-# What costs little is drawn apart: beside random tokens it would all be one line.
-_ENDS = ["below", "above"]
-_NEAR = 8.0  # % of perplexity
+_NEAR = 8.0  # % of perplexity: what costs less is drawn apart, beside random tokens it would all be one line
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
@@ -146,33 +106,30 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     saved, cost = paper_bar()
     with style():
         drawing, plots = panels(1, 2, size=(10.5, 3.8))
-        ends: tuple[list[tuple[float, float, str, str]], ...] = ([], [])
-        for place, technique in enumerate(TECHNIQUES.values()):
-            points = frame[frame["section"] == technique.name].dropna(subset=["delta_ppl_pct"])
-            middle, gain = points["delta_ppl_pct"], points["prompt_executed_flops_saved_pct"]
-            spread = points.assign(
-                **dict(zip(_ENDS, whiskers(middle, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"]), strict=True))
-            )
-            for number, plot in enumerate(plots.flat):
-                near = points.index if number == 0 else points.index[middle < _NEAR]
-                if near.empty:
+        for number, plot in enumerate(plots.flat):
+            ends = []
+            for place, (title, *_) in enumerate(TECHNIQUES.values()):
+                points = frame[frame["section"] == title].dropna(subset=["delta_ppl_pct"])
+                points = points[points["delta_ppl_pct"] < _NEAR] if number else points
+                if points.empty:
                     continue
-                x = gain[near] + 0.25 * place * number
-                plot.errorbar(
-                    x, middle[near], yerr=spread.loc[near, _ENDS].to_numpy().T, color=colours[place], marker=shapes[place],
-                    linestyle=dashes[place], elinewidth=0.7, capsize=1.5,
-                )  # fmt: skip
-                last = x.idxmax()
-                ends[number].append((float(x[last]), float(middle[last]), technique.name, ink[place]))
-        for plot in plots.flat:
+                x, y = points["prompt_executed_flops_saved_pct"] + 0.25 * place * number, points["delta_ppl_pct"]
+                look = {
+                    "color": colours[place],
+                    "marker": shapes[place],
+                    "linestyle": dashes[place],
+                    "elinewidth": 0.7,
+                    "capsize": 1.5,
+                }
+                plot.errorbar(x, y, yerr=whiskers(y, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"]), **look)
+                ends.append((float(x.max()), float(y[x.idxmax()]), title, ink[place]))
             plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
             plot.axhspan(0, cost, color="0.5", alpha=0.25, linewidth=0)
-            plot.set_xlabel("executed FLOPs of the prompt saved, % of dense")
-            plot.set_ylabel("Δ perplexity of the tokens after it, % of dense")
-        plots[0, 0].set_title("All techniques")
-        plots[0, 1].set_title(f"Enlarged: below +{_NEAR:g}%")
-        for plot, lines in zip(plots.flat, ends, strict=True):
-            label_ends(plot, lines)
+            plot.set(
+                xlabel="executed FLOPs of the prompt saved, % of dense", ylabel="Δ perplexity of the tokens after it, % of dense"
+            )
+            plot.set_title(f"Enlarged: below +{_NEAR:g}%" if number else "All techniques")
+            label_ends(plot, ends)
     said = (
         "A share of a prompt's tokens leaves it after a fifth of the layers; the name of the line says which ones. Static depth: all tokens but the "
         f"last leave at one depth. Bars: 95% intervals, paired by window. Grey band: the loss of the paper's abstract, up "

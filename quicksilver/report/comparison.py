@@ -20,6 +20,7 @@ import pandas as pd
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.energy import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.measurement import Quartiles
 from quicksilver.measure.quality import NullResult
 from quicksilver.records.record import Record
 from quicksilver.records.stats import (
@@ -32,6 +33,7 @@ from quicksilver.records.stats import (
     pairs_of,
     sign_flip_p,
 )
+from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
@@ -40,6 +42,8 @@ from quicksilver.report.table import (
     Cell,
     Column,
     Lines,
+    Panel,
+    Table,
     amount,
     audit_cell,
     csv,
@@ -47,6 +51,7 @@ from quicksilver.report.table import (
     kl_cell,
     number,
     signed,
+    signed_cell,
     speedup_cell,
     versus_null_cell,
     without_folders,
@@ -112,13 +117,17 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
         if timing is not None:
             row |= {f"{phase}latency_ms": timing.run_ms.median, f"{phase}noise_floor_pct": timing.noise_floor_pct}
             # Round by round against the dense model of the same run: both were timed under the same load of the machine.
-            for end, ratio in zip(ENDS, (timing.ratio.median, timing.ratio.high, timing.ratio.low), strict=True):
-                row[f"{phase}speedup_pct{end}"] = 100 * (1 - ratio)
+            row |= time_saved(f"{phase}speedup_pct", timing.ratio)
     if emissions is not None and has_time:
         row["gco2_per_token"] = emissions.gco2_per_token
         if emissions.dense_gco2_per_token > 0:
             row["co2_saved_pct"] = 100 * (1 - emissions.gco2_per_token / emissions.dense_gco2_per_token)
     return {key: value for key, value in row.items() if value is not None}
+
+
+def time_saved(name: str, ratio: Quartiles) -> dict[str, float]:
+    """A ratio of times as percent saved: its median, and behind the names of the ends its quartiles."""
+    return {f"{name}{end}": 100 * (1 - one) for end, one in zip(ENDS, (ratio.median, ratio.high, ratio.low), strict=True)}
 
 
 def check_against_dense(record: Record, dense: Record) -> None:
@@ -167,12 +176,16 @@ def with_interval(name: str) -> list[str]:
 # --- as a table --------------------------------------------------------------------------------------------------------------
 
 
+def described(outcome: Outcome) -> dict[str, Any]:
+    """The columns that every row has: `panel`, `section`, `key`, `technique`, and `status`, why there is no record or `measured`."""
+    return {name: getattr(outcome.row, name) for name in COLUMNS[:4]} | {"status": outcome.reason or MEASURED}
+
+
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row an outcome, with the columns `COLUMNS`: what is reported, what was measured (see `against_dense`), and on what."""
     rows = []
     for outcome in outcomes:
-        row: dict[str, Any] = {name: getattr(outcome.row, name) for name in ("panel", "section", "key", "technique")}
-        row["status"] = outcome.reason or MEASURED
+        row = described(outcome)
         if outcome.row.reported is not None:
             row |= {f"reported_{quantity}": value for quantity, value in reported()[outcome.row.reported].values.items()}
         if outcome.record is not None and outcome.dense is not None:
@@ -193,6 +206,34 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
+def table(
+    outcomes: Sequence[Outcome],
+    name: str,
+    title: str,
+    panels: Mapping[str, str],
+    *,
+    rows: pd.DataFrame | None = None,
+    said: Mapping[str, Sequence[str]] | None = None,
+    more: Sequence[str] = (),
+    cautious: bool = True,
+) -> Table:
+    """A table with the usual columns, cautions, notes and legend.
+
+    Args:
+        panels: panel to its title.
+        rows: `frame(outcomes)`, where it is known; said: sentences before cautions and notes of a panel; more: behind the legend.
+        cautious: whether `cautions` stand below the panels.
+    """
+    rows, made = frame(outcomes) if rows is None else rows, []
+    for key, heading in panels.items():
+        mine = [one for one in outcomes if one.row.panel == key]
+        prompt = "protocol=all" not in mine[0].row.overrides
+        cautioned = cautions(rows, key) if cautious else ()
+        notes = (*(said or {}).get(key, ()), *cautioned, *provenance.notes(mine))
+        made.append(Panel(key, heading, columns(prompt=prompt), notes))
+    return Table(name, title, rows, tuple(made), (*legend(rows), *more))
+
+
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:
     """What the columns mean."""
     return (*LEGEND, *marks(rows))
@@ -210,18 +251,20 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         ledgers.append(("prompt", "prompt_executed", 2))
     paper, measured, quality = "paper reports", "measured", "perplexity against dense"
     return (
-        Column("", "technique", _technique, align="left"),
-        Column(paper, "speed", _signed("reported_speedup_pct", 0), expendable=7),
-        Column(paper, "FLOPs", _signed("reported_flops_saved_pct", 0), expendable=7),
-        Column(paper, "Δppl", _signed("reported_delta_ppl", 2), expendable=7),
+        Column("", "technique", marked_technique_cell, align="left"),
+        Column(paper, "speed", signed_cell("reported_speedup_pct", 0), expendable=7),
+        Column(paper, "FLOPs", signed_cell("reported_flops_saved_pct", 0), expendable=7),
+        Column(paper, "Δppl", signed_cell("reported_delta_ppl", 2), expendable=7),
         Column(measured, "speedup", _speedup()),
         *([Column(measured, "of the prompt", _speedup("prompt_"), expendable=3)] if prompt else []),
-        Column(measured, "CO₂e", _or_dense("gco2_per_token", _micrograms, _signed("co2_saved_pct")), expendable=8),
+        Column(measured, "CO₂e", _or_dense("gco2_per_token", _micrograms, signed_cell("co2_saved_pct")), expendable=8),
         *(
-            Column("FLOPs saved %", header, _or_dense(f"{key}_flops", amount, _signed(f"{key}_flops_saved_pct")), expendable=rank)
+            Column(
+                "FLOPs saved %", header, _or_dense(f"{key}_flops", amount, signed_cell(f"{key}_flops_saved_pct")), expendable=rank
+            )
             for header, key, rank in ledgers
         ),
-        Column(quality, "Δppl", _or_dense("ppl", "ppl {:.2f}".format, lambda row: interval_cell(row, "delta_ppl"))),
+        Column(quality, "Δppl", delta_ppl_cell),
         Column(quality, "KL × 100", kl_cell, expendable=4),
         Column(quality, "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
         Column(quality, "vs random", versus_null_cell, expendable=1),
@@ -229,14 +272,11 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
     )
 
 
-def _technique(row: Mapping[str, Any]) -> Lines:
+def marked_technique_cell(row: Mapping[str, Any]) -> Lines:
+    """What is printed of a row, † where it looks ahead; below it the reason why it has no record."""
     if row["status"] == MEASURED:
         return (f"{row['technique']}{' †' * bool(row['lookahead'])}",)
     return (row["technique"], *textwrap.wrap(row["status"], 20))
-
-
-def _signed(key: str, decimals: int = 1) -> Cell:
-    return lambda row: (signed(number(row, key), decimals),)
 
 
 def _micrograms(grams: float) -> str:
@@ -260,6 +300,8 @@ def _or_dense(key: str, show: Callable[[float], str], others: Cell) -> Cell:
 
     return cell
 
+
+delta_ppl_cell = _or_dense("ppl", "ppl {:.2f}".format, lambda row: interval_cell(row, "delta_ppl"))
 
 COLUMNS = [
     *("panel", "section", "key", "technique", "status"),

@@ -53,6 +53,7 @@ LEGEND = (
     "intervals.",
     "Values such as p25 are percentiles of the signal, layer by layer, on the calibrating part of the text.",
 )
+FRONT = Column("", "front", lambda row: ("●" if row["front"] else "",))
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def columns(sweep: Sweep) -> tuple[Column, ...]:
     """The printed columns of a panel: what was swept, quality, what was saved, the front."""
     axes = sweep.axes()
     swept = [Column("", _short(key), _setting(key, first=key == axes[0]), align="left") for key in axes]
-    return (*swept, *measured_columns(sweep), Column("", "front", lambda row: ("●" if row["front"] else "",)))
+    return (*swept, *measured_columns(sweep), FRONT)
 
 
 def measured_columns(sweep: Sweep) -> tuple[Column, ...]:

@@ -508,3 +508,23 @@ def audit_cell(row: Mapping[str, Any]) -> Lines:
     if shown is None:
         return (NO_VALUE,)
     return (shown,) if masked is None else (masked, f"compact {shown}")
+
+
+def text_cell(key: str) -> Cell:
+    """A cell of the text under `key`; `-` where there is none."""
+    return lambda row: (row[key] if isinstance(row[key], str) and row[key] else NO_VALUE,)
+
+
+def plain_cell(key: str, decimals: int = 1, times: float = 1.0) -> Cell:
+    """A cell of the number under `key`, such as `1.2`."""
+    return lambda row: (NO_VALUE if (value := number(row, key)) is None else f"{times * value:.{decimals}f}",)
+
+
+def signed_cell(key: str, decimals: int = 1, times: float = 1.0) -> Cell:
+    """A cell of the difference under `key`, such as `+1.2`."""
+    return lambda row: (NO_VALUE if (value := number(row, key)) is None else signed(times * value, decimals),)
+
+
+def technique_cell(row: Mapping[str, Any]) -> Lines:
+    """What is printed of a row; below it the reason why it has no record."""
+    return (row["technique"],) if row["status"] == "measured" else (row["technique"], row["status"])

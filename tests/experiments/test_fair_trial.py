@@ -33,7 +33,7 @@ def test_the_winner_has_the_least_kl_of_those_that_save_enough(kl, saved, place)
     rows = pd.DataFrame(
         {"panel": "search", "section": "halting", "kl_nats": pd.Series(kl, dtype=float), "prompt_executed_flops_saved_pct": saved}
     )
-    assert fair_trial.winner(rows, "halting", 5) == place
+    assert fair_trial._winners(rows).get(("halting", 5)) == place
 
 
 def test_the_page_says_what_the_best_of_all_settings_costs_where_that_one_was_frozen_and_tested() -> None:

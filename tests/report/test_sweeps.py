@@ -16,9 +16,9 @@ import thinning
 import yaml
 from thinning import first
 
+from quicksilver.experiments.ablation import quantization as strategies
 from quicksilver.experiments.ablation import table_figure_factorial as factorial
-from quicksilver.experiments.quantization import strategies
-from quicksilver.experiments.quantization import table_quantization_grid as threshold_grid
+from quicksilver.experiments.sweeps import quantization_grid as threshold_grid
 from quicksilver.records.store import Store
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row, find
@@ -137,18 +137,13 @@ def test_the_front_is_what_nothing_beats():
     assert sweeps.front(pd.Series([1.0, 1.0]), pd.Series([2.0, 2.0])).tolist() == [True, True]
 
 
-def contrasts(response) -> dict[str, float]:
-    return {chosen: float(factorial.contrast(response, chosen)[0]) for chosen in factorial.SETS[1:]}
-
-
 def test_additive_responses_have_main_effects_and_interactions_are_what_two_do_to_each_other():
     size = {"H": 3.0, "K": -1.0, "F": 0.5, "Q": 10.0}
-    found = contrasts({chosen: np.array([7.0 + sum(size[letter] for letter in chosen)]) for chosen in factorial.SETS})
-    for chosen, effect in found.items():
-        assert effect == pytest.approx(size[chosen] if len(chosen) == 1 else 0.0, abs=1e-12)
-    found = contrasts({chosen: np.array([4.0 * ("H" in chosen and "Q" in chosen)]) for chosen in factorial.SETS})
-    assert {chosen for chosen, effect in found.items() if abs(effect) > 1e-12} == {"H", "Q", "HQ"}
-    assert (found["HQ"], found["H"]) == (pytest.approx(4.0), pytest.approx(2.0))  # half of the time Q is there
+    additive = {chosen: np.array([7.0 + sum(size[letter] for letter in chosen)]) for chosen in factorial.SETS}
+    joint = {chosen: np.array([4.0 * ("H" in chosen and "Q" in chosen)]) for chosen in factorial.SETS}
+    for response, wanted in ((additive, size), (joint, {"H": 2.0, "Q": 2.0, "HQ": 4.0})):  # half of the time Q is there
+        for chosen in factorial.SETS[1:]:
+            assert factorial.contrast(response, chosen)[0] == pytest.approx(wanted.get(chosen, 0.0), abs=1e-12)
 
 
 def test_a_factorial_with_a_hole_says_so_and_has_no_interactions(made, tmp_path):
@@ -169,10 +164,9 @@ def test_the_effects_of_the_factorial_are_those_of_its_cells(made):
     for ledger in factorial.LEDGERS:
         saved = cells[f"{ledger}_flops_saved_pct"]
         wanted = saved["HKFQ"] - sum(saved[letter] for letter in "HKFQ")
-        assert synergy.loc["HKFQ", f"synergy_{ledger}"] == pytest.approx(wanted, abs=1e-6)
-        assert (
-            synergy.loc["HKFQ", f"synergy_{ledger}_low"] <= wanted + 1e-6 <= synergy.loc["HKFQ", f"synergy_{ledger}_high"] + 2e-6
-        )
+        found, low, high = (synergy.loc["HKFQ", f"synergy_{ledger}{end}"] for end in ("", "_low", "_high"))
+        assert found == pytest.approx(wanted, abs=1e-6)
+        assert low - 1e-6 <= wanted <= high + 1e-6
     effects = frame[frame["panel"] == factorial.EFFECTS].set_index("key")
     log_ppl = np.log(cells["ppl"])
     with_h = [key for key in cells.index if "H" in key]
@@ -207,10 +201,9 @@ def test_claims_are_answered_against_the_base(made):
             answer = answers[f"{claim}.delta_ppl"]
             estimate = answer.of(source.panels[answer.panel])
             row = table.frame[(table.frame["panel"] == answer.panel) & (table.frame["key"] == answer.key)].iloc[0]
-            assert estimate.value == pytest.approx(row["base_delta_ppl_pct"])
-            assert (estimate.low, estimate.high) == pytest.approx(
-                (row["base_delta_ppl_pct_low"], row["base_delta_ppl_pct_high"]), rel=0.1
-            )
+            ends = [row[f"base_delta_ppl_pct{end}"] for end in ("", "_low", "_high")]
+            assert (estimate.value, estimate.low, estimate.high) == pytest.approx(ends, rel=0.1)
+            assert estimate.value == pytest.approx(ends[0])
 
 
 def test_stability_is_that_of_the_worst_combination(made):
@@ -259,9 +252,8 @@ def test_the_percentiles_give_the_papers_savings_back():
     covered = 2 * reported()["table3.uniform8"].values["flops_saved_pct"]
     found = strategies.paper_percentiles()
     low, high = (found["entropy_aware"][name] / 100 for name in ("tau_low", "tau_high"))
-    mixes = {"entropy_aware": (low, high - low, 1 - high)}
-    mixes["no_2bit"] = (0.0, found["no_2bit"]["tau_high"] / 100, 1 - found["no_2bit"]["tau_high"] / 100)
-    mixes["aggressive"] = (found["aggressive"]["tau_low"] / 100, 1 - found["aggressive"]["tau_low"] / 100, 0.0)
+    four, two = (found[claim]["tau_low"] / 100 for claim in ("no_2bit", "aggressive"))
+    mixes = {"entropy_aware": (low, high - low, 1 - high), "no_2bit": (0.0, four, 1 - four), "aggressive": (two, 1 - two, 0.0)}
     for claim, mix in mixes.items():
         charge = sum(share * width / 16 for share, width in zip(mix, (2, 4, 8), strict=True))
         assert covered * (1 - charge) == pytest.approx(reported()[f"table3.{claim}"].values["flops_saved_pct"], abs=0.05)
@@ -270,12 +262,10 @@ def test_the_percentiles_give_the_papers_savings_back():
 @pytest.mark.parametrize("number", first(["3", "10"]))
 def test_every_row_of_the_paper_stands_in_both_panels(number):
     rows = find("table", number).experiment.rows()
+    wanted = ["baseline", *strategies.STRATEGIES, *strategies.paper_percentiles()]
     for panel in strategies.PANELS:
         claims = [row.reported for row in rows if row.panel == panel and row.reported]
-        assert claims == [
-            "table3.baseline",
-            *(f"table3.{claim}" for claim in (*strategies.STRATEGIES, *strategies.paper_percentiles())),
-        ]
+        assert claims == [f"table3.{claim}" for claim in wanted]
     for row in rows:
         config = compose(row.overrides)
         build_modules(config.modules)

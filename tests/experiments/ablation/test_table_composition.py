@@ -6,10 +6,10 @@ from pathlib import Path
 
 import fakes
 import numpy as np
-import pandas as pd
 import pytest
 
 from quicksilver.experiments.ablation import table_composition as composition
+from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import check_allowed_by_protocol
@@ -17,31 +17,26 @@ from quicksilver.runs.run import check_allowed_by_protocol
 
 def test_every_row_is_a_run_that_the_protocol_takes_and_no_two_are_the_same() -> None:
     rows = composition.rows()
-    configs = [compose(row.overrides) for row in rows]
-    for config in configs:
+    configs = {(row.panel, row.key): compose(row.overrides) for row in rows}
+    for config in configs.values():
         check_allowed_by_protocol(config)
-    assert len({str(config) for config in configs}) == len(rows)
-    test = {row.key: config for row, config in zip(rows, configs, strict=True) if row.panel == composition.PANEL}
-    assert {config.dataset.part for config in test.values()} == {"test"}
-    assert {config.dataset.part for row, config in zip(rows, configs, strict=True) if row.panel == composition.SEARCH} == {
-        "calibration"
-    }
+    assert len({str(config) for config in configs.values()}) == len(rows)
+    parts = {(panel, config.dataset.part) for (panel, _), config in configs.items()}
+    assert parts == {(composition.PANEL, "test"), (composition.SEARCH, "calibration")}
+    modules = {key: config.modules for (panel, key), config in configs.items() if panel == composition.PANEL}
     for name in composition.ALL:  # what is left out is what is missing
-        assert set(test["all"].modules) - set(test[f"out.{name}"].modules) == set(test[f"add.{name}"].modules) - {"quicksilver"}
-    fused = test["add.fusion"].modules
-    assert fused["quicksilver"]["schedule"]["drop_share"] == 0
-    assert fused["token_fusion"]["protect_last"] == 32
+        assert set(modules["all"]) - set(modules[f"out.{name}"]) == set(modules[f"add.{name}"]) - {"quicksilver"}
+    assert modules["add.fusion"]["quicksilver"]["schedule"]["drop_share"] == 0
+    assert modules["add.fusion"]["token_fusion"]["protect_last"] == 32
 
 
-def outcome(results: Path, key: str, kl: float, *, saved: float, faster: float = 0.0, wobble: float = 0.0) -> Outcome:
+def outcome(results: Path, key: str, kl: float, **options: float) -> Outcome:
     row = next(row for row in composition.rows() if row.panel == composition.PANEL and row.key == key)
     dense = fakes.make(results, "dense continuation", "continuation")
     if key == "dense":
         return Outcome(row, dense, dense)
-    record = fakes.make(
-        results, key, "continuation", per_token=0.01, saved=saved, faster=faster, prompt_timed=True, noise_pct=2.0
-    )
-    noise = wobble * np.random.default_rng(len(key)).standard_normal(fakes.WINDOW_COUNT)
+    record = fakes.make(results, key, "continuation", per_token=0.01, prompt_timed=True, noise_pct=2.0, **options)
+    noise = 0.001 * np.random.default_rng(len(key)).standard_normal(fakes.WINDOW_COUNT)
     record.__dict__["windows"] = record.windows.assign(kl_nats=kl + noise)
     return Outcome(row, record, dense)
 
@@ -56,20 +51,19 @@ def outcome(results: Path, key: str, kl: float, *, saved: float, faster: float =
     ],
 )
 def test_a_price_is_kl_for_a_point_of_time(tmp_path: Path, kl: float, faster: float, price: float | None) -> None:
-    outcomes = [
-        outcome(tmp_path / "a", "dense", 0, saved=0),
-        outcome(tmp_path / "b", "preset", 0.020, saved=0.40, faster=0.40, wobble=0.001),
-        outcome(tmp_path / "c", "add.skipping", kl, saved=0.5, faster=faster, wobble=0.001),
-    ]
-    frame = pd.DataFrame(composition.comparison.frame(outcomes))
-    (said,) = composition.findings(outcomes, frame)
+    there = {
+        "dense": outcome(tmp_path / "a", "dense", 0),
+        "preset": outcome(tmp_path / "b", "preset", 0.020, saved=0.40, faster=0.40),
+        "add.skipping": outcome(tmp_path / "c", "add.skipping", kl, saved=0.5, faster=faster),
+    }
+    (said,) = composition.findings(there, comparison.frame([*there.values()]).set_index("key"))
     assert said.startswith("Skipped K/V entries. Added to the preset: operations of the prompt +10.")
     priced = said.split("], ")[1]
     if price is None:
         assert priced == "no time saved beyond the noise."
     else:
         assert float(priced.removesuffix(" for each point of time.")) == pytest.approx(price, abs=0.01)
-    change = composition.kl_change(outcomes[2], outcomes[1])
+    change = composition.kl_change(there["add.skipping"], there["preset"])
     assert change is not None
     assert change.low < change.value < change.high
     assert change.value == pytest.approx(kl - 0.020, abs=1e-3)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import fakes
 import pytest
 
-from quicksilver.experiments.ablation import table11_ablation, table_front
-from quicksilver.experiments.sweeps import table_far_context
-from quicksilver.report.artefacts import Outcome
+from quicksilver.experiments.ablation import prompts, table11_ablation, table_front
 from quicksilver.runs.config import compose
 
 
 def test_the_runs_of_far_recall_are_those_of_its_table() -> None:
-    there = {row.overrides for row in table_far_context.rows()}
+    there = {row.overrides for row in prompts.far_context_rows()}
     shared = [row.key for row in table_front.rows() if row.panel == table_front.RECALL and row.overrides in there]
     assert shared == ["dense", "position", "truncated", "40"]
 
@@ -27,16 +25,13 @@ def test_tuned_rows_are_the_best_chance_of_table_11() -> None:
 
 
 def test_each_row_has_the_far_recall_of_its_own_module(tmp_path) -> None:
-    rows = [row for row in table_front.rows() if row.key in ("dense", "position", "40")]
     lost = {"position": 0.1, "40": 0.02}
-    dense = {panel: fakes.make(tmp_path, f"dense.{panel}", "continuation") for panel in table_front.ALWAYS}
-    outcomes = []
-    for row in rows:
-        per_token = lost.get(row.key, 0.0) * (1 if row.panel == table_front.RECALL else 0.5)
-        record = dense[row.panel]
-        if row.key != "dense":
-            record = fakes.make(tmp_path, f"{row.key}.{row.panel}", "continuation", per_token=per_token, saved=0.4)
-        outcomes.append(Outcome(row, record, dense[row.panel]))
+
+    def made(row):
+        return {"per_token": lost[row.key] * (1 if row.panel == table_front.RECALL else 0.5), "saved": 0.4}
+
+    rows = [row for row in table_front.rows() if row.key in ("dense", *lost)]
+    outcomes = fakes.outcomes(tmp_path, rows, made)
     frame = table_front.table(outcomes, "table_front").frame.set_index("key")
     assert list(frame.index) == ["position", "40"]
     for key, nats in lost.items():

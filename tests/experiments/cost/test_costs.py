@@ -12,7 +12,9 @@ import pytest
 from thinning import first
 
 from quicksilver.experiments.cost import costs
-from quicksilver.experiments.cost.costs import BELOW, realization
+from quicksilver.experiments.cost import figure16_speed_emissions as figure16
+from quicksilver.experiments.cost.costs import BELOW
+from quicksilver.experiments.cost.table_figure_waterfall import realization
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.energy import EnergyResult, TokenEnergy
@@ -85,35 +87,35 @@ FLOPS = {"prompt_nominal_flops": PROMPT * 60 // 100, "prompt_executed_flops": PR
 
 def records(folder: Path, **how: Any) -> dict[str, Record]:
     """A dense record and one for every other row, all alike."""
-    made = {
-        costs.DENSE: fakes.make(folder, "dense continuation", "continuation", measured=costs_of("dense", **how), config=CONFIG)
-    }
-    for row in costs.rows():
-        if row.key != costs.DENSE:
-            made[row.key] = fakes.make(
-                folder, row.key, "continuation", per_token=0.01, faster=0.2, measured=costs_of("run", **how), config=CONFIG, **FLOPS
-            )  # fmt: skip
-    return made
+    dense = fakes.make(folder, "dense continuation", "continuation", measured=costs_of("dense", **how), config=CONFIG)
+    options = {"per_token": 0.01, "faster": 0.2, "measured": costs_of("run", **how), "config": CONFIG, **FLOPS}
+    keys = [row.key for row in costs.rows() if row.key != costs.DENSE]
+    return {costs.DENSE: dense} | {key: fakes.make(folder, key, "continuation", **options) for key in keys}
 
 
-def outcomes(artefact: Artefact, made: Mapping[str, Record], *, without: tuple[str, ...] = ()) -> list[Outcome]:
-    found = []
-    for row in artefact.experiment.rows():
-        there = row.key not in without
-        found.append(Outcome(row, made[row.key], made[costs.DENSE]) if there else Outcome(row, reason="failed"))
-    return found
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    return records(tmp_path_factory.mktemp("records"))
+
+
+def outcomes(artefact: Artefact, made: Mapping[str, Record], *, without: str = "") -> list[Outcome]:
+    rows = artefact.experiment.rows()
+    return [Outcome(row, *((None, None, "failed") if row.key == without else (made[row.key], made[costs.DENSE]))) for row in rows]
+
+
+def built(kind: str, name: str, made: Mapping[str, Record], **how: str) -> Any:
+    artefact = find(kind, name)
+    return artefact.build(outcomes(artefact, made, **how), "x")
 
 
 @pytest.mark.parametrize(("kind", "name"), first(ARTEFACTS))
-def test_every_artefact_is_the_same_bytes_twice_and_stands_without_a_record(kind: str, name: str, tmp_path: Path) -> None:
-    artefact, made = find(kind, name), records(tmp_path)
-    whole = outcomes(artefact, made)
-    written = [{p.name: p.read_bytes() for p in artefact.build(whole, "x").write(tmp_path / part)} for part in ("a", "b")]
+def test_every_artefact_is_the_same_bytes_twice_and_stands_without_a_record(kind: str, name: str, usual, tmp_path: Path) -> None:
+    made = [built(kind, name, usual) for _ in range(2)]
+    written = [{p.name: p.read_bytes() for p in one.write(tmp_path / str(i))} for i, one in enumerate(made)]
     assert written[0] == written[1]
     assert len(written[0]) == (3 if kind == "figure" else 4)
-    partly = artefact.build(outcomes(artefact, made, without=(costs.JOINT,)), "x")
-    assert partly.write(tmp_path / "c")
-    assert "reference-gpt2" in artefact.build(whole, "x").text(120)
+    assert built(kind, name, usual, without=costs.JOINT).write(tmp_path / "c")
+    assert "reference-gpt2" in made[0].text(120)
 
 
 def test_the_nine_records_are_shared() -> None:
@@ -122,59 +124,48 @@ def test_the_nine_records_are_shared() -> None:
     assert all("measure=cost" in overrides for overrides in asked)
 
 
-def test_components_within_their_noise_are_no_speedup(tmp_path: Path) -> None:
-    table = find("table", "7")
-    made = table.build(outcomes(table, records(tmp_path)), "table07")
+def test_components_within_their_noise_are_no_speedup(usual) -> None:
+    made = built("table", "7", usual)
     rows = made.frame.set_index("key")
     assert rows.loc["attention", "joint_saved_pct"] == pytest.approx(40)
     assert rows.loc["attention", "reported_speedup_pct"] == 40.2
     assert rows.loc["total", "reported_dense_ms"] == 121.0
     assert rows.loc["total", "joint_saved_pct"] == pytest.approx(20)
-    text = made.text(None)
-    (mlp,) = [line for line in text.splitlines() if "Feed-forward" in line]
-    assert mlp.count("≈ 0") == 2  # a quarter of a percent
-    (attention,) = [line for line in text.splitlines() if "Self-attention" in line]
-    assert attention.split()[-1] == "+40.0"
-    (off,) = [line for line in text.splitlines() if line.strip().startswith("Sum off by %")]
-    assert off.count("+2.0%") == 3
+    lines = {line.split("  ")[1].strip(): line for line in made.text(None).splitlines() if line.startswith("  ")}
+    assert lines["Feed-forward network"].count("≈ 0") == 2  # a quarter of a percent
+    assert lines["Self-attention"].split()[-1] == "+40.0"
+    assert lines["Sum off by %"].count("+2.0%") == 3
     listed = rows[rows["section"].isin(["The paper's rows", "What the paper leaves out"])]
     assert listed["joint_ms"].sum() == pytest.approx(rows.loc["sum", "joint_ms"])
 
 
-def test_the_waterfall_follows_a_saving_to_the_joules(tmp_path: Path) -> None:
-    artefact = find("table", "waterfall")
-    made = artefact.build(outcomes(artefact, records(tmp_path)), "x")
+def test_the_waterfall_follows_a_saving_to_the_joules(usual) -> None:
+    made = built("table", "waterfall", usual)
     row = made.frame.set_index("key").loc[costs.JOINT]
-    stages = {"nominal": 40, "executed": 25, "wall": 20, "joules": 20}
+    stages = {"nominal": 40, "executed": 25, "wall": 20, "joules": 20, "kernel": 100 * (1 - 76.9 / 97)}
     assert {name: row[f"{name}_saved_pct"] for name in stages} == pytest.approx(stages)
-    assert row["policy_pct"] == pytest.approx(4)
-    assert row["realization"] == pytest.approx(0.8)
-    assert row["kernel_saved_pct"] == pytest.approx(100 * (1 - 76.9 / 97))
+    assert (row["policy_pct"], row["realization"]) == pytest.approx((4, 0.8))
     assert "RAPL" in made.text(None)
 
 
 def test_noise_is_neither_a_saving_nor_a_ratio(tmp_path: Path) -> None:
-    artefact = find("table", "waterfall")
-    made = artefact.build(outcomes(artefact, records(tmp_path, noise=30.0, run_j=BELOW)), "x")
+    made = built("table", "waterfall", records(tmp_path, noise=30.0, run_j=BELOW))
     line = next(line for line in made.text(None).splitlines() if "Quantization" in line)
     assert line.count("≈ 0") == 3  # the policy, the kernels, the clock
     assert BELOW in line
     assert made.frame["realization"].isna().all()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("table", "7"), ("table", "waterfall"), ("table", "deployment")])
-def test_a_table_has_one_noise_floor_below_it_and_none_in_its_rows(kind: str, name: str, tmp_path: Path) -> None:
-    artefact, made = find(kind, name), records(tmp_path / "a")
-    noisy = records(tmp_path / "b", noise=9.0)[costs.BUDGET]
-    text = artefact.build(outcomes(artefact, made | {costs.BUDGET: noisy}), "x").text(None)
+@pytest.mark.parametrize("name", ["7", "waterfall", "deployment"])
+def test_a_table_has_one_noise_floor_below_it_and_none_in_its_rows(name: str, usual, tmp_path: Path) -> None:
+    noisy = records(tmp_path, noise=9.0)[costs.BUDGET]
+    text = built("table", name, usual | {costs.BUDGET: noisy}).text(None)
     said = next(line for line in text.splitlines() if "Noise floor of the clock (A/A)" in line)
     assert "pooled over" in said
-    rows = text.partition("Noise floor of the clock")[0]
-    floors = re.findall(r"noise ([\d.]+)", rows)
-    if kind == "table" and name == "7":  # the spread of a component of one or two milliseconds, which is no floor of the clock
-        assert all(float(one) > float(said.split("(A/A): ")[1].split("%")[0]) for one in floors)
-    else:
-        assert not floors
+    floors = re.findall(r"noise ([\d.]+)", text.partition("Noise floor of the clock")[0])
+    # Only the spread of a component of one or two milliseconds, which is no floor of the clock.
+    assert name == "7" or not floors
+    assert all(float(one) > float(said.split("(A/A): ")[1].split("%")[0]) for one in floors)
 
 
 @pytest.mark.parametrize(
@@ -186,59 +177,52 @@ def test_a_ratio_needs_something_to_realize(time: float, flops: float, noise: fl
 
 
 def test_an_estimate_of_joules_is_drawn_as_one_and_answers_no_claim(tmp_path: Path) -> None:
-    artefact = find("figure", "16")
     for measured in (True, False):
-        found = outcomes(artefact, records(tmp_path / str(measured), measured=measured))
-        figure = artefact.build(found, "figure16")
+        made = records(tmp_path / str(measured), measured=measured)
+        figure = built("figure", "16", made)
         assert set(figure.frame["method"]) == {"RAPL" if measured else "estimate"}
         assert ("a counter" if measured else "an estimate") in " ".join(figure.caption)
-        answers = artefact.experiment.ANSWERS  # type: ignore[attr-defined]
-        by_key = {one.row.key: one for one in found}
-        saved = answers["f2.joint.emissions_saved_pct"].of
+        answers = figure16.ANSWERS
         if measured:
-            assert saved(by_key) is not None
+            assert answers["f2.joint.emissions_saved_pct"].of_record(made[costs.JOINT]) is not None
         else:
             with pytest.raises(ConfigError, match="estimated"):
-                saved(by_key)
-        assert answers["f2.joint.speedup_pct"].of(by_key).value == pytest.approx(20)
+                answers["f2.joint.emissions_saved_pct"].of_record(made[costs.JOINT])
+        assert answers["f2.joint.speedup_pct"].of_record(made[costs.JOINT]).value == pytest.approx(20)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("table", "7"), ("figure", "16"), ("table", "deployment")])
-def test_claims_that_are_answered_are_claims(kind: str, name: str, tmp_path: Path) -> None:
+def test_claims_that_are_answered_are_claims(kind: str, name: str, usual) -> None:
     artefact = find(kind, name)
-    found = outcomes(artefact, records(tmp_path))
-    answers = Source(artefact, found, "").answers  # raises where a claim or a row is not there
+    answers = Source(artefact, outcomes(artefact, usual), "").answers  # raises where a claim or a row is not there
     assert answers
     for claim, answer in answers:
         entry, _, quantity = claim.rpartition(".")
         assert quantity in reported()[entry].quantities
-        assert answer.of is not None
-        estimate = answer.of({one.row.key: one for one in found})
+        estimate = answer.of_record(usual[answer.key])
         assert estimate is None or estimate.low <= estimate.value <= estimate.high
 
 
-def test_deployment_prints_no_percentile_that_was_not_measured(tmp_path: Path) -> None:
-    artefact = find("table", "deployment")
-    made = artefact.build(outcomes(artefact, records(tmp_path)), "x")
+def test_deployment_prints_no_percentile_that_was_not_measured(usual) -> None:
+    made = built("table", "deployment", usual)
     joint = made.frame.set_index("key").loc[costs.JOINT]
     assert joint["saved_pct"] == pytest.approx(-20)
     assert joint["p99_ms"] != joint["p99_ms"]  # NaN
     assert "a prompt of 256 tokens, 64 new ones, 50 ms a token" in " ".join(made.legend)
 
 
-def test_memory_sets_the_papers_formula_beside_what_is_resident(tmp_path: Path) -> None:
-    artefact = find("table", "memory")
-    joint = artefact.build(outcomes(artefact, records(tmp_path)), "x").frame.set_index("key").loc[costs.JOINT]
+def test_memory_sets_the_papers_formula_beside_what_is_resident(usual) -> None:
+    joint = built("table", "memory", usual).frame.set_index("key").loc[costs.JOINT]
     assert (joint["kv_saved_pct"], joint["paper_saved_pct"], joint["kv_last_layer_saved_pct"]) == pytest.approx((25, 20, 50))
     assert joint["peak_tensor_saved_pct"] == pytest.approx(20)
 
 
 def test_warnings_of_the_clock_are_printed_below_every_table(tmp_path: Path) -> None:
-    quiet = fakes.make(tmp_path, "quiet", "continuation", measured=costs_of("dense"), config=CONFIG)
-    row = costs.rows()[0]
-    assert not any("uncertain" in line for line in provenance.notes([Outcome(row, quiet, quiet)]))
-    busy = fakes.make(
-        tmp_path, "busy", "continuation", measured=costs_of("dense"), config=CONFIG, timing_warnings=["load average 5.0 before timing, …: something else runs"],
-    )  # fmt: skip
-    (line,) = [line for line in provenance.notes([Outcome(row, quiet, quiet), Outcome(row, busy, busy)]) if "uncertain" in line]
+    options = {"measured": costs_of("dense"), "config": CONFIG}
+    quiet = fakes.make(tmp_path, "quiet", "continuation", **options)
+    said = ["load average 5.0 before timing, …: something else runs"]
+    busy = fakes.make(tmp_path, "busy", "continuation", **options, timing_warnings=said)
+    one, other = (Outcome(costs.rows()[0], record, record) for record in (quiet, busy))
+    assert not any("uncertain" in line for line in provenance.notes([one]))
+    (line,) = [line for line in provenance.notes([one, other]) if "uncertain" in line]
     assert "something else runs (1 of 2 records)" in line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 from harness_world import make_treebank, make_world
 from thinning import first
@@ -114,19 +113,3 @@ def test_figures_are_drawn_from_these_records_and_not_without(number, outcomes):
     assert made.png().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="nothing to draw"):
         artefact.build([Outcome(row, reason="failed") for row in artefact.experiment.rows()], "figure")
-
-
-def test_the_taxonomy_has_a_leaf_for_every_technique():
-    from quicksilver.experiments.peers.figure01_taxonomy import BRANCHES, taxonomy
-
-    techniques = [("halting", "Halting", "halt"), ("exit", "StaticExit", "halt, skip_kv"), ("preset", "PresetHalting", ""),
-                  ("token_fusion", "TokenFusion", "fuse, merge_cache"), ("window", "SlidingWindow", "span")]  # fmt: skip
-    found = pd.DataFrame(
-        [{"module": a, "class": b, "verbs": c, "acts": "", "weights": "", "source": ""} for a, b, c in techniques]
-    )
-    leaves = taxonomy(found).set_index("module")
-    assert set(leaves.index) == set(found["module"])
-    assert leaves["quicksilver"].to_dict() == {name: name in ("halting", "token_fusion") for name in found["module"]}
-    assert leaves["branch"]["halting"] == leaves["branch"]["exit"] == BRANCHES["halt"]
-    assert leaves["branch"]["preset"] not in BRANCHES.values()
-    assert sorted(leaves["height"]) == list(range(5))

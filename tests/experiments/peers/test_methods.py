@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 from thinning import first
 
-from quicksilver.experiments.peers import methods
-from quicksilver.experiments.peers import table01_attributes as attributes
+from quicksilver.experiments.peers import attributes, methods
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.measurement import Quartiles, Spread
-from quicksilver.report.artefacts import Outcome, find
+from quicksilver.report.artefacts import Outcome, Row, find
 from quicksilver.runs.choices import choices
 from quicksilver.runs.parts import module_entry
 
@@ -31,20 +30,13 @@ MEASURED = {
 
 
 def outcomes(results: Path, lost_and_left: dict[str, tuple[float, float]], **changes: Any) -> list[Outcome]:
-    dense = fakes.make(results, "dense continuation", "continuation")
-    found = []
-    for row in methods.rows():
-        if row.key == "dense":
-            found.append(Outcome(row, dense, dense))
-        elif row.key not in lost_and_left:
-            found.append(Outcome(row, reason="failed"))
-        else:
-            lost, left = lost_and_left[row.key]
-            record = fakes.make(
-                results, row.key, "continuation", per_token=lost, saved=0.4, faster=1 - left, noise_pct=2.0, prompt_timed=True, **changes
-            )  # fmt: skip
-            found.append(Outcome(row, record, dense))
-    return found
+    def made(row: Row) -> dict[str, Any] | str:
+        if row.key not in lost_and_left:
+            return "failed"
+        lost, left = lost_and_left[row.key]
+        return {"per_token": lost, "faster": 1 - left, "saved": 0.4, "noise_pct": 2.0, "prompt_timed": True, **changes}
+
+    return fakes.outcomes(results, methods.rows(), made)
 
 
 def peers() -> set[str]:
@@ -58,10 +50,8 @@ def test_every_row_is_a_module_that_there_is_and_the_keys_are_unique() -> None:
     assert {name for row in rows for name in row.needs} <= set(choices("modules"))
     # Projected K/V is a peer that our own stages can run, SwiftKV without its training, and so are the controls of prediction. Learned halting is the
     # second paper's.
-    assert {row.needs[0] for row in rows if row.section not in (methods.DENSE, methods.OURS)} == peers() | {
-        "quicksilver",
-        "fitted_prediction",
-        "learned_halting",
+    assert {row.needs[0] for row in rows if row.section not in (methods.DENSE, methods.OURS)} == {
+        *(*peers(), "quicksilver", "fitted_prediction", "learned_halting")
     }
 
 
@@ -140,3 +130,17 @@ def test_tables_of_the_paper_s_words_have_what_is_derived_beside_them(number: st
     else:
         assert "p25" in text
         assert "asked at 10" in text
+
+
+def test_the_taxonomy_has_a_leaf_for_every_technique() -> None:
+    techniques = [("halting", "Halting", "halt"), ("exit", "StaticExit", "halt, skip_kv"), ("preset", "PresetHalting", ""),
+                  ("token_fusion", "TokenFusion", "fuse, merge_cache"), ("window", "SlidingWindow", "span")]  # fmt: skip
+    found = pd.DataFrame(
+        [{"module": a, "class": b, "verbs": c, "acts": "", "weights": "", "source": ""} for a, b, c in techniques]
+    )
+    leaves = attributes.taxonomy(found).set_index("module")
+    assert set(leaves.index) == set(found["module"])
+    assert leaves["quicksilver"].to_dict() == {name: name in ("halting", "token_fusion") for name in found["module"]}
+    assert leaves["branch"]["halting"] == leaves["branch"]["exit"] == attributes.BRANCHES["halt"]
+    assert leaves["branch"]["preset"] not in attributes.BRANCHES.values()
+    assert sorted(leaves["height"]) == list(range(5))

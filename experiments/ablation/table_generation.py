@@ -7,8 +7,6 @@ models. The texts themselves stand side by side in the report (`make report`, pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -18,8 +16,22 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import bootstrap
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.comparison import MEASURED
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, without_folders
+from quicksilver.report.comparison import described
+from quicksilver.report.table import (
+    ENDS,
+    NO_VALUE,
+    Column,
+    Lines,
+    Panel,
+    Table,
+    number,
+    numbers,
+    signed,
+    technique_cell,
+    without_folders,
+)
+
+from .techniques import SETTINGS, chosen
 
 READS = (TEXTS,)
 PANELS = {
@@ -30,17 +42,16 @@ ALWAYS = (
     "measure=generation", "protocol=continuation", "dataset.windows=16", "measure.generation.prompts=16",
     "measure.generation.prompt_tokens=448",
 )  # fmt: skip
-MATCHED, PAPER = "About 40% of the prompt's work", "The paper's rules, at what they save"
-# section -> key, what is printed, modules, overrides
-ROWS: dict[str, tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...]] = {
-    MATCHED: (
-        ("quicksilver", "Ours: oldest dropped, then predicted", ("quicksilver",), ()),
-        ("position", "Oldest dropped", ("halting_attention",), ("modules.halting.signal=position",)),
-        ("attention", "Least attended dropped", ("halting_attention",), ()),
-        ("truncated", "Truncation, newest kept", ("prompt_truncation",), ()),
-        ("random", "Random tokens dropped", ("halting_attention",), ("modules.halting.signal=random",)),
-    ),
-    PAPER: (("paper", "All four", ("halting", "kv_skipping", "token_fusion", "adaptive_quantization"), ()),),
+SETTINGS_HERE = {"quicksilver": ("quicksilver",), "paper": ("halting,kv_skipping,token_fusion,adaptive_quantization",)}
+SECTIONS = {
+    "About 40% of the prompt's work": {
+        "quicksilver": "Ours: oldest dropped, then predicted",
+        "position": "Oldest dropped",
+        "attention": "Least attended dropped",
+        "truncated": "Truncation, newest kept",
+        "random": "Random tokens dropped",
+    },
+    "The paper's rules, at what they save": {"paper": "All four"},
 }
 # Columns of generation.parquet that are averaged over prompts, and by how much they are multiplied.
 _MEANS = {"same_tokens": 1.0, "agreement": 100.0, "edit_distance": 100.0, "repeated": 100.0, "distinct": 100.0, "nats": 1.0}
@@ -62,27 +73,18 @@ LEGEND = (
 
 def rows() -> list[Row]:
     """Every row, once a panel; both panels share its run."""
-    found = []
-    for panel in PANELS:
-        for section, members in ROWS.items():
-            for key, technique, modules, overrides in members:
-                found.append(
-                    Row(panel, section, key, technique, (*ALWAYS, f"modules=[{','.join(modules)}]", *overrides), modules)
-                )
-    return found
-
-
-@cache
-def texts(folder: Path) -> pd.DataFrame:
-    """generation.parquet of a record."""
-    return pd.read_parquet(folder / TEXTS)
+    return [
+        row
+        for panel in PANELS
+        for section, members in SECTIONS.items()
+        for row in chosen(panel, members, *ALWAYS, section=section, settings=SETTINGS | SETTINGS_HERE)
+    ]
 
 
 def measured(record: Record, way: str) -> dict[str, Any]:
     """What one record says of one way of decoding: means over prompts with their intervals, differences to dense paired by prompt."""
     found = record.measured("generation", GenerationResult)
-    frame = texts(record.path)
-    frame = frame[frame["way"] == way]
+    frame = pd.read_parquet(record.path / TEXTS, filters=[("way", "==", way)])
     row: dict[str, Any] = {
         **{"prompts": found.prompts, "prompt_tokens": found.prompt_tokens, "new_tokens": found.new_tokens},
         "identical": int(frame["identical"].sum()),
@@ -93,19 +95,18 @@ def measured(record: Record, way: str) -> dict[str, Any]:
     }
     for name, scale in _MEANS.items():
         values = scale * frame[name].astype(float)
-        row |= dict(zip((name, f"{name}_low", f"{name}_high"), bootstrap(lambda x: x.mean(-1), values), strict=True))
+        averaged = {name: values}
         if name in _OF_DENSE:
-            difference = values - scale * frame[f"dense_{name}"].astype(float)
-            ends = (f"{name}_more", f"{name}_more_low", f"{name}_more_high")
-            row |= dict(zip(ends, bootstrap(lambda x: x.mean(-1), difference), strict=True))
+            averaged[f"{name}_more"] = values - scale * frame[f"dense_{name}"].astype(float)
+        for column, mine in averaged.items():
+            row |= dict(zip((f"{column}{end}" for end in ENDS), bootstrap(lambda x: x.mean(-1), mine), strict=True))
     return {key: float(value) if hasattr(value, "dtype") else value for key, value in row.items()}
 
 
 COLUMNS = [
     *("panel", "section", "key", "technique", "status", "prompts", "prompt_tokens", "new_tokens", "identical"),
     *("flops_saved_pct", "prompt_flops_saved_pct"),
-    *(f"{name}{end}" for name in _MEANS for end in ("", "_low", "_high")),
-    *(f"{name}_more{end}" for name in _OF_DENSE for end in ("", "_low", "_high")),
+    *(f"{name}{end}" for name in (*_MEANS, *(f"{name}_more" for name in _OF_DENSE)) for end in ENDS),
     *("model", "weights_digest", "data", "record", "dense_record"),
 ]
 
@@ -114,16 +115,15 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A panel a way of decoding."""
     found = []
     for one in outcomes:
-        row: dict[str, Any] = {"panel": one.row.panel, "section": one.row.section, "key": one.row.key}
-        row |= {"technique": one.row.technique, "status": one.reason or MEASURED}
+        row = described(one)
         if one.record is not None and one.dense is not None:
             row |= measured(one.record, one.row.panel) | {"dense_record": one.dense.fingerprint}
         found.append(row)
     frame = pd.DataFrame(found, columns=COLUMNS)
     columns = (
-        Column("", "technique", _technique, align="left"),
+        Column("", "technique", technique_cell, align="left"),
         Column("", "saved %", _saved),
-        Column("against the dense text", "same", _same),
+        Column("against the dense text", "same", lambda row: _mean(row, "same_tokens")),
         Column("against the dense text", "agree", lambda row: _mean(row, "agreement"), expendable=1),
         Column("against the dense text", "edit", lambda row: _mean(row, "edit_distance"), expendable=2),
         Column("the text by itself", "repeated", lambda row: _more(row, "repeated", 1)),
@@ -145,28 +145,20 @@ def _size(frame: pd.DataFrame) -> tuple[str, ...]:
     )
 
 
-def _technique(row: Mapping[str, Any]) -> Lines:
-    return (row["technique"],) if row["status"] == MEASURED else (row["technique"], row["status"])
-
-
 def _saved(row: Mapping[str, Any]) -> Lines:
     whole, prompt = number(row, "flops_saved_pct"), number(row, "prompt_flops_saved_pct")
     return (NO_VALUE,) if whole is None else (signed(whole), f"prompt {signed(prompt)}")
 
 
-def _same(row: Mapping[str, Any]) -> Lines:
-    lines = _mean(row, "same_tokens")
-    return lines if lines == (NO_VALUE,) else (lines[0], f"{row['identical']:.0f} of {row['prompts']:.0f} to the end")
-
-
 def _mean(row: Mapping[str, Any], name: str) -> Lines:
-    value, low, high = (number(row, f"{name}{end}") for end in ("", "_low", "_high"))
-    return (NO_VALUE,) if value is None else (f"{value:.1f} [{low:.1f} {high:.1f}]",)
+    value, low, high = numbers(row, name)
+    if value is None:
+        return (NO_VALUE,)
+    below = (f"{row['identical']:.0f} of {row['prompts']:.0f} to the end",) if name == "same_tokens" else ()
+    return (f"{value:.1f} [{low:.1f} {high:.1f}]", *below)
 
 
 def _more(row: Mapping[str, Any], name: str, decimals: int) -> Lines:
-    value, *more = (number(row, f"{name}{end}") for end in ("", "_more", "_more_low", "_more_high"))
-    if value is None:
-        return (NO_VALUE,)
-    middle, low, high = (signed(one, decimals) for one in more)
-    return (f"{value:.{decimals}f}", f"{middle} [{low} {high}]")
+    value = number(row, name)
+    middle, low, high = (signed(one, decimals) for one in numbers(row, f"{name}_more"))
+    return (NO_VALUE,) if value is None else (f"{value:.{decimals}f}", f"{middle} [{low} {high}]")

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from quicksilver.experiments.generation import table_generation
+from quicksilver.experiments.ablation import table_generation
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS, GenerationResult, Written
 from quicksilver.report.artefacts import Outcome
 from quicksilver.runs.choices import choices
@@ -17,34 +17,16 @@ PROMPTS = 16
 
 def record(results):
     """A run whose greedy texts repeat half as much again as the dense ones, and whose sampled texts are the dense ones."""
-    draw = np.random.default_rng(0)
-    repeated = draw.uniform(0.1, 0.3, PROMPTS)
-    rows = []
-    for way in (GREEDY, SAMPLED):
-        same = way == SAMPLED
-        rows += [
-            {
-                **{
-                    "prompt": i,
-                    "way": way,
-                    "prompt_text": "p",
-                    "text": "a",
-                    "dense_text": "b",
-                    "tokens": [1],
-                    "dense_tokens": [2],
-                },
-                **{"same_tokens": 64 if same else i, "identical": same, "agreement": 1.0 if same else 0.25, "edit_distance": 0.5},
-                **{
-                    "repeated": repeated[i] * (1 if same else 1.5),
-                    "dense_repeated": repeated[i],
-                    "distinct": 0.9,
-                    "dense_distinct": 0.9,
-                },
-                **{"nats": 2.0, "dense_nats": 1.5},
-            }
-            for i in range(PROMPTS)
-        ]
-    frame = pd.DataFrame(rows)
+    repeated = np.random.default_rng(0).uniform(0.1, 0.3, PROMPTS)
+    frames = []
+    for way, same in ((GREEDY, False), (SAMPLED, True)):
+        measured = {
+            **{"same_tokens": 64 if same else range(PROMPTS), "identical": same, "agreement": 1.0 if same else 0.25},
+            **{"edit_distance": 0.5, "repeated": repeated * (1 if same else 1.5), "dense_repeated": repeated},
+            **{"distinct": 0.9, "dense_distinct": 0.9, "nats": 2.0, "dense_nats": 1.5},
+        }
+        frames.append(pd.DataFrame({"prompt": range(PROMPTS), "way": way, "text": "a", "dense_text": "b", **measured}))
+    frame = pd.concat(frames)
     one = Written(7.5, 0, 0.25, 0.5, 0.3, 0.2, 0.9, 0.9, 2.0, 1.5)
     found = GenerationResult(PROMPTS, 448, 64, one, one, 60, 100)
     dense = fakes.make(results, "dense continuation", "continuation")

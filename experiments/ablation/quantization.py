@@ -1,21 +1,23 @@
-"""Adaptive quantization as a table: Tables 3 and 10 are one ablation in two places of the paper.
+"""Tables 3 and 10: entropy-aware quantization, one ablation in two places of the paper.
 
 The paper's thresholds are raw numbers and entropies belong to a model, so the paper's thresholds give other shares of widths here.
 Its savings say what the shares were; the second section meets them with percentiles, so that strategies compare at the paper's mix.
+
+Claims: the five rows of Table 3, which the paper prints again as Table 10. Appendix O prints them above another rule, (0.25, 0.65) on
+normalised entropies (docs/conflicts.md #18).
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from quicksilver.records.record import Record
+from quicksilver.records.record import TRACE, Record
 from quicksilver.records.stats import paired_records
 from quicksilver.report import comparison, provenance
-from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy, saved_pct
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.table import (
@@ -27,9 +29,13 @@ from quicksilver.report.table import (
     audit_cell,
     interval_cell,
     number,
+    plain_cell,
     signed,
+    signed_cell,
     versus_null_cell,
 )
+
+from ..inside import trace_counts
 
 PANELS = {
     "all": "Protocol all: every position scored",
@@ -37,6 +43,7 @@ PANELS = {
 }
 WIDTHS = {2: "two_bit_share_pct", 4: "four_bit_share_pct", 8: "eight_bit_share_pct"}
 PRINTED, CALIBRATED = "Thresholds as the paper prints them", "Percentiles that give the shares of widths behind the paper's FLOPs"
+APPENDIX_O = "The rule of Appendix O: 0.25 and 0.65 of log V"
 MODULE = "adaptive_quantization"
 # claim in reported.yaml -> what the paper calls it, yaml in conf/modules
 STRATEGIES = {
@@ -45,37 +52,34 @@ STRATEGIES = {
     "no_2bit": ("Entropy-aware 4/8", f"{MODULE}_4_8"),
     "aggressive": ("Aggressive 2/4", f"{MODULE}_2_4"),
 }
-_MEASURE = "measure=quick"
-_NO_NULL = "measure.null_control.enabled=false"  # one width for all: on other tokens it is the same run
 
 
-def rows() -> list[Row]:
-    """Both panels: dense, the paper's four strategies with its thresholds, three of them with percentiles."""
-    return [row for panel in PANELS for row in _panel_rows(panel)]
+def _rows(panel: str) -> Iterator[Row]:
+    """Dense, the paper's four strategies with its thresholds, three of them with percentiles."""
 
+    def row(section: str, claim: str, module: str, *more: str, key: str = "") -> Row:
+        overrides = (f"protocol={panel}", "measure=quick", f"modules=[{module}]", *more)
+        technique = STRATEGIES[claim][0] if claim in STRATEGIES else "Full precision"
+        return Row(panel, section, key or claim, technique, overrides, (module,) if module else (), f"table3.{claim}")
 
-def _panel_rows(panel: str) -> list[Row]:
-    overrides = (f"protocol={panel}", _MEASURE)
-    found = [Row(panel, "", "baseline", "Full precision", (*overrides, "modules=[]"), reported="table3.baseline")]
-    for claim, (technique, module) in STRATEGIES.items():
-        null = (_NO_NULL,) if claim == "uniform8" else ()
-        found.append(
-            Row(panel, PRINTED, claim, technique, (*overrides, f"modules=[{module}]", *null), (module,), f"table3.{claim}")
-        )
+    yield row("", "baseline", "")
+    for claim, (_, module) in STRATEGIES.items():
+        # One width for all: on other tokens it is the same run.
+        yield row(PRINTED, claim, module, *["measure.null_control.enabled=false"] * (claim == "uniform8"))
     for claim, thresholds in paper_percentiles().items():
-        technique, module = STRATEGIES[claim]
-        given = tuple(f"modules.{MODULE}.{name}=p{value:.4g}" for name, value in thresholds.items())
-        found.append(
-            Row(
-                panel,
-                CALIBRATED,
-                f"{claim}.calibrated",
-                technique,
-                (*overrides, f"modules=[{module}]", *given),
-                (module,),
-                f"table3.{claim}",
-            )
-        )
+        given = (f"modules.{MODULE}.{name}=p{value:.4g}" for name, value in thresholds.items())
+        yield row(CALIBRATED, claim, STRATEGIES[claim][1], *given, key=f"{claim}.calibrated")
+
+
+def rows(*, appendix_o: bool = False) -> list[Row]:
+    """Both panels; with the row of Appendix O, as Table 10 has them."""
+    found: list[Row] = []
+    for panel in PANELS:
+        found += _rows(panel)
+        if appendix_o:
+            module = f"{MODULE}_paper_o"
+            overrides = (f"protocol={panel}", "measure=quick", f"modules=[{module}]")
+            found.append(Row(panel, APPENDIX_O, "appendix_o", STRATEGIES["entropy_aware"][0], overrides, (module,)))
     return found
 
 
@@ -92,13 +96,10 @@ def paper_percentiles() -> dict[str, dict[str, float]]:
     assert at_2_bits is not None
     # Shares add up to 1, charges (1/8, 1/4, 1/2) to the mean β.
     at_8_bits = 4 * (beta["entropy_aware"] - at_2_bits / 100 / 8 - (1 - at_2_bits / 100) / 4)
-    at_4_of_4_8 = 100 * 4 * (0.5 - beta["no_2bit"])
-    at_2_of_2_4 = 100 * 8 * (0.25 - beta["aggressive"])
-    return {
-        "entropy_aware": {"tau_low": at_2_bits, "tau_high": round(100 * (1 - at_8_bits), 1)},
-        "no_2bit": {"tau_low": round(at_4_of_4_8, 1), "tau_high": round(at_4_of_4_8, 1)},
-        "aggressive": {"tau_low": round(at_2_of_2_4, 1), "tau_high": round(at_2_of_2_4, 1)},
-    }
+    found = {"entropy_aware": {"tau_low": at_2_bits, "tau_high": round(100 * (1 - at_8_bits), 1)}}
+    for claim, share in (("no_2bit", 4 * (0.5 - beta["no_2bit"])), ("aggressive", 8 * (0.25 - beta["aggressive"]))):
+        found[claim] = dict.fromkeys(("tau_low", "tau_high"), round(100 * share, 1))
+    return found
 
 
 def shares(record: Record) -> dict[str, float]:
@@ -110,6 +111,9 @@ def shares(record: Record) -> dict[str, float]:
         return {}
     mix = mix_of(Trace.load(record.trace_path))
     return {column: 100 * mix[width] for width, column in WIDTHS.items()} | {"mean_bits": sum(w * s for w, s in mix.items())}
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------------------
 
 
 def app_j_factor(record: Record) -> float | None:
@@ -124,45 +128,55 @@ def app_j_factor(record: Record) -> float | None:
     return saved[0] / saved[1]
 
 
-def app_j(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
-    """Operations gone in Appendix J with its own β, by the row `key`."""
+def app_j(panel: str, key: str) -> AnsweredBy:
+    """The answer of a row to a claim about operations: those gone in Appendix J with its own β."""
 
-    def of(panel: Mapping[str, Outcome]) -> Estimate | None:
-        outcome = panel[key]
-        factor = None if outcome.record is None else app_j_factor(outcome.record)
-        if factor is None or outcome.record is None or outcome.dense is None:
+    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        record, dense = outcomes[key].record, outcomes[key].dense
+        if record is None or dense is None or (factor := app_j_factor(record)) is None:
             return None
-        found = saved_pct(outcome.record, outcome.dense, "paper_flops")
-        return Estimate(factor * found.value, factor * found.low, factor * found.high)
+        return Estimate.of(saved_pct(record, dense, "paper_flops"), times=factor)
 
-    return of
+    return AnsweredBy(panel, key, of=of, note="with Appendix J's own β")
 
 
-APP_J = "with Appendix J's own β"
+def _lead(record: Record) -> Estimate | None:
+    """Percent of perplexity that widths by entropy save over the same widths at random."""
+    if "null_nll_nats" not in record.windows:
+        return None
+    paired = paired_records(record, record, baseline_column="null_nll_nats")
+    return Estimate(-paired.relative_pct, -paired.relative_pct_high, -paired.relative_pct_low)
 
 
 def answers() -> dict[str, tuple[AnsweredBy, ...]]:
     """Table 3's operations once more, with Appendix J's β; the rows themselves answer with bits/16."""
     found: dict[str, tuple[AnsweredBy, ...]] = {}
     for row in rows():
-        if row.reported is not None and row.key != "baseline":
+        if row.key != "baseline":
             claim = f"{row.reported}.flops_saved_pct"
-            found[claim] = (*found.get(claim, ()), AnsweredBy(row.panel, row.key, of=app_j(row.key), note=APP_J))
+            found[claim] = (*found.get(claim, ()), app_j(row.panel, row.key))
     guided = [row for row in rows() if row.reported == "table3.entropy_aware"]
     note = "widths by entropy against the same widths at random"
-    found["o.static.lead_on_chance_pct"] = tuple(AnsweredBy(row.panel, row.key, of=_lead(row.key), note=note) for row in guided)
+    found["o.static.lead_on_chance_pct"] = tuple(AnsweredBy(row.panel, row.key, of_record=_lead, note=note) for row in guided)
     return found
 
 
-def _lead(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
-    def of(panel: Mapping[str, Outcome]) -> Estimate | None:
-        record = panel[key].record
-        if record is None or "null_nll_nats" not in record.windows:
-            return None
-        paired = paired_records(record, record, baseline_column="null_nll_nats")
-        return Estimate(-paired.relative_pct, -paired.relative_pct_high, -paired.relative_pct_low)
+def two_bits(record: Record) -> Estimate | None:
+    """Tokens at 2 bits in the layers that hold widths, by Appendix O's rule."""
+    layers = trace_counts.by_layer(record)
+    deep = layers[layers["bits_2"] + layers["bits_4"] + layers["bits_8"] > 0].groupby("window").sum(numeric_only=True)
+    return trace_counts.share_pct(deep["bits_2"], deep["active"])
 
-    return of
+
+TWO_BITS_NOTE = "by Appendix O's rule, of the tokens in the layers after the decision"
+ANSWERS_10 = {
+    "o.two_bits.two_bit_share_pct": tuple(
+        AnsweredBy(panel, "appendix_o", of_record=two_bits, note=TWO_BITS_NOTE) for panel in PANELS
+    )
+}
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------------------
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -175,7 +189,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     place = table.columns.get_loc("reported_flops_saved_pct")
     table.insert(place, "reported_ppl", [claim.get("ppl") for claim in claims])
     table.insert(place + 1, "reported_delta_ppl", [claim["ppl"] - dense_ppl if claim else None for claim in claims])
-    table.insert(place, "thresholds", [_thresholds(outcome) for outcome in outcomes])
+    table.insert(place, "thresholds", [_thresholds(outcome.record) if outcome.record else "" for outcome in outcomes])
     mixes = [shares(outcome.record) if outcome.record is not None else {} for outcome in outcomes]
     for column in (*WIDTHS.values(), "mean_bits"):
         table[column] = [mix.get(column) for mix in mixes]
@@ -184,11 +198,9 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     return table
 
 
-def _thresholds(outcome: Outcome) -> str:
+def _thresholds(record: Record) -> str:
     """`1.0, 2.3` as the record's configuration has them, `0.25, 0.65; of log V`; empty where entropy decides nothing."""
-    if outcome.record is None:
-        return ""
-    module = outcome.record.config["modules"].get(MODULE)
+    module = record.config["modules"].get(MODULE)
     if module is None or module["bits"] is not None:
         return ""
     low, high, widths = module["tau_low"], module["tau_high"], module["widths"]
@@ -211,61 +223,39 @@ LEGEND = (
 )
 
 
-def table(outcomes: Sequence[Outcome], name: str, title: str, legend: Sequence[str] = ()) -> Table:
-    """Reported beside measured, a panel for each protocol; `legend` stands before what every such table says."""
+def _table(outcomes: Sequence[Outcome], name: str, title: str, *legend: str) -> Table:
+    """Reported beside measured, a panel for each protocol; `legend` stands before what both tables say."""
     panels = []
     for key, heading in PANELS.items():
         notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
         panels.append(Panel(key, heading, columns(kv=key == "continuation"), notes))
-    found = frame(outcomes)
-    marks = (comparison.LOOKAHEAD,) if found["lookahead"].eq(True).any() else ()
-    return Table(name, title, found, tuple(panels), (*legend, *LEGEND, _calibration(), *marks))
-
-
-def _calibration() -> str:
     wanted = "; ".join(
         f"{STRATEGIES[claim][0]} {', '.join(f'p{value:.4g}' for value in dict.fromkeys(thresholds.values()))}"
         for claim, thresholds in paper_percentiles().items()
     )
-    return f"{CALIBRATED}: {wanted}. From Table 3's FLOPs with β = bits/16, and for three widths from App. O's 45% of the tokens at 2 bits."
+    calibrated = f"{CALIBRATED}: {wanted}. From Table 3's FLOPs with β = bits/16, and for three widths from App. O's 45% of the tokens at 2 bits."
+    found = frame(outcomes)
+    return Table(name, title, found, tuple(panels), (*legend, *LEGEND, calibrated, *comparison.marks(found)))
 
 
 def columns(*, kv: bool) -> tuple[Column, ...]:
     """The printed columns; `kv` adds the bytes of the cache, which `all` does not keep."""
-    kept = [Column("saved %", "KV", _signed("kv_bytes_saved_pct"), expendable=1)] if kv else []
+    kept = [Column("saved %", "KV", signed_cell("kv_bytes_saved_pct"), expendable=1)] if kv else []
     return (
-        Column("", "technique", _technique, align="left"),
+        Column("", "technique", comparison.marked_technique_cell, align="left"),
         Column("", "τ", lambda row: tuple(row["thresholds"].split("; ")) if row["thresholds"] else (NO_VALUE,), expendable=4),
-        Column("paper reports", "ppl", _plain("reported_ppl", 1), expendable=7),
-        Column("paper reports", "FLOPs", _plain("reported_flops_saved_pct", 1), expendable=7),
+        Column("paper reports", "ppl", plain_cell("reported_ppl"), expendable=7),
+        Column("paper reports", "FLOPs", plain_cell("reported_flops_saved_pct"), expendable=7),
         Column("saved %", "paper", _paper),
-        Column("saved %", "exec", _signed("executed_flops_saved_pct"), expendable=3),
+        Column("saved %", "exec", signed_cell("executed_flops_saved_pct"), expendable=3),
         *kept,
         Column("measured", "2/4/8 %", _shares),
-        Column("measured", "bits", _plain("mean_bits", 2), expendable=2),
-        Column("measured", "Δppl", _delta_ppl),
+        Column("measured", "bits", plain_cell("mean_bits", 2), expendable=2),
+        Column("measured", "Δppl", comparison.delta_ppl_cell),
         Column("measured", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
         Column("measured", "vs random", versus_null_cell),
         Column("", "audit", audit_cell, expendable=6),
     )
-
-
-def _technique(row: Mapping[str, Any]) -> Lines:
-    if row["status"] == comparison.MEASURED:
-        return (f"{row['technique']} †" if row["lookahead"] else row["technique"],)
-    return (row["technique"], *textwrap.wrap(row["status"], 20))
-
-
-def _plain(key: str, decimals: int) -> Callable[[Mapping[str, Any]], Lines]:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        value = number(row, key)
-        return (NO_VALUE if value is None else f"{value:.{decimals}f}",)
-
-    return cell
-
-
-def _signed(key: str) -> Callable[[Mapping[str, Any]], Lines]:
-    return lambda row: (signed(number(row, key)),)
 
 
 def _paper(row: Mapping[str, Any]) -> Lines:
@@ -278,9 +268,14 @@ def _shares(row: Mapping[str, Any]) -> Lines:
     return (NO_VALUE if None in found else "/".join(f"{value:.0f}" for value in found if value is not None),)
 
 
-def _delta_ppl(row: Mapping[str, Any]) -> Lines:
-    return (
-        (f"ppl {row['ppl']:.2f}",)
-        if row["key"] == "baseline" and row["status"] == comparison.MEASURED
-        else interval_cell(row, "delta_ppl")
-    )
+@artefact(rows, reads=(TRACE,), answers=answers())
+def table03_quantization(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table 3: entropy-aware quantization, uniform and by entropy, with the paper's thresholds and at the paper's mix."""
+    return _table(outcomes, name, "Table 3: entropy-aware quantization, reported beside measured")
+
+
+@artefact(lambda: rows(appendix_o=True), reads=(TRACE,), answers=ANSWERS_10)
+def table10_quantization(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table 10: the rows of Table 3 again, with Appendix O's own thresholds on entropies over log V."""
+    legend = "The rows above Appendix O's rule are its table. That table uses the thresholds of Table 3, not those of the rule."
+    return _table(outcomes, name, "Table 10: entropy-aware quantization again, reported beside measured", legend)

@@ -1,0 +1,196 @@
+"""Figures 6 and 7: what mechanisms do to time, operations and perplexity, as bars beside the paper's numbers.
+
+They draw the records of Table 11: the same rows, so the same runs. What the paper says elsewhere about single mechanisms and about all four
+together is answered here too.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.records.record import Record
+from quicksilver.report import comparison
+from quicksilver.report.artefacts import Outcome, Row, artefact, find
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.provenance import notes
+from quicksilver.report.table import ENDS, number, numbers
+
+from .techniques import MECHANISMS
+
+PROTOCOLS = {"all": "protocol all", "continuation": "protocol continuation"}
+# column of the frame -> the paper's column, what the axis says
+MEASURES = {
+    "speedup_pct": ("reported_speedup_pct", "time gone\n(% of dense)"),
+    "paper_flops_saved_pct": ("reported_flops_saved_pct", "operations gone,\npaper's ledger (%)"),
+    "delta_ppl_pct": ("reported_delta_ppl_pct", "perplexity added\n(% of dense)"),
+}
+_DIAMOND: dict[str, Any] = {"linestyle": "", "marker": "D", "markerfacecolor": "white", "markeredgecolor": PALETTE[1]}
+_FLOOR = "#e4e4e4"
+
+
+def rows_of(section: str) -> Callable[[], list[Row]]:
+    """What returns the rows of a section of Table 11 (`isolated`, `cumulative`), and dense inference."""
+
+    def rows() -> list[Row]:
+        return [row for row in find("table", "11").experiment.rows() if row.key == "baseline" or row.key.startswith(section)]
+
+    return rows
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------------------
+
+
+def _of_dense(outcome: Outcome, column: str) -> Estimate | None:
+    """A column of `against_dense` with its interval; None where it was not measured."""
+    row = {} if outcome.record is None or outcome.dense is None else comparison.against_dense(outcome.record, outcome.dense)
+    if column not in row:
+        return None
+    value, low, high = (row[f"{column}{end}"] for end in ENDS)
+    return Estimate(value, low, high, row["noise_floor_pct"] if column == "speedup_pct" else 0.0)
+
+
+def worst(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """The composition that costs most perplexity, in percent of dense."""
+    costs = [found for one in panel.values() if (found := _of_dense(one, "delta_ppl_pct")) is not None]
+    return max(costs, key=lambda cost: cost.value, default=None)
+
+
+def added_speedup(panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Points of time gone that KV skipping adds to halting; the intervals of both add up."""
+    before, after = (_of_dense(panel[f"cumulative.{step}"], "speedup_pct") for step in ("halting", "kv_skipping"))
+    if before is None or after is None:
+        return None
+    floor = max(before.floor, after.floor)
+    return Estimate(after.value - before.value, after.low - before.high, after.high - before.low, floor)
+
+
+def saved_ms(record: Record) -> Estimate | None:
+    """Milliseconds of a batch that quantization saves."""
+    latency = record.found("latency", LatencyResult)
+    if latency is None:
+        return None
+    dense, ratio = latency.dense_latency_ms.median, latency.latency_ratio
+    return Estimate(*(dense * (1 - end) for end in (ratio.median, ratio.high, ratio.low)))
+
+
+def _in_both(key: str, **more: Any) -> tuple[AnsweredBy, ...]:
+    return tuple(AnsweredBy(panel, key, **more) for panel in PROTOCOLS)
+
+
+_JOINT, _NOTE = "cumulative.quantization", "the worst of its compositions"
+_JOINT_CLAIMS = ("figure6.joint", "section3.ablation", "abstract.joint", "conclusion.joint", "faq.joint", "p4.joint", "p4.half")
+CUMULATIVE_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
+    **dict.fromkeys(_JOINT_CLAIMS, AnsweredBy("continuation", _JOINT)),
+    "f2.kv_skipping.added_speedup_pct": _in_both("cumulative.kv_skipping", of=added_speedup),
+    "p4.stability.delta_ppl": (
+        AnsweredBy("all", "cumulative.kv_skipping", of=worst, note=_NOTE),
+        AnsweredBy("continuation", _JOINT, of=worst, note=_NOTE),
+    ),
+}
+ISOLATED_ANSWERS = {
+    **{f"p4.isolated.{mechanism}": _in_both(f"isolated.{mechanism}") for mechanism in MECHANISMS},
+    "e7.latency": _in_both("isolated.quantization", of_record=saved_ms),
+    **{f"section3.isolated.{mechanism}": _in_both(f"isolated.{mechanism}") for mechanism in ("halting", "fusion")},
+}
+
+
+# --- the figures ------------------------------------------------------------------------------------------------------------------
+
+
+@artefact(rows_of("cumulative."), answers=CUMULATIVE_ANSWERS)
+def figure06_cumulative_impact(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure 6: cumulative impact of the four mechanisms on time, operations and perplexity."""
+    return _figure(outcomes, name, "Figure 6: cumulative impact", "Each bar adds one mechanism to the bar on its left.")
+
+
+@artefact(rows_of("isolated."), answers=ISOLATED_ANSWERS)
+def figure07_isolated_impact(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure 7: isolated impact of each mechanism on time, operations and perplexity."""
+    return _figure(outcomes, name, "Figure 7: isolated impact", "Each bar is one mechanism alone.")
+
+
+def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -> Figure:
+    """Three measures (rows) under both protocols (columns), a bar for each row of Table 11 that is not dense inference."""
+    frame = drawn(outcomes)
+    with style():
+        drawing, axes = panels(len(MEASURES), len(PROTOCOLS), size=(8.5, 6.4), sharey="row", sharex="col")
+        for column, (panel, heading) in enumerate(PROTOCOLS.items()):
+            members = frame[frame["panel"] == panel].to_dict("records")
+            for plot, measure in zip(axes[:, column], MEASURES, strict=True):
+                _bars(plot, members, measure)
+            axes[0, column].set_title(heading)
+            axes[-1, column].set_xticks(range(len(members)), [textwrap.fill(row["technique"], 12) for row in members], rotation=0)
+        for (first, *_), (_, label) in zip(axes, MEASURES.values(), strict=True):
+            first.set_ylabel(label)
+            # Room for the numbers on the bars, in both directions, and for markers at 0.
+            low, high = first.get_ylim()
+            first.set_ylim(low - (0.12 if low < 0 else 0.05) * (high - low), high + 0.16 * (high - low))
+        said = "measured, 95% interval; of time: quartiles of rounds"
+        handles = [
+            Patch(facecolor=PALETTE[2], edgecolor="black", linewidth=0.5, label=said),
+            Line2D([], [], **_DIAMOND, label="the paper (GPT-2 774M, A100)"),
+            Patch(facecolor=_FLOOR, label="noise floor of the clock"),
+        ]
+        drawing.set_layout_engine("constrained", rect=(0, 0, 1, 0.95))  # room for the legend
+        drawing.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.07, 1.0), ncols=3, borderaxespad=0)
+    caption = (
+        f"{sentence} A mechanism that looks ahead is refused where every position is scored.",
+        "Time: decrease of the wall clock of one batch against dense inference, which alternates with it; below 0 it takes longer. Operations: "
+        "decrease in the paper's ledger (Appendix J), the one that its numbers are of. Perplexity: increase in percent of dense perplexity; the "
+        f"paper's are taken in percent of its {reported()['table3.baseline'].values['ppl']:g}.",
+        *(
+            f"{heading[0].upper()}{heading[1:]}: {' '.join(notes([one for one in outcomes if one.row.panel == panel]))}"
+            for panel, heading in PROTOCOLS.items()
+        ),
+    )
+    return Figure(name, title, frame, drawing, caption)
+
+
+def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """A row a bar: what was measured with its interval, what the paper says, or why there is no record."""
+    frame = comparison.frame(outcomes)
+    frame = frame[frame["key"] != "baseline"].copy()
+    base = reported()["table3.baseline"].values["ppl"]
+    frame["reported_delta_ppl_pct"] = 100 * frame["reported_delta_ppl"].astype(float) / base
+    ends = [[f"{measure}{end}" for end in ENDS if f"{measure}{end}" in frame] for measure in MEASURES]
+    measured = [name for mine, (stated, _) in zip(ends, MEASURES.values(), strict=True) for name in (*mine, stated)]
+    columns = ["panel", "key", "technique", "status", *measured]
+    return frame[[*columns, "noise_floor_pct", "executed_flops_saved_pct", "record", "dense_record"]].reset_index(drop=True)
+
+
+def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> None:
+    axes.axhline(0, color="black", linewidth=0.8, linestyle="-", marker="")
+    for place, row in enumerate(members):
+        stated, floor = number(row, MEASURES[measure][0]), number(row, "noise_floor_pct")
+        value, low, high = numbers(row, measure)
+        if row["status"] != comparison.MEASURED:
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "color": GREY, "style": "italic"}
+            look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            axes.text(place, 0.5, textwrap.fill(str(row["status"]), 12), transform=axes.get_xaxis_transform(), **look)
+        elif value is not None:
+            if floor is not None and measure == "speedup_pct":
+                axes.bar(place, 2 * floor, 0.9, bottom=-floor, color=_FLOOR, zorder=0.5)
+            hatch = HATCHES[1 + place % (len(HATCHES) - 1)]
+            axes.bar(place, value, 0.55, color=PALETTE[2], edgecolor="white", hatch=hatch, linewidth=0.5)
+            axes.bar(place, value, 0.55, facecolor="none", edgecolor="black", linewidth=0.5)
+            end = value
+            if low is not None and high is not None:
+                end = high if value >= 0 else low
+                look = {"color": "black", "linewidth": 1, "capsize": 2, "marker": "", "linestyle": ""}
+                axes.errorbar(place, value, yerr=whiskers(value, low, high), **look)
+            look = {"textcoords": "offset points", "ha": "center", "va": "bottom" if value >= 0 else "top", "fontsize": 7}
+            axes.annotate(f"{value:+.1f}", (place, end), xytext=(0, 3 if value >= 0 else -3), weight="bold", **look)
+        if stated is not None:
+            axes.plot(place + 0.36, stated, markersize=4.5, zorder=4, **_DIAMOND)
+    axes.set_xlim(-0.6, len(members) - 0.4)
+    axes.grid(visible=False, axis="x")

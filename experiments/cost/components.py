@@ -1,0 +1,270 @@
+"""Table 7 and the picture of it by layer: where the time of a pass goes, dense, with all four mechanisms, and halting by attention.
+
+One pass over a batch of prompts, taken apart in a pass of its own; the rows below the sum say how far that is from the untouched pass.
+The paper's seven rows are measured as it defines them where it does (App. K); what it leaves out is listed below them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from quicksilver.measure.components import BreakdownResult
+from quicksilver.records.record import Record
+from quicksilver.report import comparison, provenance
+from quicksilver.report.artefacts import Outcome, artefact
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.table import (
+    NO_VALUE,
+    Column,
+    Lines,
+    Panel,
+    Table,
+    number,
+    signed,
+    signed_cell,
+    text_cell,
+    time_difference_cell,
+)
+
+from . import costs
+
+if TYPE_CHECKING:  # a table needs no matplotlib
+    from quicksilver.report.figure import Figure
+
+COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
+    "embedding": "Token embedding",
+    "attention": "Self-attention",
+    "mlp": "Feed-forward network",
+    "kv_write": "KV cache write",
+    "quantization": "Quantization overhead",
+    "fusion": "Fusion: deciding, merging",
+    "decisions": "Signals, other decisions",
+    "gather_scatter": "Gather and scatter",
+    "runtime": "Masks, bookkeeping",
+    "norms": "Norms, residual sums",
+    "output_head": "Output head",
+    "model": "Rest of the model",
+}
+IN_THE_PAPER = [*COMPONENTS][:6]
+RUNS = {"joint": costs.JOINT, "budget": costs.BUDGET}
+HEADINGS = {"joint": "all four", "budget": "halting by attention"}
+TOTAL, SUM = "total", "sum"
+
+
+def breakdown(record: Record, who: str) -> BreakdownResult:
+    """The pass of the run taken apart, or that of dense inference."""
+    found = costs.components(record)
+    return found.dense if who == "dense" else found.ours
+
+
+def saved(record: Record, component: str, floor_pct: float | None = None) -> tuple[float, float] | None:
+    """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, or half of the
+    two interquartile ranges where that is more. None where one of the two has no such component.
+
+    Args:
+        floor_pct: the floor, pooled with that of other runs; None: of this run alone.
+    """
+    dense, run = (breakdown(record, who).components.get(component) for who in ("dense", "run"))
+    if dense is None or run is None or not dense.median_ms:
+        return None
+    spread = 100 * (dense.iqr_ms + run.iqr_ms) / 2 / dense.median_ms
+    floor = costs.components(record).noise_floor_pct if floor_pct is None else floor_pct
+    return 100 * (1 - run.median_ms / dense.median_ms), max(floor, spread)
+
+
+# --- Table 7 ----------------------------------------------------------------------------------------------------------------------
+
+
+def _runs(outcomes: Sequence[Outcome]) -> tuple[dict[str, Record], dict[str, dict[str, Any]]]:
+    """The records of the runs, and their A/A floors, pooled."""
+    there = costs.by_key(outcomes)
+    records = {run: there[key] for run, key in RUNS.items() if key in there}
+    floors = {
+        run: {"record": one.fingerprint, comparison.FLOOR: costs.components(one).noise_floor_pct} for run, one in records.items()
+    }
+    comparison.pool_noise([*floors.values()])
+    return records, floors
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """One row a component: what the paper reports, medians with interquartile ranges, percent saved with its noise."""
+    return pd.DataFrame(_rows(*_runs(outcomes)))
+
+
+def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def row(section: str, key: str, technique: str) -> dict[str, Any]:
+        entry = reported().get(f"table7.{key}")
+        stated = {} if entry is None else {f"reported_{quantity}": value for quantity, value in entry.values.items()}
+        return {"panel": costs.PANEL, "section": section, "key": key, "technique": technique, **stated}
+
+    for component, technique in COMPONENTS.items():
+        found = row("The paper's rows" if component in IN_THE_PAPER else "What the paper leaves out", component, technique)
+        for run, record in records.items():
+            for who in ("dense", run):
+                part = breakdown(record, who).components.get(component)
+                if part is not None and f"{who}_ms" not in found:
+                    found[f"{who}_ms"], found[f"{who}_iqr_ms"] = part.median_ms, part.iqr_ms
+            floor = floors[run][comparison.FLOOR]
+            if (gone := saved(record, component, floor)) is not None:
+                found |= {f"{run}_is_own": gone[1] > floor, f"{run}_saved_pct": gone[0], f"{run}_noise_pct": gone[1]}
+        yield found
+    for key, technique in ((TOTAL, "Total: the untouched pass"), (SUM, "Sum of the above")):
+        found = row("All of it", key, technique)
+        for run, record in records.items():
+            dense, mine = (
+                one.headline_ms if key == TOTAL else one.sum_ms for one in (breakdown(record, "dense"), breakdown(record, run))
+            )
+            found.setdefault("dense_ms", dense)
+            pass_ratio = costs.components(record).run_ratio
+            ratio = pass_ratio.median if key == TOTAL and pass_ratio is not None else mine / dense
+            floor = floors[run][comparison.FLOOR]
+            found |= {f"{run}_ms": mine, f"{run}_saved_pct": 100 * (1 - ratio), f"{run}_noise_pct": floor}
+        yield found
+    found = row("All of it", "residual", "Sum off by %")
+    for run, record in records.items():
+        found[f"{run}_residual_pct"] = breakdown(record, run).residual_pct
+        found.setdefault("dense_residual_pct", breakdown(record, "dense").residual_pct)
+    yield found
+
+
+def _ms(key: str) -> Callable[[Mapping[str, Any]], Lines]:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        residual = number(row, f"{key}_residual_pct")
+        if residual is not None:
+            return (f"{signed(residual)}%",)
+        value, around = number(row, f"{key}_ms"), number(row, f"{key}_iqr_ms")
+        if value is None:
+            return (NO_VALUE,)
+        return (f"{value:.1f}",) if around is None else (f"{value:.1f}", f"± {around / 2:.1f}")
+
+    return cell
+
+
+def _saved_cell(run: str) -> Callable[[Mapping[str, Any]], Lines]:
+    def cell(row: Mapping[str, Any]) -> Lines:
+        found = time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
+        return found if row.get(f"{run}_is_own") is True else found[:1]
+
+    return cell
+
+
+def _answer(component: str, quantity: str) -> AnsweredBy:
+    def of(record: Record) -> Estimate | None:
+        if quantity != "speedup_pct":
+            found = breakdown(record, "dense" if quantity == "dense_ms" else "run")
+            if component == TOTAL:
+                return Estimate(*[found.headline_ms] * 3)
+            part = found.components.get(component)
+            return (
+                None
+                if part is None
+                else Estimate(part.median_ms, part.median_ms - part.iqr_ms / 2, part.median_ms + part.iqr_ms / 2)
+            )
+        whole = costs.components(record)
+        if component == TOTAL:
+            assert whole.run_ratio is not None  # of a run with modules
+            return costs.time_saved(whole.run_ratio, whole.noise_floor_pct)
+        gone = saved(record, component)
+        return None if gone is None else Estimate(gone[0], gone[0] - gone[1], gone[0] + gone[1], gone[1])
+
+    note = f"{COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together"
+    fixed = "no mechanism touches the embedding" if (component, quantity) == ("embedding", "speedup_pct") else ""
+    return AnsweredBy(costs.PANEL, costs.JOINT, of_record=of, note=note, by_definition=fixed)
+
+
+ANSWERS = {
+    f"table7.{component}.{quantity}": _answer(component, quantity)
+    for component in (*IN_THE_PAPER, TOTAL)
+    for quantity in reported()[f"table7.{component}"].values
+} | {"table7.caption.speedup_pct": _answer(TOTAL, "speedup_pct")}
+
+
+@artefact(partial(costs.rows, costs.DENSE, costs.JOINT, costs.BUDGET), answers=ANSWERS)
+def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table 7: latency by component, dense inference against all four mechanisms, and against halting by attention."""
+    columns = [
+        Column("", "component", text_cell("technique"), align="left"),
+        Column("paper reports, ms", "dense", _ms("reported_dense"), expendable=3),
+        Column("paper reports, ms", "QuickSilver", _ms("reported_quicksilver"), expendable=3),
+        Column("paper reports, ms", "saved %", signed_cell("reported_speedup_pct"), expendable=2),
+        Column("measured, ms", "dense", _ms("dense")),
+    ]
+    for run, heading in HEADINGS.items():
+        columns += [Column(heading, "ms", _ms(run)), Column(heading, "saved %", _saved_cell(run))]
+    rounds = {record.config["measure"]["components"]["repeats"] for record in costs.by_key(outcomes).values()}
+    legend = (
+        f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
+        "belongs to one component, the innermost.",
+        "saved: percent of the dense component that is gone. ≈ 0: no larger than its noise. Noise is the noise floor below the table (A/A), or half "
+        "of the component's two interquartile ranges where that is larger and printed in the cell.",
+        "Sum off by: how far the sum of the components is from the untouched pass, which is timed in the same rounds. It is the "
+        "cost of the timing marks, and noise.",
+        "Attention includes K/V projected for halted tokens. Quantization is coding and decoding; products at fewer bits count "
+        "for the component whose float product they replace. The dense column is that of the first run.",
+        "The paper measured GPT-2 774M on an A100. Its milliseconds cannot be compared with another model or machine.",
+    )
+    floors = _runs(outcomes)[1].values()
+    notes = (*comparison.noise_note(floors, "a prompt's time"), *provenance.notes(outcomes))
+    panel = Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), notes)
+    return Table(name, "Table 7: latency by component, reported beside measured", frame(outcomes), (panel,), legend)
+
+
+# --- by layer ---------------------------------------------------------------------------------------------------------------------
+
+LAYERED = {costs.DENSE: "dense", costs.JOINT: "all four", costs.BUDGET: "halting by attention"}
+GROUPS = {
+    "attention": ("attention",),
+    "MLP": ("mlp",),
+    "norms": ("norms",),
+    "KV write": ("kv_write",),
+    "signals, decisions, fusion": ("decisions", "fusion"),
+    "quantization, gather, masks": ("quantization", "gather_scatter", "runtime"),
+}
+
+
+def layers(record: Record, key: str) -> pd.DataFrame:
+    """Milliseconds by group and layer (from 1) of a record."""
+    found = costs.components(record).ours.layers_ms
+    n_layers = len(next(iter(found.values())))
+    return pd.DataFrame(
+        [
+            {"run": key, "group": group, "layer": layer + 1, "ms": sum(found[one][layer] for one in components if one in found)}
+            for group, components in GROUPS.items()
+            for layer in range(n_layers)
+        ]
+    )
+
+
+@artefact(partial(costs.rows, *LAYERED))
+def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure layer-times: where the time of each layer goes, dense, with all four mechanisms, and halting by attention (App. K, layerwise)."""
+    from quicksilver.report.figure import HATCHES, PALETTE, Figure, legend_below, panels, style
+
+    records = costs.by_key(outcomes)
+    there = [key for key in LAYERED if key in records]
+    found = pd.concat([layers(records[key], key) for key in there], ignore_index=True)
+    with style():
+        drawing, axes = panels(1, len(there), size=(8.6, 3.2), sharey=True)
+        for plot, key in zip(axes.flat, there, strict=True):
+            mine = found[found["run"] == key].pivot(index="layer", columns="group", values="ms")
+            bottom = 0 * mine.iloc[:, 0]
+            for place, group in enumerate(GROUPS):
+                look = {"color": PALETTE[place], "hatch": HATCHES[place], "edgecolor": "white", "linewidth": 0.2}
+                plot.bar(mine.index, mine[group], bottom=bottom, width=0.8, label=group, **look)
+                bottom = bottom + mine[group]
+            plot.set(title=LAYERED[key], xlabel="layer")
+            plot.set_xticks(sorted({1, *range(4, len(mine) + 1, 4), len(mine)}))
+            plot.grid(axis="x", visible=False)
+        axes[0, 0].set_ylabel("time in one pass, ms")
+        legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=len(GROUPS))
+    caption = (
+        "Medians over rounds of one pass over a batch of prompts. The components are timed in a pass of their own; Table 7 "
+        "compares their sum with an untouched pass. Embedding and output head belong to no layer.",
+        *provenance.notes(outcomes),
+    )
+    return Figure(name, "Where the time of each layer goes", found, drawing, caption)

@@ -1,1 +1,0 @@
-"""What a reader of generated text would notice."""

@@ -1,1 +1,0 @@
-"""Adaptive quantization: strategies of widths, and the grid of entropy thresholds."""

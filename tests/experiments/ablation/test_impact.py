@@ -1,0 +1,86 @@
+"""Figures 4, 6 and 7: the records of Table 11, drawn. Figures 6 and 7 from hand-made records."""
+
+from __future__ import annotations
+
+import fakes
+import pytest
+
+from quicksilver.experiments.ablation import impact
+from quicksilver.measure.latency import LatencyResult
+from quicksilver.report.artefacts import find
+from quicksilver.report.claims.reported import reported
+
+TABLE = {(row.panel, row.key): row for row in find("table", "11").experiment.rows()}
+
+
+def outcomes(results, number):
+    rows = find("figure", number).experiment.rows()
+
+    def made(row):
+        if row.panel == "all" and row.key.endswith("fusion"):
+            return "refused under all: looks ahead"
+        return {"saved": 0.1, "faster": 0.05 * rows.index(row) - 0.2, "per_token": 0.01, "null_per_token": 0.02}
+
+    return fakes.outcomes(results, rows, made)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By figure: hand-made outcomes, and the figure that is drawn of them."""
+    given = {number: outcomes(tmp_path_factory.mktemp("records"), number) for number in ("6", "7")}
+    return {number: (one, find("figure", number).build(one, f"figure0{number}")) for number, one in given.items()}
+
+
+@pytest.mark.parametrize("number", ["4", "6", "7"])
+def test_the_runs_are_those_of_table_11(number):
+    rows = find("figure", number).experiment.rows()
+    assert rows
+    assert all(row == TABLE[row.panel, row.key] for row in rows)
+
+
+@pytest.mark.parametrize("number", ["6", "7"])
+def test_what_is_drawn_is_measured_or_reported_and_the_picture_says_why_there_is_no_bar(made, number):
+    given, figure = made[number]
+    frame = figure.frame.set_index(["panel", "key"])
+    given = [one for one in given if one.row.key != "baseline"]
+    assert len(frame) == len(given)
+    for outcome in given:
+        row, claim = frame.loc[(outcome.row.panel, outcome.row.key)], reported()[outcome.row.reported].values
+        assert row["reported_speedup_pct"] == claim["speedup_pct"]
+        assert row["reported_delta_ppl_pct"] == pytest.approx(100 * claim["delta_ppl"] / 18.2)
+        if outcome.record is None:
+            assert row["status"] == outcome.reason
+            assert row[["speedup_pct", "delta_ppl_pct"]].isna().all()
+        else:
+            ratio = outcome.record.measured("latency", LatencyResult).latency_ratio
+            assert row["speedup_pct"] == pytest.approx(100 * (1 - ratio.median))
+    said = " ".join(figure.caption)
+    assert all(part in said for part in ("reference-gpt2", "python-docs", "compact", "Protocol all", "Protocol continuation"))
+    texts = {text.get_text().replace("\n", " ") for axes in figure.drawing.axes for text in axes.texts}
+    assert texts >= {"refused under all: looks ahead", *(f"{value:+.1f}" for value in frame["speedup_pct"].dropna())}
+    assert all("%" in axes.get_ylabel() for axes in figure.drawing.axes[::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["6", "7"])
+def test_the_same_records_give_the_same_bytes(made, tmp_path, number):
+    first, second = made[number][1], find("figure", number).build(outcomes(tmp_path, number), f"figure0{number}")
+    assert (first.svg(), first.png(), first.csv()) == (second.svg(), second.png(), second.csv())
+
+
+def test_claims_follow_the_ratio_of_times(made):
+    given = {one.row.key: one for one in made["6"][0] if one.row.panel == "continuation"}
+    found = impact.added_speedup(given)
+    before, after = (
+        given[f"cumulative.{step}"].record.measured("latency", LatencyResult).latency_ratio for step in ("halting", "kv_skipping")
+    )
+    assert found.value == pytest.approx(100 * (before.median - after.median))
+    assert found.high - found.low == pytest.approx(100 * sum(ratio.high - ratio.low for ratio in (before, after)))
+    worst = impact.worst(given)
+    assert worst.low <= worst.value <= worst.high
+    assert impact.worst({"baseline": given["baseline"]}) is None
+
+    (record,) = (one.record for one in made["7"][0] if (one.row.panel, one.row.key) == ("continuation", "isolated.quantization"))
+    found, ratio = impact.saved_ms(record), record.measured("latency", LatencyResult).latency_ratio
+    assert found.value == pytest.approx(fakes.DENSE_MS * (1 - ratio.median))
+    assert found.low <= found.value <= found.high
